@@ -1,0 +1,63 @@
+"""`flatout chat`: answers from a run, an adapter or a model, one prompt or a conversation."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from flatout.errors import ResourceError
+
+HELP = "chat with a run, an adapter or a model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("target", metavar="RUN_OR_ADAPTER_OR_MODEL", help="run, adapter or model folder, or hub id")
+    parser.add_argument("--prompt", help="answer this once and leave; without it the chat is interactive")
+    parser.add_argument("--system", help="system prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="longest answer in tokens (512)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token each time (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
+    parser.add_argument("--base", help="base model (folder or hub id) instead of the one the adapter names")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load once, then answer. Raises ResourceError when a GPU was asked for and there is none."""
+    import torch
+
+    from flatout.models.trained import find_trained, load_trained
+
+    has_gpu = torch.cuda.is_available()
+    if args.device == "cuda" and not has_gpu:
+        raise ResourceError("--device: this machine has no CUDA GPU; use --device cpu")
+    device = torch.device("cuda" if has_gpu and args.device != "cpu" else "cpu")
+    model, tokenizer = load_trained(find_trained(args.target, base=args.base), device=device)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    if args.prompt is not None:
+        _turn(model, tokenizer, messages, args.prompt, args)
+        return 0
+    print("Type a message; an empty line or Ctrl-D ends the chat.")
+    while prompt := _read_line():
+        _turn(model, tokenizer, messages, prompt, args)
+    return 0
+
+
+def _turn(model: Any, tokenizer: Any, messages: list[dict[str, str]], prompt: str, args: argparse.Namespace) -> None:
+    from flatout.models.generate import answer
+
+    messages.append({"role": "user", "content": prompt})
+    reply = answer(
+        model, tokenizer, messages,
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed,
+        on_text=lambda piece: print(piece, end="", flush=True),
+    )  # fmt: skip
+    print()
+    messages.append({"role": "assistant", "content": reply})
+
+
+def _read_line() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""

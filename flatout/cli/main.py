@@ -1,0 +1,50 @@
+"""`flatout VERB`: finds the verb's file, runs it, turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from flatout import __version__
+from flatout.errors import FlatoutError
+
+# verb -> what it does; flatout/cli/<verb>.py has add_arguments(parser) and run(args) -> exit code
+VERBS = {
+    "demo": "make a data set and a tiny model, train, evaluate, answer: the whole road in minutes",
+    "init": "write a commented configuration that runs unmodified",
+    "data": "build, show or list tokenised data sets",
+    "plan": "print what a run will do, step by step, before any GPU is held",
+    "train": "fine-tune",
+    "chat": "talk to a run, an adapter or a model",
+    "merge": "fold an adapter into its base model's weights",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the process's exit code (0 done, 2 usage, 3 data, ... see flatout/errors.py)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="flatout", description="Exact, planned, flat-out fine-tuning.")
+    parser.add_argument("--version", action="version", version=f"flatout {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    wanted = argv[0] if argv and argv[0] in VERBS else None
+    for verb, what in VERBS.items():
+        subparser = verbs.add_parser(verb, help=what, description=what[:1].upper() + what[1:] + ".")
+        # only the asked verb's file is imported, so that --help stays instant
+        if verb == wanted:
+            importlib.import_module(f"flatout.cli.{verb}").add_arguments(subparser)
+    args = parser.parse_args(argv)
+    try:
+        code: int = importlib.import_module(f"flatout.cli.{args.verb}").run(args)
+    except FlatoutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

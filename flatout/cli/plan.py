@@ -1,0 +1,91 @@
+"""`flatout plan run.yaml [section.name=value ...]`: what a run will do, before any GPU is held."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.errors import UsageError
+
+if TYPE_CHECKING:
+    from flatout.config.schema import Config
+    from flatout.plan.explain import PlanReport
+    from flatout.plan.memory import MemoryEstimate
+    from flatout.plan.shape import ModelShape
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument("config", type=Path, help="a YAML file, or a .py file that sets `config` (which runs as code)")
+    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="such as batch.samples_per_step=64")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="plan for N GPUs (default 1)")
+    parser.add_argument(
+        "--tokens-per-s", type=float, metavar="X", help="useful tokens a second over all ranks; adds a time estimate"
+    )
+    parser.add_argument("--step", type=int, metavar="I", help="print step I (from 0): its ranks and micro-batches")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print; 0, or a FlatoutError for a configuration or data that cannot be planned."""
+    from flatout.config.read import load_config
+    from flatout.parallel.rank import Rank
+    from flatout.plan.explain import explain, render, render_step
+    from flatout.track.record import Trackers
+    from flatout.train.planning import plan_run
+
+    if args.ranks < 1:
+        raise UsageError(f"--ranks is {args.ranks}; expected at least 1")
+    if args.tokens_per_s is not None and not args.tokens_per_s > 0:
+        raise UsageError(f"--tokens-per-s is {args.tokens_per_s:g}; expected more than 0")
+    config = load_config(args.config, args.overrides)
+    planned = plan_run(config, Trackers(), Rank(0, args.ranks))
+    plan, shape = planned.plan, planned.shape
+    if args.step is not None:
+        if not 0 <= args.step < plan.num_steps:
+            raise UsageError(f"--step is {args.step}; the run has steps 0 to {plan.num_steps - 1}")
+        step = plan.step(args.step)
+        print(json.dumps(asdict(step)) if args.json else render_step(step))
+        return 0
+    report = explain(
+        plan,
+        num_held_out=planned.store.num_samples - plan.num_samples,
+        tokens_per_s=args.tokens_per_s,
+        memory_of=lambda num_tokens, num_labels: memory_of(config, shape, num_tokens, num_labels),
+    )
+    print(json.dumps(report_values(report)) if args.json else _note(shape) + render(report))
+    return 0
+
+
+def memory_of(config: Config, shape: ModelShape, num_tokens: int, num_labels: int) -> MemoryEstimate:
+    """Memory at the configured settings; precision `auto` is counted as bf16."""
+    from flatout.plan.memory import estimate_memory
+
+    return estimate_memory(
+        shape,
+        method=config.method,
+        micro_batch_tokens=num_tokens,
+        micro_batch_labels=num_labels,
+        precision="bf16" if config.model.precision == "auto" else config.model.precision,
+        optimizer=config.optim.name,
+        lora_rank=config.lora.rank,
+        lora_targets=config.lora.targets,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+    )
+
+
+def report_values(report: PlanReport) -> dict[str, Any]:
+    """The report as plain values, with the shares and the memory's total that are properties."""
+    values = asdict(report) | {"label_share": report.label_share, "padding_avoided": report.padding_avoided}
+    if report.memory:
+        values["memory"]["total_bytes"] = report.memory.total_bytes
+    return values
+
+
+def _note(shape: ModelShape) -> str:
+    if shape.known:
+        return ""
+    return f"note: model type {shape.model_type} is not in the plan's table; its compute is counted as Llama's\n"

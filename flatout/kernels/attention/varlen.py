@@ -1,0 +1,62 @@
+"""Packed causal attention by torch's varlen FlashAttention-2 kernel (Dao 2023, arXiv:2307.08691). CUDA, 16 bit."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+MAX_HEAD_DIM = 256
+
+
+def varlen_problem(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> str | None:
+    """Why the varlen kernel cannot serve this device, dtype and head size (None when it can)."""
+    if device.type != "cuda":
+        return f"the varlen kernel needs CUDA, not {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the varlen kernel needs bf16 or fp16, not {dtype}"
+    if head_dim is not None and (head_dim > MAX_HEAD_DIM or head_dim % 8):
+        return f"the varlen kernel needs a head size up to {MAX_HEAD_DIM} in multiples of 8, not {head_dim}"
+    return None
+
+
+def make_varlen_attention() -> Callable[..., torch.Tensor]:
+    """Bind torch's varlen kernel once, by the signature that this torch has.
+
+    The function returned takes query (T, H, D), key and value (T, K, D), cu_seqlens int32 (N+1,) and max_seqlen, with
+    keywords scale and window, and returns (T, H, D). Its backward is deterministic only under
+    torch.use_deterministic_algorithms.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    native_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+    def varlen_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        extra: dict[str, Any] = {}
+        if query.shape[1] != key.shape[1]:
+            if native_groups:
+                extra["enable_gqa"] = True
+            else:
+                groups = query.shape[1] // key.shape[1]
+                key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        # the kernel counts tokens to the left of the row, transformers counts the row itself too
+        left = -1 if window is None else window - 1
+        output = varlen_attn(
+            query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+            scale=scale, window_size=(left, 0), **extra,
+        )  # fmt: skip
+        # the pair with the log-sum-exp comes only when asked for
+        return cast(torch.Tensor, output)
+
+    return varlen_attention

@@ -1,0 +1,106 @@
+"""Cross-entropy of an output head by row tiles: the logits of one tile at a time, gradients made in the forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+# 2,048 rows keep the GEMMs of a 150k vocabulary at full speed on an H200 and cost 1.2 GB of fp32 logits
+DEFAULT_TILE_ROWS = 2048
+
+
+class _TiledLoss(torch.autograd.Function):
+    """The gradient of a sum is known before the scalar that multiplies it, so one pass makes both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        tile_rows: int,
+        compute_dtype: torch.dtype,
+        with_grad: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sum_dtype = torch.promote_types(compute_dtype, torch.float32)
+        loss_sum = torch.zeros((), dtype=sum_dtype, device=hidden.device)
+        num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        compute_weight = weight.to(compute_dtype)
+        hidden_grad = torch.empty_like(hidden) if with_grad and ctx.needs_input_grad[0] else None
+        weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if with_grad and ctx.needs_input_grad[1] else None
+        for start in range(0, len(hidden), tile_rows):
+            rows = slice(start, start + tile_rows)
+            tile = hidden[rows].to(compute_dtype)
+            logits = F.linear(tile, compute_weight).to(sum_dtype)
+            slope = _shape_logits(logits, scale, softcap)
+            log_total = logits.logsumexp(-1, keepdim=True)
+            picked = targets[rows, None]
+            loss_sum += (log_total - logits.gather(-1, picked)).sum()
+            num_correct += (logits.argmax(-1, keepdim=True) == picked).sum()
+            if hidden_grad is None and weight_grad is None:
+                continue
+            logit_grad = logits.sub_(log_total).exp_()
+            logit_grad.scatter_add_(-1, picked, torch.full_like(log_total, -1.0))
+            logit_grad = (logit_grad * slope if slope is not None else logit_grad).mul_(scale).to(compute_dtype)
+            if hidden_grad is not None:
+                hidden_grad[rows] = logit_grad @ compute_weight
+            if weight_grad is not None:
+                weight_grad += logit_grad.T @ tile
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.dtypes = (hidden.dtype, weight.dtype)
+        ctx.mark_non_differentiable(num_correct)
+        return loss_sum, num_correct
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, loss_grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        hidden_dtype, weight_dtype = ctx.dtypes
+        return (
+            None if hidden_grad is None else (hidden_grad * loss_grad).to(hidden_dtype),
+            None if weight_grad is None else (weight_grad * loss_grad).to(weight_dtype),
+            *(None,) * 6,
+        )
+
+
+def _shape_logits(logits: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor | None:
+    """Scale and cap the logits in place; the cap's slope 1 - tanh(u / cap)^2, or None without a cap."""
+    if scale != 1.0:
+        logits.mul_(scale)
+    if softcap is None:
+        return None
+    logits.div_(softcap).tanh_()
+    slope = 1 - logits.square()
+    logits.mul_(softcap)
+    return slope
+
+
+def token_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    tile_rows: int = DEFAULT_TILE_ROWS,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed cross-entropy of an output head and the number of rows whose largest logit is the target.
+
+    hidden (L, D), weight (V, D), targets int64 (L,) in 0..V-1. Logits are softcap * tanh(scale * h @ W.T / softcap), or
+    scale * h @ W.T without a cap, made `tile_rows` rows at a time in `compute_dtype` (hidden's when None), summed in
+    fp32 (fp64 when the compute is fp64). Returns the loss sum (0-d, with its graph) and the count (0-d int64).
+    The weight's gradient is made only when it is trained, and is summed over tiles in fp32. No rows give 0 with a
+    live graph. Gradients of a frozen head cost two GEMMs in all. Method: loss and gradient in one pass over tiles, as
+    in Liger Kernel (arXiv:2410.10989, section 3.2).
+    """
+    if tile_rows < 1:
+        raise ValueError(f"tile_rows is {tile_rows}; it must be at least 1")
+    loss_sum, num_correct = _TiledLoss.apply(
+        hidden, weight, targets, scale, softcap, tile_rows, compute_dtype or hidden.dtype, torch.is_grad_enabled()
+    )
+    return loss_sum, num_correct

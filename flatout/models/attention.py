@@ -1,0 +1,196 @@
+"""Packed attention for any transformers model, through its public extension point: documents never see each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from flatout.errors import UsageError
+from flatout.kernels.attention import make_varlen_attention, plain_attention, sdpa_attention, varlen_problem
+from flatout.models.families import Family
+
+Implementation = Literal["varlen", "sdpa", "plain"]
+PREFIX = "flatout_"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """The implementation a model gets and why."""
+
+    implementation: Implementation
+    reason: str
+
+    @property
+    def registered_name(self) -> str:
+        """The name transformers knows it by (`attn_implementation`)."""
+        return PREFIX + self.implementation
+
+
+def choose_attention(
+    wanted: Literal["auto", "varlen", "sdpa", "plain"],
+    config: Any,
+    family: Family,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> AttentionChoice:
+    """Decide once, from the model's config, which packed attention it gets.
+
+    Soft-capped scores and attention sinks exist only in the plain form. Raises UsageError when `varlen` or `sdpa` was
+    asked for by name and cannot serve this model.
+    """
+    limits: dict[str, str | None] = {"varlen": varlen_problem(device, dtype, _head_dim(config)), "sdpa": None}
+    if getattr(config, "attn_logit_softcapping", None):
+        limits = dict.fromkeys(limits, "its attention scores are soft-capped")
+    elif family.sinks:
+        limits = dict.fromkeys(limits, "its attention has sinks")
+    elif getattr(config, "attention_dropout", 0.0):
+        limits["varlen"] = "the varlen kernel has no attention dropout"
+    elif getattr(config, "v_head_dim", None) is not None:
+        limits["varlen"] = "the varlen kernel needs keys and values of one size"
+    if wanted == "plain":
+        return AttentionChoice("plain", "as asked")
+    if wanted != "auto":
+        if limits[wanted]:
+            raise UsageError(f"model.attention: {wanted} does not serve this model: {limits[wanted]}; use auto")
+        return AttentionChoice(wanted, "as asked")
+    if limits["varlen"] is None:
+        return AttentionChoice("varlen", "torch's FlashAttention kernel")
+    if limits["sdpa"] is None:
+        return AttentionChoice("sdpa", limits["varlen"])
+    return AttentionChoice("plain", limits["sdpa"])
+
+
+def register() -> None:
+    """Make our attention known to transformers under `flatout_varlen`, `flatout_sdpa` and `flatout_plain`.
+
+    Safe to call again. Models take one by `attn_implementation`, so two models in one process may differ.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    varlen = make_varlen_attention()
+
+    def run_varlen(call: _Call) -> torch.Tensor:
+        call.refuse("varlen", softcap=call.softcap, sinks=call.sinks, dropout=call.dropout or None)
+        return varlen(*call.tensors, call.cu_seqlens, call.max_seqlen, scale=call.scale, window=call.window)
+
+    forms: dict[str, Callable[[_Call], torch.Tensor]] = {"varlen": run_varlen, "sdpa": _run_sdpa, "plain": _run_plain}
+    for name, form in forms.items():
+        AttentionInterface.register(PREFIX + name, _entry(form))
+        AttentionMaskInterface.register(PREFIX + name, window_marker)
+
+
+def window_marker(*_: Any, local_size: int | None = None, kv_length: int = 0, **__: Any) -> torch.Tensor | None:
+    """Our mask function: no mask at all, since the documents' borders say everything.
+
+    A layer with a local window shorter than the batch gets an empty tensor, so that the attention can tell that a
+    window was asked for and refuse when its size did not arrive with the layer's own arguments.
+    """
+    return torch.empty(0) if local_size is not None and kv_length > local_size else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one layer asks for: query, key and value (T, heads, size), borders, and its variants."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    dropout: float
+
+    def refuse(self, form: str, **variants: object) -> None:
+        """Raise UsageError when a layer asks for a variant that this form lacks (the choice at load time missed it)."""
+        asked = [name for name, value in variants.items() if value is not None]
+        if asked:
+            raise UsageError(f"packed attention: {form} has no {', '.join(asked)}; set model.attention: plain")
+
+
+def _run_sdpa(call: _Call) -> torch.Tensor:
+    call.refuse("sdpa", softcap=call.softcap, sinks=call.sinks)
+    return sdpa_attention(*call.tensors, call.cu_seqlens, scale=call.scale, window=call.window, dropout=call.dropout)
+
+
+def _run_plain(call: _Call) -> torch.Tensor:
+    return plain_attention(
+        *call.tensors,
+        call.cu_seqlens,
+        scale=call.scale,
+        window=call.window,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        dropout=call.dropout,
+    )
+
+
+def _entry(form: Callable[[_Call], torch.Tensor]) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Wrap a form in transformers' signature: (1, heads, T, size) in, (1, T, heads, size) out."""
+
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        max_length_q: int | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        _check_mask(attention_mask, sliding_window, module)
+        if query.shape[0] != 1:
+            raise UsageError(f"packed attention got {query.shape[0]} rows; a packed batch is one row of tokens")
+        if cu_seq_lens_q is None or max_length_q is None:
+            raise UsageError("packed attention was called without documents; load the model with sdpa to generate")
+        call = _Call(
+            tensors=_one_dtype(query, key, value),
+            cu_seqlens=cu_seq_lens_q,
+            max_seqlen=max_length_q,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+            dropout=dropout,
+        )
+        return form(call)[None], None
+
+    return attention
+
+
+def _check_mask(mask: torch.Tensor | None, window: int | None, module: nn.Module) -> None:
+    if mask is None or (mask.numel() == 0 and window is not None):
+        return
+    asked = "a mask of its own" if mask.numel() else "a local window through its mask only"
+    raise UsageError(
+        f"{type(module).__name__} asks for {asked}, which packed attention cannot honour; "
+        "set batch.micro_batch_tokens to at most the window, or choose another model"
+    )
+
+
+def _one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(1, heads, T, size) to (T, heads, size), all in the autocast dtype, or in the value's without autocast."""
+    device_type = tensors[0].device.type
+    lower = torch.is_autocast_enabled(device_type) and tensors[0].dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device_type) if lower else tensors[-1].dtype
+    query, key, value = (tensor[0].transpose(0, 1).to(dtype) for tensor in tensors)
+    return query, key, value
+
+
+def _head_dim(config: Any) -> int | None:
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is not None:
+        return int(head_dim)
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    return hidden // heads if hidden and heads else None

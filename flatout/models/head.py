@@ -1,0 +1,97 @@
+"""From a packed batch to its summed loss: hidden states of the label rows only, logits by tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from flatout.errors import UsageError
+from flatout.kernels.cross_entropy import DEFAULT_TILE_ROWS, token_loss
+from flatout.models.families import logits_scale
+from flatout.models.packed import PackedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LossSums:
+    """Sums over the label tokens of one micro-batch, never means: the caller divides once, by the step's global count.
+
+    `loss_sum` 0-d fp32 (fp64 in fp64) with its graph; `num_correct` 0-d int64, tokens whose largest logit is right.
+    """
+
+    loss_sum: torch.Tensor
+    num_correct: torch.Tensor
+
+
+def hidden_states(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
+    """Last hidden states (T, D) of a packed batch; documents see only themselves. `model` comes from load_model."""
+    output = model.get_decoder()(
+        input_ids=batch.token_ids[None],
+        position_ids=batch.position_ids[None],
+        use_cache=False,
+        **document_arguments(batch),
+    )
+    states: torch.Tensor = output.last_hidden_state[0]
+    return states
+
+
+def document_arguments(batch: PackedBatch) -> dict[str, Any]:
+    """The documents' borders under the names by which transformers hands them to every attention layer."""
+    return {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
+
+
+def packed_loss(model: PreTrainedModel, batch: PackedBatch, *, tile_rows: int = DEFAULT_TILE_ROWS) -> LossSums:
+    """Summed cross-entropy of a packed batch's label tokens, and how many of them the model gets right.
+
+    A batch without labels gives 0 with a live graph. Logit scale and soft-cap of the model's config are honoured. A
+    mixture-of-experts router's balancing loss is not added. Raises UsageError for a model without an output head.
+    """
+    rows = hidden_states(model, batch).index_select(0, batch.label_rows)
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        raise UsageError(f"model type {model.config.model_type} has no output head; flatout trains causal LMs only")
+    config = model.config.get_text_config()
+    scale, softcap = logits_scale(config), getattr(config, "final_logit_softcapping", None)
+    if _is_plain_linear(head):
+        loss_sum, num_correct = token_loss(
+            rows, head.weight, batch.label_ids, scale=scale, softcap=softcap, tile_rows=tile_rows,
+            compute_dtype=_compute_dtype(rows),
+        )  # fmt: skip
+        return LossSums(loss_sum, num_correct)
+    return _module_loss(head, rows, batch.label_ids, scale=scale, softcap=softcap, tile_rows=tile_rows)
+
+
+def _module_loss(
+    head: nn.Module, rows: torch.Tensor, targets: torch.Tensor, *, scale: float, softcap: float | None, tile_rows: int
+) -> LossSums:
+    """Any head (LoRA on it, a bias, something unusual): the module itself, each tile recomputed in the backward."""
+
+    def tile_loss(tile: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        product = head(tile)
+        logits = product.to(torch.promote_types(product.dtype, torch.float32)) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return F.cross_entropy(logits, ids, reduction="sum"), (logits.argmax(-1) == ids).sum()
+
+    tiles = [
+        checkpoint(tile_loss, tile, ids, use_reentrant=False)
+        for tile, ids in zip(rows.split(tile_rows), targets.split(tile_rows), strict=True)
+    ]
+    loss_sum = torch.stack([loss for loss, _ in tiles]).sum()
+    return LossSums(loss_sum, torch.stack([correct for _, correct in tiles]).sum())
+
+
+def _is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
+    # an exact type: a subclass or a hook may compute something else
+    return type(head) is nn.Linear and head.bias is None and not head._forward_hooks and not head._forward_pre_hooks
+
+
+def _compute_dtype(rows: torch.Tensor) -> torch.dtype:
+    device_type = rows.device.type
+    lower = torch.is_autocast_enabled(device_type) and rows.dtype != torch.float64
+    return torch.get_autocast_dtype(device_type) if lower else rows.dtype

@@ -1,0 +1,74 @@
+"""A micro-batch as one flat stream of tokens: documents, positions and the rows that carry loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """T tokens of D documents laid end to end, L of them predicted.
+
+    `token_ids` and `position_ids` int64 (T,), positions restarting at 0 in each document; `cu_seqlens` int32 (D+1,)
+    the documents' borders; `max_seqlen` the longest document in tokens; `label_rows` int64 (L,) the rows whose next
+    token carries loss and `label_ids` int64 (L,) those next tokens. No row predicts a token of another document.
+    """
+
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    label_rows: torch.Tensor
+    label_ids: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_label_tokens(self) -> int:
+        return len(self.label_rows)
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same batch on `device`. Copies to a GPU come from pinned memory and do not wait."""
+        moved = {}
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            if isinstance(tensor, torch.Tensor):
+                pin = device.type == "cuda" and tensor.device.type == "cpu"
+                moved[field.name] = (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
+        return replace(self, **moved)  # type: ignore[arg-type]  # every entry is a tensor field of this class
+
+
+def pack(samples: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> PackedBatch:
+    """Lay samples end to end, on the CPU.
+
+    Each sample is (token ids (n,), trained (n,)): `trained[i]` says whether token i carries loss. A document's first
+    token is never predicted, so it never carries loss. Raises ValueError for no samples, an empty one, or arrays of
+    different lengths.
+    """
+    if not samples:
+        raise ValueError("a micro-batch needs at least one sample")
+    for index, (ids, trained) in enumerate(samples):
+        if len(ids) == 0 or len(ids) != len(trained):
+            raise ValueError(f"sample {index} has {len(ids)} token ids and {len(trained)} trained marks")
+    lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
+    borders = np.concatenate([[0], np.cumsum(lengths)])
+    token_ids = np.concatenate([ids for ids, _ in samples]).astype(np.int64)
+    trained = np.concatenate([marks for _, marks in samples]).astype(bool)
+    trained[borders[:-1]] = False
+    label_positions = np.flatnonzero(trained)
+    return PackedBatch(
+        token_ids=torch.from_numpy(token_ids),
+        position_ids=torch.from_numpy(np.arange(len(token_ids)) - np.repeat(borders[:-1], lengths)),
+        cu_seqlens=torch.from_numpy(borders.astype(np.int32)),
+        max_seqlen=int(lengths.max()),
+        label_rows=torch.from_numpy(label_positions - 1),
+        label_ids=torch.from_numpy(token_ids[label_positions]),
+    )

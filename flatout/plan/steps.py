@@ -1,0 +1,207 @@
+"""The plan of a whole run, made lazily: any step, or all from any step on, from the length arrays alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from flatout.config.schema import BatchConfig
+from flatout.errors import DataError, UsageError
+from flatout.plan.assemble import Layout, Samples, assemble, assemble_eval, check_fits
+from flatout.plan.cost import COST_BY_TOKENS, CostModel
+from flatout.plan.order import permute
+from flatout.plan.padding import naive_tokens
+from flatout.plan.types import StepPlan
+
+# part of every fingerprint: raise it when the order or the cutting into steps changes
+PLAN_VERSION = 1
+# samples gathered from the arrays at once while walking the steps
+BLOCK_SAMPLES = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class RunPlan:
+    """All steps of a run as a pure function; holds the length arrays and nothing per step.
+
+    Step i takes `batch.samples_per_step` samples of epoch i // `steps_per_epoch`, the last step of an epoch what is
+    left; no step spans two epochs. Which samples a step holds depends on the data, `batch` and `seed`, never on
+    `num_ranks`, the token budget or the cost model. Make it with `make_plan`.
+    """
+
+    samples: Samples
+    batch: BatchConfig
+    seed: int
+    layout: Layout
+    num_steps: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one epoch."""
+        return len(self.samples)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_samples // self.batch.samples_per_step)
+
+    def step(self, index: int) -> StepPlan:
+        """The plan of one step. Raises IndexError outside [0, num_steps)."""
+        if not 0 <= index < self.num_steps:
+            raise IndexError(f"step {index} of a run of {self.num_steps} steps")
+        return next(self._block(index, index + 1))
+
+    def steps(self, start: int = 0) -> Iterator[StepPlan]:
+        """All steps from `start` (a resume position) to the end, in order."""
+        steps_per_block = max(1, BLOCK_SAMPLES // self.batch.samples_per_step)
+        index = start
+        while index < self.num_steps:
+            epoch_end = (index // self.steps_per_epoch + 1) * self.steps_per_epoch
+            stop = min(index + steps_per_block, epoch_end, self.num_steps)
+            yield from self._block(index, stop)
+            index = stop
+
+    def sampled_steps(self, max_steps: int) -> Iterator[StepPlan]:
+        """At most so many steps, evenly spread from the first to the last."""
+        count = min(max_steps, self.num_steps)
+        for place in range(count):
+            yield self.step(place * (self.num_steps - 1) // max(1, count - 1))
+
+    def epoch_after(self, step: StepPlan) -> float:
+        """Passes over the data completed once this step is done, exact by samples."""
+        done = (step.index % self.steps_per_epoch + 1) * self.batch.samples_per_step
+        return step.epoch + min(1.0, done / self.num_samples)
+
+    def naive_tokens(self, step: StepPlan) -> int:
+        """Tokens a padding loader would compute for this step's samples (formula in `flatout.plan.padding`)."""
+        lengths = self.samples.lengths[self.samples.places_of(step.sample_ids)].tolist()
+        return naive_tokens(lengths, self.layout.num_ranks, self.layout.micro_batch_tokens)
+
+    def flops(self, step: StepPlan) -> float:
+        """FLOPs of one step by the cost model."""
+        places = self.samples.places_of(step.sample_ids)
+        return float(self.layout.cost.flops(self.samples.lengths[places], self.samples.num_labels[places]).sum())
+
+    def describe(self) -> str:
+        """The plan in one line; balance and padding from a few steps spread over the run."""
+        steps = list(self.sampled_steps(32))
+        balance = sum(step.balance for step in steps) / len(steps)
+        avoided = 1.0 - sum(step.num_tokens for step in steps) / sum(self.naive_tokens(step) for step in steps)
+        epochs = self.epoch_after(self.step(self.num_steps - 1))
+        return (
+            f"{self.num_steps:,} steps of {self.batch.samples_per_step} samples, {epochs:.4g} epochs of "
+            f"{self.num_samples:,}; {self.layout.num_ranks} rank(s), balance {balance:.3f}, "
+            f"{avoided:.0%} padding avoided"
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of what decides which samples a step holds: ids, lengths, label counts, batch size, order, seed.
+
+        The run's length is left out, so a run can be made longer; so are ranks and the token budget.
+        """
+        facts = [PLAN_VERSION, self.seed, self.batch.samples_per_step, self.batch.shuffle, self.num_samples]
+        digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
+        for array in (self.samples.lengths, self.samples.num_labels, self.samples.ids):
+            if array is None:
+                continue
+            for start in range(0, len(array), BLOCK_SAMPLES):
+                digest.update(np.ascontiguousarray(array[start : start + BLOCK_SAMPLES], dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+    def _block(self, first: int, stop: int) -> Iterator[StepPlan]:
+        """Steps [first, stop), all of one epoch."""
+        epoch, first_in_epoch = divmod(first, self.steps_per_epoch)
+        per_step = self.batch.samples_per_step
+        start = first_in_epoch * per_step
+        positions = np.arange(start, min(start + (stop - first) * per_step, self.num_samples))
+        samples = self.samples.take(self._order(positions, epoch))
+        return assemble(samples, per_step, self.layout, epoch=epoch, first_index=first)
+
+    def _order(self, positions: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+        return permute(positions, self.num_samples, seed=self.seed, epoch=epoch) if self.batch.shuffle else positions
+
+
+def make_plan(
+    lengths: ArrayLike,
+    num_labels: ArrayLike,
+    batch: BatchConfig,
+    *,
+    seed: int,
+    num_ranks: int,
+    cost: CostModel = COST_BY_TOKENS,
+    sample_ids: ArrayLike | None = None,
+) -> RunPlan:
+    """Plan a run from integer arrays (n,): tokens and label tokens of every sample; memory-mapped arrays stay on disk.
+
+    `sample_ids` (ascending, each once) plans only these samples. `batch.max_steps` overrides `batch.epochs`; a
+    fraction of an epoch is rounded up to whole steps. Raises UsageError for a sample longer than
+    batch.micro_batch_tokens, DataError for data that cannot be planned: none, damaged, or without any
+    label token. A single step without label tokens is planned as it is; the run skips it.
+    """
+    samples = select_samples(lengths, num_labels, sample_ids)
+    check_fits(samples, batch.micro_batch_tokens)
+    if not samples.num_labels.any():
+        raise DataError(f"none of the {len(samples)} samples has a label token, so there is nothing to learn")
+    layout = Layout(num_ranks, batch.micro_batch_tokens, cost)
+    steps_per_epoch = -(-len(samples) // batch.samples_per_step)
+    # exact: as floats 1.1 epochs of 10 steps are 11.000000000000002, which would round up to 12
+    num_steps = batch.max_steps or -int(-Fraction(str(batch.epochs)) * steps_per_epoch // 1)
+    return RunPlan(samples, batch, seed, layout, num_steps)
+
+
+def make_eval_plan(
+    lengths: ArrayLike,
+    num_labels: ArrayLike,
+    sample_ids: ArrayLike | None = None,
+    *,
+    micro_batch_tokens: int,
+    num_ranks: int,
+    cost: CostModel = COST_BY_TOKENS,
+) -> StepPlan:
+    """One pass over the given samples (all by default) as one step: micro-batches in the order of the ids.
+
+    The micro-batches are the same for any number of ranks; ranks get equal cost. `num_label_tokens` is the divisor of
+    the evaluation loss. Raises UsageError and DataError as `make_plan` does.
+    """
+    samples = select_samples(lengths, num_labels, sample_ids)
+    check_fits(samples, micro_batch_tokens)
+    if not samples.num_labels.any():
+        raise DataError(f"none of the {len(samples)} evaluation samples has a label token, so there is no loss")
+    return assemble_eval(samples, Layout(num_ranks, micro_batch_tokens, cost))
+
+
+def split_held_out(num_samples: int, fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Sorted (train_ids, eval_ids) of [0, num_samples): disjoint, together all, at least one in each; pure.
+
+    Raises UsageError for a fraction outside (0, 1), DataError for fewer than two samples.
+    """
+    if not 0.0 < fraction < 1.0:
+        raise UsageError(f"eval.fraction is {fraction}; expected a share between 0 and 1")
+    if num_samples < 2:
+        raise DataError(f"{num_samples} sample cannot be split into training and evaluation; set eval.fraction=0")
+    num_eval = min(max(1, round(num_samples * fraction)), num_samples - 1)
+    order = permute(np.arange(num_samples), num_samples, seed=seed, epoch=0, purpose="held-out")
+    return np.sort(order[num_eval:]), np.sort(order[:num_eval])
+
+
+def select_samples(lengths: ArrayLike, num_labels: ArrayLike, sample_ids: ArrayLike | None) -> Samples:
+    """The samples of a plan from arrays (n,) and ids into them. Raises DataError for none or ids that do not fit."""
+    lengths, num_labels = np.asanyarray(lengths), np.asanyarray(num_labels)
+    if lengths.ndim != 1 or lengths.shape != num_labels.shape:
+        raise DataError(f"lengths {lengths.shape} and label counts {num_labels.shape} must be equal 1-d shapes")
+    samples = Samples(lengths, num_labels)
+    if sample_ids is not None:
+        ids = np.asarray(sample_ids, dtype=np.int64)
+        if ids.ndim != 1 or (ids.size and (ids[0] < 0 or ids[-1] >= len(lengths))) or (np.diff(ids) <= 0).any():
+            raise DataError(f"sample ids must be ascending, each once, from 0 to {len(lengths) - 1}")
+        # all ids is the same plan as none given
+        samples = samples if len(ids) == len(lengths) else Samples(lengths[ids], num_labels[ids], ids)
+    if not len(samples):
+        raise DataError("there is no sample to plan; the data set is empty")
+    return samples

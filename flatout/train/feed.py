@@ -1,0 +1,30 @@
+"""From planned sample ids to batches on the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from flatout.data.store import TokenStore
+from flatout.models.packed import PackedBatch, pack
+from flatout.plan.types import MicroBatch
+
+
+class Feed:
+    """Reads samples from the memory-mapped store and flattens them; `wait_s` adds up how long training waited."""
+
+    def __init__(self, store: TokenStore, device: torch.device) -> None:
+        self._store = store
+        self._device = device
+        self.wait_s = 0.0
+
+    def batches(self, micro_batches: Sequence[MicroBatch]) -> Iterator[PackedBatch]:
+        """One batch on the device for each micro-batch, in order."""
+        for micro_batch in micro_batches:
+            started = time.perf_counter()
+            batch = pack([self._store.sample(sample_id) for sample_id in micro_batch.sample_ids])
+            batch = batch.to(self._device)
+            self.wait_s += time.perf_counter() - started
+            yield batch

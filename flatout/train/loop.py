@@ -1,0 +1,86 @@
+"""The loop: one page that says what happens; the other files say how."""
+
+from __future__ import annotations
+
+import time
+
+from flatout.errors import PreemptedError, ResourceError
+from flatout.track.record import EvalRecord
+from flatout.train.metrics import Meter
+from flatout.train.snapshot import take_snapshot
+from flatout.train.state import Run
+from flatout.train.step import evaluate, take_step
+
+
+def run_steps(run: Run) -> None:
+    """Take the plan's remaining steps; evaluate and save when due.
+
+    Raises PreemptedError after saving when a stop was asked for, NumericError before a poisoned update.
+    """
+    meter = Meter(run)
+    if run.progress.step == 0:
+        evaluate_now(run)
+    for step in run.plan.steps(start=run.progress.step):
+        if run.progress.stopped_early:
+            break
+        meter.start_step()
+        outcome = take_step(run, step)
+        if outcome is None:
+            save(run, required=True)
+            raise PreemptedError(f"asked to stop: saved {run.progress.step} steps; the same command goes on from there")
+        run.progress.advance(step, updated=outcome.skipped is None, num_naive_tokens=run.plan.naive_tokens(step))
+        if outcome.skipped:
+            run.tracker.event("skipped", {"step": step.index + 1, "why": outcome.skipped})
+        meter.end_step(step, outcome)
+        is_best = is_due(run, run.config.eval.every_steps) and evaluate_now(run)
+        if is_best or is_due(run, run.config.checkpoint.every_steps):
+            save(run, best=is_best)
+
+
+def is_due(run: Run, every_steps: int | None) -> bool:
+    """True after every so many steps; the last step is the finish's business."""
+    step = run.progress.step
+    return every_steps is not None and step % every_steps == 0 and step != run.plan.num_steps
+
+
+def evaluate_now(run: Run) -> bool:
+    """Evaluate, tell the tracker, decide to stop early; True for a new best. False without an evaluation set."""
+    if run.eval_plan is None:
+        return False
+    started = time.perf_counter()
+    loss, accuracy = evaluate(run)
+    progress = run.progress
+    if progress.first_eval_loss is None:
+        progress.first_eval_loss = loss
+    is_best = progress.best_eval_loss is None or loss < progress.best_eval_loss - run.config.eval.min_delta
+    if is_best:
+        progress.best_eval_loss, progress.best_step = loss, progress.step
+    progress.last_eval_loss, progress.last_eval_step = loss, progress.step
+    progress.num_evals_without_best = 0 if is_best else progress.num_evals_without_best + 1
+    eval_s = time.perf_counter() - started
+    record = EvalRecord(progress.step, loss, accuracy, run.eval_plan.num_label_tokens, is_best, eval_s)
+    run.tracker.record(record)
+    patience = run.config.eval.patience
+    if patience is not None and progress.num_evals_without_best >= patience:
+        progress.stopped_early = True
+        run.tracker.event("early_stop", {"step": progress.step, "best_step": progress.best_step})
+    return is_best
+
+
+def save(run: Run, *, best: bool = False, required: bool = False) -> None:
+    """Write a checkpoint of the completed steps. One rank writes; replicas hold the same state.
+
+    A full disk stops only a `required` save, with ResourceError; otherwise it is told, older checkpoints stay as they
+    are, and the next save that is due tries again.
+    """
+    if not run.rank.is_first:
+        return
+    started = time.perf_counter()
+    try:
+        path = run.checkpoints.save(take_snapshot(run), best=best)
+    except ResourceError as error:
+        if required:
+            raise
+        run.tracker.event("not_saved", {"step": run.progress.step, "why": str(error)})
+        return
+    run.tracker.event("saved", {"path": str(path), "best": best, "save_s": round(time.perf_counter() - started, 3)})

@@ -1,0 +1,119 @@
+"""A whole run: lock the folder, set up, train, export, tell the result."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout.config.read import dump_config
+from flatout.config.schema import Config
+from flatout.data.tokenizer import load_tokenizer
+from flatout.errors import FlatoutError
+from flatout.models.export import save_adapter, save_model
+from flatout.parallel.rank import Rank
+from flatout.track.console import ConsoleTracker
+from flatout.track.jsonl import RunFolderTracker
+from flatout.track.record import Tracker, Trackers
+from flatout.train.checkpoint import Checkpoints
+from flatout.train.lock import RunLock
+from flatout.train.loop import evaluate_now, run_steps, save
+from flatout.train.planning import plan_run
+from flatout.train.position import find_checkpoint
+from flatout.train.resume import is_complete
+from flatout.train.setup import restore_weights, set_up
+from flatout.train.state import Progress, Run
+from flatout.train.storage import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a finished run came to. `final_dir` holds the adapter or model with its tokenizer."""
+
+    folder: Path
+    final_dir: Path
+    num_steps: int
+    progress: Progress
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Real tokens a second over all training steps."""
+        return self.progress.num_tokens / self.progress.elapsed_s
+
+    @property
+    def padding_avoided(self) -> float:
+        """Share of a naive loader's tokens that would have been padding."""
+        return 1.0 - self.progress.num_tokens / self.progress.num_naive_tokens
+
+
+def train(config: Config) -> Result:
+    """Run a configuration to its end. Raises a FlatoutError; PreemptedError means saved and resumable."""
+    rank = Rank.from_env()
+    # the lock also finds a folder that cannot be written, before anything slow happens
+    with RunLock(config.folder) if rank.is_first else nullcontext():
+        trackers = (ConsoleTracker(), RunFolderTracker(config.folder)) if rank.is_first else ()
+        tracker = Trackers(*trackers)
+        try:
+            return _train(config, tracker, rank)
+        except FlatoutError as error:
+            tracker.event("stopped", {"exit_code": error.exit_code, "why": str(error)})
+            raise
+        finally:
+            tracker.close()
+
+
+def _train(config: Config, tracker: Tracker, rank: Rank) -> Result:
+    tracker.stage("config", f"{config.name}: {config.method} on {config.model.name}, folder {config.folder}")
+    # tokenising may take long: it comes before ranks join, or their group would time out
+    planned = plan_run(config, tracker, rank)
+    checkpoints = Checkpoints(config.folder, keep=config.checkpoint.keep, on_event=tracker.event, world_size=rank.world)
+    snapshot = find_checkpoint(config, planned, checkpoints, tracker)
+    final_dir = config.folder / "final"
+    if snapshot is not None and final_dir.exists():
+        progress = Progress(**snapshot.facts["progress"])
+        if progress.stopped_early or is_complete(progress.step, planned.plan.num_steps):
+            tracker.stage("done", f"already complete after {progress.step} steps; see {final_dir}")
+            return Result(config.folder, final_dir, planned.plan.num_steps, progress)
+    if rank.is_first:
+        Storage().write_bytes(config.folder / "config.yaml", dump_config(config).encode())
+    run = set_up(config, planned, checkpoints, snapshot, tracker, rank)
+    try:
+        with run.stop:
+            run_steps(run)
+            finish(run, final_dir)
+    finally:
+        run.strategy.close()
+    return Result(config.folder, final_dir, run.plan.num_steps, run.progress)
+
+
+def finish(run: Run, final_dir: Path) -> None:
+    """Evaluate, save, export the last weights to final/ and, where earlier ones were better, those to best/."""
+    is_best = run.progress.last_eval_step != run.progress.step and evaluate_now(run)
+    save(run, best=is_best, required=True)
+    if not run.rank.is_first:
+        return
+    export(run, final_dir)
+    run.tracker.stage("final", f"{run.config.method} weights of step {run.progress.step} in {final_dir}")
+    best_step = run.progress.best_step
+    if best_step is None or best_step == run.progress.step:
+        return
+    best = run.checkpoints.folder / f"step-{best_step}"
+    if best.exists():
+        restore_weights(run, run.checkpoints.load(best))
+        export(run, run.folder / "best")
+        run.tracker.stage("best", f"weights of step {best_step}, loss {run.progress.best_eval_loss:.4f}, in best/")
+
+
+def export(run: Run, folder: Path) -> None:
+    """Write the adapter (PEFT format) or the model (transformers format) with its tokenizer; whole or not at all."""
+    storage = Storage()
+    half_done = folder.with_name(f".{folder.name}.tmp")
+    storage.remove_tree(half_done)
+    half_done.mkdir(mode=0o700)
+    if run.config.method == "lora":
+        save_adapter(run.model, half_done, base_name=run.config.model.name, config=run.config.lora)
+        load_tokenizer(run.tokenizer_name).save_pretrained(half_done)
+    else:
+        save_model(run.model, load_tokenizer(run.tokenizer_name), half_done)
+    storage.remove_tree(folder)
+    storage.rename(half_done, folder)

@@ -1,0 +1,118 @@
+"""From a plan to a run, in the order things happen; one printed line each."""
+
+from __future__ import annotations
+
+import torch
+
+from flatout.config.schema import Config
+from flatout.errors import CheckpointError
+from flatout.models.blocks import decoder_layers
+from flatout.models.export import load_adapter
+from flatout.models.load import LoadedModel, load_model
+from flatout.models.lora import add_lora, freeze, trainable_parameters
+from flatout.models.selftest import check_packing
+from flatout.parallel.connect import choose_device, connect
+from flatout.parallel.rank import Rank, ask_for_deterministic_cublas
+from flatout.track.record import Tracker
+from flatout.train.checkpoint import Checkpoints, Snapshot
+from flatout.train.feed import Feed
+from flatout.train.optim import load_optimizer_state, make_optimizer
+from flatout.train.planning import Planned, tokenizer_name
+from flatout.train.rng import load_rng_state
+from flatout.train.state import Progress, Run
+
+
+def set_up(
+    config: Config, planned: Planned, checkpoints: Checkpoints, snapshot: Snapshot | None, tracker: Tracker, rank: Rank
+) -> Run:
+    """Model, adapter, self-test, strategy, optimizer, resume position. Raises a FlatoutError naming what is wrong."""
+    device = choose_device(config.device, rank)
+    make_deterministic(config, device)
+    loaded = prepare_model(config, device, tracker)
+    strategy = connect(rank, device)
+    strategy.prepare(loaded.model, decoder_layers(loaded.model))
+    tracker.stage("strategy", f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}")
+    named = trainable_parameters(loaded.model)
+    optimizer = make_optimizer(named, config.optim)
+    num_trained = sum(parameter.numel() for parameter in named.values())
+    tracker.stage("optimizer", f"{config.optim.name} over {num_trained:,} parameters, {config.schedule.kind} schedule")
+    run = Run(
+        config=config,
+        rank=rank,
+        device=device,
+        tracker=tracker,
+        plan=planned.plan,
+        feed=Feed(planned.store, device),
+        eval_plan=planned.eval_plan,
+        eval_feed=Feed(planned.eval_store, device) if planned.eval_store is not None else None,
+        model=loaded.model,
+        dtype=loaded.dtype,
+        autocast=loaded.autocast,
+        tokenizer_name=tokenizer_name(config),
+        named_parameters=named,
+        strategy=strategy,
+        optimizer=optimizer,
+        scaler=torch.amp.GradScaler(device.type, enabled=loaded.dtype == torch.float16),
+        checkpoints=checkpoints,
+        fingerprints=planned.fingerprints,
+    )
+    if snapshot is not None:
+        restore(run, snapshot)
+    run.model.train()
+    return run
+
+
+def make_deterministic(config: Config, device: torch.device) -> None:
+    """With `deterministic`, CUDA kernels that do not repeat to the bit are replaced or refused; CPU always repeats."""
+    on_gpu = config.deterministic and device.type == "cuda"
+    if on_gpu:
+        ask_for_deterministic_cublas()
+    torch.use_deterministic_algorithms(on_gpu)
+
+
+def prepare_model(config: Config, device: torch.device, tracker: Tracker) -> LoadedModel:
+    """Load the model, put adapters in or freeze what is asked, and prove that packing is exact on it."""
+    loaded = load_model(config.model, method=config.method, device=device, seed=config.seed)
+    for line in loaded.report:
+        tracker.stage("model", line)
+    tracker.stage("self-test", check_packing(loaded))
+    if config.method == "full":
+        if config.freeze:
+            tracker.stage("freeze", freeze(loaded.model, config.freeze))
+        return loaded
+    for line in add_lora(loaded.model, config.lora, seed=config.seed).report:
+        tracker.stage("lora", line)
+    if config.lora.continue_from is not None:
+        load_adapter(loaded.model, config.lora.continue_from)
+        tracker.stage("lora", f"goes on from {config.lora.continue_from}")
+    return loaded
+
+
+def restore(run: Run, snapshot: Snapshot) -> None:
+    """Put a snapshot's whole state into the run. Raises CheckpointError when it belongs to other parameters."""
+    restore_weights(run, snapshot)
+    run.progress = Progress(**snapshot.facts["progress"])
+    if run.progress.num_updates and not snapshot.tensors["optimizer"]:
+        raise CheckpointError(f"the checkpoint of step {snapshot.step} has no optimizer state; it cannot be resumed")
+    load_optimizer_state(run.optimizer, run.named_parameters, snapshot.tensors["optimizer"])
+    # ranks that the checkpoint did not have start from their own seeds: dropout is seeded by position anyway
+    if (states := snapshot.tensors.get(f"rng-{run.rank.index}")) is not None:
+        load_rng_state(states, run.device)
+    run.scaler.load_state_dict(snapshot.facts["scaler"])
+
+
+def restore_weights(run: Run, snapshot: Snapshot) -> None:
+    """Put a snapshot's weights into the model. Raises CheckpointError when names or shapes differ."""
+    weights = snapshot.tensors["model"]
+    if odd := sorted(set(weights) ^ set(run.named_parameters)):
+        raise CheckpointError(
+            f"the checkpoint of step {snapshot.step} trains other parameters than this run, such as {odd[0]} "
+            f"({len(odd)} differ); use the settings it was made with, or another run_dir"
+        )
+    for name, parameter in run.named_parameters.items():
+        if weights[name].shape != parameter.shape:
+            raise CheckpointError(
+                f"{name} has shape {tuple(weights[name].shape)} in the checkpoint of step {snapshot.step}, "
+                f"{tuple(parameter.shape)} in this run; use the settings it was made with, or another run_dir"
+            )
+        parameter.data.copy_(weights[name])

@@ -1,0 +1,91 @@
+"""The values of one run: what setup makes and the loop uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from flatout.config.schema import Config
+from flatout.parallel.rank import Rank
+from flatout.parallel.strategy import Strategy
+from flatout.plan.steps import RunPlan
+from flatout.plan.types import StepPlan
+from flatout.track.record import Tracker
+from flatout.train.checkpoint import Checkpoints
+from flatout.train.feed import Feed
+from flatout.train.guards import StopRequest
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where the run is. `step` counts completed steps of the plan, `num_updates` those that changed weights."""
+
+    step: int = 0
+    num_updates: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_label_tokens: int = 0
+    num_naive_tokens: int = 0
+    elapsed_s: float = 0.0
+    first_eval_loss: float | None = None
+    last_eval_loss: float | None = None
+    last_eval_step: int | None = None
+    best_eval_loss: float | None = None
+    best_step: int | None = None
+    num_evals_without_best: int = 0
+    stopped_early: bool = False
+
+    def advance(self, step: StepPlan, *, updated: bool, num_naive_tokens: int) -> None:
+        """Count one completed step; `num_naive_tokens` is what a padding loader would have computed for it."""
+        self.step = step.index + 1
+        self.num_updates += updated
+        self.num_samples += len(step.sample_ids)
+        self.num_tokens += step.num_tokens
+        self.num_label_tokens += step.num_label_tokens
+        self.num_naive_tokens += num_naive_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Run:
+    """Everything the loop needs, made by setup in the order of these fields."""
+
+    config: Config
+    rank: Rank
+    device: torch.device
+    tracker: Tracker
+    plan: RunPlan
+    feed: Feed
+    eval_plan: StepPlan | None
+    eval_feed: Feed | None
+    model: PreTrainedModel
+    dtype: torch.dtype
+    autocast: bool
+    tokenizer_name: str
+    named_parameters: Mapping[str, nn.Parameter]
+    strategy: Strategy
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    checkpoints: Checkpoints
+    fingerprints: Mapping[str, Any]
+    progress: Progress = field(default_factory=Progress)
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trained parameters."""
+        return list(self.named_parameters.values())
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.config.folder

@@ -1,0 +1,89 @@
+"""A tiny world for tests of whole runs: real chats, a real tokenizer and a random Qwen3-shaped model, made once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """`model_dir` holds safetensors weights and the tokenizer; `chats` a jsonl of OpenAI messages."""
+
+    root: Path
+    model_dir: Path
+    chats: Path
+
+    def config(self, run_dir: Path, *overrides: str, **sections: Any) -> Any:
+        """A config of an fp32 CPU run on the chats; sections such as `batch={...}` go on top."""
+        from flatout.config.read import make_config
+
+        values: dict[str, Any] = {
+            "run_dir": str(run_dir),
+            "device": "cpu",
+            "seed": 7,
+            "model": {"name": str(self.model_dir), "precision": "fp32"},
+            "data": {
+                "name": "chats",
+                "root": str(self.root / "data"),
+                "sources": [{"path": str(self.chats)}],
+                "max_tokens": 500,
+            },
+            "lora": {"rank": 4, "alpha": 8},
+            "batch": {"samples_per_step": 6, "micro_batch_tokens": 700, "max_steps": 8},
+            "optim": {"lr": 1e-3},
+            "checkpoint": {"every_steps": None},
+        }
+        for name, section in sections.items():
+            values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
+        return make_config(values, overrides)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from flatout.demo.conversations import draw_conversations
+    from flatout.demo.tokenizer import train_tokenizer
+
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("tiny")
+    conversations = list(draw_conversations(120, 0, held_out=False))
+    chats = root / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    tokenizer = train_tokenizer((m["content"] for messages in conversations for m in messages), 512)
+    model_dir = root / "model"
+    tokenizer.save_pretrained(model_dir)
+    shape = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(shape).save_pretrained(model_dir)
+    return Tiny(root, model_dir, chats)
+
+
+def read_metrics(run_dir: Path, kind: str = "step") -> list[dict[str, Any]]:
+    """The records of a run, a later line for a step replacing an earlier one."""
+    lines = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
+    return list({line["step"]: line for line in lines if line["kind"] == kind}.values())
+
+
+@pytest.fixture
+def metrics_of() -> Any:
+    return read_metrics

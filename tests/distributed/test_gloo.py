@@ -1,0 +1,143 @@
+"""Real processes over gloo: N ranks take the same steps, with the same loss and weights, as one."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flatout.config.read import dump_config
+
+
+def start(config: Any, folder: Path, num_ranks: int) -> list[subprocess.Popen[str]]:
+    folder.mkdir(exist_ok=True)
+    path = folder / "run.yaml"
+    path.write_text(dump_config(config))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "flatout", "train", str(path)]
+    return [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> list[int]:
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    codes = [process.returncode for process in processes]
+    assert set(codes) <= {0, 75}, outputs
+    return codes
+
+
+@pytest.fixture(scope="module", params=["lora", "full"])
+def one_rank(request: pytest.FixtureRequest, tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from flatout.train.run import train
+
+    root = tmp_path_factory.mktemp("ranks")
+    config = tiny.config(
+        root / "one",
+        method=request.param,
+        model={"name": str(tiny.model_dir), "precision": "fp64"},
+        # five samples a step: two ranks get uneven shares, and the last step of the epoch is ragged
+        batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 20},
+        eval={"fraction": 0.1, "every_steps": 10},
+    )
+    train(config)
+    return config
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_equal_one_process(one_rank: Any, tmp_path: Path, metrics_of: Any, num_ranks: int) -> None:
+    config = one_rank.model_copy(update={"run_dir": tmp_path / "many"})
+    assert finish(start(config, tmp_path, num_ranks)) == [0] * num_ranks
+    expected, got = metrics_of(one_rank.folder), metrics_of(tmp_path / "many")
+    assert len(expected) == len(got) == 20
+    for a, b in zip(expected, got, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert b[key] == pytest.approx(a[key], rel=1e-10)
+        assert (a["num_tokens"], a["num_label_tokens"], a["lr"]) == (b["num_tokens"], b["num_label_tokens"], b["lr"])
+    evals = [metrics_of(folder, "eval") for folder in (one_rank.folder, tmp_path / "many")]
+    for a, b in zip(*evals, strict=True):
+        assert b["eval_loss"] == pytest.approx(a["eval_loss"], rel=1e-10)
+    weights = [load_file(f / "checkpoints/step-20/model.safetensors") for f in (one_rank.folder, tmp_path / "many")]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_a_signal_to_one_rank_saves_once_and_stops_all(one_rank: Any, tmp_path: Path, metrics_of: Any) -> None:
+    """SIGTERM to rank 1 of 2; both exit 75; one rank goes on alone and ends where one process ends."""
+    if one_rank.method == "full":
+        pytest.skip("the same path for both methods")
+    batch = one_rank.batch.model_copy(update={"max_steps": 400})
+    config = one_rank.model_copy(update={"run_dir": tmp_path / "many", "batch": batch})
+    processes = start(config, tmp_path, 2)
+    wait_for_steps(tmp_path / "many", 3)
+    processes[1].send_signal(signal.SIGTERM)
+    assert finish(processes) == [75, 75]
+    saved = [path.name for path in (tmp_path / "many" / "checkpoints").iterdir()]
+    assert len(saved) <= 2
+    stopped_at = max(int(name.removeprefix("step-")) for name in saved)
+    assert stopped_at >= 3
+    shorter = batch.model_copy(update={"max_steps": stopped_at + 2})
+    allow = config.checkpoint.model_copy(update={"allow_change": ["batch.max_steps"]})
+    alone = config.model_copy(update={"batch": shorter, "checkpoint": allow})
+    assert finish(start(alone, tmp_path, 1)) == [0]
+    steps = [record["step"] for record in metrics_of(tmp_path / "many")]
+    assert steps == list(range(1, stopped_at + 3))
+
+
+def wait_for_steps(run_dir: Path, num_steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        metrics = run_dir / "metrics.jsonl"
+        if metrics.exists() and metrics.read_text().count('"kind": "step"') >= num_steps:
+            return
+        time.sleep(0.02)
+    raise TimeoutError(f"{run_dir} made no {num_steps} steps in 120 s")
+
+
+def test_repeated_preemption_ends_bit_equal(tiny: Any, tmp_path: Path) -> None:
+    """SIGTERM every few steps, in the middle of accumulation; each time exit 75 and at the end the undisturbed bits."""
+    from flatout.train.run import train
+
+    settings: dict[str, Any] = {
+        "lora": {"rank": 4, "dropout": 0.1},
+        "batch": {"samples_per_step": 12, "micro_batch_tokens": 500, "max_steps": 60},
+    }
+    undisturbed = tiny.config(tmp_path / "undisturbed", **settings)
+    train(undisturbed)
+    config = undisturbed.model_copy(update={"run_dir": tmp_path / "disturbed"})
+    codes = []
+    for num_stops in range(3):
+        processes = start(config, tmp_path, 1)
+        wait_for_steps(tmp_path / "disturbed", 4 + 12 * num_stops)
+        processes[0].send_signal(signal.SIGTERM)
+        codes += finish(processes)
+    codes += finish(start(config, tmp_path, 1))
+    assert codes == [75, 75, 75, 0]
+    for name in ("model", "optimizer", "rng-0"):
+        a, b = (
+            load_file(tmp_path / run / "checkpoints" / "step-60" / f"{name}.safetensors")
+            for run in ("undisturbed", "disturbed")
+        )
+        assert all(torch.equal(a[key], b[key]) for key in a)

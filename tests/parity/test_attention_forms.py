@@ -1,0 +1,112 @@
+"""Packed attention, form by form, against the truth written out with one mask: values and gradients."""
+
+import itertools
+
+import pytest
+import torch
+
+from flatout.kernels.attention import make_varlen_attention, packed_attention, plain_attention, sdpa_attention
+
+LENGTHS = [1, 13, 2, 7, 1]
+
+
+def borders(lengths, device="cpu"):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def inputs(dtype=torch.float64, device="cpu", heads=4, kv_heads=2, size=8, lengths=LENGTHS, value_size=None):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(lengths), heads, size), (sum(lengths), kv_heads, size), (sum(lengths), kv_heads, value_size or size)]
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [tensor.to(device, dtype).requires_grad_(True) for tensor in tensors]
+
+
+def both(form, truth, tensors, tolerance=1e-12):
+    """Outputs and all gradients of two forms, with one random gradient coming in."""
+    ours, true = form(*tensors), truth(*tensors)
+    torch.testing.assert_close(ours, true, atol=tolerance, rtol=tolerance)
+    incoming = torch.randn(true.shape, dtype=true.dtype, generator=torch.Generator().manual_seed(1))
+    leaves = [tensor for tensor in tensors if tensor.requires_grad]
+    for mine, exact in zip(
+        torch.autograd.grad(ours, leaves, incoming), torch.autograd.grad(true, leaves, incoming), strict=True
+    ):
+        torch.testing.assert_close(mine, exact, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 13, 100])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("form", [sdpa_attention, plain_attention])
+def test_form_equals_truth(form, heads, kv_heads, window):
+    cu_seqlens = borders(LENGTHS)
+    arguments = {"scale": 0.3, "window": window}
+    both(
+        lambda *t: form(*t, cu_seqlens, **arguments),
+        lambda *t: packed_attention(*t, cu_seqlens, **arguments),
+        inputs(heads=heads, kv_heads=kv_heads),
+    )
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_plain_softcap_and_sinks(softcap, with_sinks):
+    cu_seqlens = borders(LENGTHS)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True) if with_sinks else None
+    tensors = inputs(value_size=6)
+    arguments = {"scale": 0.3, "window": 4, "softcap": softcap, "sinks": sinks}
+    both(
+        lambda *t: plain_attention(*t[:3], cu_seqlens, **arguments),
+        lambda *t: packed_attention(*t[:3], cu_seqlens, **arguments),
+        tensors if sinks is None else [*tensors, sinks],
+    )
+
+
+def test_truth_by_hand():
+    """Two documents of two tokens, one head: a first token returns its own value, a second a known mixture."""
+    query = key = torch.tensor([1.0, 2.0, 1.0, 2.0], dtype=torch.float64).view(4, 1, 1)
+    value = torch.tensor([1.0, 3.0, 5.0, 9.0], dtype=torch.float64).view(4, 1, 1)
+    output = packed_attention(query, key, value, borders([2, 2]), scale=1.0).flatten()
+    share = torch.sigmoid(torch.tensor(2.0, dtype=torch.float64))  # scores 2*1 and 2*2 differ by 2
+    expected = torch.stack([value[0, 0, 0], 1 + 2 * share, value[2, 0, 0], 5 + 4 * share])
+    torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("form", [sdpa_attention, plain_attention])
+def test_strided_inputs_and_extreme_scores(form):
+    cu_seqlens = borders(LENGTHS)
+    query, key, value = (
+        torch.randn(4 if i == 0 else 2, 24, 16, dtype=torch.float64)[:, :, ::2].transpose(0, 1) for i in range(3)
+    )
+    query = query * 1e4
+    ours = form(query, key, value, cu_seqlens, scale=1.0)
+    assert bool(ours.isfinite().all())
+    torch.testing.assert_close(ours, packed_attention(query, key, value, cu_seqlens, scale=1.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("window", [None, 2, 5])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_varlen_errs_no_more_than_plain(window, kv_heads):
+    """Rule K: at most 2x (values) and 3x (gradients) the plain form's own bf16 error against fp64."""
+    lengths = [1, 130, 2, 67, 1]
+    cu_seqlens = borders(lengths, "cuda")
+    exact = inputs(torch.float64, "cuda", kv_heads=kv_heads, size=64, lengths=lengths)
+    rounded = [tensor.detach().to(torch.bfloat16).requires_grad_(True) for tensor in exact]
+    exact = [tensor.detach().double().requires_grad_(True) for tensor in rounded]
+    varlen = make_varlen_attention()
+    arguments = {"scale": 0.125, "window": window}
+    true = packed_attention(*exact, cu_seqlens, **arguments)
+    outputs = [
+        varlen(*rounded, cu_seqlens, max(lengths), **arguments),
+        plain_attention(*rounded, cu_seqlens, **arguments),
+    ]
+    incoming = torch.randn_like(true).to(torch.bfloat16)
+    gradients = [torch.autograd.grad(output, rounded, incoming) for output in outputs]
+    true_gradients = torch.autograd.grad(true, exact, incoming.double())
+
+    def error(mine, truth):
+        return float((mine.double() - truth).norm().detach())
+
+    assert error(outputs[0], true) <= 2 * error(outputs[1], true)
+    for mine, plain, truth in zip(*gradients, true_gradients, strict=True):
+        assert error(mine, truth) <= 3 * error(plain, truth)

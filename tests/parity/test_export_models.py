@@ -1,0 +1,195 @@
+"""What leaves flatout is what was trained: merged and cast folders, tied weights, answers from a run folder."""
+
+import argparse
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny_models import VOCAB_SIZE, save_tiny_model, tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from flatout.cli import chat as chat_cli
+from flatout.cli import merge as merge_cli
+from flatout.config.schema import LoraConfig
+from flatout.errors import ResourceError, UsageError
+from flatout.models.export import adapter_state, merge, save_adapter, save_model, trainable_state
+from flatout.models.generate import answer, stop_token_ids
+from flatout.models.lora import add_lora, lora_layers, trainable_parameters
+from flatout.models.trained import find_trained, load_trained
+
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 20)[None]
+TEMPLATE = (
+    "{% for m in messages %}<|start|> {{ m.role }} {{ m.content }} <|stop|> {% endfor %}"
+    "{% if add_generation_prompt %}<|start|> assistant {% endif %}"
+)
+
+
+def tiny_tokenizer():
+    words = ["<pad>", "<unk>", "<|end|>", "<|start|>", "<|stop|>", "system", "user", "assistant", "flatout", "a"]
+    words += [f"w{i}" for i in range(VOCAB_SIZE - len(words))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<|end|>",
+        additional_special_tokens=["<|start|>", "<|stop|>"], chat_template=TEMPLATE,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A finished LoRA run: base model, config.yaml, final/ with adapter and tokenizer."""
+    root = tmp_path_factory.mktemp("runs")
+    model = save_tiny_model(root / "base", "qwen3")
+    config = LoraConfig(rank=4)
+    add_lora(model, config, seed=0)
+    for layer in lora_layers(model).values():
+        torch.nn.init.normal_(layer.lora_b, std=0.1, generator=torch.Generator().manual_seed(0))
+    save_adapter(model, root / "run" / "final", base_name="elsewhere", config=config)
+    tiny_tokenizer().save_pretrained(root / "run" / "final")
+    (root / "run" / "config.yaml").write_text(yaml.safe_dump({"model": {"name": str(root / "base"), "revision": None}}))
+    return root / "run"
+
+
+@pytest.fixture(scope="module")
+def trained(run_dir):
+    return load_trained(find_trained(str(run_dir)), device=CPU)
+
+
+def logits(model):
+    return model(input_ids=IDS, use_cache=False).logits
+
+
+def plain_load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options).eval()
+
+
+def test_merge_command_writes_a_plain_folder_with_equal_logits(run_dir, trained, tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    merge_cli.add_arguments(parser)
+    out = tmp_path / "merged"
+    assert merge_cli.run(parser.parse_args([str(run_dir), "--out", str(out)])) == 0
+    assert "merged 14 layers" in capsys.readouterr().out
+    merged = plain_load(out)
+    torch.testing.assert_close(logits(merged), logits(trained[0]), atol=1e-4, rtol=1e-5)
+    assert merged.get_input_embeddings().weight is merged.get_output_embeddings().weight
+    assert "lm_head.weight" not in load_file(out / "model.safetensors"), "tied weights are written once"
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+    assert (out / "tokenizer.json").is_file()
+    assert "flatout" not in (out / "config.json").read_text()
+    with pytest.raises(ResourceError, match="not empty"):
+        merge_cli.run(parser.parse_args([str(run_dir), "--out", str(out)]))
+    with pytest.raises(UsageError, match="has no adapter"):
+        merge_cli.run(parser.parse_args([str(out), "--out", str(tmp_path / "again")]))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_saved_model_loads_equal(tmp_path, family, dtype):
+    model = tiny_model(family, torch.float32, attention="flatout_sdpa")
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    save_model(model, None, tmp_path, dtype=dtype)
+    loaded = plain_load(tmp_path)
+    assert loaded.dtype == (dtype or torch.float32)
+    assert (loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight) == tied
+    state = loaded.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == torch.float32, "the live model is not cast"
+        assert torch.equal(state[name], tensor.to(loaded.dtype)), name
+
+
+def test_merge_keeps_the_dtype_and_rounds_once():
+    model = tiny_model("llama", torch.bfloat16)
+    add_lora(model, LoraConfig(rank=2), seed=0)
+    layer = lora_layers(model)["model.layers.0.self_attn.q_proj"]
+    torch.nn.init.normal_(layer.lora_b, std=0.1, generator=torch.Generator().manual_seed(0))
+    truth = (layer.base.weight.double() + layer.scaling * (layer.lora_b.double() @ layer.lora_a.double())).detach()
+    merge(model)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    assert weight.dtype == torch.bfloat16
+    # half a unit in the last place of bf16, and the float32 sum's own rounding
+    assert bool(((weight.double() - truth).abs() <= truth.abs() * 2**-8 * 1.001 + 1e-7).all())
+
+
+def test_states_are_live_and_named():
+    model = tiny_model("llama", torch.float32)
+    add_lora(model, LoraConfig(rank=2, targets=["q_proj"]), seed=0)
+    state = trainable_state(model)
+    assert state.keys() == trainable_parameters(model).keys()
+    assert not any(tensor.requires_grad for tensor in state.values())
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in adapter_state(model)
+    state["model.layers.0.self_attn.q_proj.lora_b"].fill_(7.0)
+    assert float(lora_layers(model)["model.layers.0.self_attn.q_proj"].lora_b.detach().min()) == 7.0
+
+
+def greedy(model, tokenizer, messages, num_tokens):
+    """The plain way: no cache, the likeliest token, one by one."""
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    start = len(ids)
+    for _ in range(num_tokens):
+        ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        if ids[-1] in stop_token_ids(model, tokenizer):
+            break
+    return tokenizer.decode(ids[start:], skip_special_tokens=True).strip()
+
+
+def test_answers_equal_plain_greedy_decoding_and_stream(trained):
+    model, tokenizer = trained
+    messages = [{"role": "system", "content": "w1"}, {"role": "user", "content": "w5 w9"}]
+    pieces = []
+    reply = answer(model, tokenizer, messages, max_new_tokens=12, on_text=pieces.append)
+    assert reply
+    assert reply == greedy(model, tokenizer, messages, 12)
+    assert "".join(pieces).split() == reply.split()
+
+
+def test_sampling_repeats_by_seed_and_leaves_the_random_state(trained):
+    before = torch.get_rng_state()
+    messages = [{"role": "user", "content": "w5"}]
+    replies = [answer(*trained, messages, max_new_tokens=16, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
+    assert replies[0] == replies[1] != replies[2]
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_an_answer_ends_at_the_templates_end_of_turn(trained):
+    model, tokenizer = trained
+    assert {tokenizer.convert_tokens_to_ids("<|stop|>"), tokenizer.eos_token_id} <= set(
+        stop_token_ids(model, tokenizer)
+    )
+
+
+def test_chat_command(run_dir, trained, capsys, monkeypatch):
+    parser = argparse.ArgumentParser()
+    chat_cli.add_arguments(parser)
+    common = [str(run_dir), "--device", "cpu", "--max-new-tokens", "6", "--system", "w1"]
+    assert chat_cli.run(parser.parse_args([*common, "--prompt", "w5"])) == 0
+    system, user = {"role": "system", "content": "w1"}, {"role": "user", "content": "w5"}
+    first = answer(*trained, [system, user], max_new_tokens=6)
+    assert capsys.readouterr().out.split() == first.split()
+    lines = iter(["w5", "w6", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    assert chat_cli.run(parser.parse_args(common)) == 0
+    turns = [system, user, {"role": "assistant", "content": first}, {"role": "user", "content": "w6"}]
+    second = answer(*trained, turns, max_new_tokens=6)
+    assert capsys.readouterr().out.split()[-len(second.split()) :] == second.split()
+
+
+def test_an_unfinished_run_and_a_nameless_adapter(run_dir, tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {name: x}")
+    with pytest.raises(UsageError, match="not finished"):
+        find_trained(str(tmp_path))
+    found = find_trained(str(run_dir / "final"), base="other")
+    assert (found.base, found.adapter) == ("other", run_dir / "final")
+    assert find_trained(str(run_dir / "final")).base == "elsewhere"
+    assert find_trained("org/model").base == "org/model"
+
+
+def test_a_tokenizer_without_template_is_refused(trained):
+    model, _ = trained
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(UsageError, match="no chat template"):
+        answer(model, tokenizer, [{"role": "user", "content": "w5"}])

@@ -1,0 +1,182 @@
+"""The tiled loss head against torch's cross-entropy over all logits: values, counts and every gradient."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import tiny_model, tiny_samples
+from torch import nn
+
+from flatout.kernels.cross_entropy import reference, tiled
+from flatout.models.head import packed_loss
+from flatout.models.packed import pack
+
+
+def problem(num_rows, width, vocabulary, dtype=torch.float64, size=1.0):
+    generator = torch.Generator().manual_seed(num_rows * 1000 + vocabulary)
+    hidden = torch.randn(num_rows, width, generator=generator, dtype=torch.float64) * size
+    weight = torch.randn(vocabulary, width, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, vocabulary, (num_rows,), generator=generator)
+    return hidden.to(dtype).requires_grad_(True), weight.to(dtype).requires_grad_(True), targets
+
+
+def run(function, hidden, weight, targets, **arguments):
+    loss_sum, num_correct = function(hidden, weight, targets, **arguments)
+    gradients = torch.autograd.grad(loss_sum * 0.37, (hidden, weight))
+    return loss_sum.detach(), num_correct, *gradients
+
+
+def equal(ours, truth, tolerance):
+    assert int(ours[1]) == int(truth[1])
+    for mine, true in zip((ours[0], *ours[2:]), (truth[0], *truth[2:]), strict=True):
+        assert mine.dtype == true.dtype
+        torch.testing.assert_close(mine, true, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("tile_rows", [1, 3, 64])
+@pytest.mark.parametrize(("num_rows", "width", "vocabulary"), [(1, 1, 2), (7, 5, 11), (64, 16, 33), (65, 3, 257)])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.125, None), (1.0, 3.0), (2.5, 1.5)])
+def test_equals_cross_entropy(num_rows, width, vocabulary, scale, softcap, tile_rows):
+    arguments = {"scale": scale, "softcap": softcap}
+    inputs = problem(num_rows, width, vocabulary)
+    truth = run(reference.token_loss, *inputs, **arguments)
+    equal(run(tiled.token_loss, *inputs, **arguments, tile_rows=tile_rows), truth, 1e-11)
+    inputs32 = problem(num_rows, width, vocabulary, torch.float32)
+    ours32 = run(tiled.token_loss, *inputs32, **arguments, tile_rows=tile_rows)
+    equal(ours32, run(reference.token_loss, *inputs32, **arguments), 2e-4 if vocabulary > 100 else 5e-5)
+
+
+def test_reference_is_torchs_cross_entropy():
+    hidden, weight, targets = problem(9, 4, 13)
+    loss_sum, num_correct = reference.token_loss(hidden, weight, targets)
+    logits = hidden @ weight.T
+    torch.testing.assert_close(loss_sum, F.cross_entropy(logits, targets, reduction="sum"))
+    assert int(num_correct) == int((logits.argmax(-1) == targets).sum())
+
+
+def test_huge_logits_stay_finite():
+    inputs = problem(12, 8, 50, size=1e4)
+    ours = run(tiled.token_loss, *inputs, tile_rows=5)
+    assert all(bool(tensor.isfinite().all()) for tensor in ours)
+    equal(ours, run(reference.token_loss, *inputs), 1e-9)
+
+
+def test_strided_hidden_and_weight():
+    hidden, weight, targets = problem(20, 6, 17)
+    wide = torch.zeros(20, 12, dtype=torch.float64)
+    wide[:, ::2] = hidden.detach()
+    strided = wide[:, ::2].detach().requires_grad_(True)
+    transposed = weight.detach().T.contiguous().T.requires_grad_(True)
+    equal(
+        run(tiled.token_loss, strided, transposed, targets, tile_rows=7),
+        run(reference.token_loss, hidden, weight, targets),
+        1e-12,
+    )
+
+
+def test_memory_poisoned_with_nan(monkeypatch):
+    """Whatever the tiled form reads it must have written: new memory starts as NaN."""
+    real = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: real(*a, **k).fill_(float("nan")))
+    inputs = problem(13, 5, 19)
+    equal(run(tiled.token_loss, *inputs, tile_rows=4), run(reference.token_loss, *inputs), 1e-12)
+
+
+def test_no_rows_give_zero_with_a_live_graph():
+    hidden, weight, targets = problem(3, 4, 7)
+    loss_sum, num_correct = tiled.token_loss(hidden[:0], weight, targets[:0])
+    gradients = torch.autograd.grad(loss_sum, (hidden, weight))
+    assert float(loss_sum) == 0.0
+    assert int(num_correct) == 0
+    assert all(float(gradient.abs().max()) == 0.0 for gradient in gradients)
+
+
+def test_frozen_weight_gets_no_gradient_and_no_grad_makes_none():
+    hidden, weight, targets = problem(5, 4, 7)
+    frozen = weight.detach()
+    tiled.token_loss(hidden, frozen, targets)[0].backward()
+    assert frozen.grad is None
+    torch.testing.assert_close(
+        hidden.grad, torch.autograd.grad(reference.token_loss(hidden, frozen, targets)[0], hidden)[0]
+    )
+    with torch.no_grad():
+        assert not tiled.token_loss(hidden, weight, targets)[0].requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_low_precision_errs_no_more_than_plain(dtype):
+    """Rule K, mean of 8 seeds: at most 2x (loss) and 3x (gradients) the plain form's own error against fp64."""
+    errors = {"ours": torch.zeros(3), "plain": torch.zeros(3)}
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        hidden = torch.randn(40, 32, generator=generator).to(dtype)
+        weight = (torch.randn(101, 32, generator=generator) * 0.2).to(dtype)
+        targets = torch.randint(0, 101, (40,), generator=generator)
+
+        def gradients(function, to, hidden=hidden, weight=weight, targets=targets, **arguments):
+            leaves = [tensor.to(to).requires_grad_(True) for tensor in (hidden, weight)]
+            loss = function(*leaves, targets, **arguments)[0]
+            return [loss.detach().double(), *(g.double() for g in torch.autograd.grad(loss, leaves))]
+
+        truth = gradients(reference.token_loss, torch.float64)
+        for name, found in (
+            ("ours", gradients(tiled.token_loss, dtype, tile_rows=7)),
+            ("plain", gradients(reference.token_loss, dtype)),
+        ):
+            errors[name] += torch.tensor([float((a - b).norm()) for a, b in zip(found, truth, strict=True)])
+    assert bool((errors["ours"] <= errors["plain"] * torch.tensor([2.0, 3.0, 3.0]) + 1e-6).all()), errors
+
+
+def test_bad_tile_rows_are_refused():
+    with pytest.raises(ValueError, match="tile_rows"):
+        tiled.token_loss(*problem(3, 4, 7), tile_rows=0)
+
+
+@pytest.mark.parametrize("family", ["granite", "cohere", "gemma2"])
+def test_logit_scale_and_softcap_of_the_config(family):
+    extra = {
+        "granite": {"logits_scaling": 3.0},
+        "cohere": {"logit_scale": 0.25},
+        "gemma2": {"final_logit_softcapping": 2.0},
+    }
+    model = tiny_model(family, attention="flatout_plain", **extra[family])
+    batch = pack(tiny_samples([6, 11]))
+    logits = model(
+        input_ids=batch.token_ids[None], position_ids=batch.position_ids[None], use_cache=False,
+        cu_seq_lens_q=batch.cu_seqlens, max_length_q=batch.max_seqlen,
+    ).logits[0]  # fmt: skip
+    truth = F.cross_entropy(logits[batch.label_rows], batch.label_ids, reduction="sum")
+    torch.testing.assert_close(packed_loss(model, batch).loss_sum, truth, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["bias", "hook"])
+def test_unusual_heads_go_through_the_module(kind):
+    model = tiny_model("llama", attention="flatout_sdpa")
+    if kind == "bias":
+        model.lm_head.bias = nn.Parameter(torch.randn(300, dtype=torch.float64))
+    else:
+        model.lm_head.register_forward_hook(lambda module, inputs, output: output * 0.5)
+    batch = pack(tiny_samples([6, 11]))
+    hidden = model.model(
+        input_ids=batch.token_ids[None], position_ids=batch.position_ids[None], use_cache=False,
+        cu_seq_lens_q=batch.cu_seqlens, max_length_q=batch.max_seqlen,
+    ).last_hidden_state[0]  # fmt: skip
+    truth = F.cross_entropy(model.lm_head(hidden[batch.label_rows]), batch.label_ids, reduction="sum")
+    sums = packed_loss(model, batch, tile_rows=4)
+    torch.testing.assert_close(sums.loss_sum, truth, atol=1e-11, rtol=1e-11)
+    parameters = list(model.parameters())
+    for mine, true in zip(
+        torch.autograd.grad(sums.loss_sum, parameters), torch.autograd.grad(truth, parameters), strict=True
+    ):
+        torch.testing.assert_close(mine, true, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_batch_without_labels_gives_zero_with_a_live_graph(with_bias):
+    model = tiny_model("llama", attention="flatout_sdpa")
+    if with_bias:
+        model.lm_head.bias = nn.Parameter(torch.zeros(300, dtype=torch.float64))
+    sums = packed_loss(model, pack([(ids, trained & False) for ids, trained in tiny_samples([6, 11])]))
+    sums.loss_sum.backward()
+    assert float(sums.loss_sum) == 0.0
+    assert int(sums.num_correct) == 0
+    assert all(float(parameter.grad.abs().max()) == 0.0 for parameter in model.parameters())

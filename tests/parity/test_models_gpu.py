@@ -1,0 +1,74 @@
+"""On a CUDA GPU: bf16 models on torch's varlen kernel pass the self-test, compile as one graph a layer, and learn."""
+
+import pytest
+import torch
+from tiny_models import save_tiny_model, tiny_samples
+
+from flatout.config.schema import LoraConfig, ModelConfig
+from flatout.models.blocks import decoder_layers
+from flatout.models.head import packed_loss
+from flatout.models.load import load_model
+from flatout.models.lora import add_lora, trainable_parameters
+from flatout.models.packed import pack
+from flatout.models.selftest import check_packing
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384, "initializer_range": 0.05}
+CUDA = torch.device("cuda", 0)
+
+
+def load(folder, family="qwen3", method="lora", precision="auto", **shape):
+    save_tiny_model(folder, family, **{**SHAPE, **shape})
+    return load_model(ModelConfig(name=str(folder), precision=precision), method=method, device=CUDA, seed=0)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("precision", ["auto", "fp16", "fp32", "fp64"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neox", "qwen3_moe"])
+def test_self_test_passes(tmp_path, family, precision, method):
+    shape = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    shape = {"query_pre_attn_scalar": 64} if family.startswith("gemma") else shape
+    loaded = load(tmp_path, family, method, precision, **shape)
+    by_kernel = loaded.dtype.itemsize == 2 and family != "gemma2"
+    assert loaded.attention == ("plain" if family == "gemma2" else "varlen" if by_kernel else "sdpa")
+    assert "no leak" in check_packing(loaded)
+
+
+def test_layers_compile_as_one_graph(tmp_path):
+    torch._dynamo.reset()
+    eager, compiled = load(tmp_path), load(tmp_path)
+    for loaded in (eager, compiled):
+        add_lora(loaded.model, LoraConfig(rank=8), seed=0)
+    for layer in decoder_layers(compiled.model):
+        layer.compile(fullgraph=True, dynamic=True)
+    for lengths in ([5, 300, 1, 90], [64, 200], [17, 33, 250]):
+        batch = pack(tiny_samples(lengths)).to(CUDA)
+        gradients = []
+        for loaded in (eager, compiled):
+            loaded.model.zero_grad()
+            sums = packed_loss(loaded.model, batch)
+            sums.loss_sum.backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in trainable_parameters(loaded.model).values()]))
+        cosine = torch.nn.functional.cosine_similarity(*gradients, dim=0)
+        assert float(cosine) > 0.99
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_learns_one_batch(tmp_path, method):
+    loaded = load(tmp_path, method=method)
+    if method == "lora":
+        add_lora(loaded.model, LoraConfig(rank=8), seed=0)
+    optimizer = torch.optim.AdamW(trainable_parameters(loaded.model).values(), lr=3e-3, fused=True)
+    batch = pack(tiny_samples([5, 120, 1, 60])).to(CUDA)
+    losses = []
+    for _ in range(30):
+        with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
+            sums = packed_loss(loaded.model, batch)
+        optimizer.zero_grad()
+        (sums.loss_sum / batch.num_label_tokens).backward()
+        optimizer.step()
+        losses.append(float(sums.loss_sum.detach()))
+    assert losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,155 @@
+"""Packed documents through real architectures: equal to each document alone, and blind to each other."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import FAMILIES, tiny_model, tiny_samples, use_rotary_table
+
+from flatout.errors import UsageError
+from flatout.models.head import document_arguments, packed_loss
+from flatout.models.packed import pack
+
+LENGTHS = [5, 17, 1, 9, 12]
+CASES = [
+    (family, form)
+    for family, form in itertools.product(FAMILIES, ("plain", "sdpa"))
+    if (family, form) != ("gemma2", "sdpa")
+]
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def pair(family, form, dtype):
+    ours = use_rotary_table(tiny_model(family, dtype, f"flatout_{form}"))
+    truth = use_rotary_table(tiny_model(family, dtype, "truth"))
+    truth.load_state_dict(ours.state_dict())
+    return ours, truth
+
+
+def packed_logits(model, batch):
+    return model(
+        input_ids=batch.token_ids[None],
+        position_ids=batch.position_ids[None],
+        use_cache=False,
+        **document_arguments(batch),
+    ).logits[0]
+
+
+def alone_loss(model, samples):
+    """The plain way: each sample through the model by itself, the next token of every row, masked, summed."""
+    total, logits = 0.0, []
+    for token_ids, trained in samples:
+        ids = torch.from_numpy(token_ids)
+        logits.append(model(input_ids=ids[None], use_cache=False).logits[0])
+        losses = F.cross_entropy(logits[-1][:-1], ids[1:], reduction="none")
+        total = total + losses[torch.from_numpy(trained)[1:]].sum()
+    return total, torch.cat(logits)
+
+
+def relative(ours, truth):
+    return float(((ours - truth).norm() / truth.norm().clamp_min(1e-30)).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_packed_equals_alone(family, form, dtype):
+    ours, truth = pair(family, form, dtype)
+    samples = tiny_samples(LENGTHS)
+    batch = pack(samples)
+    sums = packed_loss(ours, batch, tile_rows=5)
+    loss, logits = alone_loss(truth, samples)
+    logits_ours = packed_logits(ours, batch)
+    assert relative(logits_ours, logits) < TOLERANCE[dtype]
+    assert relative(sums.loss_sum, loss) < TOLERANCE[dtype]
+    assert int(sums.num_correct) == int((logits[batch.label_rows].argmax(-1) == batch.label_ids).sum())
+    sums.loss_sum.backward()
+    loss.backward()
+    for (name, mine), true in zip(ours.named_parameters(), truth.parameters(), strict=True):
+        # Gemma's norms multiply by their weight in float32, so that weight's gradient is a float32 sum over rows
+        loose = family.startswith("gemma") and "norm" in name
+        assert relative(mine.grad, true.grad) < (
+            1e-5 if loose else TOLERANCE[dtype] * (1 if dtype.itemsize == 8 else 10)
+        ), name
+
+
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_no_document_sees_another(family, form):
+    model, _ = pair(family, form, torch.float64)
+    batch = pack(tiny_samples(LENGTHS))
+    documents = torch.bucketize(torch.arange(batch.num_tokens), batch.cu_seqlens[1:], right=True)
+    embedded = model.get_input_embeddings()(batch.token_ids).detach()
+
+    def run(inputs):
+        return model(
+            inputs_embeds=inputs[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            **document_arguments(batch),
+        ).logits[0]
+
+    before = run(embedded)
+    for changed in (1, 3):
+        noise = torch.randn(embedded.shape, dtype=embedded.dtype, generator=torch.Generator().manual_seed(changed))
+        moved = torch.where((documents == changed)[:, None], noise, embedded).requires_grad_(True)
+        after = run(moved)
+        others = documents != changed
+        # a fused expert GEMM groups rows of all documents, but each row's own arithmetic is the same
+        limit = 1e-12 if family == "qwen3_moe" else 0.0
+        assert float((after - before)[others].detach().abs().max()) <= limit
+        (gradient,) = torch.autograd.grad(after[others].square().sum(), moved)
+        assert float(gradient[documents == changed].abs().max()) == 0.0
+        assert float((after - before)[documents == changed].detach().abs().max()) > 1e-3
+
+
+def test_tied_embeddings_collect_both_gradients():
+    ours, truth = pair("qwen3", "sdpa", torch.float64)
+    assert ours.get_input_embeddings().weight is ours.get_output_embeddings().weight
+    samples = tiny_samples(LENGTHS)
+    packed_loss(ours, pack(samples)).loss_sum.backward()
+    alone_loss(truth, samples)[0].backward()
+    gradient = ours.get_input_embeddings().weight.grad
+    assert relative(gradient, truth.get_input_embeddings().weight.grad) < 1e-10
+    seen = torch.zeros(len(gradient), dtype=torch.bool)
+    seen[torch.cat([torch.from_numpy(ids) for ids, _ in samples])] = True
+    assert float(gradient[~seen].norm()) > 0, "rows never embedded still get the head's gradient"
+
+
+@pytest.mark.parametrize("form", ["plain", "sdpa"])
+def test_gradient_checkpointing_changes_nothing(form):
+    plain, checked = (tiny_model("qwen3", attention=f"flatout_{form}").train() for _ in range(2))
+    checked.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    batch = pack(tiny_samples(LENGTHS))
+    losses = [packed_loss(model, batch).loss_sum for model in (plain, checked)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    for mine, true in zip(checked.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, true.grad)
+
+
+def test_bf16_autocast_mixes_no_dtypes_and_stays_close():
+    model = tiny_model("qwen3", torch.float32, "flatout_sdpa")
+    batch = pack(tiny_samples(LENGTHS))
+    exact = packed_loss(model, batch).loss_sum
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        sums = packed_loss(model, batch)
+    sums.loss_sum.backward()
+    assert sums.loss_sum.dtype == torch.float32
+    assert relative(sums.loss_sum.detach(), exact.detach()) < 0.02
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_a_window_that_comes_through_the_mask_only_is_refused():
+    model = tiny_model(
+        "phimoe", attention="flatout_plain", num_local_experts=2, num_experts_per_tok=1, sliding_window=8
+    )
+    packed_loss(model, pack(tiny_samples([4, 3])))
+    with pytest.raises(UsageError, match="window"):
+        packed_loss(model, pack(tiny_samples([4, 3, 9])))
+
+
+def test_generation_with_packed_attention_is_refused():
+    model = tiny_model("llama", attention="flatout_sdpa")
+    with pytest.raises(UsageError, match="sdpa to generate"):
+        model(input_ids=torch.tensor([[3, 4]]))

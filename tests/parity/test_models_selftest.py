@@ -1,0 +1,105 @@
+"""The start-up self-test: passes on every supported architecture, refuses planted faults by name."""
+
+import pytest
+import torch
+from tiny_models import FAMILIES, save_tiny_model, tiny_model
+from torch import nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from flatout.config.schema import LoraConfig, ModelConfig
+from flatout.errors import NumericError, UsageError
+from flatout.models.attention import window_marker
+from flatout.models.load import LoadedModel, load_model
+from flatout.models.lora import add_lora
+from flatout.models.selftest import check_packing
+
+CPU = torch.device("cpu")
+
+
+def loaded(model, dtype=torch.float64, attention="plain"):
+    return LoadedModel(model=model, dtype=dtype, autocast=False, attention=attention, report=())
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "granite", "cohere", "olmo2"])
+def test_passes_through_load(tmp_path, family, precision):
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "gpt_oss" else {}
+    save_tiny_model(tmp_path, family, **experts)
+    config = ModelConfig(name=str(tmp_path), precision=precision)
+    model = load_model(config, method="lora", device=CPU, seed=0)
+    assert model.attention == ("plain" if family in ("gemma2", "gpt_oss") else "sdpa")
+    model.model.train()
+    assert "no leak" in check_packing(model)
+    assert model.model.training
+    assert model.model.config._attn_implementation == f"flatout_{model.attention}"
+
+
+def test_passes_with_masters_under_autocast_and_with_lora(tmp_path):
+    save_tiny_model(tmp_path, "qwen3")
+    full = load_model(ModelConfig(name=str(tmp_path), precision="bf16"), method="full", device=CPU, seed=0)
+    assert full.autocast
+    check_packing(full)
+    lora = load_model(ModelConfig(name=str(tmp_path)), method="lora", device=CPU, seed=0)
+    add_lora(lora.model, LoraConfig(rank=2), seed=0)
+    check_packing(lora)
+
+
+def test_leaves_the_random_state_alone(tmp_path):
+    model = tiny_model("llama", attention="flatout_sdpa")
+    before = torch.get_rng_state()
+    check_packing(loaded(model))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def register(name, function):
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, window_marker)
+
+
+def blind_to_borders(module, query, key, value, mask, scaling=None, **_):
+    """The planted fault: one causal mask over all documents."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    output = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def test_refuses_a_leak():
+    register("blind", blind_to_borders)
+    with pytest.raises(UsageError, match=r"model type llama: packed logits differ"):
+        check_packing(loaded(tiny_model("llama", attention="blind")))
+
+
+def test_refuses_a_tiny_leak_that_the_tolerance_would_pass():
+    exact = AttentionInterface()["flatout_plain"]
+
+    def leaky(module, query, key, value, mask, **kwargs):
+        output, _ = exact(module, query, key, value, mask, **kwargs)
+        return output + 1e-6 * value.mean(), None
+
+    register("leaky", leaky)
+    with pytest.raises(UsageError, match="changes another one's logits"):
+        check_packing(loaded(tiny_model("llama", torch.float32, attention="leaky"), torch.float32))
+
+
+def test_refuses_ignored_sinks():
+    exact = AttentionInterface()["flatout_plain"]
+    register("no_sinks", lambda *args, s_aux=None, **kwargs: exact(*args, **kwargs))
+    model = tiny_model("gpt_oss", torch.float32, attention="no_sinks", num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(UsageError, match="model type gpt_oss: packed logits differ"):
+        check_packing(loaded(model, torch.float32))
+
+
+def test_refuses_a_head_it_does_not_understand():
+    model = tiny_model("llama", attention="flatout_plain")
+    model.config.logits_scaling = 2.0  # Llama's own code does not scale
+    with pytest.raises(UsageError, match="model type llama: the head's loss"):
+        check_packing(loaded(model))
+
+
+def test_refuses_weights_that_are_not_finite():
+    model = tiny_model("llama", attention="flatout_plain")
+    nn.init.constant_(model.model.norm.weight, float("nan"))
+    with pytest.raises(NumericError, match="not finite"):
+        check_packing(loaded(model))

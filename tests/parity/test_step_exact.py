@@ -1,0 +1,223 @@
+"""One optimizer step in fp64: any way of cutting it up gives the loss and gradients of one padded batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatout.parallel.rank import Rank
+from flatout.plan.steps import make_plan
+from flatout.plan.types import StepPlan
+from flatout.track.record import Trackers
+from flatout.train.checkpoint import Checkpoints
+from flatout.train.planning import Planned, plan_run
+from flatout.train.setup import set_up
+from flatout.train.state import Run
+from flatout.train.step import accumulate_gradients, evaluate, take_step
+
+
+def make_run(config: Any, tmp_path: Path, num_ranks: int = 1) -> tuple[Run, Planned]:
+    planned = plan_run(config, Trackers(), Rank())
+    checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
+    return set_up(config, planned, checkpoints, None, Trackers(), Rank()), planned
+
+
+def gradients(run: Run) -> Tensor:
+    return torch.cat([p.grad.reshape(-1) for p in run.parameters if p.grad is not None]).clone()
+
+
+def wake_adapter(run: Run) -> None:
+    """LoRA's B starts at zero, where A has no gradient; random values make every gradient count."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in run.parameters:
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def padded_reference(run: Run, planned: Planned, step: StepPlan) -> tuple[float, Tensor]:
+    """Mean loss over the step's label tokens and its gradient, from right-padded rows through model(...).logits."""
+    samples = [planned.store.sample(i) for i in step.sample_ids]
+    longest = max(len(ids) for ids, _ in samples)
+    loss_sum, num_labels = torch.zeros((), dtype=torch.float64), 0
+    run.optimizer.zero_grad(set_to_none=True)
+    for ids, trained in samples:
+        row = torch.zeros((1, longest), dtype=torch.long)
+        row[0, : len(ids)] = torch.tensor(ids.tolist())
+        targets = torch.where(torch.tensor(trained.tolist()), row[0, : len(ids)], -100)[1:]
+        document = {"cu_seq_lens_q": torch.tensor([0, longest], dtype=torch.int32), "max_length_q": longest}
+        logits = run.model(input_ids=row, position_ids=torch.arange(longest)[None], use_cache=False, **document).logits
+        loss_sum = loss_sum + F.cross_entropy(logits[0, : len(ids) - 1], targets, reduction="sum", ignore_index=-100)
+        num_labels += int((targets != -100).sum())
+    assert num_labels == step.num_label_tokens
+    loss = loss_sum / num_labels
+    loss.backward()
+    return loss.item(), gradients(run)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_packed_and_accumulated_equal_padded(tiny: Any, tmp_path: Path, method: str) -> None:
+    config = tiny.config(
+        tmp_path,
+        method=method,
+        model={"name": str(tiny.model_dir), "precision": "fp64"},
+        batch={"samples_per_step": 20, "micro_batch_tokens": 700},
+    )
+    run, planned = make_run(config, tmp_path)
+    wake_adapter(run)
+    loss, expected = padded_reference(run, planned, planned.plan.step(0))
+    cuts = []
+    for budget in (600, 1200, 100_000):
+        cut = cut_again(config, planned, budget, num_ranks=1).step(0)
+        cuts.append(len(cut.ranks[0]))
+        run.optimizer.zero_grad(set_to_none=True)
+        loss_sum, _ = accumulate_gradients(run, cut)
+        assert loss_sum.item() / cut.num_label_tokens == pytest.approx(loss, rel=1e-12)
+        assert ((gradients(run) - expected).norm() / expected.norm()).item() < 1e-12
+    assert cuts[0] > cuts[1] > cuts[2] == 1
+
+
+def cut_again(config: Any, planned: Planned, budget: int, num_ranks: int) -> Any:
+    batch = config.batch.model_copy(update={"micro_batch_tokens": int(budget)})
+    store = planned.store
+    return make_plan(store.lengths, store.num_labels, batch, seed=config.seed, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 7])
+def test_summed_over_ranks_equals_one_rank(tiny: Any, tmp_path: Path, num_ranks: int) -> None:
+    """Seven ranks for six samples: one rank has nothing to do. Each rank's part is computed in turn, then summed."""
+    config = tiny.config(tmp_path, model={"name": str(tiny.model_dir), "precision": "fp64"})
+    run, planned = make_run(config, tmp_path)
+    wake_adapter(run)
+    loss, expected = padded_reference(run, planned, planned.plan.step(0))
+    step = cut_again(config, planned, 640, num_ranks).step(0)
+    assert sorted(step.sample_ids) == sorted(planned.plan.step(0).sample_ids)
+    run.optimizer.zero_grad(set_to_none=True)
+    total = torch.zeros((), dtype=torch.float64)
+    for index in range(num_ranks):
+        run.rank = Rank(index, num_ranks)
+        total += accumulate_gradients(run, step)[0]
+    assert total.item() / step.num_label_tokens == pytest.approx(loss, rel=1e-12)
+    assert ((gradients(run) - expected).norm() / expected.norm()).item() < 1e-12
+
+
+def test_tied_embedding_gets_the_gradient_of_both_uses(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, method="full", model={"name": str(tiny.model_dir), "precision": "fp64"})
+    run, planned = make_run(config, tmp_path)
+    embedding = run.model.get_input_embeddings().weight
+    assert embedding is run.model.get_output_embeddings().weight
+    assert sum(parameter is embedding for parameter in run.parameters) == 1
+    step = planned.plan.step(0)
+    padded_reference(run, planned, step)
+    both = embedding.grad.clone()
+    run.optimizer.zero_grad(set_to_none=True)
+    accumulate_gradients(run, step)
+    assert torch.allclose(embedding.grad, both, rtol=1e-10, atol=1e-14)
+    unseen = sorted(
+        set(range(len(embedding))) - {i for s in step.sample_ids for i in planned.store.sample(s)[0].tolist()}
+    )
+    # a token that is never read still has a gradient: the head's softmax pushes it down
+    assert embedding.grad[unseen].abs().sum() > 0
+
+
+def test_grad_norm_and_clipping_equal_the_formula(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.config(
+        tmp_path,
+        model={"name": str(tiny.model_dir), "precision": "fp64"},
+        optim={"name": "sgd", "beta1": 0.0, "lr": 1.0, "max_grad_norm": 1e-3},
+        schedule={"kind": "constant", "warmup_steps": 0},
+    )
+    run, planned = make_run(config, tmp_path)
+    wake_adapter(run)
+    _, expected = padded_reference(run, planned, planned.plan.step(0))
+    before = torch.cat([p.detach().reshape(-1) for p in run.parameters]).clone()
+    outcome = take_step(run, planned.plan.step(0))
+    assert outcome is not None
+    assert outcome.grad_norm == pytest.approx(expected.norm().item(), rel=1e-12)
+    moved = before - torch.cat([p.detach().reshape(-1) for p in run.parameters])
+    clipped = expected * (1e-3 / (expected.norm() + 1e-6))
+    assert ((moved - clipped).norm() / clipped.norm()).item() < 1e-10
+
+
+def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(tiny: Any, tmp_path: Path) -> None:
+    """The held-out loss is one number whatever the micro-batches; it moves no gradient, weight or random state."""
+    config = tiny.config(
+        tmp_path,
+        model={"name": str(tiny.model_dir), "precision": "fp64"},
+        lora={"rank": 4, "dropout": 0.5},
+        eval={"fraction": 0.2},
+    )
+    run, planned = make_run(config, tmp_path)
+    wake_adapter(run)
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    loss, accuracy = evaluate(run)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in run.parameters)
+    assert run.model.training
+    assert planned.eval_plan is not None
+    held_out = planned.eval_plan.sample_ids
+    assert not set(held_out) & {i for step in planned.plan.steps() for i in step.sample_ids}
+    run.model.eval()
+    with torch.no_grad():
+        expected, correct, count = 0.0, 0, 0
+        for sample_id in held_out:
+            ids, trained = planned.store.sample(sample_id)
+            document = {"cu_seq_lens_q": torch.tensor([0, len(ids)], dtype=torch.int32), "max_length_q": len(ids)}
+            row = torch.tensor(ids.tolist())
+            positions = torch.arange(len(ids))[None]
+            logits = run.model(input_ids=row[None], position_ids=positions, use_cache=False, **document).logits[0, :-1]
+            keep = torch.tensor(trained.tolist())[1:]
+            expected += F.cross_entropy(logits[keep], row[1:][keep], reduction="sum").item()
+            correct += int((logits[keep].argmax(-1) == row[1:][keep]).sum())
+            count += int(keep.sum())
+    assert loss == pytest.approx(expected / count, rel=1e-12)
+    assert accuracy == correct / count
+
+
+def test_a_step_without_labels_updates_nothing(tiny: Any, tmp_path: Path) -> None:
+    run, planned = make_run(tiny.config(tmp_path, method="full"), tmp_path)
+    step = planned.plan.step(0)
+    empty = StepPlan(0, 0, step.sample_ids, step.num_tokens, 0, step.ranks, step.balance)
+    before = [parameter.detach().clone() for parameter in run.parameters]
+    outcome = take_step(run, empty)
+    assert outcome is not None
+    assert outcome.skipped == "no label tokens"
+    assert all(torch.equal(a, b) for a, b in zip(before, run.parameters, strict=True))
+    run.progress.advance(empty, updated=outcome.skipped is None, num_naive_tokens=0)
+    assert (run.progress.step, run.progress.num_updates) == (1, 0)
+
+
+def test_frozen_weights_and_their_states_never_change(tiny: Any, tmp_path: Path) -> None:
+    run, planned = make_run(tiny.config(tmp_path), tmp_path)
+    trained = {id(parameter) for parameter in run.parameters}
+    frozen = [p for p in run.model.parameters() if id(p) not in trained]
+    before = [parameter.clone() for parameter in frozen]
+    for step in planned.plan.steps():
+        take_step(run, step)
+    assert frozen
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, frozen, strict=True))
+    assert {id(p) for p in run.optimizer.state} == trained
+
+
+def test_dropout_differs_by_position_and_repeats_with_it(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, lora={"rank": 4, "dropout": 0.5}, optim={"lr": 1e-30})
+    run, planned = make_run(config, tmp_path)
+    wake_adapter(run)
+    step = planned.plan.step(0)
+
+    def loss_of(index: int, rank: int) -> float:
+        run.rank = Rank(rank, 2)
+        moved = StepPlan(index, 0, step.sample_ids, step.num_tokens, step.num_label_tokens, step.ranks * 2, 1.0)
+        return accumulate_gradients(run, moved)[0].item()
+
+    losses = [loss_of(index, rank) for index, rank in ((0, 0), (0, 0), (1, 0), (0, 1))]
+    assert losses[0] == losses[1]
+    assert len(set(losses)) == 3
+
+
+def test_linear_layers_are_the_only_thing_lora_trains(tiny: Any, tmp_path: Path) -> None:
+    run, _ = make_run(tiny.config(tmp_path), tmp_path)
+    num_linear = sum(isinstance(module, nn.Linear) for module in run.model.get_decoder().modules())
+    assert len(run.named_parameters) == 2 * num_linear

@@ -1,0 +1,166 @@
+"""What holds for every plan, whatever the data and the settings."""
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flatout.config.schema import BatchConfig
+from flatout.plan.cost import CostModel
+from flatout.plan.order import permute
+from flatout.plan.pack import pack
+from flatout.plan.partition import partition
+from flatout.plan.steps import make_eval_plan, make_plan, split_held_out
+from flatout.plan.stream import plan_stream
+
+BUDGET = 64
+COST = CostModel(per_token=50.0, per_pair=1.0, per_window_pair=2.0, window=9, per_label=7.0)
+
+samples = st.lists(st.tuples(st.integers(1, BUDGET), st.integers(1, BUDGET)), min_size=1, max_size=90).map(
+    lambda rows: (np.array([length for length, _ in rows]), np.array([min(row) for row in rows]))
+)
+batches = st.builds(
+    BatchConfig,
+    samples_per_step=st.integers(1, 20),
+    micro_batch_tokens=st.just(BUDGET),
+    epochs=st.sampled_from([0.3, 1.0, 1.5, 2.0]),
+    max_steps=st.sampled_from([None, None, 1, 5]),
+    shuffle=st.booleans(),
+)
+seeds = st.integers(0, 2**63)
+
+
+def plan_of(data, batch, seed, num_ranks):
+    return make_plan(*data, batch, seed=seed, num_ranks=num_ranks, cost=COST)
+
+
+@given(samples, batches, seeds)
+@settings(max_examples=60, deadline=None)
+def test_whole_epochs_hold_every_sample_once(data, batch, seed):
+    plan = plan_of(data, batch.model_copy(update={"epochs": 2.0, "max_steps": None}), seed, 2)
+    seen = {0: Counter(), 1: Counter()}
+    for step in plan.steps():
+        seen[step.epoch].update(step.sample_ids)
+    assert seen[0] == seen[1] == Counter(range(len(data[0])))
+
+
+@given(samples, batches, seeds)
+@settings(max_examples=60, deadline=None)
+def test_ranks_divide_the_same_global_steps(data, batch, seed):
+    one = list(plan_of(data, batch, seed, 1).steps())
+    for num_ranks in (2, 4, 7):
+        for alone, together in zip(one, plan_of(data, batch, seed, num_ranks).steps(), strict=True):
+            assert alone.sample_ids == together.sample_ids
+            assert (alone.num_tokens, alone.num_label_tokens) == (together.num_tokens, together.num_label_tokens)
+            placed = [i for rank in together.ranks for micro_batch in rank for i in micro_batch.sample_ids]
+            assert Counter(placed) == Counter(together.sample_ids)
+
+
+@given(samples, batches, seeds, st.sampled_from([1, 2, 4, 7]))
+@settings(max_examples=60, deadline=None)
+def test_budgets_and_counts(data, batch, seed, num_ranks):
+    lengths, labels = data
+    for step in plan_of(data, batch, seed, num_ranks).steps():
+        micro_batches = [micro_batch for rank in step.ranks for micro_batch in rank]
+        assert sum(m.num_tokens for m in micro_batches) == step.num_tokens
+        assert sum(m.num_label_tokens for m in micro_batches) == step.num_label_tokens > 0
+        for micro_batch in micro_batches:
+            ids = list(micro_batch.sample_ids)
+            assert micro_batch.num_tokens == lengths[ids].sum() <= BUDGET
+            assert micro_batch.num_label_tokens == labels[ids].sum()
+        # inside a micro-batch samples keep the step's order
+        place = {sample_id: index for index, sample_id in enumerate(step.sample_ids)}
+        for micro_batch in micro_batches:
+            places = [place[sample_id] for sample_id in micro_batch.sample_ids]
+            assert places == sorted(places)
+
+
+@given(samples, batches, seeds, st.sampled_from([1, 3]), st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_plan_is_a_pure_function_and_resumes_anywhere(data, batch, seed, num_ranks, draw):
+    plan = plan_of(data, batch, seed, num_ranks)
+    steps = list(plan.steps())
+    assert steps == list(plan_of(data, batch, seed, num_ranks).steps())
+    start = draw.draw(st.integers(0, plan.num_steps))
+    assert list(plan.steps(start)) == steps[start:]
+    if start < plan.num_steps:
+        assert plan.step(start) == steps[start]
+
+
+@given(samples, batches, seeds, st.sampled_from([2, 4, 7]))
+@settings(max_examples=40, deadline=None)
+def test_ranks_are_within_one_sample_of_each_other(data, batch, seed, num_ranks):
+    costs = COST.flops(*data)
+    for step in plan_of(data, batch, seed, num_ranks).steps():
+        loads = [sum(costs[i] for m in rank for i in m.sample_ids) for rank in step.ranks]
+        largest = max(costs[list(step.sample_ids)])
+        assert max(loads) - min(loads) <= largest * (1 + 1e-12)
+        assert 1 / num_ranks - 1e-12 <= step.balance <= 1 + 1e-12
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(100, 400))
+@settings(max_examples=300, deadline=None)
+def test_micro_batches_are_level(lengths, budget):
+    parts = pack(lengths, budget)
+    sizes = [sum(lengths[item] for item in part) for part in parts]
+    assert sorted(item for part in parts for item in part) == list(range(len(lengths)))
+    assert max(sizes) <= budget
+    assert max(sizes) - min(sizes) <= max(lengths)
+
+
+@given(st.lists(st.integers(40, 100), min_size=1, max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_tight_budgets_stay_level(lengths):
+    # budgets where greedy levelling often cannot fit and best-fit decreasing steps in
+    parts = pack(lengths, 100)
+    sizes = [sum(lengths[item] for item in part) for part in parts]
+    assert max(sizes) <= 100
+    assert max(sizes) - min(sizes) <= max(lengths)
+
+
+@given(st.lists(st.floats(1e-3, 1e15), max_size=60), st.integers(1, 9))
+@settings(max_examples=200, deadline=None)
+def test_partition_places_every_item_once_within_grahams_bound(weights, num_parts):
+    parts = partition(weights, num_parts)
+    assert sorted(item for part in parts for item in part) == list(range(len(weights)))
+    if weights:
+        heaviest = max(sum(weights[item] for item in part) for part in parts)
+        assert heaviest <= (sum(weights) / num_parts + max(weights)) * (1 + 1e-9)
+
+
+@given(st.integers(1, 3000), seeds, st.integers(0, 50))
+@settings(max_examples=100, deadline=None)
+def test_orders_are_permutations(num_samples, seed, epoch):
+    order = permute(np.arange(num_samples), num_samples, seed=seed, epoch=epoch)
+    assert np.bincount(order, minlength=num_samples).max() == 1
+
+
+@given(st.integers(2, 2000), st.floats(0.001, 0.999), seeds)
+@settings(max_examples=60, deadline=None)
+def test_splits_are_disjoint_and_complete(num_samples, fraction, seed):
+    train, held_out = split_held_out(num_samples, fraction, seed)
+    assert len(train)
+    assert len(held_out)
+    assert np.array_equal(np.sort(np.concatenate([train, held_out])), np.arange(num_samples))
+
+
+@given(samples, st.sampled_from([1, 2, 5]))
+@settings(max_examples=40, deadline=None)
+def test_evaluation_reads_every_sample_once(data, num_ranks):
+    plan = make_eval_plan(*data, micro_batch_tokens=BUDGET, num_ranks=num_ranks, cost=COST)
+    placed = [i for rank in plan.ranks for micro_batch in rank for i in micro_batch.sample_ids]
+    assert Counter(placed) == Counter(range(len(data[0])))
+    assert sum(m.num_label_tokens for rank in plan.ranks for m in rank) == data[1].sum() == plan.num_label_tokens
+
+
+@given(st.lists(samples, max_size=5), st.integers(1, 12), seeds)
+@settings(max_examples=40, deadline=None)
+def test_streams_lose_nothing_and_ignore_ranks(windows, samples_per_step, seed):
+    batch = BatchConfig(samples_per_step=samples_per_step, micro_batch_tokens=BUDGET)
+    steps = list(plan_stream(windows, batch, seed=seed, num_ranks=1, cost=COST))
+    num_samples = sum(len(lengths) for lengths, _ in windows)
+    assert Counter(i for step in steps for i in step.sample_ids) == Counter(range(num_samples))
+    assert all(len(step.sample_ids) == samples_per_step for step in steps[:-1])
+    others = plan_stream(windows, batch, seed=seed, num_ranks=4, cost=COST)
+    assert [step.sample_ids for step in others] == [step.sample_ids for step in steps]

@@ -1,0 +1,133 @@
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from flatout.cli.init import starting_config
+from flatout.cli.main import main
+from flatout.config.read import dotted_names, load_config, make_config
+from flatout.config.schema import Config, SourceConfig
+from flatout.config.template import changed_settings, render_template
+
+CHANGED = {
+    "name": "changed",
+    "run_dir": "somewhere/else",
+    "method": "full",
+    "freeze": ["embed", r"layers\.0\."],
+    "model": {"name": "org/model", "precision": "fp64"},
+    "data": {
+        "max_tokens": None,
+        "sources": [
+            {"path": "a: #b.jsonl", "weight": 0.5, "columns": {"instruction": "frage"}},
+            {"path": "org/set", "system": "Two\nlines: 'quoted'"},
+        ],
+    },
+    "lora": {"targets": ["q_proj", "v_proj"], "alpha": 0.5},
+    "optim": {"eps": 1e-12, "max_grad_norm": None},
+    "eval": {"fraction": 0.125, "every_steps": 7, "patience": 3},
+}
+
+
+def rendered(config: Config, folder: Path) -> str:
+    text = render_template(config, ["First line.", "  second: line"])
+    (folder / "config.yaml").write_text(text)
+    assert load_config(folder / "config.yaml") == config
+    return text
+
+
+def test_defaults_round_trip_and_every_setting_is_there(tmp_path: Path) -> None:
+    values = yaml.safe_load(rendered(make_config({"model": {"name": "m"}}), tmp_path))
+    for name in dotted_names():
+        if name.startswith("data.sources."):
+            continue
+        place = values
+        for part in name.split("."):
+            assert part in place, name
+            place = place[part]
+
+
+def test_changed_values_round_trip_and_their_defaults_are_told(tmp_path: Path) -> None:
+    text = rendered(make_config(CHANGED), tmp_path)
+    assert "default 1.0e-08]" in text
+    assert "default lora]" in text
+    assert "one of lora, full" in text
+
+
+def sections(section: type[BaseModel] = Config) -> list[type[BaseModel]]:
+    inner = [f.annotation for f in section.model_fields.values()]
+    found = [kind for kind in inner if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return [section, *(deeper for kind in found for deeper in sections(kind))]
+
+
+def test_every_setting_has_help_and_the_file_has_all_of_it() -> None:
+    text = " ".join(render_template(make_config({"model": {"name": "m"}})).replace("#", " ").split())
+    for section in [*sections(), SourceConfig]:
+        assert section is Config or section is SourceConfig or " ".join((section.__doc__ or "?").split()) in text
+        for name, field in section.model_fields.items():
+            if field.annotation in sections():
+                continue  # a section's help is its docstring
+            assert field.description, f"{section.__name__}.{name} has no help"
+            assert " ".join(field.description.split()) in text, f"{section.__name__}.{name}"
+
+
+def test_lines_fit_a_screen() -> None:
+    assert all(len(line) <= 120 for line in render_template(make_config({"model": {"name": "m"}})).splitlines())
+
+
+def test_init_refuses_to_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("mine")
+    assert main(["init", str(path), "--data", "d", "--model", "m"]) == 2
+    assert path.read_text() == "mine"
+    assert "exists and is left as it is" in capsys.readouterr().err
+    assert main(["init", str(tmp_path / "no" / "run.yaml"), "--data", "d", "--model", "m"]) == 2
+
+
+def test_init_with_data_and_model_writes_no_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "my run.yaml", "--data", "built-1", "--model", "org/model"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["my run.yaml"]
+    config = load_config(Path("my run.yaml"))
+    assert (config.name, config.model.name, config.model.init, config.method) == (
+        "my-run",
+        "org/model",
+        "pretrained",
+        "lora",
+    )
+    assert (config.data.name, config.data.sources) == ("built-1", [])
+
+
+@pytest.mark.parametrize("named", ["chat.jsonl", "org/set", "rows/*.json", "./here", "folder"])
+def test_data_that_is_no_name_becomes_a_source(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    assert [source.path for source in starting_config("r", data=named, model="m").data.sources] == [named]
+
+
+def test_init_alone_plans_and_trains_unmodified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init"]) == 0
+    assert main(["plan", "run.yaml"]) == 0
+    assert main(["train", "run.yaml", "batch.max_steps=2"]) == 0
+    assert Path("runs/run/final/model.safetensors").is_file()
+    assert "wrote demo/" in capsys.readouterr().out
+
+
+def test_schema_is_the_models_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema == Config.model_json_schema()
+    assert schema["$defs"]["LoraConfig"]["properties"]["rank"]["description"].startswith("Width of the adapter")
+    assert main(["init", "--schema", str(tmp_path / "flatout.schema.json")]) == 0
+    assert json.loads((tmp_path / "flatout.schema.json").read_text()) == schema
+
+
+def test_the_way_back_to_the_defaults_is_complete() -> None:
+    config = make_config(CHANGED)
+    back = [f"{name}={default}" for name, default in changed_settings(config)]
+    assert make_config(config.model_dump(mode="json"), back) == make_config({"model": {"name": "org/model"}})
+    assert len(back) == 14

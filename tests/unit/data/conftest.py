@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from flatout.data.conversation import Conversation, Message, Origin, ToolCall
+from flatout.data.template import ChatTemplate
+
+SHARED = Path(__file__).parents[3].parent / "shared" / "data"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Real tokenizers, templates and data, where there are any."""
+    if not SHARED.is_dir():
+        pytest.skip("no shared data beside the repository")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def small_tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE of 400 tokens with ChatML's specials, eos <|im_end|>, no chat template."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    words = "user assistant system think hello there the answer is yes no \n \n\n"
+    bpe.train_from_iterator([words] * 5, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    folder = tmp_path_factory.mktemp("small_tokenizer")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_tokenizer(small_tokenizer_dir: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(small_tokenizer_dir)
+
+
+@pytest.fixture(scope="session")
+def template_of(small_tokenizer: PreTrainedTokenizerFast) -> Callable[[str], ChatTemplate]:
+    """A checked template of the small tokenizer, from its text."""
+    return lambda source: ChatTemplate.checked("inline", source, small_tokenizer)
+
+
+CALL = (ToolCall("get", {"city": "Rome", "n": 3}, "call00000"),)
+TOOLS = (
+    {
+        "type": "function",
+        "function": {
+            "name": "get",
+            "description": "d",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "c"}}},
+        },
+    },
+)
+
+
+def _chat(*turns: Message, tools: bool = False) -> Conversation:
+    return Conversation(turns, Origin("t.jsonl", 3), TOOLS if tools else ())
+
+
+@pytest.fixture(scope="session")
+def chats() -> dict[str, Conversation]:
+    """The conversations that golden masks are written for."""
+
+    def user(text: str) -> Message:
+        return Message("user", text)
+
+    def answer(text: str, reasoning: str | None = None, call: bool = False) -> Message:
+        return Message("assistant", text, reasoning=reasoning, tool_calls=CALL if call else ())
+
+    result = Message("tool", '{"x": 1}', tool_call_id="call00000")
+    return {
+        "multi": _chat(user("hi"), answer("hello"), user("bye"), answer("see you")),
+        "system": _chat(Message("system", "be good"), user("hi"), answer("hello")),
+        "tool": _chat(user("hi"), answer("", call=True), result, answer("sunny"), tools=True),
+        "think": _chat(user("hi"), answer("hello", "let me"), user("b"), answer("c", "yes")),
+        "rounds": _chat(
+            user("hi"), answer("", "mmm", True), result, answer("sunny", "ok"),
+            user("more"), answer("", None, True), result, answer("done"), tools=True,
+        ),
+    }  # fmt: skip

@@ -1,0 +1,221 @@
+"""Bad rows: what stands in the row -> the whole message, which names place, what was found and what to do."""
+
+from typing import Any
+
+import pytest
+
+from flatout.config.schema import SourceConfig
+from flatout.data.conversation import Origin
+from flatout.data.formats import make_parser, read_samples
+from flatout.data.rows import RawRow
+from flatout.data.sources import RowSource
+from flatout.errors import DataError
+
+Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+ASK = [
+    Q,
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": {}}}]},
+]
+ALLOWED = (
+    "allowed: system, developer, user, human, prompter, assistant, gpt, chatgpt, bing, bard, claude, model, bot, ai, "
+    "tool, observation, function, function_response, tool_response, tool_result, ipython, function_call, tool_call"
+)
+
+
+def chat(*turns: object) -> dict[str, Any]:
+    return {"messages": list(turns)}
+
+
+def said(*turns: dict[str, Any]) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": "q"}, *turns]}
+
+
+def parts(*content: object) -> dict[str, Any]:
+    return chat(Q, {"role": "assistant", "content": list(content)})
+
+
+# id of notes/reliability table C, row, message after `train.jsonl:8: `
+ROWS: list[tuple[str, dict[str, Any], str]] = [
+    ("C3", chat(), "messages is empty; a conversation needs at least one turn"),
+    ("C3", {"conversations": []}, "conversations is empty; a conversation needs at least one turn"),
+    ("C3", {"prompt": [Q], "completion": []}, "completion is empty; there is nothing to learn"),
+    ("C4", chat(Q, {"content": "a"}), "messages[1].role missing; keys: content"),
+    ("C4", chat(Q, {"role": None, "content": "a"}), "messages[1].role is null, not a text"),
+    ("C4", chat(Q, {"role": "assistant"}), "messages[1].content missing; keys: role"),
+    ("C4", chat(Q, "a"), "messages[1] is a text, not an object with role and content"),
+    ("C4", said({"value": "a"}), "conversations[1].from missing; keys: value"),
+    ("C4", said({"role": "assistant", "content": "a"}), "conversations[1].from missing; keys: role, content"),
+    ("C4", said({"from": "function_call"}), "conversations[1].value missing; keys: from"),
+    ("C5", chat(Q, {"role": "Agent", "content": "a"}),
+     f"messages[1].role 'Agent' is unknown; {ALLOWED}; map others with roles, such as roles: {{Agent: assistant}}"),
+    ("C5", chat({"role": 3, "content": "a"}), "messages[0].role is a number (3), not a text"),
+    ("C6", chat(Q, {"role": "assistant", "content": None}),
+     "messages[1].content is null, not a text; only an assistant turn with tool_calls may have none"),
+    ("C6", chat({"role": "user", "content": 5}), "messages[0].content is a number (5), not a text"),
+    ("C6", chat({"role": "user", "content": True}), "messages[0].content is true, not a text"),
+    ("C6", chat({"role": "user", "content": {"a": 1}}), "messages[0].content is an object, not a text"),
+    ("C6", chat({"role": "user", "content": []}), "messages[0].content is an empty list, not a text"),
+    ("C6", chat({"role": "user", "content": ["a"]}),
+     "messages[0].content[0] is a text, not an object with type and text"),
+    ("C6", said({"from": "gpt", "value": None}),
+     "conversations[1].value is null, not a text; only an assistant turn with tool_calls may have none"),
+    ("C6", {"messages": 5}, "messages is a number (5), not a list"),
+    ("C6", {"messages": "[{"}, "messages is no JSON: character 3: expected a key in double quotes; the text ends here"),
+    ("C6", {"instruction": 5, "output": "a"}, "instruction is a number (5), not a text"),
+    ("C6", {"instruction": "q", "output": ["a"]}, "output is a list, not a text"),
+    ("C6", {"instruction": "q", "input": 1, "output": "a"}, "input is a number (1), not a text"),
+    ("C6", {"instruction": "q", "output": "a", "history": [["only"]]},
+     "history[0] is a list of 1, not a [question, answer] pair"),
+    ("C6", {"prompt": "q", "completion": [A]},
+     "prompt is a text and completion is a list; give two texts or two lists of messages"),
+    ("C6", {"text": 5}, "text is a number (5), not a text"),
+    ("C12", {"text": "ab\0c"}, "text holds NUL (U+0000) at character 3; remove it from the data"),
+    ("C12", chat({"role": "user", "content": "é\ud83d!"}),
+     "messages[0].content holds the lone surrogate U+D83D at character 2; "
+     "half of a character was cut off when the data was written"),
+    ("C12", {"text": ""}, "text is empty; there is nothing to learn"),
+    ("C15", chat({"role": "tool", "content": "3"}),
+     "messages[0] is a tool result without a call (at the start); an assistant turn with tool_calls must come first"),
+    ("C15", chat(Q, {"role": "tool", "content": "3"}),
+     "messages[1] is a tool result without a call (after a user turn); "
+     "an assistant turn with tool_calls must come first"),
+    ("C15", chat(*ASK, {"role": "tool", "content": "3", "tool_call_id": "c9"}),
+     "messages[2].tool_call_id 'c9' answers no call; calls before it: 'c1'"),
+    ("C15", chat(Q, A, {"role": "tool", "content": "3", "tool_call_id": "c1"}),
+     "messages[2].tool_call_id 'c1' answers no call; calls before it: none"),
+    ("C15", chat({"role": "user", "content": "q", "tool_calls": ASK[1]["tool_calls"]}),
+     "messages[0].tool_calls is a list in a user turn; only an assistant turn has tool calls"),
+    ("calls", chat(Q, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}),
+     "messages[1].tool_calls[0].arguments missing; keys: name"),
+    ("calls", chat(Q, {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "{a}"}]}),
+     "messages[1].tool_calls[0].arguments is no JSON: character 2: expected a key in double quotes"),
+    ("calls", chat(Q, {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": [1]}]}),
+     "messages[1].tool_calls[0].arguments is a list, not an object"),
+    ("calls", said({"from": "function_call", "value": "add(1)"}),
+     "conversations[1].value is no JSON: character 1: expected a value"),
+    ("calls", chat(Q) | {"tools": "[1]"}, "tools[0] is a number (1), not an object"),
+    ("calls", chat(Q) | {"tools": [{"description": "x"}]}, "tools[0].name is null, not a text"),
+    ("parts", parts({"type": "image_url", "image_url": {"url": "x"}}),
+     "messages[1].content[0].type 'image_url' cannot be trained on; only text, reasoning and tool_call parts can"),
+    ("parts", parts({"text": "x"}),
+     "messages[1].content[0].type None cannot be trained on; only text, reasoning and tool_call parts can"),
+    ("parts", parts({"type": "text"}), "messages[1].content[0].text is null, not a text"),
+    ("parts", parts({"type": "text", "text": "x"}, {"type": "reasoning", "value": "y"}),
+     "messages[1].content[1] (reasoning) comes too late; parts must be reasoning, then text, then tool calls"),
+    ("parts", chat({"role": "user", "content": [{"type": "reasoning", "value": "y"}]}),
+     "messages[0] has reasoning, but is a user turn; only an assistant turn reasons"),
+    ("reasoning", chat(Q, A | {"thinking": "x", "reasoning": "y"}),
+     "messages[1] has different texts in thinking and reasoning; keep one"),
+    ("weights", chat(Q, A | {"loss_weight": 0.5}),
+     "messages[1].loss_weight is 0.5; only 0 (no loss) and 1 (loss) are possible"),
+    ("C21", chat(Q, A | {"weight": float("nan")}),
+     "messages[1].weight is nan; only 0 (no loss) and 1 (loss) are possible"),
+    ("C21", chat(Q, A | {"weight": -1}), "messages[1].weight is -1; only 0 (no loss) and 1 (loss) are possible"),
+    ("weights", chat(Q, A | {"train": "yes"}), "messages[1].train is a text; give true or false, or 1 or 0"),
+    ("weights", chat(Q, A | {"train": True, "weight": 0}),
+     "messages[1] has train and weight that say different things; keep one"),
+    ("system", chat({"role": "system", "content": "s"}, Q) | {"system": "t"},
+     "system is given, but the conversation has a system turn too; keep one"),
+    ("C21", {"input_ids": [1, 2], "labels": [1]}, "labels has 1 values, input_ids has 2; they must be equally long"),
+    ("C21", {"input_ids": [1, -2]}, "input_ids[1] is -2; token ids start at 0"),
+    ("C21", {"input_ids": [1, float("nan")]}, "input_ids[1] is nan, not an integer"),
+    ("C21", {"input_ids": [1, 2.0]}, "input_ids[1] is a number (2.0), not an integer"),
+    ("C21", {"input_ids": []}, "input_ids is empty; there is nothing to learn"),
+    ("C21", {"input_ids": [1, 2], "labels": [-100, None]}, "labels[1] is null, not an integer"),
+    ("C21", {"input_ids": [1, 2, 3], "labels": [2, 3, -100]},
+     "labels[0] is 2, input_ids[0] is 1; a label is -100 or the token at the same place (not shifted)"),
+    ("C21", {"input_ids": [1, 2], "loss_mask": [0, 0.5]},
+     "loss_mask[1] is 0.5; only 0 (no loss) and 1 (loss) are possible"),
+    ("C21", {"input_ids": [1, 0], "attention_mask": [1, 0]},
+     "attention_mask[1] is 0: the row is padded; cut the padding off"),
+    ("C21", {"input_ids": [1, 2], "loss_mask": [0, 1], "labels": [1, 2]},
+     "loss_mask and labels both say which tokens carry loss; keep one"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "message"), [case[1:] for case in ROWS], ids=[f"{c[0]}-{n}" for n, c in enumerate(ROWS)]
+)
+def test_bad_rows(row: dict[str, Any], message: str) -> None:
+    raw = RawRow(Origin("train.jsonl", 8), row)
+    parser = make_parser(SourceConfig(path="train.jsonl"), raw)
+    with pytest.raises(DataError) as caught:
+        parser.parse(raw)
+    assert str(caught.value) == f"train.jsonl:8: {message}"
+
+
+# first row, settings -> start of the message
+FIRST_ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("C10", {"id": 1, "mesages": []}, {},
+     "train.jsonl:1: no column 'messages'; found 'mesages' (did you mean?); rename it, or set columns: "
+     "{messages: mesages}; columns found: id, mesages"),
+    ("C10", {"instruction": "q", "outputs": "a"}, {},
+     "train.jsonl:1: no column 'output'; found 'outputs' (did you mean?); rename it, "
+     "or set columns: {output: outputs}; columns found: instruction, outputs"),
+    ("C10", {"id": 1, "mesages": []}, {"format": "messages"},
+     "train.jsonl:1: no column 'messages'; found 'mesages' (did you mean?)"),
+    ("C10", {"question": "q", "answer": "a"}, {},
+     "train.jsonl:1: no known format has these columns; name yours, such as "
+     "columns: {instruction: question, output: answer}; "
+     "known are tokens: input_ids; oasst: message_id, parent_id, text, role; messages: messages; "
+     "sharegpt: conversations; "
+     "prompt_completion: prompt, completion; alpaca: instruction, output; text: text; columns found: question, answer"),
+    ("C10", {"messages": None, "x": 1}, {}, "train.jsonl:1: no known format has these columns; name yours"),
+    ("C10", {"q": 1}, {"format": "text"}, "train.jsonl:1: no column 'text', which format text needs; columns found: q"),
+    ("C10", {}, {}, "train.jsonl:1: no known format has these columns"),
+    ("columns", {"question": "q", "answer": "a"}, {"columns": {"instruction": "qestion", "output": "answer"}},
+     "train.jsonl:1: no column 'qestion' (did you mean 'question'?), which columns: {instruction: qestion} names; "
+     "columns found: question, answer"),
+    ("columns", {"question": "q", "answer": "a"}, {"columns": {"instructions": "question"}},
+     "train.jsonl: columns: 'instructions' is no column of ours (format auto); did you mean 'instruction'?"),
+    ("roles", chat(Q), {"roles": {"Agent": "robot"}},
+     "train.jsonl: roles: Agent is mapped to 'robot'; possible: system, user, assistant, tool, function_call"),
+    ("system", {"text": "t"}, {"system": "s"},
+     "train.jsonl:1: system is set, but text rows hold no conversation; remove system"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "message"), [c[1:] for c in FIRST_ROWS], ids=[f"{c[0]}-{n}" for n, c in enumerate(FIRST_ROWS)]
+)
+def test_first_rows_that_fit_no_format(row: dict[str, Any], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        make_parser(SourceConfig(path="train.jsonl", **settings), RawRow(Origin("train.jsonl", 1), row))
+    assert str(caught.value).startswith(message)
+    if "C10" in message and row:
+        assert str(caught.value).endswith("columns found: " + ", ".join(row))
+
+
+FIX = "one source holds one schema: list this file as a source of its own, or fix the row"
+MIXED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (chat(Q, A), {"conversations": [Q]},
+     f"b.jsonl:1: no column 'messages', but a.jsonl:1 has it (messages rows); columns found: conversations; {FIX}"),
+    ({"instruction": "q", "output": "a"}, {"instruction": "q", "result": "a"},
+     f"b.jsonl:1: no column 'output', but a.jsonl:1 has it (alpaca rows); columns found: instruction, result; {FIX}"),
+    ({"prompt": "q", "completion": "a"}, {"prompt": [Q], "completion": [A]},
+     f"b.jsonl:1: prompt is a list, but a text at a.jsonl:1; {FIX}"),
+    ({"text": "t"}, {"text": ["t"]}, f"b.jsonl:1: text is a list, but a text at a.jsonl:1; {FIX}"),
+    ({"input_ids": [1], "labels": [1]}, {"input_ids": [1]},
+     f"b.jsonl:1: no column 'labels', but a.jsonl:1 has it (tokens rows); columns found: input_ids; {FIX}"),
+    ({"input_ids": [1]}, {"input_ids": [1], "loss_mask": [1]},
+     f"b.jsonl:1: has a column 'loss_mask', but a.jsonl:1 has none; {FIX}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("first", "other", "message"), MIXED)
+def test_mixed_schemas_name_both_places_and_the_field(
+    first: dict[str, Any], other: dict[str, Any], message: str
+) -> None:
+    rows = [
+        RawRow(Origin("a.jsonl", 1), first),
+        RawRow(Origin("b.jsonl", 1), other),
+        RawRow(Origin("b.jsonl", 2), first),
+    ]
+    source = RowSource("folder", (), None, lambda bad_row: iter(rows))
+    with pytest.raises(DataError) as caught:
+        list(read_samples(SourceConfig(path="folder"), source))
+    assert str(caught.value) == message
+    bad: list[str] = []
+    kept = read_samples(SourceConfig(path="folder"), source, lambda error: bad.append(str(error)))
+    assert [str(sample.origin) for sample in kept] == ["a.jsonl:1", "b.jsonl:2"]
+    assert bad == [message]

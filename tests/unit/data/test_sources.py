@@ -1,0 +1,285 @@
+import csv
+import gzip
+import json
+import lzma
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pytest
+import xxhash
+from pyarrow import ipc, parquet
+
+from flatout.config.schema import SourceConfig
+from flatout.data.rows import RawRow
+from flatout.data.sources import RowSource, open_source
+from flatout.errors import DataError
+
+ROWS = [{"text": "alpha\r\nbeta"}, {"text": "snow ☃ \u2028 line"}, {"text": "  kept  "}]
+
+
+def opened(path: Path | str, **settings: Any) -> RowSource:
+    return open_source(SourceConfig(path=str(path), **settings))
+
+
+def values(source: RowSource) -> list[dict[str, Any]]:
+    return [raw.row for raw in source.rows()]
+
+
+def jsonl(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def write_csv(path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, ["text"])
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def write_arrow(path: Path, make: Any) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with path.open("wb") as out, make(out, table.schema) as writer:
+        writer.write_table(table)
+
+
+WRITERS = {
+    "json": lambda path: path.write_text(json.dumps(ROWS)),
+    "data.json": lambda path: path.write_text(json.dumps({"version": 1, "data": ROWS})),
+    "lines.json": lambda path: path.write_bytes(jsonl(ROWS)),
+    "jsonl": lambda path: path.write_bytes(jsonl(ROWS)),
+    "ndjson": lambda path: path.write_bytes(jsonl(ROWS)),
+    "JSONL": lambda path: path.write_bytes(jsonl(ROWS)),
+    "jsonl.gz": lambda path: path.write_bytes(gzip.compress(jsonl(ROWS))),
+    "jsonl.xz": lambda path: path.write_bytes(lzma.compress(jsonl(ROWS))),
+    "csv": write_csv,
+    "parquet": lambda path: parquet.write_table(pa.Table.from_pylist(ROWS), path),
+    "file.arrow": lambda path: write_arrow(path, ipc.new_file),
+    "stream.arrow": lambda path: write_arrow(path, ipc.new_stream),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_every_file_type_gives_the_same_rows_with_their_places(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"rows.{kind}"
+    WRITERS[kind](path)
+    source = opened(path)
+    assert [(str(raw.origin), raw.row) for raw in source.rows()] == [
+        (f"{path}:{number}", row) for number, row in enumerate(ROWS, start=1)
+    ]
+    assert values(source) == ROWS, "a second pass starts from the first row again"
+    assert source.num_rows == (3 if kind == "parquet" else None)
+    stamp = source.files[0]
+    assert (stamp.path, stamp.size_bytes) == (str(path), path.stat().st_size)
+    assert stamp.digest == xxhash.xxh3_128_hexdigest(path.read_bytes())
+
+
+def test_packed_parquet_and_csv_are_read_too(tmp_path: Path) -> None:
+    for kind in ("parquet", "csv", "stream.arrow"):
+        plain, packed = tmp_path / f"x.{kind}", tmp_path / f"y.{kind}.gz"
+        WRITERS[kind](plain)
+        packed.write_bytes(gzip.compress(plain.read_bytes()))
+        assert values(opened(packed)) == ROWS
+
+
+def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes("\ufeffone\r\n\r\ntwo\n\n\n".encode())
+    assert values(opened(path)) == [{"text": "one\r\n\r\ntwo\n\n\n"}]
+
+
+def test_bom_crlf_blank_lines_and_a_missing_last_newline_are_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": "1"}\r\n\r\n  \n{"a": "2\\r"}')
+    assert [(raw.origin.row, raw.row) for raw in opened(path).rows()] == [(1, {"a": "1"}), (4, {"a": "2\r"})]
+    (tmp_path / "x.csv").write_bytes(b'\xef\xbb\xbfa,b\r\n"1 ""x"", y","l1\nl2"\r\n')
+    assert values(opened(tmp_path / "x.csv")) == [{"a": '1 "x", y', "b": "l1\nl2"}]
+
+
+def test_a_line_of_ten_megabytes_is_read(tmp_path: Path) -> None:
+    rows = [{"text": "ü" * 5_000_000}, {"text": "end"}]
+    (tmp_path / "x.jsonl").write_bytes(jsonl(rows))
+    assert values(opened(tmp_path / "x.jsonl")) == rows
+    csv.field_size_limit(131_072)  # the module's own default
+    (tmp_path / "x.csv").write_text("text\n" + "ü" * 5_000_000 + "\nend\n", encoding="utf-8")
+    assert values(opened(tmp_path / "x.csv")) == rows
+    assert csv.field_size_limit() == 131_072, "reading leaves the module's limit as it was"
+
+
+def test_folders_are_recursive_and_sorted_and_globs_match(tmp_path: Path) -> None:
+    for name in ("b/2.jsonl", "a/1.jsonl", "c.json", ".cache/x.jsonl", "b/.hidden.jsonl", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"file": name}) + "\n" if "json" in name and name != "c.json" else "[]")
+    (tmp_path / "dataset_info.json").write_text('{"description": "what `datasets` writes beside rows"}')
+    folder = opened(tmp_path)
+    assert [row["file"] for row in values(folder)] == ["a/1.jsonl", "b/2.jsonl"]
+    assert [Path(stamp.path).name for stamp in folder.files] == ["1.jsonl", "2.jsonl", "c.json"]
+    assert [row["file"] for row in values(opened(f"{tmp_path}/*/*.jsonl"))] == ["a/1.jsonl", "b/2.jsonl"]
+
+
+def test_the_order_of_files_is_the_order_of_their_names(tmp_path: Path) -> None:
+    numbers = [7, 2, 11, 5, 0, 9, 3, 10, 1, 8, 4, 6]
+    for number in numbers:
+        (tmp_path / f"part-{number:02}.jsonl").write_text(json.dumps({"n": number}) + "\n")
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        assert [row["n"] for row in values(opened(path))] == sorted(numbers)
+
+
+def test_a_folder_saved_by_datasets_is_read(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    assert values(opened(tmp_path / "one")) == ROWS
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(DataError, match=r"holds the splits train; name one, such as .*splits/train"):
+        opened(tmp_path / "splits")
+
+
+def test_content_decides_the_digest(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a"}\n')
+    before = opened(path).files
+    path.write_text('{"text": "b"}\n')
+    assert opened(path).files != before
+
+
+# file content -> the whole message after the file's name
+UNREADABLE = [
+    ("x.jsonl", b'{"a": 1}\n' * 56 + b'{"instruction": "x", "output": "some answer" "input": 1}\n',
+     ":57:46: expected ',' or '}'"),
+    ("x.jsonl", b'{"a": 1}\n' * 4 + b'{"a": "caf\xe9"}\n',
+     ":5: invalid UTF-8 at byte 46 of the file (hex e9); convert the file to UTF-8"),
+    ("x.jsonl", b'\xef\xbb\xbf{"a": "\xff"}\n',
+     ":1: invalid UTF-8 at byte 10 of the file (hex ff); convert the file to UTF-8"),
+    ("x.jsonl", '{"a": 1}'.encode("utf-16"), ":1: the file is UTF-16; convert it to UTF-8"),
+    ("x.jsonl", b'{"a": 1\r\n{"a": 1}\n', ":1:8: expected ',' or '}'; the text ends here"),
+    ("x.jsonl", b'{"a": 1}\n[1]\n', ":2: the row is a list, not an object of columns"),
+    ("x.jsonl", b"null\n", ":1: the row is null, not an object of columns"),
+    ("x.jsonl", b'{"a": NaN}\n', ":1:7: NaN is no JSON value; write null or a number"),
+    ("x.json", b'[{"a": 1},\n {"a": 2\n]', ":3:1: expected ',' or '}'"),
+    ("x.json", b'[{"a": 1}, 5]', ":2: the row is int, not an object of columns"),
+    ("x.json", b'{"rows": []}', ': expected a list of rows or {"data": [rows]}, found an object with keys rows'),
+    ("x.json", b'[{"a": "\n\xe9"}]', ":2: invalid UTF-8 at byte 9 of the file (hex e9); convert the file to UTF-8"),
+    ("x.csv", b"a,b\n1,2\n3\n", ":2 (line 3): 1 fields, the header has 2; quote commas in text"),
+    ("x.csv", b"a,a\n1,2\n", ":1: column 'a' is in the header twice"),
+    ("x.csv", b'a\n"open\n', ": line 2: not readable as csv: unexpected end of data"),
+    ("x.csv", b"a\nx\n\xff\n", ":3: invalid UTF-8 at byte 4 of the file (hex ff); convert the file to UTF-8"),
+    ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 999)[:-9],
+     ": the .gz file is damaged or cut short "
+     "(Compressed file ended before the end-of-stream marker was reached); copy it again"),
+    ("x.jsonl.xz", b"no xz at all",
+     ": the .xz file is damaged or cut short (Input format not supported by decoder); copy it again"),
+    ("x.jsonl", b"", ": no rows: every file of it is empty"),
+    ("x.jsonl", b"\n \r\n", ": no rows: every file of it is empty"),
+    ("x.json", b"[]", ": no rows: every file of it is empty"),
+    ("x.csv", b"a,b\n", ": no rows: every file of it is empty"),
+    ("x.txt", b"", ": no rows: every file of it is empty"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "message"), UNREADABLE)
+def test_unreadable_rows_are_named_with_their_place(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        values(opened(path))
+    assert str(caught.value) == f"{path}{message}"
+
+
+@pytest.mark.parametrize(("name", "kind"), [("x.parquet", "parquet"), ("x.arrow", "arrow")])
+def test_damaged_tables_are_named(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / name).write_bytes(b"PAR1 or ARROW1, this is neither")
+    with pytest.raises(DataError, match=rf"{name}: not readable as {kind}: "):
+        values(opened(tmp_path / name))
+
+
+def test_skipping_goes_on_after_each_bad_line_and_lists_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": \n{"a": "\xff"}\n[]\n{"a": 5}\n')
+    bad: list[str] = []
+    kept = [raw.origin.row for raw in opened(path).rows(lambda error: bad.append(str(error)))]
+    assert kept == [1, 5]
+    assert [message.removeprefix(f"{path}:").split(":")[0] for message in bad] == ["2", "3", "4"]
+
+
+def test_a_source_of_bad_rows_only_says_so(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b"[]\n[]\n")
+    with pytest.raises(DataError, match="no rows: all 2 of its rows are bad"):
+        list(opened(tmp_path / "x.jsonl").rows(lambda error: None))
+
+
+def test_what_is_not_there_is_named_with_a_hint(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}")
+    (tmp_path / "notes.md").write_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"trian\.jsonl: no such file or folder; did you mean .*/train\.jsonl\?"):
+        opened(tmp_path / "trian.jsonl")
+    with pytest.raises(DataError, match=r"\*\.csv: no data file matches; known: json, jsonl"):
+        opened(tmp_path / "*.csv")
+    with pytest.raises(DataError, match="no data files in this folder; known: json, jsonl"):
+        opened(tmp_path / "empty")
+    with pytest.raises(DataError, match="no data file by its name; known: json, jsonl"):
+        opened(tmp_path / "notes.md")
+    with pytest.raises(DataError, match="org/set: no such file or folder"):
+        opened("org/set", hub=False)
+
+
+class TestHub:
+    """`load_dataset` itself is not ours to test; what we ask of it and what we make of its answer is."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
+        parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "hub.parquet")
+        loaded = datasets.load_dataset(
+            "parquet", data_files=str(tmp_path / "hub.parquet"), split="train", cache_dir=str(tmp_path)
+        )
+        calls: list[tuple[Any, ...]] = []
+
+        def load_dataset(*args: Any, **kwargs: Any) -> Any:
+            calls.append((args, kwargs))
+            return loaded
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return calls
+
+    def test_rows_and_places(self, asked: list[tuple[Any, ...]]) -> None:
+        source = opened("org/set", split="train[:3]", subset="en", revision="abc")
+        assert asked == [(("org/set", "en"), {"split": "train[:3]", "revision": "abc", "streaming": False})]
+        assert [raw.row for raw in source.rows()] == ROWS
+        assert [str(raw.origin) for raw in source.rows()][2] == "org/set[en/train[:3]]:3"
+        assert source.num_rows == 3
+        assert source.files[0].path == "org/set[en/train[:3]]/0"
+        assert source.files[0].size_bytes > 0
+
+    def test_something_local_goes_before_the_hub(
+        self, asked: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "org/set").mkdir(parents=True)
+        (tmp_path / "org/set/a.jsonl").write_bytes(jsonl(ROWS))
+        assert values(opened("org/set")) == ROWS
+        assert asked == []
+        opened("org/set", hub=True)
+        assert len(asked) == 1
+
+    def test_a_set_that_cannot_be_had_names_id_revision_and_the_way_offline(self) -> None:
+        code = (
+            "from flatout.config.schema import SourceConfig\n"
+            "from flatout.data.sources import open_source\n"
+            "open_source(SourceConfig(path='org/gone', subset='en', revision='v9'))\n"
+        )
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+        )
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith(
+            "flatout.errors.DataError: hub data set org/gone[en/train] (revision v9) cannot be loaded: "
+        )
+        assert "`hf download org/gone --repo-type dataset --local-dir DIR`" in last
+
+
+def test_raw_rows_are_plain_values() -> None:
+    assert RawRow.__slots__ == ("origin", "row")

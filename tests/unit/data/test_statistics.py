@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatout.data.statistics import padding_share, statistics, statistics_lines
+from flatout.data.store import StoreMeta, TokenStore
+
+
+def _store(lengths: list[int], labels: list[int]) -> TokenStore:
+    total = sum(lengths)
+    counts = {"rows": len(lengths) + 2, "bad": 2, "duplicates": 1}
+    meta = StoreMeta("d", "f", "t", "t", "c", "c", "all", None, 9, counts=counts)
+    none = np.zeros(len(lengths))
+    return TokenStore(
+        folder=Path("d"),
+        token_ids=np.zeros(total, np.int32),
+        trained=np.zeros(total, np.bool_),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        num_labels=np.array(labels, np.int64),
+        hashes=none.astype(np.uint64),
+        files=none.astype(np.int32),
+        rows=none.astype(np.int64),
+        meta=meta,
+    )
+
+
+def test_padding_of_one_batch_is_what_a_hand_counts() -> None:
+    assert padding_share(np.array([1, 3, 4, 8]), 4) == pytest.approx(1 - 16 / 32)
+    assert padding_share(np.array([1, 3, 4, 8]), 1) == 0.0
+    assert padding_share(np.full(10, 7), 4) == 0.0  # a ragged last batch pads nothing
+
+
+def test_numbers() -> None:
+    found = statistics(_store([1, 2, 3, 4, 5, 100], [0, 1, 2, 3, 4, 40]))
+    assert (found.num_samples, found.num_tokens, found.num_labels) == (6, 115, 50)
+    assert found.label_share == pytest.approx(50 / 115)
+    assert found.percentiles[50] == 4
+    assert found.percentiles[100] == 100
+    assert found.histogram == (
+        (1, 1, 1),
+        (2, 2, 1),
+        (3, 4, 2),
+        (5, 8, 1),
+        (9, 16, 0),
+        (17, 32, 0),
+        (33, 64, 0),
+        (65, 128, 1),
+    )
+    assert sum(count for _, _, count in found.histogram) == 6
+    text = "\n".join(statistics_lines(found))
+    for part in (
+        "samples 6",
+        "tokens 115",
+        "label tokens 50 (43.5%)",
+        "p100 100",
+        "bad rows skipped: 2",
+        "duplicates: 1",
+    ):
+        assert part in text

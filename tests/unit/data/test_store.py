@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatout.data.store import StoreMeta, TokenStore, new_store, overlap
+from flatout.errors import DataError
+
+META = StoreMeta(
+    "d", "f" * 32, "tok", "t" * 32, "chatml", "c" * 32, "response_only", 64, 300, ("a.jsonl",), ("a.jsonl",)
+)
+
+
+def _write(folder: Path, samples: list[tuple[list[int], list[bool]]], per_append: int = 2) -> TokenStore:
+    with new_store(folder) as writer:
+        for begin in range(0, len(samples), per_append):
+            part = samples[begin : begin + per_append]
+            writer.append(
+                np.concatenate([np.array(ids, np.int32) for ids, _ in part]),
+                np.concatenate([np.array(trained, np.bool_) for _, trained in part]),
+                np.array([len(ids) for ids, _ in part], np.int64),
+                np.zeros(len(part), np.int32),
+                np.arange(begin + 1, begin + 1 + len(part), dtype=np.int64),
+            )
+        writer.finish(replace(META, max_token_id=writer.max_token_id), {"counts": {}})
+    return TokenStore.open(folder)
+
+
+SAMPLES = [([5, 6, 7], [False, True, True]), ([8], [False]), ([9, 299], [False, True])]
+
+
+@pytest.mark.parametrize("per_append", [1, 2, 3])
+def test_what_is_written_is_read(tmp_path: Path, per_append: int) -> None:
+    store = _write(tmp_path / "d", SAMPLES, per_append)
+    assert store.num_samples == 3
+    assert store.offsets.tolist() == [0, 3, 4, 6]
+    assert store.lengths.tolist() == [3, 1, 2]
+    assert store.num_labels.tolist() == [2, 0, 1]
+    assert (store.token_ids.dtype, store.trained.dtype) == (np.int32, np.bool_)
+    assert isinstance(store.token_ids, np.memmap)
+    for index, (ids, trained) in enumerate(SAMPLES):
+        got_ids, got_trained = store.sample(index)
+        assert (got_ids.tolist(), got_trained.tolist()) == (ids, trained)
+    assert str(store.origin(2)) == "a.jsonl:3"
+    assert store.meta == replace(META, max_token_id=299)
+
+
+def test_arrays_are_plain_npy(tmp_path: Path) -> None:
+    _write(tmp_path / "d", SAMPLES)
+    assert np.load(tmp_path / "d" / "token_ids.npy", allow_pickle=False).tolist() == [5, 6, 7, 8, 9, 299]
+
+
+def _flip_bit(folder: Path) -> None:
+    data = bytearray((folder / "token_ids.npy").read_bytes())
+    data[130] ^= 4
+    (folder / "token_ids.npy").write_bytes(data)
+
+
+def _cut(folder: Path) -> None:
+    data = (folder / "trained.npy").read_bytes()
+    (folder / "trained.npy").write_bytes(data[:-2])
+
+
+def _remove(folder: Path) -> None:
+    (folder / "offsets.npy").unlink()
+
+
+def _newer(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"version": 99}))
+
+
+def _shorten(folder: Path) -> None:
+    np.save(folder / "num_labels.npy", np.zeros(2, np.int64))
+
+
+def _pickle(folder: Path) -> None:
+    np.save(folder / "rows.npy", np.array([{}, 1, 2], dtype=object), allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_flip_bit, r"token_ids\.npy: the content does not fit its hash"),
+        (_cut, r"trained\.npy: damaged or missing"),
+        (_remove, r"offsets\.npy: damaged or missing"),
+        (_newer, r"manifest\.json: format version 99, this flatout reads 1"),
+        (_shorten, r"num_labels\.npy: holds int64 \(2,\), expected int64 \(3,\)"),
+        (_pickle, r"rows\.npy: damaged or missing"),
+        (lambda folder: (folder / "manifest.json").unlink(), r"holds no built data set \(manifest\.json is missing\)"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), r"manifest\.json: cannot be read"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    _write(tmp_path / "d", SAMPLES)
+    damage(tmp_path / "d")
+    with pytest.raises(DataError, match=message):
+        TokenStore.open(tmp_path / "d")
+
+
+def test_a_failed_build_leaves_the_old_store(tmp_path: Path) -> None:
+    _write(tmp_path / "d", SAMPLES)
+
+    def fail() -> None:
+        with new_store(tmp_path / "d") as writer:
+            writer.append(*_one_sample())
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        fail()
+    assert TokenStore.open(tmp_path / "d").num_samples == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_a_new_build_takes_the_place_of_the_old(tmp_path: Path) -> None:
+    _write(tmp_path / "d", SAMPLES)
+    assert _write(tmp_path / "d", SAMPLES[:1]).num_samples == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def _one_sample() -> tuple[np.ndarray, ...]:  # type: ignore[type-arg]
+    ones = np.ones(1, np.int64)
+    return ones.astype(np.int32), ones.astype(np.bool_), ones, ones.astype(np.int32), ones
+
+
+def test_overlap_counts_training_rows_in_eval(tmp_path: Path) -> None:
+    train = _write(tmp_path / "train", SAMPLES)
+    held = _write(tmp_path / "eval", [SAMPLES[1], ([1, 2], [False, True]), SAMPLES[1]])
+    assert overlap(train, held) == 1
+    assert overlap(held, train) == 2
+    masked_otherwise = _write(tmp_path / "other", [([5, 6, 7], [False, False, True])])
+    assert overlap(masked_otherwise, train) == 0

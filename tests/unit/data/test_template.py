@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from flatout.data.conversation import Conversation, Message, Origin, ToolCall
+from flatout.data.mask import Masker
+from flatout.data.template import OURS, ChatTemplate, choose_template, named_template
+from flatout.errors import DataError
+
+# name -> the whole text of a chat with a system prompt, what is trained in ⟦ ⟧ (eos here is <|im_end|>)
+FULL = {
+    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    "⟦a<|im_end|>⟧\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n⟦ b\n<|im_end|>⟧\n",
+    "qwen3": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    "⟦<think>\n\n</think>\n\na<|im_end|>⟧\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
+    "⟦<think>\n\n</think>\n\n b\n<|im_end|>⟧\n",
+    "llama-3": "<|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nq"
+    "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n⟦a<|eot_id|>⟧<|start_header_id|>user<|end_header_id|>"
+    "\n\nr<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n⟦ b\n<|eot_id|>⟧",
+    "gemma": "<start_of_turn>user\nS\n\nq<end_of_turn>\n<start_of_turn>model\n⟦a<end_of_turn>⟧\n"
+    "<start_of_turn>user\nr<end_of_turn>\n<start_of_turn>model\n⟦ b\n<end_of_turn>⟧\n",
+    "mistral": "[INST] S\n\nq[/INST]⟦ a<|im_end|>⟧[INST] r[/INST]⟦  b\n<|im_end|>⟧",
+    "phi": "<|system|>\nS<|end|>\n<|user|>\nq<|end|>\n<|assistant|>\n⟦a<|end|>⟧\n<|user|>\nr<|end|>\n"
+    "<|assistant|>\n⟦ b\n<|end|>⟧\n",
+    "zephyr": "<|system|>\nS<|im_end|>\n<|user|>\nq<|im_end|>\n<|assistant|>\n⟦a<|im_end|>⟧\n<|user|>\nr<|im_end|>\n"
+    "<|assistant|>\n⟦ b\n<|im_end|>⟧\n",
+    "alpaca": "S\n\n### Instruction:\nq\n\n### Response:\n⟦a<|im_end|>⟧\n\n### Instruction:\nr\n\n### Response:\n"
+    "⟦ b\n<|im_end|>⟧\n\n",
+}
+CHAT = Conversation(
+    (Message("system", "S"), Message("user", "q"), Message("assistant", "a"), Message("user", "r"),
+     Message("assistant", " b\n")),
+    Origin("t", 1),
+)  # fmt: skip
+
+
+def _bracketed(masked: object) -> str:
+    text: str = masked.text  # type: ignore[attr-defined]
+    for start, end in reversed(masked.spans):  # type: ignore[attr-defined]
+        text = f"{text[:start]}⟦{text[start:end]}⟧{text[end:]}"
+    return text
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_templates_letter_by_letter(name: str, small_tokenizer: PreTrainedTokenizerFast) -> None:
+    template = choose_template(small_tokenizer, name, "small")
+    assert _bracketed(Masker(template).mask(CHAT)) == FULL[name]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_templates_are_prefix_preserving(name: str, small_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Property 18: the prompt of each answer is the beginning of the whole text."""
+    template = choose_template(small_tokenizer, name, "small")
+    raw = template.raw_messages(CHAT)
+    full = template.render(raw)
+    for turn in (2, 4):
+        assert full.startswith(template.render(raw[:turn], generation_prompt=True))
+        assert full.startswith(template.render(raw[: turn + 1]))
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "llama-3", "mistral"])
+def test_our_templates_with_tools(
+    name: str, small_tokenizer: PreTrainedTokenizerFast, chats: dict[str, Conversation]
+) -> None:
+    masked = Masker(choose_template(small_tokenizer, name, "small")).mask(chats["tool"])
+    call, last = (masked.text[start:end] for start, end in masked.spans)
+    assert '"get"' in call
+    assert '{"city": "Rome", "n": 3}' in call
+    assert last.strip().startswith(("sunny", "<think>\n\n</think>\n\nsunny"))
+    assert '"description": "d"' in masked.text
+    assert masked.text.count('"x": 1') + masked.text.count('\\"x\\": 1') == 1
+
+
+def test_a_tokenizer_without_template_names_ours(small_tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match=r"'small' has no chat template; set data.template to one of chatml, .*alpaca"):
+        choose_template(small_tokenizer, None, "small")
+
+
+def test_an_unknown_template_is_refused(small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="'chatlm' is neither one of chatml"):
+        choose_template(small_tokenizer, "chatlm", "small")
+    with pytest.raises(DataError, match=r"nor a \.jinja file that exists"):
+        choose_template(small_tokenizer, str(tmp_path / "none.jinja"), "small")
+
+
+def test_a_file_is_read(small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text(named_template("chatml"), encoding="utf-8")
+    template = choose_template(small_tokenizer, str(path), "small")
+    assert template.name == "mine.jinja"
+    assert template.digest == choose_template(small_tokenizer, "chatml", "small").digest
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ nothing.at.all }}", "{% for %}", "{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}"]
+)
+def test_a_broken_or_unsafe_template_is_refused_at_once(
+    source: str, template_of: Callable[[str], ChatTemplate]
+) -> None:
+    with pytest.raises(DataError, match="'inline' cannot render a single user turn"):
+        template_of(source)
+
+
+def test_a_refused_turn_is_named(small_tokenizer: PreTrainedTokenizerFast) -> None:
+    masker = Masker(choose_template(small_tokenizer, "gemma", "small"))
+    turns = (Message("user", "q"), Message("assistant", "a"), Message("system", "S"), Message("assistant", "b"))
+    with pytest.raises(
+        DataError, match=r"t\.jsonl:57: messages\[2\] \(system\): chat template 'gemma' refuses it: Gemma"
+    ):
+        masker.mask(Conversation(turns, Origin("t.jsonl", 57)))
+
+
+ARGUMENTS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name + ':' + c.function.arguments }}{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_arguments_go_as_text_where_a_template_needs_text(template_of: Callable[[str], ChatTemplate]) -> None:
+    template = template_of(ARGUMENTS)
+    call = Message("assistant", "", tool_calls=(ToolCall("f", {"ü": [1, None]}),))
+    masked = Masker(template).mask(Conversation((Message("user", "q"), call), Origin("t", 1)))
+    assert masked.text == '[user]q;[assistant]f:{"ü": [1, null]};'
+    assert [masked.text[a:b] for a, b in masked.spans] == ['f:{"ü": [1, null]};']

@@ -1,0 +1,59 @@
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from flatout.cli.main import main
+from flatout.demo import settings, write
+from flatout.demo.job import loss_halved
+from flatout.train.run import Result
+from flatout.train.state import Progress
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo as it is, on fewer conversations and for three steps."""
+    whole = settings.demo_config
+
+    def short(folder: settings.DemoFolder, seed: int) -> settings.Config:
+        config = whole(folder, seed)
+        return config.model_copy(update={"batch": config.batch.model_copy(update={"max_steps": 3})})
+
+    monkeypatch.setattr(settings, "demo_config", short)
+    monkeypatch.setattr(write, "write_demo", partial(write.write_demo, num_train=120, num_held_out=20))
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_an_untrained_model_fails_the_demo_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--out", str(tmp_path / "demo")]) == 1
+    out = capsys.readouterr().out
+    assert "(WRONG)" in out
+    assert "did not halve" in out
+    for row in ("answered right", "useful tokens/s", "padding avoided", "run folder", "flatout chat"):
+        assert row in out
+    assert (tmp_path / "demo/run/final/model.safetensors").is_file()
+    assert (tmp_path / "demo/run/metrics.jsonl").is_file()
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_another_seed_in_the_same_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write.write_demo(settings.DemoFolder(tmp_path), 42)
+    assert main(["demo", "--out", str(tmp_path), "--seed", "43"]) == 2
+    assert "another seed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "halved"), [(4.0, 2.0, True), (4.0, 2.01, False), (4.0, None, False), (None, None, False)]
+)
+def test_halved(before: float | None, after: float | None, halved: bool) -> None:
+    progress = Progress(first_eval_loss=before, last_eval_loss=after)
+    assert loss_halved(Result(Path("run"), Path("run/final"), 1, progress)) is halved
+
+
+def test_the_demo_evaluates_on_conversations_it_does_not_train_on(tmp_path: Path) -> None:
+    folder = settings.DemoFolder(tmp_path)
+    config = settings.demo_config(folder, 1)
+    held_out = settings.held_out_data(config, folder)
+    assert held_out.name == config.eval.data != config.data.name
+    assert held_out.sources[0].path != config.data.sources[0].path
+    assert held_out.root == config.data.root

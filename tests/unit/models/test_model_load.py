@@ -1,0 +1,122 @@
+"""Loading: dtypes, random weights by seed, the report, what is refused by name."""
+
+import pytest
+import torch
+from tiny_models import save_tiny_model, tiny_config
+
+from flatout.config.schema import ModelConfig
+from flatout.errors import UsageError
+from flatout.models.attention import choose_attention
+from flatout.models.blocks import decoder_layers
+from flatout.models.families import Family, family_of, logits_scale
+from flatout.models.load import load_model, resolve_precision
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    save_tiny_model(path, "llama")
+    return path
+
+
+def load(folder, method="lora", seed=0, **settings):
+    return load_model(ModelConfig(name=str(folder), **settings), method=method, device=CPU, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("method", "precision", "weights", "compute"),
+    [
+        ("lora", "auto", torch.float32, torch.float32),
+        ("lora", "bf16", torch.bfloat16, torch.bfloat16),
+        ("lora", "fp16", torch.float16, torch.float16),
+        ("lora", "fp64", torch.float64, torch.float64),
+        ("full", "bf16", torch.float32, torch.bfloat16),
+        ("full", "fp64", torch.float64, torch.float64),
+    ],
+)
+def test_dtypes(folder, method, precision, weights, compute):
+    loaded = load(folder, method, precision=precision)
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {weights}
+    assert loaded.dtype == compute
+    assert loaded.autocast == (weights != compute)
+    assert {parameter.requires_grad for parameter in loaded.model.parameters()} == {method == "full"}
+    assert "llama" in loaded.report[0]
+    assert loaded.report[1].startswith("attention sdpa")
+
+
+def test_random_weights_depend_on_the_seed_alone(folder):
+    before = torch.get_rng_state()
+    first, second, other = (load(folder, init="random", seed=seed).model.state_dict() for seed in (5, 5, 6))
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_random_weights_need_only_a_config(tmp_path):
+    tiny_config("qwen3").save_pretrained(tmp_path)
+    model = load(tmp_path, init="random").model
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert len(decoder_layers(model)) == 2
+
+
+def test_gradient_checkpointing_is_switched_on(folder):
+    assert load(folder, gradient_checkpointing=True).model.is_gradient_checkpointing
+    assert not load(folder).model.is_gradient_checkpointing
+
+
+def test_precision_names():
+    assert resolve_precision("auto", CPU) == torch.float32
+    assert resolve_precision("bf16", CPU) == torch.bfloat16
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "lfm2", "jamba"])
+def test_hybrids_are_refused_by_name(family):
+    from transformers import CONFIG_MAPPING
+
+    with pytest.raises(UsageError, match=f"model type {family} cannot be trained on packed documents"):
+        family_of(CONFIG_MAPPING[family]())
+
+
+def test_unknown_hybrids_are_refused_by_their_layers():
+    config = tiny_config("llama")
+    config.model_type, config.layer_types = "llama_next", ["full_attention", "linear_attention"]
+    with pytest.raises(UsageError, match="linear_attention layers carry a state"):
+        family_of(config)
+
+
+def choice(wanted, device=CUDA, dtype=torch.bfloat16, family=None, **fields):
+    config = tiny_config("llama", **fields)
+    return choose_attention(wanted, config, family or Family(), device=device, dtype=dtype).implementation
+
+
+def test_attention_is_chosen_from_the_config():
+    assert choice("auto") == "varlen"
+    assert choice("auto", CPU) == "sdpa"
+    assert choice("auto", dtype=torch.float32) == "sdpa"
+    assert choice("auto", head_dim=512) == "sdpa"
+    assert choice("auto", attention_dropout=0.1) == "sdpa"
+    assert choice("auto", attn_logit_softcapping=50.0) == "plain"
+    assert choice("auto", family=Family(sinks=True)) == "plain"
+    assert choice("plain") == "plain"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "fields", "message"),
+    [
+        ("varlen", CPU, {}, "needs CUDA"),
+        ("varlen", CUDA, {"attn_logit_softcapping": 50.0}, "soft-capped"),
+        ("sdpa", CPU, {"attn_logit_softcapping": 50.0}, "soft-capped"),
+        ("varlen", CUDA, {"attention_dropout": 0.1}, "dropout"),
+    ],
+)
+def test_attention_asked_for_by_name_is_never_swapped_silently(wanted, device, fields, message):
+    with pytest.raises(UsageError, match=message):
+        choice(wanted, device, **fields)
+
+
+def test_logit_scales():
+    assert logits_scale(tiny_config("llama")) == 1.0
+    assert logits_scale(tiny_config("granite", logits_scaling=4.0)) == 0.25
+    assert logits_scale(tiny_config("cohere", logit_scale=0.5)) == 0.5

@@ -1,0 +1,120 @@
+"""What a model folder may hold: data only. Every attack and damage is refused with the file's name."""
+
+import json
+import struct
+
+import pytest
+import torch
+from tiny_models import save_tiny_model
+
+from flatout.config.schema import ModelConfig
+from flatout.errors import CheckpointError, SecurityError, UsageError
+from flatout.models.load import load_model
+from flatout.models.source import check_config, check_source, read_model_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_tiny_model(tmp_path, "llama")
+    return tmp_path
+
+
+def load(folder, **settings):
+    return load_model(ModelConfig(name=str(folder), **settings), method="lora", device=CPU, seed=0)
+
+
+def edit_config(folder, **fields):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"auto_map": {"AutoModelForCausalLM": "evil.Model"}},
+        {"_attn_implementation_internal": "evil/kernel"},
+        {"attn_implementation": "kernels-community/evil"},
+        {"text_config": {"trust_remote_code": True}},
+        {"layers": [{"inner": {"auto_map": {"AutoConfig": "x.Y"}}}]},
+        {"use_kernels": True},
+    ],
+)
+def test_code_in_the_config_is_refused_at_any_depth(folder, fields):
+    edit_config(folder, **fields)
+    with pytest.raises(SecurityError, match=r"config\.json.*run code"):
+        load(folder)
+
+
+def test_harmless_interface_names_pass():
+    check_config({"attn_implementation": "sdpa", "_attn_implementation": {"": "eager"}, "auto_map": None}, "here")
+
+
+def test_pickled_weights_are_refused_and_never_opened(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(SecurityError, match=r"only pickled weights \(pytorch_model\.bin\)"):
+        load(folder)
+
+
+def test_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="no \\*\\.safetensors weights"):
+        load(folder)
+
+
+@pytest.mark.parametrize("damage", ["huge header", "truncated", "empty", "not json"])
+def test_damaged_safetensors_name_the_file(folder, damage):
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(
+        {
+            "huge header": struct.pack("<Q", 2**40) + content[8:],
+            "truncated": content[: len(content) // 2],
+            "empty": b"",
+            "not json": content[:8] + b"x" * (len(content) - 8),
+        }[damage]
+    )
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load(folder)
+
+
+def test_index_that_leaves_the_folder(folder):
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../outside.safetensors"}}))
+    with pytest.raises(SecurityError, match="outside the folder"):
+        check_source(str(folder), None)
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "gone.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"gone\.safetensors is missing"):
+        check_source(str(folder), None)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a":' * 100_000], ids=["cut", "list", "deep"])
+def test_broken_config_names_the_file(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(UsageError, match=r"config\.json"):
+        read_model_config(str(folder), None)
+
+
+def test_a_missing_weight_is_never_made_up(folder):
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(folder / "model.safetensors")
+    del state["model.layers.0.mlp.up_proj.weight"]
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight"):
+        load(folder)
+
+
+def test_missing_folder_and_adapter_folder(tmp_path):
+    with pytest.raises(UsageError, match="no folder"):
+        read_model_config(str(tmp_path / "gone"), None)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UsageError, match="is an adapter"):
+        read_model_config(str(tmp_path), None)
+
+
+def test_quantised_models_are_refused(folder):
+    edit_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(UsageError, match="quantised"):
+        load(folder)

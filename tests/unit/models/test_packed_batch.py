@@ -1,0 +1,66 @@
+"""Packing by hand-written integers: positions restart, borders, and which rows predict what."""
+
+import numpy as np
+import pytest
+import torch
+
+from flatout.models.packed import pack
+
+
+def batch():
+    return pack(
+        [
+            (np.array([11, 12, 13]), np.array([True, False, True])),
+            (np.array([21]), np.array([True])),
+            (np.array([31, 32]), np.array([False, True])),
+        ]
+    )
+
+
+def test_exact_integers():
+    packed = batch()
+    assert packed.token_ids.tolist() == [11, 12, 13, 21, 31, 32]
+    assert packed.position_ids.tolist() == [0, 1, 2, 0, 0, 1]
+    assert packed.cu_seqlens.tolist() == [0, 3, 4, 6]
+    assert packed.max_seqlen == 3
+    # 11 and 21 are first tokens: nothing before them in their document, so they are never predicted
+    assert packed.label_rows.tolist() == [1, 4]
+    assert packed.label_ids.tolist() == [13, 32]
+    assert (packed.num_tokens, packed.num_label_tokens) == (6, 2)
+
+
+def test_dtypes_and_moving():
+    packed = batch().to(torch.device("cpu"))
+    assert packed.cu_seqlens.dtype == torch.int32
+    assert {packed.token_ids.dtype, packed.position_ids.dtype, packed.label_rows.dtype, packed.label_ids.dtype} == {
+        torch.int64
+    }
+
+
+def test_inputs_are_not_changed():
+    trained = np.array([True, True])
+    pack([(np.array([1, 2], np.uint32), trained)])
+    assert trained.tolist() == [True, True]
+
+
+def test_many_random_packs_keep_every_label_inside_its_document():
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        lengths = random.integers(1, 12, random.integers(1, 8))
+        samples = [(random.integers(0, 99, n), random.random(n) < 0.5) for n in lengths]
+        packed = pack(samples)
+        documents = np.repeat(np.arange(len(lengths)), lengths)
+        rows = packed.label_rows.numpy()
+        assert (documents[rows] == documents[rows + 1]).all()
+        assert (packed.token_ids.numpy()[rows + 1] == packed.label_ids.numpy()).all()
+        assert packed.num_label_tokens == sum(int(trained[1:].sum()) for _, trained in samples)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [[], [(np.array([], int), np.array([], bool))], [(np.array([1, 2]), np.array([True]))]],
+    ids=["none", "empty", "uneven"],
+)
+def test_bad_samples(samples):
+    with pytest.raises(ValueError, match="sample"):
+        pack(samples)

@@ -1,0 +1,38 @@
+import pytest
+import torch
+from torch import nn
+
+from flatout.errors import ResourceError, UsageError
+from flatout.parallel.connect import choose_device, connect
+from flatout.parallel.rank import Rank
+from flatout.parallel.single import Single
+
+
+def test_rank_is_read_from_the_environment() -> None:
+    assert Rank.from_env({}) == Rank(0, 1, 0)
+    assert Rank.from_env({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == Rank(3, 4, 1)
+
+
+@pytest.mark.parametrize("env", [{"RANK": "x"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "-1"}])
+def test_nonsense_is_refused(env: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"RANK"):
+        Rank.from_env(env)
+
+
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    assert choose_device("cpu", Rank()) == torch.device("cpu")
+    if not torch.cuda.is_available():
+        assert choose_device("auto", Rank()) == torch.device("cpu")
+        with pytest.raises(ResourceError, match="rank 0 needs GPU 0, 0 visible"):
+            choose_device("cuda", Rank())
+
+
+def test_single_does_nothing_and_measures_the_norm() -> None:
+    strategy = connect(Rank(), torch.device("cpu"))
+    assert isinstance(strategy, Single)
+    parameters = [nn.Parameter(torch.zeros(2, dtype=torch.float64)), nn.Parameter(torch.zeros(1))]
+    parameters[0].grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    strategy.sum_gradients(parameters)
+    assert strategy.grad_norm(parameters).item() == 5.0
+    assert strategy.grad_norm(parameters[1:]).item() == 0.0
+    assert strategy.sum_values(torch.tensor([1.0])).item() == 1.0

@@ -1,0 +1,107 @@
+"""`flatout plan` end to end on the tiny model folder and its chats."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flatout.cli.main import main
+from flatout.config.read import dump_config
+
+
+@pytest.fixture
+def run_file(tiny, tmp_path) -> Path:
+    """A run file on a copy of the model's config.json and tokenizer; no weights are there to be read."""
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    for file in tiny.model_dir.iterdir():
+        if file.suffix != ".safetensors":
+            (model_dir / file.name).write_bytes(file.read_bytes())
+    config = tiny.config(tmp_path / "run", model={"name": str(model_dir)}, batch={"max_steps": None})
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+def shape_of(run_file: Path) -> dict:
+    return json.loads((run_file.parent / "model" / "config.json").read_text())
+
+
+def test_prints_the_plan(run_file, capsys):
+    assert main(["plan", str(run_file), "batch.samples_per_step=16", "--ranks", "2", "--tokens-per-s", "50"]) == 0
+    text = capsys.readouterr().out
+    assert "steps            8\n" in text
+    assert "120, 1 epochs" in text
+    assert "balance, 2 ranks" in text
+    assert "(this run)" in text
+    assert "estimate, not calibrated" in text
+    assert "time " in text
+
+
+def test_json_is_the_same_report(run_file, capsys):
+    assert main(["plan", str(run_file), "eval.fraction=0.1", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["num_samples"], values["num_held_out"], values["num_steps"]) == (108, 12, 18)
+    assert values["num_label_tokens"] / values["num_tokens"] == values["label_share"]
+    memory = values["memory"]
+    assert memory["total_bytes"] == sum(value for key, value in memory.items() if key != "total_bytes")
+    # 32 wide, 2 layers: embedding (tied), final norm, and for each layer q k v o, two head norms, MLP, two norms
+    layer = 32 * (32 + 16 + 16 + 32) + 2 * 8 + 3 * 32 * 64 + 2 * 32
+    assert memory["weights_bytes"] == 4 * (shape_of(run_file)["vocab_size"] * 32 + 32 + 2 * layer)
+
+
+def test_one_step(run_file, capsys):
+    assert main(["plan", str(run_file), "--ranks", "3", "--step", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("step 1, epoch 0: 6 samples")
+    assert "rank 2:" in text
+    assert main(["plan", str(run_file), "--ranks", "3", "--step", "1", "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)
+    assert step["index"] == 1
+    assert len(step["ranks"]) == 3
+    assert sorted(i for rank in step["ranks"] for m in rank for i in m["sample_ids"]) == sorted(step["sample_ids"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0"], "--ranks is 0; expected at least 1"),
+        (["--tokens-per-s", "0"], "--tokens-per-s is 0; expected more than 0"),
+        (["--step", "20"], "--step is 20; the run has steps 0 to 19"),
+        (["--step", "-1"], "--step is -1"),
+        (["batch.micro_batch_tokens=100"], "batch.micro_batch_tokens=100"),
+    ],
+)
+def test_mistakes_exit_2_with_one_line(run_file, capsys, arguments, message):
+    assert main(["plan", str(run_file), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "has no config.json"),
+        ("{", "is no readable JSON"),
+        ("[]", "holds list, not an object"),
+        (json.dumps({"model_type": "qwen3", "num_hidden_layers": None}), "num_hidden_layers is missing"),
+    ],
+)
+def test_a_bad_model_folder_is_named(run_file, capsys, content, message):
+    file = run_file.parent / "model" / "config.json"
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    assert main(["plan", str(run_file)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "model" in error
+
+
+def test_a_name_that_is_nowhere_is_told(run_file, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["plan", str(run_file), "model.name=nobody/nothing"]) == 2
+    assert "there is no folder nobody/nothing, and the hub gives no config.json" in capsys.readouterr().err
+    assert main(["plan", str(run_file), "model.name=/no/such/model/folder"]) == 2
+    assert "there is no folder /no/such/model/folder" in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""Every example parses; turned to a tiny model and tiny data in its own formats, it is planned by the command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout.cli.main import main
+from flatout.config.read import dump_config, load_config
+from flatout.config.schema import Config, SourceConfig
+from flatout.demo.settings import DemoFolder
+from flatout.demo.write import write_demo
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.*"))
+NUM_ROWS = 40
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+
+
+def row(format_name: str, source: SourceConfig, number: int, *, with_tools: bool) -> dict[str, Any]:
+    question, answer = f"What is {number} and 1?", f"It is {number + 1}."
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    if format_name == "alpaca":
+        names = {"instruction": "instruction", "output": "output"} | source.columns
+        return {names["instruction"]: question, names["output"]: answer}
+    if format_name == "sharegpt":
+        return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+    if format_name == "text":
+        return {"text": f"{question} {answer} " * (1 + number)}
+    if not with_tools:
+        return {"messages": turns}
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    result = {"role": "tool", "tool_call_id": "1", "name": "add", "content": "3"}
+    return {"messages": [turns[0], called, result, turns[1]], "tools": [TOOL]}
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    if file.suffix == ".csv":
+        lines = [",".join(rows[0]), *(",".join(f'"{value}"' for value in values.values()) for values in rows)]
+        file.write_text("\n".join(lines) + "\n")
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(rows))
+    else:
+        file.write_text("".join(json.dumps(values) + "\n" for values in rows))
+
+
+def on_tiny_data(config: Config, folder: Path, model_dir: Path) -> Config:
+    sources = []
+    for index, source in enumerate(config.data.sources):
+        suffix = Path(source.path).suffix
+        file = folder / f"rows-{index}{suffix if suffix in ('.csv', '.json') else '.jsonl'}"
+        with_tools = "tool" in source.path
+        format_name = "messages" if source.format == "auto" else source.format
+        write_rows(file, [row(format_name, source, number, with_tools=with_tools) for number in range(NUM_ROWS)])
+        sources.append(source.model_copy(update={"path": str(file)}))
+    data = config.data.model_copy(update={"sources": sources, "root": folder / "data", "num_procs": 1})
+    # more rows than there are cannot be drawn
+    data = data.model_copy(update={"num_samples": NUM_ROWS if data.num_samples else None})
+    model = config.model.model_copy(update={"name": str(model_dir), "init": "random"})
+    return config.model_copy(update={"data": data, "model": model, "run_dir": folder / "run"})
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = DemoFolder(tmp_path_factory.mktemp("demo"))
+    write_demo(folder, 1, num_train=200, num_held_out=1)
+    return folder.model_dir
+
+
+def test_there_are_examples() -> None:
+    assert sum(path.suffix == ".yaml" for path in EXAMPLES) >= 6
+    assert sum(path.suffix == ".py" for path in EXAMPLES) == 1
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_is_planned(path: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = on_tiny_data(load_config(path), tmp_path, tiny_model)
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    assert main(["plan", str(tmp_path / "run.yaml"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_steps"] >= 1
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_says_what_it_is_for_and_names_its_run(path: Path) -> None:
+    assert path.read_text().startswith(("# ", '"""'))
+    assert load_config(path).name != "run"

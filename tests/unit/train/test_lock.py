@@ -1,0 +1,135 @@
+"""One run a folder: the second is refused by name, a dead holder holds nothing, an unwritable folder is found."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from faulty_disk import FULL_DISK, FaultyDisk
+
+from flatout.errors import ResourceError
+from flatout.train.lock import RunLock
+from flatout.train.storage import Disk, Storage
+
+
+def in_child(act: Callable[[], None]) -> int:
+    """Start a child that acts and then waits to be killed; returns its pid once it has acted."""
+    ready, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            act()
+            os.write(writer, b"x")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    assert os.read(ready, 1) == b"x"
+    os.close(ready)
+    return child
+
+
+def kill(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_the_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "a"
+    child = in_child(lambda: RunLock(run_dir).__enter__() and None)
+    try:
+        with pytest.raises(ResourceError) as raised, RunLock(run_dir):
+            pass
+        message = str(raised.value)
+        assert f"{run_dir} is locked by pid {child} on {socket.gethostname()} since 20" in message
+        assert "choose another run_dir" in message
+        assert "gone" not in message
+        assert raised.value.exit_code == 6
+    finally:
+        kill(child)
+    with RunLock(run_dir):  # kill -9 left nothing to clean up
+        assert json.loads((run_dir / ".lock").read_text())["pid"] == os.getpid()
+
+
+def test_the_lock_is_free_after_leaving_and_holds_inside_one_process_too(tmp_path: Path) -> None:
+    for _ in range(2):
+        with RunLock(tmp_path):
+            with pytest.raises(ResourceError, match=f"locked by pid {os.getpid()}"), RunLock(tmp_path):
+                pass
+            # the refused one did not release or rewrite anything
+            with pytest.raises(ResourceError, match=f"locked by pid {os.getpid()}"), RunLock(tmp_path):
+                pass
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_child_that_outlives_its_run_is_told_apart(tmp_path: Path) -> None:
+    grandchildren = tmp_path / "pids"
+
+    def hold_and_fork() -> None:
+        RunLock(tmp_path / "run").__enter__()
+        grandchild = os.fork()
+        if grandchild == 0:
+            time.sleep(60)
+            os._exit(0)
+        grandchildren.write_text(str(grandchild))
+
+    kill(in_child(hold_and_fork))
+    try:
+        with pytest.raises(ResourceError, match="that process is gone, but a child of it"), RunLock(tmp_path / "run"):
+            pass
+    finally:
+        os.kill(int(grandchildren.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": "x"}', '{"pid": 1}'])
+def test_a_lock_file_that_says_nothing_still_refuses(tmp_path: Path, content: str) -> None:
+    with RunLock(tmp_path):
+        (tmp_path / ".lock").write_text(content)
+        with pytest.raises(ResourceError, match="locked by another process"), RunLock(tmp_path):
+            pass
+
+
+def test_a_shorter_holder_leaves_no_rest_of_a_longer_one(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("x" * 3000)
+    with RunLock(tmp_path):
+        json.loads((tmp_path / ".lock").read_text())
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_an_unwritable_or_full_folder_is_found_before_step_1(tmp_path: Path, at: int) -> None:
+    """The probe's operations: create, write, sync, close, unlink; then nothing is left to fail."""
+    for error in (errno.EROFS, errno.EACCES, FULL_DISK, errno.EDQUOT):
+        storage = Storage(FaultyDisk(at, error, lasting=True))
+        if at == 5:
+            with RunLock(tmp_path, storage=storage):
+                pass
+            continue
+        with pytest.raises(ResourceError, match=r"\.write-probe"), RunLock(tmp_path, storage=storage):
+            pass
+        Storage(Disk()).remove_tree(tmp_path / ".write-probe")
+        with RunLock(tmp_path):  # a refusal lets go of the lock
+            pass
+
+
+def test_a_probe_left_by_a_crash_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / ".write-probe").write_text("")
+    with RunLock(tmp_path):
+        pass
+    assert not (tmp_path / ".write-probe").exists()
+
+
+def test_a_file_in_the_folders_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ResourceError, match="run: Not a directory"), RunLock(tmp_path / "run"):
+        pass
+    (tmp_path / "other" / ".lock").mkdir(parents=True)
+    with pytest.raises(ResourceError, match=r"cannot open .*other/\.lock: Is a directory"), RunLock(tmp_path / "other"):
+        pass

@@ -1,0 +1,237 @@
+"""Whole runs on the tiny model: equal seeds, resume at every step, what is reported, what stops a run."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flatout.errors import CheckpointError, DataError, NumericError, ResourceError
+from flatout.train.lock import RunLock
+from flatout.train.run import Result, train
+from flatout.train.schedule import lr_factor
+
+
+def weights(run_dir: Path, step: int = 8) -> dict[str, torch.Tensor]:
+    folder = run_dir / "checkpoints" / f"step-{step}"
+    return {**load_file(folder / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
+
+
+def assert_bit_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a), "weights or optimizer states differ"
+
+
+@pytest.fixture(scope="module", params=["lora", "full"])
+def uninterrupted(
+    request: pytest.FixtureRequest, tiny: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Any]:
+    run_dir = tmp_path_factory.mktemp("runs") / request.param
+    config = tiny.config(
+        run_dir,
+        method=request.param,
+        lora={"rank": 4, "dropout": 0.2},
+        checkpoint={"every_steps": 1, "keep": 20},
+        eval={"fraction": 0.1, "every_steps": 3},
+    )
+    return config, train(config)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(
+    uninterrupted: tuple[Any, Result], tiny: Any, tmp_path: Path
+) -> None:
+    config, result = uninterrupted
+    again = config.model_copy(update={"run_dir": tmp_path / "again"})
+    train(again)
+    assert_bit_equal(weights(result.folder), weights(tmp_path / "again"))
+    other = config.model_copy(update={"run_dir": tmp_path / "other", "seed": 8})
+    train(other)
+    name = next(iter(weights(result.folder)))
+    assert not torch.equal(weights(result.folder)[name], weights(tmp_path / "other")[name])
+
+
+def test_resume_at_every_step_is_bit_equal(uninterrupted: tuple[Any, Result], tmp_path: Path, metrics_of: Any) -> None:
+    """Eight steps, an epoch end among them; each resumed run is resumed once more, two steps on."""
+    config, result = uninterrupted
+    expected = {line["step"]: line["loss"] for line in metrics_of(result.folder)}
+    for step in range(1, 8):
+        run_dir = tmp_path / f"from-{step}"
+        shutil.copytree(result.folder, run_dir)
+        for last in (step, min(step + 2, 7)):
+            forget_after(run_dir, last)
+            train(config.model_copy(update={"run_dir": run_dir}))
+            assert_bit_equal(weights(result.folder), weights(run_dir))
+        losses = {line["step"]: line["loss"] for line in metrics_of(run_dir)}
+        assert losses == expected
+        assert evals(run_dir)[-1] == evals(result.folder)[-1]
+
+
+def forget_after(run_dir: Path, step: int) -> None:
+    shutil.rmtree(run_dir / "final")
+    shutil.rmtree(run_dir / "best", ignore_errors=True)
+    for folder in (run_dir / "checkpoints").iterdir():
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+
+
+def evals(run_dir: Path) -> list[tuple[int, float]]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["eval_loss"]) for line in lines if line["kind"] == "eval"]
+
+
+def test_a_complete_run_is_left_as_it_is(uninterrupted: tuple[Any, Result], tmp_path: Path) -> None:
+    config, result = uninterrupted
+    run_dir = tmp_path / "run"
+    shutil.copytree(result.folder, run_dir)
+    before = {path: path.read_bytes() for path in (run_dir / "checkpoints").rglob("*") if path.is_file()}
+    for changes in ({}, {"batch": config.batch.model_copy(update={"max_steps": 5})}):
+        again = train(config.model_copy(update={"run_dir": run_dir, **changes}))
+        assert again.progress.step == 8
+    assert {p: p.read_bytes() for p in (run_dir / "checkpoints").rglob("*") if p.is_file()} == before
+
+
+def test_what_is_reported_is_true(uninterrupted: tuple[Any, Result], metrics_of: Any) -> None:
+    from flatout.parallel.rank import Rank
+    from flatout.track.record import Trackers
+    from flatout.train.planning import plan_run
+
+    config, result = uninterrupted
+    planned = plan_run(config, Trackers(), Rank())
+    records = metrics_of(result.folder)
+    assert [record["step"] for record in records] == list(range(1, 9))
+    for record, step in zip(records, planned.plan.steps(), strict=True):
+        ids = list(step.sample_ids)
+        assert record["num_tokens"] == planned.store.lengths[ids].sum()
+        assert record["num_label_tokens"] == sum(int(planned.store.sample(i)[1].sum()) for i in ids)
+        assert record["num_samples"] == len(ids)
+        # one of eight updates is warm-up (3 % rounded up); the rate moves once an update, never once a micro-batch
+        assert record["lr"] == pytest.approx(1e-3 * lr_factor(config.schedule, step.index, 8), rel=1e-15)
+        assert record["tokens_per_s"] == pytest.approx(record["num_tokens"] / record["step_s"], rel=1e-9)
+        assert record["data_wait_s"] < record["step_s"]
+        assert 0 <= record["padding_avoided"] < 1
+    assert records[-1]["epoch"] == pytest.approx(8 / planned.plan.steps_per_epoch)
+    progress = result.progress
+    assert progress.num_tokens == sum(record["num_tokens"] for record in records)
+    assert progress.num_updates == 8
+    assert [step for step, _ in evals(result.folder)] == [0, 3, 6, 8]
+    best_step, best_loss = min(evals(result.folder), key=lambda item: item[1])
+    assert (progress.best_step, progress.best_eval_loss) == (best_step, best_loss)
+
+
+def test_a_changed_setting_is_refused_and_can_be_allowed(uninterrupted: tuple[Any, Result], tmp_path: Path) -> None:
+    config, result = uninterrupted
+    run_dir = tmp_path / "run"
+    shutil.copytree(result.folder, run_dir)
+    forget_after(run_dir, 5)
+    changed = config.model_copy(update={"run_dir": run_dir, "optim": config.optim.model_copy(update={"lr": 5e-4})})
+    with pytest.raises(CheckpointError, match=r"optim\.lr: 0\.001 in the checkpoint, 0\.0005 now"):
+        train(changed)
+    allowed = config.checkpoint.model_copy(update={"allow_change": ["optim.lr"]})
+    train(changed.model_copy(update={"checkpoint": allowed}))
+    assert not torch.equal(*(next(iter(weights(folder).values())) for folder in (run_dir, result.folder)))
+
+
+def test_other_data_is_refused(tiny: Any, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    rows = tiny.chats.read_text().splitlines(keepends=True)
+    chats.write_text("".join(rows))
+    settings = {
+        "data": {"root": str(tmp_path / "data"), "sources": [{"path": str(chats)}]},
+        "checkpoint": {"every_steps": 2, "keep": 20},
+    }
+    config = tiny.config(tmp_path / "run", **settings)
+    train(config)
+    forget_after(tmp_path / "run", 4)
+    chats.write_text("".join(rows[:-20]))
+    with pytest.raises(CheckpointError, match=r"num_samples 120.*num_samples 100"):
+        train(config)
+
+
+def test_a_non_finite_loss_stops_before_the_update(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.config(
+        tmp_path / "run",
+        method="full",
+        optim={"name": "sgd", "lr": 1e30, "max_grad_norm": None},
+        schedule={"kind": "constant", "warmup_steps": 0},
+        checkpoint={"every_steps": 1},
+    )
+    with pytest.raises(NumericError, match=r"step 2: loss .*the weights were not updated; samples \d+") as caught:
+        train(config)
+    assert caught.value.exit_code == 5
+    facts = json.loads((tmp_path / "run" / "non_finite.json").read_text())
+    assert facts["step"] == 2
+    assert len(facts["sample_ids"]) == 6
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-1"]
+    assert all(
+        torch.isfinite(tensor).all()
+        for tensor in load_file(tmp_path / "run/checkpoints/step-1/model.safetensors").values()
+    )
+
+
+def test_two_runs_in_one_folder(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.config(tmp_path / "run")
+    with RunLock(tmp_path / "run"), pytest.raises(ResourceError, match="is locked by pid"):
+        train(config)
+
+
+def test_early_stop_keeps_the_best(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.config(
+        tmp_path / "run",
+        method="full",
+        batch={"samples_per_step": 6, "micro_batch_tokens": 700, "max_steps": 40},
+        optim={"lr": 0.3},
+        schedule={"kind": "constant", "warmup_steps": 0},
+        eval={"fraction": 0.1, "every_steps": 2, "patience": 2},
+    )
+    result = train(config)
+    assert result.progress.stopped_early
+    assert result.progress.step < 40
+    assert result.progress.step == (result.progress.best_step or 0) + 4
+    assert train(config).progress.step == result.progress.step
+
+
+def test_the_final_adapter_is_the_last_checkpoint(uninterrupted: tuple[Any, Result]) -> None:
+    config, result = uninterrupted
+    name = "adapter_model.safetensors" if config.method == "lora" else "model.safetensors"
+    final = load_file(result.final_dir / name)
+    total = sum(tensor.double().abs().sum().item() for tensor in final.values())
+    last = load_file(result.folder / "checkpoints" / "step-8" / "model.safetensors")
+    assert math.isclose(total, sum(tensor.double().abs().sum().item() for tensor in last.values()), rel_tol=1e-12)
+    assert (result.final_dir / "tokenizer.json").exists()
+
+
+def test_a_full_disk_at_a_save_does_not_stop_training(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full at the first save only: the run goes on, says so, and saves again later."""
+    from flatout.train.storage import Storage
+
+    whole = Storage.require_free
+    calls = []
+
+    def full_at_first(self: Storage, folder: Path, needed_bytes: int) -> None:
+        calls.append(needed_bytes)
+        if len(calls) == 1:
+            raise ResourceError(f"disk full: {folder} needs {needed_bytes} bytes")
+        whole(self, folder, needed_bytes)
+
+    monkeypatch.setattr(Storage, "require_free", full_at_first)
+    config = tiny.config(tmp_path / "run", checkpoint={"every_steps": 3, "keep": 5})
+    train(config)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-6", "step-8"]
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "not_saved"] == [3]
+
+
+def test_a_tokenizer_larger_than_the_model_is_told_before_loading(tiny: Any, tmp_path: Path) -> None:
+    shutil.copytree(tiny.model_dir, tmp_path / "small")
+    shape = json.loads((tmp_path / "small" / "config.json").read_text())
+    (tmp_path / "small" / "config.json").write_text(json.dumps({**shape, "vocab_size": 100}))
+    (tmp_path / "small" / "model.safetensors").unlink()
+    config = tiny.config(tmp_path / "run", model={"name": str(tmp_path / "small")})
+    with pytest.raises(DataError, match=r"token ids 100\.\.\d+, but the model has 100 embedding rows"):
+        train(config)
