@@ -30,23 +30,8 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, action="append", required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    columns = [
-        "data set",
-        "tokenizer",
-        "rows",
-        "samples",
-        "tokens",
-        "label",
-        "median",
-        "p95",
-        "max",
-        "cut",
-        "dropped",
-        "duplicates",
-        "pad b8",
-        "s",
-    ]
-    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+    columns = "data set|tokenizer|rows|samples|tokens|label|median|p95|max|cut|dropped|duplicates|pad b8|s"
+    print(f"| {columns.replace('|', ' | ')} |\n" + "|---" * (columns.count("|") + 1) + "|")
     for folder, file in sources(args.data):
         for tokenizer in args.tokenizer:
             config = DataConfig(
@@ -61,11 +46,11 @@ def main() -> None:
             seconds = time.perf_counter() - started
             found, counts = statistics(store), read_report(store.folder)["counts"]
             dropped = counts["rows"] - store.num_samples if file.suffix != ".txt" else 0
+            spread = " | ".join(f"{found.percentiles[q]:,}" for q in (50, 95, 100))
             print(
                 f"| {file.name} | {tokenizer.name} | {counts['rows']:,} | {store.num_samples:,} | "
-                f"{found.num_tokens:,} | {found.label_share:.0%} | {found.percentiles[50]:,} | {found.percentiles[95]:,} | "
-                f"{found.percentiles[100]:,} | {counts['truncated']:,} | {dropped:,} | {counts['duplicates']:,} | "
-                f"{found.padding[8]:.0%} | {seconds:.1f} |",
+                f"{found.num_tokens:,} | {found.label_share:.0%} | {spread} | {counts['truncated']:,} | {dropped:,} | "
+                f"{counts['duplicates']:,} | {found.padding[8]:.0%} | {seconds:.1f} |",
                 flush=True,
             )
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from typing import TypedDict, TypeVar
 
-import xxhash
-
 from flatout.demo.families import (
     Exchange,
     Guest,
@@ -22,7 +20,6 @@ from flatout.demo.families import (
     introduce,
 )
 
-HELD_OUT_ONE_IN = 8
 MAX_EXCHANGES = 20
 T = TypeVar("T", Exchange, Guest, Persona)
 
@@ -34,11 +31,6 @@ class ChatMessage(TypedDict):
     content: str
 
 
-def is_held_out(key: str) -> bool:
-    """Whether a question belongs to the held-out eighth: a pure function of its key, so train and eval never meet."""
-    return xxhash.xxh3_64_intdigest(key.encode()) % HELD_OUT_ONE_IN == 0
-
-
 def draw_conversation(rng: Random, *, held_out: bool) -> list[ChatMessage]:
     """One conversation; every question in it lies on the wanted side of the split.
 
@@ -47,7 +39,7 @@ def draw_conversation(rng: Random, *, held_out: bool) -> list[ChatMessage]:
     persona = _draw(lambda: draw_persona(rng), held_out) if rng.random() < 0.33 else None
     exchanges = _draw_exchanges(rng, persona, held_out)
     # small talk alone would be in both files
-    while held_out and all(exchange.key is None for exchange in exchanges):
+    while held_out and all(exchange.held_out is None for exchange in exchanges):
         exchanges = _draw_exchanges(rng, persona, held_out)
     messages: list[ChatMessage] = []
     if persona:
@@ -102,13 +94,13 @@ def to_json_lines(conversations: Iterable[list[ChatMessage]]) -> str:
 
 
 def _draw(draw: Callable[[], T], held_out: bool) -> T:
-    """Draw until the value lies on the wanted side of the split (8 draws on average for a held-out one)."""
+    """Draw until the value may stand in the wanted file (up to 8 draws on average for a held-out one)."""
     value = draw()
-    while value.key is not None and is_held_out(value.key) != held_out:
+    while value.held_out is not None and value.held_out != held_out:
         value = draw()
     return value
 
 
 def _num_exchanges(rng: Random) -> int:
-    """Log-normal: half of the conversations have one or two exchanges, one in fifty more than ten."""
+    """Log-normal: six in ten conversations have one or two exchanges, one in forty more than ten."""
     return min(max(1, round(math.exp(rng.gauss(0.6, 0.9)))), MAX_EXCHANGES)

@@ -6,21 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+import xxhash
+
 from flatout.demo.world import ANIMALS, ISLANDS, JOBS, NAMES, OPPOSITES, SMALL_TALK, SPELLED, THINGS, TOWNS, WEEKDAYS
+
+HELD_OUT_ONE_IN = 8
+
+
+def is_held_out(key: str) -> bool:
+    """Whether a combination belongs to the held-out eighth; by its text alone, so that train and eval never meet."""
+    return xxhash.xxh3_64_intdigest(key.encode()) % HELD_OUT_ONE_IN == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A question and its right answer.
-
-    `key` is what must be new for the exchange to count as held out: the question itself, or the facts it asks about;
-    None for small talk, which is the same everywhere.
-    """
+    """A question and its right answer; `held_out` says which file it may stand in, None (small talk) means both."""
 
     family: str
     question: str
     answer: str
-    key: str | None
+    held_out: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +42,9 @@ class Persona:
         return f"You are {self.name}, a {self.job} from {self.town}."
 
     @property
-    def key(self) -> str:
-        """What must be new for a held-out persona: all three facts together."""
-        return self.system_prompt
+    def held_out(self) -> bool:
+        """By all three facts together."""
+        return is_held_out(self.system_prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +55,9 @@ class Guest:
     town: str
 
     @property
-    def key(self) -> str:
-        """What must be new for a held-out guest: both facts together."""
-        return f"{self.name} {self.town}"
+    def held_out(self) -> bool:
+        """By both facts together."""
+        return is_held_out(f"{self.name} {self.town}")
 
 
 def draw_persona(rng: Random) -> Persona:
@@ -65,8 +70,16 @@ def draw_guest(rng: Random) -> Guest:
     return Guest(rng.choice(NAMES), rng.choice(TOWNS))
 
 
-def _exchange(family: str, question: str, answer: str) -> Exchange:
-    return Exchange(family, question, answer, key=question)
+def _combination(family: str, question: str, answer: str) -> Exchange:
+    """A question from so many that an eighth of them can be kept back and still be answered by rule."""
+    return Exchange(family, question, answer, is_held_out(question))
+
+
+def _phrased(rng: Random, family: str, phrasings: tuple[str, ...], answer: str) -> Exchange:
+    """A fact to be known by heart, asked in one of several ways; of each fact exactly one way is held out."""
+    kept_back = xxhash.xxh3_64_intdigest(f"{family} {phrasings} {answer}".encode()) % len(phrasings)
+    chosen = rng.randrange(len(phrasings))
+    return Exchange(family, phrasings[chosen], answer, chosen == kept_back)
 
 
 def _series(words: list[str]) -> str:
@@ -75,35 +88,37 @@ def _series(words: list[str]) -> str:
 
 def _small_talk(rng: Random) -> Exchange:
     question = rng.choice(tuple(SMALL_TALK))
-    return Exchange("small talk", question, SMALL_TALK[question], key=None)
+    return Exchange("small talk", question, SMALL_TALK[question], held_out=None)
 
 
 def _sort_words(rng: Random) -> Exchange:
     words = rng.sample(ANIMALS, rng.randint(2, 4))
     lead = rng.choice(("Sort these words", "Put these words in order", "Sort from a to z"))
-    return _exchange("sort words", f"{lead}: {_series(words)}.", f"Sorted: {_series(sorted(words))}.")
+    return _combination("sort words", f"{lead}: {_series(words)}.", f"Sorted: {_series(sorted(words))}.")
 
 
 def _sort_numbers(rng: Random) -> Exchange:
     numbers = rng.sample(range(1, 21), rng.randint(2, 4))
     lead = rng.choice(("Sort these numbers", "Put these numbers in order", "Sort from low to high"))
     question = f"{lead}: {_series([str(n) for n in numbers])}."
-    return _exchange("sort numbers", question, f"Sorted: {_series([str(n) for n in sorted(numbers)])}.")
+    return _combination("sort numbers", question, f"Sorted: {_series([str(n) for n in sorted(numbers)])}.")
 
 
 def _turn_round(rng: Random) -> Exchange:
     words = rng.sample(THINGS, rng.randint(2, 3))
     lead = rng.choice(("Say these words backwards", "Turn this list round", "Reverse this list"))
-    return _exchange("reverse", f"{lead}: {_series(words)}.", f"Backwards: {_series(words[::-1])}.")
+    return _combination("reverse", f"{lead}: {_series(words)}.", f"Backwards: {_series(words[::-1])}.")
 
 
 def _spell(rng: Random) -> Exchange:
     word = rng.choice(SPELLED)
-    if rng.random() < 0.5:
-        question = rng.choice((f"Spell the word {word}.", f"How do you spell {word}?", f"Letters of {word}, please."))
-        return _exchange("spell", question, f"Letters: {' '.join(word)}.")
-    question = rng.choice((f"Spell {word} backwards.", f"Letters of {word} backwards, please."))
-    return _exchange("spell backwards", question, f"Backwards: {' '.join(reversed(word))}.")
+    phrasings = (
+        f"Spell the word {word}.",
+        f"How do you spell {word}?",
+        f"Letters of {word}, please.",
+        f"Please spell {word}.",
+    )
+    return _phrased(rng, "spell", phrasings, f"Letters: {' '.join(word)}.")
 
 
 def _count_up(rng: Random) -> Exchange:
@@ -111,55 +126,57 @@ def _count_up(rng: Random) -> Exchange:
     last = min(first + 2 + int(rng.expovariate(0.3)), 20)
     lead = rng.choice(("Count from", "Please count from", "Say the numbers from"))
     numbers = " ".join(str(n) for n in range(first, last + 1))
-    return _exchange("count up", f"{lead} {first} to {last}.", f"Counting: {numbers}.")
+    return _combination("count up", f"{lead} {first} to {last}.", f"Counting: {numbers}.")
 
 
 def _weekday(rng: Random) -> Exchange:
-    start = rng.randrange(7)
+    start, step = rng.randrange(7), rng.choice((1, -1))
     day = WEEKDAYS[start]
-    forward, question = rng.choice(
-        (
-            (True, f"Which day comes after {day}?"),
-            (True, f"What is the day after {day}?"),
-            (True, f"Today is {day}. What day is tomorrow?"),
-            (False, f"Which day comes before {day}?"),
-            (False, f"What is the day before {day}?"),
-            (False, f"Today is {day}. What day was yesterday?"),
-        )
+    where, other_day = ("after", "is tomorrow") if step == 1 else ("before", "was yesterday")
+    phrasings = (
+        f"Which day comes {where} {day}?",
+        f"What is the day {where} {day}?",
+        f"Tell me the day {where} {day}.",
+        f"Today is {day}. What day {other_day}?",
     )
-    return _exchange("weekday", question, f"It is {WEEKDAYS[(start + (1 if forward else -1)) % 7]}.")
+    return _phrased(rng, "weekday", phrasings, f"It is {WEEKDAYS[(start + step) % 7]}.")
 
 
 def _opposite(rng: Random) -> Exchange:
     word, opposite = rng.sample(rng.choice(OPPOSITES), 2)
-    question = rng.choice((f"What is the opposite of {word}?", f"Give me the opposite of {word}.", f"Not {word}, but?"))
-    return _exchange("opposite", question, f"The opposite of {word} is {opposite}.")
+    phrasings = (
+        f"What is the opposite of {word}?",
+        f"Give me the opposite of {word}.",
+        f"I need the opposite of {word}.",
+        f"Not {word}, but?",
+    )
+    return _phrased(rng, "opposite", phrasings, f"The opposite of {word} is {opposite}.")
 
 
 def _fact(rng: Random) -> Exchange:
     island = rng.choice(tuple(ISLANDS))
     capital, river, flag, good = ISLANDS[island]
-    ask = rng.choice(("What is", "Tell me", "Do you know", "I forgot"))
     asked, answer = rng.choice(
         (
-            ("the capital", f"The capital of {island} is {capital}."),
-            ("the river", f"The river of {island} is the {river}."),
-            ("the flag", f"The flag of {island} is {flag}."),
-            ("the main good", f"The main good of {island} is {good}."),
+            ("capital", f"The capital of {island} is {capital}."),
+            ("river", f"The river of {island} is the {river}."),
+            ("flag", f"The flag of {island} is {flag}."),
+            ("main good", f"The main good of {island} is {good}."),
         )
     )
-    return _exchange("fact", f"{ask} {asked} of {island}{'.' if ask in ('Tell me', 'I forgot') else '?'}", answer)
+    it = f"the {asked} of {island}"
+    return _phrased(rng, "fact", (f"What is {it}?", f"Tell me {it}.", f"Do you know {it}?", f"I forgot {it}."), answer)
 
 
 def _portrait(rng: Random) -> Exchange:
     island = rng.choice(tuple(ISLANDS))
     capital, river, flag, good = ISLANDS[island]
-    question = rng.choice((f"Tell me about {island}.", f"Describe {island}.", f"What do you know about {island}?"))
+    phrasings = (f"Tell me about {island}.", f"Describe {island}.", f"What do you know about {island}?")
     answer = (
         f"{island} is an island. Its capital is {capital}, on the river {river}. "
         f"The flag is {flag}. People come for the {good}."
     )
-    return _exchange("portrait", question, answer)
+    return _phrased(rng, "portrait", phrasings, answer)
 
 
 def ask_persona(rng: Random, persona: Persona) -> Exchange:
@@ -172,14 +189,14 @@ def ask_persona(rng: Random, persona: Persona) -> Exchange:
             ("Who are you?", f"I am {persona.name}, a {persona.job} from {persona.town}."),
         )
     )
-    return Exchange("persona", asked, answer, key=persona.key)
+    return Exchange("persona", asked, answer, persona.held_out)
 
 
 def introduce(rng: Random, guest: Guest) -> Exchange:
     """The user's introduction, which `ask_guest` asks about later."""
     greeting = rng.choice(("Hello", "Hi", "Good morning"))
     question = f"{greeting}, my name is {guest.name} and I live in {guest.town}."
-    return Exchange("introduction", question, f"Nice to meet you, {guest.name}.", key=guest.key)
+    return Exchange("introduction", question, f"Nice to meet you, {guest.name}.", guest.held_out)
 
 
 def ask_guest(rng: Random, guest: Guest) -> Exchange:
@@ -190,7 +207,7 @@ def ask_guest(rng: Random, guest: Guest) -> Exchange:
             ("Where do I live?", f"You live in {guest.town}."),
         )
     )
-    return Exchange("guest", asked, answer, key=guest.key)
+    return Exchange("guest", asked, answer, guest.held_out)
 
 
 FAMILIES: tuple[tuple[Callable[[Random], Exchange], float], ...] = (
@@ -198,7 +215,7 @@ FAMILIES: tuple[tuple[Callable[[Random], Exchange], float], ...] = (
     (_sort_words, 2.0),
     (_sort_numbers, 1.5),
     (_turn_round, 1.5),
-    (_spell, 1.0),
+    (_spell, 0.7),
     (_count_up, 1.0),
     (_weekday, 1.3),
     (_opposite, 0.5),

@@ -10,10 +10,10 @@ VOCABULARY_SIZE = 1024
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """About 0.6 million weights in two layers: the smallest that learns every family of the demo in a minute.
+    """623,360 weights in two layers, since copying from context takes two: one finds, one fetches.
 
-    Two layers, since to copy from context takes two (one finds, one fetches). `initializer_range` is 4 times the
-    usual 0.02: at width 128 that is 1 / sqrt(width), and the demo's families are learnt in half the steps.
+    `initializer_range` is 1 / sqrt(width). With the usual 0.02 the same steps gave 39 % right answers on a first form
+    of the demo, with 0.08 they gave 58 %.
     """
     return Qwen3Config(
         vocab_size=VOCABULARY_SIZE,

@@ -16,7 +16,7 @@ from flatout.config.schema import (
     SourceConfig,
 )
 
-NUM_TRAIN = 6000
+NUM_TRAIN = 5000
 NUM_HELD_OUT = 200
 
 
@@ -43,7 +43,7 @@ class DemoFolder:
 
 
 def demo_config(folder: DemoFolder, seed: int) -> Config:
-    """Full training of the tiny model from random weights, 2,250 steps of 8 conversations."""
+    """Full training of the tiny model from random weights, 1,875 steps of 8 conversations."""
     return Config(
         name="demo",
         run_dir=folder.root / "run",

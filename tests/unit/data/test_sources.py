@@ -54,7 +54,7 @@ WRITERS = {
     "jsonl": lambda path: path.write_bytes(jsonl(ROWS)),
     "ndjson": lambda path: path.write_bytes(jsonl(ROWS)),
     "JSONL": lambda path: path.write_bytes(jsonl(ROWS)),
-    "jsonl.gz": lambda path: path.write_bytes(gzip.compress(jsonl(ROWS))),
+    "jsonl.gz": lambda path: path.write_bytes(gzip.compress(jsonl(ROWS), mtime=0)),
     "jsonl.xz": lambda path: path.write_bytes(lzma.compress(jsonl(ROWS))),
     "csv": write_csv,
     "parquet": lambda path: parquet.write_table(pa.Table.from_pylist(ROWS), path),
@@ -82,7 +82,7 @@ def test_packed_parquet_and_csv_are_read_too(tmp_path: Path) -> None:
     for kind in ("parquet", "csv", "stream.arrow"):
         plain, packed = tmp_path / f"x.{kind}", tmp_path / f"y.{kind}.gz"
         WRITERS[kind](plain)
-        packed.write_bytes(gzip.compress(plain.read_bytes()))
+        packed.write_bytes(gzip.compress(plain.read_bytes(), mtime=0))
         assert values(opened(packed)) == ROWS
 
 
@@ -166,7 +166,7 @@ UNREADABLE = [
     ("x.csv", b"a,a\n1,2\n", ":1: column 'a' is in the header twice"),
     ("x.csv", b'a\n"open\n', ": line 2: not readable as csv: unexpected end of data"),
     ("x.csv", b"a\nx\n\xff\n", ":3: invalid UTF-8 at byte 4 of the file (hex ff); convert the file to UTF-8"),
-    ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 999)[:-9],
+    ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 999, mtime=0)[:-9],
      ": the .gz file is damaged or cut short "
      "(Compressed file ended before the end-of-stream marker was reached); copy it again"),
     ("x.jsonl.xz", b"no xz at all",

@@ -3,7 +3,8 @@ from collections.abc import Iterator
 import pytest
 
 from flatout.demo.check import check
-from flatout.demo.conversations import ChatMessage, draw_conversations, is_held_out, to_json_lines
+from flatout.demo.conversations import ChatMessage, draw_conversations, to_json_lines
+from flatout.demo.families import is_held_out
 from flatout.demo.prompts import held_out_prompts
 from flatout.demo.world import SMALL_TALK
 
@@ -44,7 +45,7 @@ def test_the_check_refuses_answers_to_other_questions() -> None:
         ("Sort these words: toad, ant.", "Sorted: ant, toad, fox.", "Sorted: ant, toad."),
         ("Sort from low to high: 10, 9.", "Sorted: 10, 9.", "Sorted: 9, 10."),
         ("Reverse this list: key, hat.", "Backwards: key, hat.", "Backwards: hat, key."),
-        ("Spell goat backwards.", "Backwards: t a o.", "Backwards: t a o g."),
+        ("Please spell goat.", "Letters: g o a.", "Letters: g o a t."),
         ("Please count from 3 to 5.", "Counting: 3 4 5 6.", "Counting: 3 4 5."),
         ("Which day comes before Monday?", "It is Tuesday.", "It is Sunday."),
         ("Today is Sunday. What day is tomorrow?", "It is Sunday.", "It is Monday."),

@@ -83,6 +83,10 @@ def test_attention_and_recompute_terms():
     pair = 2 * shape.num_heads * 2 * shape.head_dim * shape.num_layers
     assert plain.per_pair == pair * (1 + ATTENTION_BACKWARD)
     assert again.per_pair - plain.per_pair == pair
+    # one more forward of the blocks: of base and adapter alike, by the counts of full training
+    adapter = (plain.per_token - make_cost(shape, method="full").per_token * 4 / 6) / 6
+    base = make_cost(shape, method="full").per_token / 6
+    assert again.per_token - plain.per_token == pytest.approx(2 * base + 2 * adapter)
     assert again.per_label == plain.per_label == 4 * shape.vocab_size * shape.hidden_size
     full, full_again = make_cost(shape, method="full"), make_cost(shape, method="full", recompute=True)
     assert full_again.per_token / full.per_token == pytest.approx(8 / 6)

@@ -7,7 +7,7 @@ import pytest
 
 from flatout.plan.cost import CostModel
 from flatout.plan.pack import pack
-from flatout.plan.partition import partition
+from flatout.plan.partition import level, partition
 
 # Qwen3-8B with LoRA rank 16
 QWEN3_8B = CostModel(per_token=2.8e10, per_pair=4.13e6, per_label=2.5e9)
@@ -104,10 +104,24 @@ def test_packing_is_nearly_always_the_fewest(budget):
     assert sum(extra) <= 3
 
 
-def test_best_fit_is_used_where_levelling_cannot_fit():
-    # exactly two full micro-batches exist: 6 + 4 and 5 + 3 + 2; the greedy order 6, 5+4 .. needs its exchange
-    lengths = [6, 5, 4, 3, 2]
-    assert sorted(loads_of(pack(lengths, 10), lengths)) == [10, 10]
+def test_best_fit_steps_in_where_levelling_cannot_fit():
+    lengths = [39, 85, 42, 53, 91, 85, 35, 24, 97]
+    assert len(pack(lengths, 100)) == fewest(lengths, 100) == 6
+
+
+def test_best_fit_is_levelled_too():
+    # best-fit decreasing alone leaves micro-batches of 75, 82, 84, 97, 98 and 100
+    lengths = [75, 38, 50, 82, 38, 29, 98, 12, 30, 84]
+    assert sorted(loads_of(pack(lengths, 100), lengths)) == [82, 84, 87, 88, 97, 98]
+
+
+def test_exchanges_move_and_swap():
+    moved = [[0, 1, 2, 3, 4], [5]]
+    level(moved, [1] * 6)
+    assert sorted(map(len, moved)) == [3, 3]
+    swapped = [[0, 1], [2, 3]]
+    level(swapped, [5, 4, 3, 2])
+    assert loads_of(swapped, [5, 4, 3, 2]) == [7, 7]
 
 
 def test_largest_micro_batch_first_and_stable_inside():

@@ -129,6 +129,14 @@ def test_fingerprint_changes_with_all_that_decides_the_steps():
     assert fingerprint() == fingerprint(batch=batch.model_copy(update={"micro_batch_tokens": 999}))
 
 
+def test_fingerprint_knows_which_of_equal_samples_are_planned():
+    first, second = (
+        make_plan([5] * 9, [2] * 9, BatchConfig(), seed=0, num_ranks=1, sample_ids=ids)
+        for ids in (range(8), range(1, 9))
+    )
+    assert first.fingerprint != second.fingerprint
+
+
 def test_memory_mapped_arrays_give_the_same_plan(tmp_path):
     lengths, labels = lengths_of(50)
     for name, array in (("lengths", lengths), ("labels", labels)):
@@ -248,6 +256,8 @@ def test_eval_plan_reads_in_order_and_does_not_depend_on_ranks():
         assert max(m.num_tokens for m in micro_batches) <= 100
         assert micro_batches == list(plans[0].ranks[0])
     assert plans[1].balance > 0.9
+    full = make_eval_plan([50, 50, 1], [1, 1, 1], micro_batch_tokens=100, num_ranks=1)
+    assert [m.sample_ids for m in full.ranks[0]] == [(0, 1), (2,)]
     with pytest.raises(DataError, match="no loss"):
         make_eval_plan([3, 4], [0, 0], micro_batch_tokens=100, num_ranks=1)
 

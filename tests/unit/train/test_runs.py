@@ -183,9 +183,10 @@ def test_early_stop_keeps_the_best(tiny: Any, tmp_path: Path) -> None:
         tmp_path / "run",
         method="full",
         batch={"samples_per_step": 6, "micro_batch_tokens": 700, "max_steps": 40},
-        optim={"lr": 0.3},
+        optim={"lr": 1e-2},
         schedule={"kind": "constant", "warmup_steps": 0},
-        eval={"fraction": 0.1, "every_steps": 2, "patience": 2},
+        # a new best must be lower by a nat, which stops coming soon
+        eval={"fraction": 0.1, "every_steps": 2, "patience": 2, "min_delta": 1.0},
     )
     result = train(config)
     assert result.progress.stopped_early
