@@ -26,8 +26,10 @@ def run(args: argparse.Namespace) -> int:
     """Load once, then answer. Raises ResourceError when a GPU was asked for and there is none."""
     import torch
 
+    from flatout.cli.quiet import quiet_transformers
     from flatout.models.trained import find_trained, load_trained
 
+    quiet_transformers()
     has_gpu = torch.cuda.is_available()
     if args.device == "cuda" and not has_gpu:
         raise ResourceError("--device: this machine has no CUDA GPU; use --device cpu")

@@ -36,8 +36,10 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"Writing conversations, a tokenizer and a tiny Qwen3-shaped model to {folder.root}/")
     write_demo(folder, args.seed)
     # torch is imported only now
+    from flatout.cli.quiet import quiet_transformers
     from flatout.demo.job import answer_held_out, loss_halved, train_demo
 
+    quiet_transformers()
     result = train_demo(config, folder)
     console.print("\nThree prompts that are not in the training data:", highlight=False)
     marked = answer_held_out(result.folder, args.seed)

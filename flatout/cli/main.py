@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 
@@ -20,11 +21,13 @@ VERBS = {
     "chat": "talk to a run, an adapter or a model",
     "merge": "fold an adapter into its base model's weights",
 }
+WITH_OVERRIDES = ("plan", "train")
+OVERRIDE = re.compile(r"[a-z_]+(\.[a-z0-9_]+)*=")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the process's exit code (0 done, 2 usage, 3 data, ... see flatout/errors.py)."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = overrides_first(list(sys.argv[1:] if argv is None else argv))
     parser = argparse.ArgumentParser(prog="flatout", description="Exact, planned, flat-out fine-tuning.")
     parser.add_argument("--version", action="version", version=f"flatout {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -44,6 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped", file=sys.stderr)
         return 130
     return code
+
+
+def overrides_first(argv: list[str]) -> list[str]:
+    """Put `section.name=value` words right behind the configuration, wherever they stand among the options.
+
+    argparse takes positional words only in one piece: `plan run.yaml --ranks 2 lora.rank=8` would be an error.
+    """
+    if not argv or argv[0] not in WITH_OVERRIDES:
+        return argv
+    overrides = [word for word in argv if OVERRIDE.match(word)]
+    rest = [word for word in argv if not OVERRIDE.match(word)]
+    return [*rest[:2], *overrides, *rest[2:]] if rest[1:] and not rest[1].startswith("-") else argv
 
 
 if __name__ == "__main__":

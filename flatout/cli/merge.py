@@ -22,9 +22,11 @@ def run(args: argparse.Namespace) -> int:
     """Merge and save. Raises UsageError when there is no adapter, ResourceError when the output folder is in use."""
     import torch
 
+    from flatout.cli.quiet import quiet_transformers
     from flatout.models.export import merge, save_model
     from flatout.models.trained import find_trained, load_trained
 
+    quiet_transformers()
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise ResourceError(f"--out: {args.out} exists and is not empty; give another folder")
     trained = find_trained(args.target, base=args.base)

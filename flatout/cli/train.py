@@ -18,7 +18,9 @@ def run(args: argparse.Namespace) -> int:
 
     config = load_config(args.config, args.overrides)
     # torch is imported only once the configuration is known to be right
+    from flatout.cli.quiet import quiet_transformers
     from flatout.train.run import train
 
+    quiet_transformers()
     train(config)
     return 0

@@ -44,7 +44,7 @@ def plan_run(config: Config, tracker: Tracker, rank: Rank) -> Planned:
     shape = ModelShape.from_config(
         read_model_config(config.model.name, config.model.revision), origin=f"{config.model.name}/config.json"
     )
-    store = open_or_build(config.data, tokenizer_name(config))
+    store = open_or_build(config.data, tokenizer_name(config), say=lambda text: tracker.stage("tokens", text))
     num_tokens, num_labels = int(store.lengths.sum()), int(store.num_labels.sum())
     tracker.stage(
         "tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {num_labels / num_tokens:.0%} label"

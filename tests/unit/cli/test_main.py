@@ -1,0 +1,38 @@
+import pytest
+
+from flatout.cli.main import main, overrides_first
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["plan", "r.yaml", "--ranks", "2", "lora.rank=8"], ["plan", "r.yaml", "lora.rank=8", "--ranks", "2"]),
+        (["train", "r.yaml", "a.b=1", "seed=2"], ["train", "r.yaml", "a.b=1", "seed=2"]),
+        (["data", "build", "x", "--column", "a=b"], ["data", "build", "x", "--column", "a=b"]),
+        (["plan"], ["plan"]),
+        ([], []),
+    ],
+)
+def test_overrides_may_stand_anywhere(argv: list[str], expected: list[str]) -> None:
+    assert overrides_first(argv) == expected
+
+
+def test_errors_are_one_line_with_their_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "no-such-file.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: no-such-file.yaml: cannot be read")
+    assert "Traceback" not in error
+
+
+def test_an_unknown_verb_is_a_usage_error() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["trian"])
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("verb", ["demo", "init", "data", "plan", "train", "chat", "merge"])
+def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([verb, "--help"])
+    assert caught.value.code == 0
+    assert f"flatout {verb}" in capsys.readouterr().out
