@@ -7,8 +7,6 @@ from typing import Any
 
 from flatout.errors import ResourceError
 
-HELP = "chat with a run, an adapter or a model"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from flatout.errors import ResourceError, UsageError
 
-HELP = "merge an adapter into its base model and write a plain Hugging Face folder"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from flatout.config.schema import NAME_PATTERN
+from flatout.data.store import sync_folder
 from flatout.data.strict_json import JSONSyntaxError, parse_json
 from flatout.errors import DataError, ResourceError, SecurityError
 
@@ -161,8 +162,4 @@ def _replace(file: Path, text: str) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise ResourceError(f"{file}: cannot be written: {error.strerror}") from error
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # else a power cut may undo the rename
-    finally:
-        os.close(folder)
+    sync_folder(file.parent)

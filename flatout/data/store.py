@@ -119,11 +119,6 @@ def read_report(folder: Path) -> dict[str, Any]:
     return report
 
 
-def overlap(one: TokenStore, other: TokenStore) -> int:
-    """How many samples of `one` are also in `other`, token for token (training rows in an evaluation set)."""
-    return int(np.isin(one.hashes, other.hashes).sum())
-
-
 class StoreWriter:
     """Appends samples to the arrays of a store in a folder of its own; nothing is kept in memory."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -150,9 +149,3 @@ def _window(text: TokenisedText, start: int, end: int) -> TokenisedText:
     trained: NDArray[np.bool_] = text.trained[start:end].copy()
     trained[:1] = False
     return TokenisedText(text.token_ids[start:end], trained)
-
-
-def label_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], trained: Sequence[bool]) -> str:
-    """The decoded trained tokens of one row, in order."""
-    picked = [int(token) for token, flag in zip(token_ids, trained, strict=True) if flag]
-    return str(tokenizer.decode(picked, skip_special_tokens=False))

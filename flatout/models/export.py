@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
 from flatout.errors import CheckpointError, UsageError
-from flatout.models.lora import LoraLinear, SwapReport, add_lora, lora_layers, lora_scaling, trainable_parameters
+from flatout.models.lora import LoraLinear, SwapReport, add_lora, lora_layers, lora_scaling
 from flatout.models.source import check_safetensors
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -44,11 +44,6 @@ def adapter_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         for attribute, suffix in _SUFFIXES.items()
         if getattr(layer, attribute) is not None
     }
-
-
-def trainable_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's own parameter names to its trained parameters (detached views), for checkpoints."""
-    return {name: parameter.detach() for name, parameter in trainable_parameters(model).items()}
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, *, base_name: str, config: LoraConfig) -> None:

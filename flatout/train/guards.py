@@ -40,11 +40,6 @@ class StopRequest:
         """True once a stop was asked for."""
         return self._first_signal is not None
 
-    @property
-    def signal_name(self) -> str | None:
-        """Name of the first signal, such as SIGTERM."""
-        return None if self._first_signal is None else signal.Signals(self._first_signal).name
-
     def __enter__(self) -> Self:
         for number in SIGNALS:
             self._found[number] = signal.signal(number, self._handle)

@@ -104,7 +104,7 @@ def _tell_eval(train_hashes: NDArray[np.uint64], eval_store: TokenStore, eval_pl
     tracker.stage("eval", f"{len(eval_plan.sample_ids):,} samples, {eval_plan.num_label_tokens:,} label tokens")
     num_seen = int(np.isin(eval_store.hashes[list(eval_plan.sample_ids)], train_hashes).sum())
     if num_seen:
-        tracker.event("overlap", {"eval_samples_also_trained_on": num_seen, "do": "remove duplicate rows"})
+        tracker.event("overlap", {"eval_samples_also_trained_on": num_seen, "do": "remove the duplicate rows"})
 
 
 def _identity(store: TokenStore) -> dict[str, Any]:

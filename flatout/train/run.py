@@ -114,6 +114,7 @@ def export(run: Run, folder: Path) -> None:
         save_adapter(run.model, half_done, base_name=run.config.model.name, config=run.config.lora)
         load_tokenizer(run.tokenizer_name).save_pretrained(half_done)
     else:
-        save_model(run.model, load_tokenizer(run.tokenizer_name), half_done)
+        # the checkpoint keeps the fp32 masters; what is used afterwards has the precision it was trained at
+        save_model(run.model, load_tokenizer(run.tokenizer_name), half_done, dtype=run.dtype)
     storage.remove_tree(folder)
     storage.rename(half_done, folder)

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,9 @@ from typing import Annotated, Any
 
 import xxhash
 from pydantic import ConfigDict, Field, with_config
-from torch import Tensor
 
 from flatout.errors import CheckpointError, ResourceError
-from flatout.train.tensor_file import CHUNK_BYTES, encode_tensors
+from flatout.train.tensor_file import CHUNK_BYTES
 
 MAX_JSON_BYTES = 64 * 2**20
 
@@ -86,11 +85,6 @@ class Storage:
     def write_json(self, path: Path, value: Any) -> FileFacts:
         """Put a JSON value at `path` whole or not at all. Raises ValueError for NaN and infinity."""
         return self.write_bytes(path, encode_json(value))
-
-    def write_tensors(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileFacts:
-        """Put tensors at `path` as safetensors, whole or not at all."""
-        size_bytes, chunks = encode_tensors(tensors, metadata)
-        return self._replace(path, chunks, size_bytes)
 
     def create(self, path: Path, chunks: Iterable[memoryview], size_bytes: int) -> FileFacts:
         """Write a new file and fsync it; the caller makes it visible by renaming its folder. A partial is removed."""

@@ -15,9 +15,9 @@ from flatout.cli import chat as chat_cli
 from flatout.cli import merge as merge_cli
 from flatout.config.schema import LoraConfig
 from flatout.errors import ResourceError, UsageError
-from flatout.models.export import adapter_state, merge, save_adapter, save_model, trainable_state
+from flatout.models.export import adapter_state, merge, save_adapter, save_model
 from flatout.models.generate import answer, stop_token_ids
-from flatout.models.lora import add_lora, lora_layers, trainable_parameters
+from flatout.models.lora import add_lora, lora_layers
 from flatout.models.trained import find_trained, load_trained
 
 CPU = torch.device("cpu")
@@ -117,11 +117,9 @@ def test_merge_keeps_the_dtype_and_rounds_once():
 def test_states_are_live_and_named():
     model = tiny_model("llama", torch.float32)
     add_lora(model, LoraConfig(rank=2, targets=["q_proj"]), seed=0)
-    state = trainable_state(model)
-    assert state.keys() == trainable_parameters(model).keys()
+    state = adapter_state(model)
     assert not any(tensor.requires_grad for tensor in state.values())
-    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in adapter_state(model)
-    state["model.layers.0.self_attn.q_proj.lora_b"].fill_(7.0)
+    state["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"].fill_(7.0)
     assert float(lora_layers(model)["model.layers.0.self_attn.q_proj"].lora_b.detach().min()) == 7.0
 
 

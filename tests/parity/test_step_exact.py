@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flatout.models.head import packed_loss
+from flatout.models.packed import pack
 from flatout.parallel.rank import Rank
 from flatout.plan.steps import make_plan
 from flatout.plan.types import StepPlan
@@ -221,3 +223,28 @@ def test_linear_layers_are_the_only_thing_lora_trains(tiny: Any, tmp_path: Path)
     run, _ = make_run(tiny.config(tmp_path), tmp_path)
     num_linear = sum(isinstance(module, nn.Linear) for module in run.model.get_decoder().modules())
     assert len(run.named_parameters) == 2 * num_linear
+
+
+def test_cutting_a_sample_changes_no_loss_of_what_is_kept(tiny: Any, tmp_path: Path) -> None:
+    """Built at 500 and at 60 tokens: every kept label token has the same loss, to the bit of the arithmetic."""
+    model = {"name": str(tiny.model_dir), "precision": "fp64"}
+    whole, planned = make_run(tiny.config(tmp_path, model=model), tmp_path)
+    short_data = {"name": "short", "root": str(tmp_path / "data"), "max_tokens": 60, "on_bad_row": "skip"}
+    short = plan_run(tiny.config(tmp_path, model=model, data=short_data), Trackers(), Rank())
+    whole.model.eval()
+    num_cut = 0
+    for index in range(short.store.num_samples):
+        ids, trained = short.store.sample(index)
+        origin = short.store.origin(index)
+        twin = next(i for i in range(planned.store.num_samples) if planned.store.origin(i) == origin)
+        all_ids, all_trained = planned.store.sample(twin)
+        num_cut += len(ids) < len(all_ids)
+        assert ids.tolist() == all_ids[: len(ids)].tolist()
+        assert trained.tolist() == all_trained[: len(ids)].tolist()
+        if index < 12:
+            kept = packed_loss(whole.model, pack([(ids, trained)])).loss_sum
+            marked = all_trained.copy()
+            marked[len(ids) :] = False
+            expected = packed_loss(whole.model, pack([(all_ids, marked)])).loss_sum
+            assert kept.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert num_cut > 20

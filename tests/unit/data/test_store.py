@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flatout.data.store import StoreMeta, TokenStore, new_store, overlap
+from flatout.data.store import StoreMeta, TokenStore, new_store
 from flatout.errors import DataError
 
 META = StoreMeta(
@@ -126,12 +126,3 @@ def test_a_new_build_takes_the_place_of_the_old(tmp_path: Path) -> None:
 def _one_sample() -> tuple[np.ndarray, ...]:  # type: ignore[type-arg]
     ones = np.ones(1, np.int64)
     return ones.astype(np.int32), ones.astype(np.bool_), ones, ones.astype(np.int32), ones
-
-
-def test_overlap_counts_training_rows_in_eval(tmp_path: Path) -> None:
-    train = _write(tmp_path / "train", SAMPLES)
-    held = _write(tmp_path / "eval", [SAMPLES[1], ([1, 2], [False, True]), SAMPLES[1]])
-    assert overlap(train, held) == 1
-    assert overlap(held, train) == 2
-    masked_otherwise = _write(tmp_path / "other", [([5, 6, 7], [False, False, True])])
-    assert overlap(masked_otherwise, train) == 0

@@ -236,3 +236,13 @@ def test_a_tokenizer_larger_than_the_model_is_told_before_loading(tiny: Any, tmp
     config = tiny.config(tmp_path / "run", model={"name": str(tmp_path / "small")})
     with pytest.raises(DataError, match=r"token ids 100\.\.\d+, but the model has 100 embedding rows"):
         train(config)
+
+
+def test_training_rows_in_the_evaluation_set_are_told(tiny: Any, tmp_path: Path) -> None:
+    rows = tiny.chats.read_text().splitlines(keepends=True)[:40]
+    (tmp_path / "twice.jsonl").write_text("".join(rows * 2))
+    data = {"root": str(tmp_path / "data"), "sources": [{"path": str(tmp_path / "twice.jsonl")}]}
+    train(tiny.config(tmp_path / "run", data=data, eval={"fraction": 0.25}, batch={"max_steps": 1}))
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    (event,) = (event for event in events if event["kind"] == "overlap")
+    assert 0 < event["eval_samples_also_trained_on"] <= 20

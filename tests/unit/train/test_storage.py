@@ -29,6 +29,11 @@ DTYPES = [
 DTYPES += [torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64]
 
 
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> FileFacts:
+    size_bytes, chunks = encode_tensors(tensors, metadata)
+    return Storage(QuickDisk()).create(path, chunks, size_bytes)
+
+
 def tensors_of_all_kinds() -> dict[str, torch.Tensor]:
     base = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)) * 40
     tensors = {str(dtype): base.abs().to(dtype) for dtype in DTYPES}
@@ -37,7 +42,7 @@ def tensors_of_all_kinds() -> dict[str, torch.Tensor]:
 
 def test_tensors_are_what_safetensors_itself_reads(tmp_path: Path) -> None:
     tensors = tensors_of_all_kinds()
-    facts = Storage(QuickDisk()).write_tensors(tmp_path / "a.safetensors", tensors, {"k": "v"})
+    facts = write_tensors(tmp_path / "a.safetensors", tensors, {"k": "v"})
     theirs = load_file(tmp_path / "a.safetensors")
     ours, metadata = read_tensors(tmp_path / "a.safetensors")
     assert metadata == read_metadata(tmp_path / "a.safetensors") == {"k": "v"}
@@ -56,14 +61,14 @@ def test_the_layout_is_byte_for_byte_that_of_safetensors(tmp_path: Path) -> None
         "a": torch.arange(4, dtype=torch.int8),
         "c": torch.ones(2).double(),
     }
-    Storage(QuickDisk()).write_tensors(tmp_path / "ours", tensors, {"k": "v"})
+    write_tensors(tmp_path / "ours", tensors, {"k": "v"})
     save_file(tensors, tmp_path / "theirs", {"k": "v"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def test_read_tensors_do_not_hang_on_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    Storage(QuickDisk()).write_tensors(path, {"a": torch.ones(1000)}, {})
+    write_tensors(path, {"a": torch.ones(1000)}, {})
     tensor = read_tensors(path)[0]["a"]
     path.write_bytes(b"")  # a mapped tensor would end the process here
     assert bool((tensor == 1).all())
