@@ -155,7 +155,7 @@ def _report(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     source = "random weights" if config.init == "random" else "pretrained"
     lines = [
-        f"model {Path(config.name).name}: {model.config.model_type}, {num_parameters:,} parameters, {source}, "
+        f"{Path(config.name).name}: {model.config.model_type}, {num_parameters:,} parameters, {source}, "
         f"weights {_short(weight_dtype)}, compute {_short(compute_dtype)}",
         f"attention {choice.implementation}: {choice.reason}",
     ]

@@ -64,7 +64,7 @@ def _check(loaded: LoadedModel) -> str:
             f"{loaded.attention}; set model.attention: plain, or choose another model"
         )
     _check_head(loaded, batch, ours)
-    return f"self-test: packed = alone within {error:.1e}, no leak between documents, head loss = cross-entropy"
+    return f"packed = alone within {error:.1e}, no leak between documents, head loss = cross-entropy"
 
 
 def has_experts(model: PreTrainedModel) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from flatout.config.schema import DataConfig
+from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.data.build import build, open_or_build
 from flatout.data.conversation import Origin
@@ -347,3 +347,22 @@ def test_errors_cross_processes_as_they_are(maker: Maker) -> None:
     rows = [chat("q", "a") for _ in range(600)]
     with pytest.raises(FlatoutError, match="has no chat template"):
         maker.build(rows, template=None, num_procs=2)
+
+
+def test_pad_equal_to_eos_masks_no_real_eos(tiny, tmp_path: Path) -> None:
+    """C20: the same rows with pad == eos give the same tokens and labels, the end of each answer among them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model_dir)
+    assert tokenizer.pad_token != tokenizer.eos_token
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "same")
+    source = SourceConfig(path=str(tiny.chats))
+    stores = [
+        build(DataConfig(name="chats", root=tmp_path / name, sources=[source]), str(folder))
+        for name, folder in (("own", tiny.model_dir), ("equal", tmp_path / "same"))
+    ]
+    for name in ("token_ids", "trained", "offsets"):
+        assert np.array_equal(getattr(stores[0], name), getattr(stores[1], name))
+    ends = stores[1].token_ids == tokenizer.eos_token_id
+    assert stores[1].trained[ends].sum() >= stores[1].num_samples
