@@ -20,6 +20,10 @@ class Feed:
         self._device = device
         self.wait_s = 0.0
 
+    def origin(self, sample_id: int) -> str:
+        """The file and row that a sample came from."""
+        return str(self._store.origin(sample_id))
+
     def batches(self, micro_batches: Sequence[MicroBatch]) -> Iterator[PackedBatch]:
         """One batch on the device for each micro-batch, in order."""
         for micro_batch in micro_batches:

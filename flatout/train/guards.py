@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -17,7 +17,7 @@ from flatout.errors import NumericError, ResourceError
 from flatout.train.storage import Storage
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-MAX_NAMED_SAMPLES = 32
+MAX_NAMED_SAMPLES = 8
 
 
 class StopRequest:
@@ -74,18 +74,21 @@ def require_finite(
     step: int,
     sample_ids: Sequence[int],
     named: Mapping[str, Tensor],
+    origin_of: Callable[[int], str],
     dump: Path | None = None,
     storage: Storage | None = None,
 ) -> None:
     """Raise NumericError unless the loss and the gradient's global norm are finite; call it before the update.
 
-    The message names the step (as people count it, from 1), the sample ids and the first parameter with a non-finite
-    gradient; `dump` is a JSON file to write with all of them. `named` is name -> parameter, looked at only then.
+    The message names the step (as people count it, from 1), the samples with their file and row, and the first
+    parameter with a non-finite gradient; `dump` is a JSON file to write with all of them. `named` (name -> parameter)
+    and `origin_of` (sample id -> file:row) are looked at only then.
     """
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
     parameter = first_non_finite(named)
-    shown = ", ".join(str(sample_id) for sample_id in sample_ids[:MAX_NAMED_SAMPLES])
+    origins = {sample_id: origin_of(sample_id) for sample_id in sample_ids}
+    shown = ", ".join(f"{sample_id} ({origins[sample_id]})" for sample_id in sample_ids[:MAX_NAMED_SAMPLES])
     more = f" and {len(sample_ids) - MAX_NAMED_SAMPLES} more" if len(sample_ids) > MAX_NAMED_SAMPLES else ""
     where = f"; first non-finite gradient: {parameter}" if parameter else ""
     written = ""
@@ -95,7 +98,7 @@ def require_finite(
             "loss": str(loss),  # JSON has no NaN
             "grad_norm": str(grad_norm),
             "first_non_finite_gradient": parameter,
-            "sample_ids": list(sample_ids),
+            "samples": origins,
         }
         try:
             (storage or Storage()).write_json(dump, facts)

@@ -21,6 +21,9 @@ from flatout.plan.steps import RunPlan, make_eval_plan, make_plan, split_held_ou
 from flatout.plan.types import StepPlan
 from flatout.track.record import Tracker
 
+# what a build may do to rows; a run trained on such a set says so
+LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split")
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -49,6 +52,8 @@ def plan_run(config: Config, tracker: Tracker, rank: Rank) -> Planned:
     tracker.stage(
         "tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {num_labels / num_tokens:.0%} label"
     )
+    if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
+        tracker.event("rows", {**lost, "of": store.meta.counts["rows"], "listed_in": str(store.folder / "report.json")})
     check_vocabulary(store.meta.max_token_id, shape.vocab_size)
     cost = cost_model(config, shape)
     train_ids = eval_ids = None

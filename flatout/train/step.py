@@ -102,6 +102,7 @@ def _update(run: Run, step: StepPlan, loss: float, token_accuracy: float) -> Ste
             step=step.index + 1,
             sample_ids=step.sample_ids,
             named=run.named_parameters,
+            origin_of=run.feed.origin,
             dump=run.folder / "non_finite.json",
         )
         if run.config.optim.max_grad_norm is not None:

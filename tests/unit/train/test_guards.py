@@ -19,6 +19,10 @@ from flatout.train.guards import StopRequest, first_non_finite, require_finite
 from flatout.train.storage import Storage
 
 
+def origin_of(sample_id: int) -> str:
+    return f"chats.jsonl:{sample_id + 1}"
+
+
 def exit_code_of(act: Callable[[], int], *signals: tuple[float, int]) -> int:
     """Exit code of a child that acts once it is asked to stop; `signals` are (delay in seconds, number)."""
     ready, writer = os.pipe()
@@ -109,12 +113,14 @@ def test_a_bad_step_is_named_with_its_samples_and_written_down(tmp_path: Path, l
     named = parameters(good=[1.0, 1.0], bad=[math.nan, 0.0])
     dump = tmp_path / "numeric_error.json"
     with pytest.raises(NumericError) as raised:
-        require_finite(loss, grad_norm, step=41, sample_ids=range(100, 140), named=named, dump=dump)
+        require_finite(
+            loss, grad_norm, step=41, sample_ids=range(100, 140), named=named, origin_of=origin_of, dump=dump
+        )
     message = str(raised.value)
     for part in (f"step 41: loss {loss}, gradient norm {grad_norm}", "first non-finite gradient: bad", str(dump)):
         assert part in message
-    assert "samples 100, 101, " in message
-    assert ", 131 and 8 more" in message
+    assert "samples 100 (chats.jsonl:101), 101 (chats.jsonl:102), " in message
+    assert ", 107 (chats.jsonl:108) and 32 more" in message
     assert "the weights were not updated" in message
     assert raised.value.exit_code == 5
     assert json.loads(dump.read_text()) == {
@@ -122,21 +128,30 @@ def test_a_bad_step_is_named_with_its_samples_and_written_down(tmp_path: Path, l
         "loss": str(loss),
         "grad_norm": str(grad_norm),
         "first_non_finite_gradient": "bad",
-        "sample_ids": list(range(100, 140)),
+        "samples": {str(i): origin_of(i) for i in range(100, 140)},
     }
 
 
 def test_a_loss_alone_can_be_bad_and_no_file_is_needed() -> None:
-    with pytest.raises(NumericError, match=r"samples 3, 5; look") as raised:
-        require_finite(math.nan, 0.0, step=1, sample_ids=(3, 5), named=parameters(a=[0.0, 0.0]))
+    with pytest.raises(NumericError, match=r"samples 3 \(chats\.jsonl:4\), 5 \(chats\.jsonl:6\); look") as raised:
+        require_finite(math.nan, 0.0, step=1, sample_ids=(3, 5), named=parameters(a=[0.0, 0.0]), origin_of=origin_of)
     assert "first non-finite" not in str(raised.value)
 
 
 def test_a_full_disk_does_not_hide_the_numeric_error(tmp_path: Path) -> None:
     storage = Storage(FaultyDisk(1, FULL_DISK, lasting=True))
     with pytest.raises(NumericError, match=r"step 1: .*could not be written down: disk or quota full"):
-        require_finite(math.nan, 0.0, step=1, sample_ids=(3,), named={}, dump=tmp_path / "a.json", storage=storage)
+        require_finite(
+            math.nan,
+            0.0,
+            step=1,
+            sample_ids=(3,),
+            named={},
+            origin_of=origin_of,
+            dump=tmp_path / "a.json",
+            storage=storage,
+        )
 
 
 def test_finite_steps_pass_and_cost_no_look_at_the_gradients() -> None:
-    require_finite(0.0, 0.0, step=1, sample_ids=(), named=parameters(a=[math.nan, 0.0]))
+    require_finite(0.0, 0.0, step=1, sample_ids=(), named=parameters(a=[math.nan, 0.0]), origin_of=origin_of)

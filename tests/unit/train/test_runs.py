@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -159,12 +160,15 @@ def test_a_non_finite_loss_stops_before_the_update(tiny: Any, tmp_path: Path) ->
         schedule={"kind": "constant", "warmup_steps": 0},
         checkpoint={"every_steps": 1},
     )
-    with pytest.raises(NumericError, match=r"step 2: loss .*the weights were not updated; samples \d+") as caught:
+    with pytest.raises(
+        NumericError, match=r"step 2: loss .*the weights were not updated; samples \d+ \(.*chats\.jsonl:\d+\)"
+    ) as caught:
         train(config)
     assert caught.value.exit_code == 5
     facts = json.loads((tmp_path / "run" / "non_finite.json").read_text())
     assert facts["step"] == 2
-    assert len(facts["sample_ids"]) == 6
+    assert len(facts["samples"]) == 6
+    assert all(re.fullmatch(r".*chats\.jsonl:\d+", origin) for origin in facts["samples"].values())
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-1"]
     assert all(
         torch.isfinite(tensor).all()
