@@ -238,6 +238,8 @@ class Config(Section):
     """Bit-equal runs on CUDA too (deterministic kernels, slower backward of attention); on CPU runs always are."""
     freeze: list[str] = []
     """full: regexes over parameter names that stay frozen."""
+    compile: Literal["auto", "off"] = "auto"
+    """auto: on CUDA, every decoder layer becomes one compiled graph where its gradients prove equal to eager ones."""
     log_every_steps: int = Field(default=1, ge=1)
     """Steps between two lines of the console and of metrics.jsonl."""
     model: ModelConfig

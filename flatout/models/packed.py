@@ -10,13 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+TOKENS_MULTIPLE = 128
+BORDERS_MULTIPLE = 64
+SMALLEST_MAX_SEQLEN = 128
+
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """T tokens of D documents laid end to end, L of them predicted.
 
     `token_ids` and `position_ids` int64 (T,), positions restarting at 0 in each document; `cu_seqlens` int32 (D+1,)
-    the documents' borders; `max_seqlen` the longest document in tokens; `label_rows` int64 (L,) the rows whose next
+    the documents' borders; `max_seqlen` no document is longer, in tokens; `label_rows` int64 (L,) the rows whose next
     token carries loss and `label_ids` int64 (L,) those next tokens. No row predicts a token of another document.
     """
 
@@ -46,8 +50,12 @@ class PackedBatch:
         return replace(self, **moved)  # type: ignore[arg-type]  # every entry is a tensor field of this class
 
 
-def pack(samples: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> PackedBatch:
+def pack(samples: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]], *, for_kernels: bool = False) -> PackedBatch:
     """Lay samples end to end, on the CPU.
+
+    `for_kernels` fills the stream up to a multiple of 128 tokens with a document of its own without labels, repeats
+    the last border up to a multiple of 64, and rounds `max_seqlen` up to a power of two: GEMMs and compiled graphs see
+    few shapes, and no kernel leaves rows unwritten. It changes no loss.
 
     Each sample is (token ids (n,), trained (n,)): `trained[i]` says whether token i carries loss. A document's first
     token is never predicted, so it never carries loss. Raises ValueError for no samples, an empty one, or arrays of
@@ -58,17 +66,24 @@ def pack(samples: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> Packed
     for index, (ids, trained) in enumerate(samples):
         if len(ids) == 0 or len(ids) != len(trained):
             raise ValueError(f"sample {index} has {len(ids)} token ids and {len(trained)} trained marks")
+    if for_kernels and (tail := -sum(len(ids) for ids, _ in samples) % TOKENS_MULTIPLE):
+        samples = [*samples, (np.zeros(tail, np.int64), np.zeros(tail, bool))]
     lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
     borders = np.concatenate([[0], np.cumsum(lengths)])
     token_ids = np.concatenate([ids for ids, _ in samples]).astype(np.int64)
     trained = np.concatenate([marks for _, marks in samples]).astype(bool)
     trained[borders[:-1]] = False
     label_positions = np.flatnonzero(trained)
+    max_seqlen = int(lengths.max())
+    cu_seqlens = borders.astype(np.int32)
+    if for_kernels:
+        cu_seqlens = np.pad(cu_seqlens, (0, -len(cu_seqlens) % BORDERS_MULTIPLE), mode="edge")
+        max_seqlen = max(SMALLEST_MAX_SEQLEN, 1 << (max_seqlen - 1).bit_length())
     return PackedBatch(
         token_ids=torch.from_numpy(token_ids),
         position_ids=torch.from_numpy(np.arange(len(token_ids)) - np.repeat(borders[:-1], lengths)),
-        cu_seqlens=torch.from_numpy(borders.astype(np.int32)),
-        max_seqlen=int(lengths.max()),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        max_seqlen=max_seqlen,
         label_rows=torch.from_numpy(label_positions - 1),
         label_ids=torch.from_numpy(token_ids[label_positions]),
     )

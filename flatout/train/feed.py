@@ -28,7 +28,7 @@ class Feed:
         """One batch on the device for each micro-batch, in order."""
         for micro_batch in micro_batches:
             started = time.perf_counter()
-            batch = pack([self._store.sample(sample_id) for sample_id in micro_batch.sample_ids])
-            batch = batch.to(self._device)
+            samples = [self._store.sample(sample_id) for sample_id in micro_batch.sample_ids]
+            batch = pack(samples, for_kernels=self._device.type == "cuda").to(self._device)
             self.wait_s += time.perf_counter() - started
             yield batch

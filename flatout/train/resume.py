@@ -23,6 +23,7 @@ EFFECTS: dict[str, tuple[Effect, str]] = {
     "method": ("maths", "other parameters are trained"),
     "deterministic": ("rounding", "other kernels for the same formulas"),
     "freeze": ("maths", "other parameters are trained"),
+    "compile": ("rounding", "the same formulas in fused kernels"),
     "log_every_steps": ("harmless", "only how often figures are shown"),
     "model.name": ("maths", "the weights under the adapter; a moved folder needs checkpoint.allow_change"),
     "model.revision": ("maths", "the weights under the adapter"),

@@ -7,6 +7,7 @@ import torch
 from flatout.config.schema import Config
 from flatout.errors import CheckpointError
 from flatout.models.blocks import decoder_layers
+from flatout.models.compile import compile_layers
 from flatout.models.export import load_adapter
 from flatout.models.load import LoadedModel, load_model
 from flatout.models.lora import add_lora, freeze, trainable_parameters
@@ -29,6 +30,7 @@ def set_up(
     device = choose_device(config.device, rank)
     make_deterministic(config, device)
     loaded = prepare_model(config, device, tracker)
+    tracker.stage("compile", compile_layers(loaded, config.compile))
     strategy = connect(rank, device)
     strategy.prepare(loaded.model, decoder_layers(loaded.model))
     tracker.stage("strategy", f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}")

@@ -7,6 +7,7 @@ from tiny_models import tiny_model, tiny_samples
 from torch import nn
 
 from flatout.kernels.cross_entropy import reference, tiled
+from flatout.kernels.cross_entropy.fused import tile_terms
 from flatout.models.head import packed_loss
 from flatout.models.packed import pack
 
@@ -180,3 +181,34 @@ def test_a_batch_without_labels_gives_zero_with_a_live_graph(with_bias):
     assert float(sums.loss_sum) == 0.0
     assert int(sums.num_correct) == 0
     assert all(float(parameter.grad.abs().max()) == 0.0 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.125, None), (1.0, 3.0), (2.5, 1.5)])
+def test_fused_tile_terms_equal_autograd(scale, softcap):
+    hidden, weight, targets = problem(65, 3, 257, torch.float32)
+    logits = (hidden @ weight.T).detach().requires_grad_(True)
+    shaped = logits * scale
+    shaped = shaped if softcap is None else softcap * torch.tanh(shaped / softcap)
+    loss = F.cross_entropy(shaped, targets, reduction="sum")
+    (expected,) = torch.autograd.grad(loss, logits)
+    loss_sum, num_correct, gradient = tile_terms(logits.detach(), targets, scale, softcap)
+    torch.testing.assert_close(loss_sum, loss.detach(), rtol=1e-6, atol=1e-4)
+    assert int(num_correct) == int((logits.argmax(-1) == targets).sum())
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_fused_tiles_err_no_more_than_plain_ones_on_the_gpu(softcap):
+    """Rule K: at most 2x (loss) and 3x (gradients) the plain bf16 tiles' own error against fp64."""
+    for num_rows in (1, 100, 3000):
+        exact = [tensor.detach().cuda() for tensor in problem(num_rows, 64, 4099)]
+        exact = [t.bfloat16().double() if t.is_floating_point() else t for t in exact]
+        truth = run(reference.token_loss, *[t.requires_grad_(t.is_floating_point()) for t in exact], softcap=softcap)
+        rounded = [t.detach().bfloat16().requires_grad_(True) if t.is_floating_point() else t for t in exact]
+        plain, fused = (run(tiled.token_loss, *rounded, softcap=softcap, fused=on) for on in (False, True))
+        for bound, index in ((2, 0), (3, 2), (3, 3)):
+            errors = [float((got[index].double() - truth[index]).norm()) for got in (plain, fused)]
+            assert errors[1] <= bound * errors[0] + 1e-6 * float(truth[index].norm())
+        assert int(fused[1]) == int(plain[1])

@@ -153,3 +153,18 @@ def test_generation_with_packed_attention_is_refused():
     model = tiny_model("llama", attention="flatout_sdpa")
     with pytest.raises(UsageError, match="sdpa to generate"):
         model(input_ids=torch.tensor([[3, 4]]))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("form", ["sdpa", "plain"])
+def test_kernel_shapes_change_no_loss(family, form):
+    model = tiny_model(family, torch.float64, attention=f"flatout_{form}")
+    samples = tiny_samples([5, 17, 1, 40])
+    results = []
+    for for_kernels in (False, True):
+        model.zero_grad()
+        loss = packed_loss(model, pack(samples, for_kernels=for_kernels)).loss_sum
+        loss.backward()
+        results.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])))
+    assert float(results[0][0]) == pytest.approx(float(results[1][0]), rel=1e-7)
+    assert float((results[0][1] - results[1][1]).norm() / results[0][1].norm()) < 1e-6

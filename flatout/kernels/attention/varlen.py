@@ -31,7 +31,8 @@ def make_varlen_attention() -> Callable[..., torch.Tensor]:
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    native_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    # older ones take fewer key than query heads without being told
+    names_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
     def varlen_attention(
         query: torch.Tensor,
@@ -44,12 +45,8 @@ def make_varlen_attention() -> Callable[..., torch.Tensor]:
         window: int | None = None,
     ) -> torch.Tensor:
         extra: dict[str, Any] = {}
-        if query.shape[1] != key.shape[1]:
-            if native_groups:
-                extra["enable_gqa"] = True
-            else:
-                groups = query.shape[1] // key.shape[1]
-                key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        if names_groups and query.shape[1] != key.shape[1]:
+            extra["enable_gqa"] = True
         # the kernel counts tokens to the left of the row, transformers counts the row itself too
         left = -1 if window is None else window - 1
         output = varlen_attn(

@@ -64,3 +64,15 @@ def test_many_random_packs_keep_every_label_inside_its_document():
 def test_bad_samples(samples):
     with pytest.raises(ValueError, match="sample"):
         pack(samples)
+
+
+def test_kernel_shapes_add_a_tail_document_without_labels():
+    samples = [(np.arange(1, 201), np.ones(200, bool)), (np.arange(1, 31), np.ones(30, bool))]
+    plain, filled = pack(samples), pack(samples, for_kernels=True)
+    assert (filled.num_tokens, len(filled.cu_seqlens), filled.max_seqlen) == (256, 64, 256)
+    assert filled.cu_seqlens[:5].tolist() == [0, 200, 230, 256, 256]
+    assert filled.position_ids[228:232].tolist() == [28, 29, 0, 1]
+    assert filled.label_rows.tolist() == plain.label_rows.tolist()
+    assert filled.label_ids.tolist() == plain.label_ids.tolist()
+    whole = pack([(np.arange(1, 129), np.ones(128, bool))], for_kernels=True)
+    assert (whole.num_tokens, whole.max_seqlen, whole.cu_seqlens[:3].tolist()) == (128, 128, [0, 128, 128])
