@@ -15,6 +15,11 @@ BORDERS_MULTIPLE = 64
 SMALLEST_MAX_SEQLEN = 128
 
 
+def kernel_borders(max_documents: int) -> int:
+    """How many borders every batch of a run is given: the documents' and the tail's, up to a multiple of 64."""
+    return -(-(max_documents + 2) // BORDERS_MULTIPLE) * BORDERS_MULTIPLE
+
+
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """T tokens of D documents laid end to end, L of them predicted.
@@ -50,23 +55,26 @@ class PackedBatch:
         return replace(self, **moved)  # type: ignore[arg-type]  # every entry is a tensor field of this class
 
 
-def pack(samples: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]], *, for_kernels: bool = False) -> PackedBatch:
+def pack(
+    samples: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]], *, num_borders: int | None = None
+) -> PackedBatch:
     """Lay samples end to end, on the CPU.
 
-    `for_kernels` fills the stream up to a multiple of 128 tokens with a document of its own without labels, repeats
-    the last border up to a multiple of 64, and rounds `max_seqlen` up to a power of two: GEMMs and compiled graphs see
-    few shapes, and no kernel leaves rows unwritten. It changes no loss.
+    `num_borders` (see `kernel_borders`) gives shapes that suit kernels: the stream is filled up to a multiple of 128
+    tokens by a document of its own without labels, the last border is repeated until there are that many, and
+    `max_seqlen` is rounded up to a power of two. Compiled graphs then fit every batch, and no kernel leaves rows
+    unwritten. It changes no loss.
 
     Each sample is (token ids (n,), trained (n,)): `trained[i]` says whether token i carries loss. A document's first
-    token is never predicted, so it never carries loss. Raises ValueError for no samples, an empty one, or arrays of
-    different lengths.
+    token is never predicted, so it never carries loss. Raises ValueError for no samples, an empty one, arrays of
+    different lengths, or more documents than `num_borders` has room for.
     """
     if not samples:
         raise ValueError("a micro-batch needs at least one sample")
     for index, (ids, trained) in enumerate(samples):
         if len(ids) == 0 or len(ids) != len(trained):
             raise ValueError(f"sample {index} has {len(ids)} token ids and {len(trained)} trained marks")
-    if for_kernels and (tail := -sum(len(ids) for ids, _ in samples) % TOKENS_MULTIPLE):
+    if num_borders and (tail := -sum(len(ids) for ids, _ in samples) % TOKENS_MULTIPLE):
         samples = [*samples, (np.zeros(tail, np.int64), np.zeros(tail, bool))]
     lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
     borders = np.concatenate([[0], np.cumsum(lengths)])
@@ -76,8 +84,8 @@ def pack(samples: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]], *, for_ke
     label_positions = np.flatnonzero(trained)
     max_seqlen = int(lengths.max())
     cu_seqlens = borders.astype(np.int32)
-    if for_kernels:
-        cu_seqlens = np.pad(cu_seqlens, (0, -len(cu_seqlens) % BORDERS_MULTIPLE), mode="edge")
+    if num_borders:
+        cu_seqlens = np.pad(cu_seqlens, (0, num_borders - len(cu_seqlens)), mode="edge")
         max_seqlen = max(SMALLEST_MAX_SEQLEN, 1 << (max_seqlen - 1).bit_length())
     return PackedBatch(
         token_ids=torch.from_numpy(token_ids),

@@ -47,6 +47,12 @@ class RunPlan:
         return len(self.samples)
 
     @property
+    def max_documents(self) -> int:
+        """No micro-batch holds more samples than this."""
+        shortest = int(self.samples.lengths.min())
+        return min(self.batch.samples_per_step, self.layout.micro_batch_tokens // shortest)
+
+    @property
     def steps_per_epoch(self) -> int:
         return -(-self.num_samples // self.batch.samples_per_step)
 

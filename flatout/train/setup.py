@@ -30,7 +30,8 @@ def set_up(
     device = choose_device(config.device, rank)
     make_deterministic(config, device)
     loaded = prepare_model(config, device, tracker)
-    tracker.stage("compile", compile_layers(loaded, config.compile))
+    feed = Feed(planned.store, device, max_documents=planned.plan.max_documents)
+    tracker.stage("compile", compile_layers(loaded, config.compile, num_borders=feed.num_borders))
     strategy = connect(rank, device)
     strategy.prepare(loaded.model, decoder_layers(loaded.model))
     tracker.stage("strategy", f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}")
@@ -44,9 +45,9 @@ def set_up(
         device=device,
         tracker=tracker,
         plan=planned.plan,
-        feed=Feed(planned.store, device),
+        feed=feed,
         eval_plan=planned.eval_plan,
-        eval_feed=Feed(planned.eval_store, device) if planned.eval_store is not None else None,
+        eval_feed=eval_feed(planned, device),
         model=loaded.model,
         dtype=loaded.dtype,
         autocast=loaded.autocast,
@@ -62,6 +63,14 @@ def set_up(
         restore(run, snapshot)
     run.model.train()
     return run
+
+
+def eval_feed(planned: Planned, device: torch.device) -> Feed | None:
+    """The evaluation set's feed; None without one."""
+    if planned.eval_store is None or planned.eval_plan is None:
+        return None
+    counts = (len(batch.sample_ids) for batches in planned.eval_plan.ranks for batch in batches)
+    return Feed(planned.eval_store, device, max_documents=max(counts))
 
 
 def make_deterministic(config: Config, device: torch.device) -> None:

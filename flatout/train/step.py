@@ -74,10 +74,12 @@ def evaluate(run: Run) -> tuple[float, float]:
     assert run.eval_feed is not None
     run.model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=run.device)
-    for batch in run.eval_feed.batches(run.eval_plan.ranks[run.rank.index]):
-        with autocast(run):
-            sums = packed_loss(run.model, batch)
-        totals += torch.stack([sums.loss_sum.double(), sums.num_correct.double()])
+    # a graph belongs to a mode: compiling another one would cost more than the forward passes do
+    with torch.compiler.set_stance("force_eager"):
+        for batch in run.eval_feed.batches(run.eval_plan.ranks[run.rank.index]):
+            with autocast(run):
+                sums = packed_loss(run.model, batch)
+            totals += torch.stack([sums.loss_sum.double(), sums.num_correct.double()])
     run.model.train()
     loss_total, correct_total = run.strategy.sum_values(totals).tolist()
     return loss_total / run.eval_plan.num_label_tokens, correct_total / run.eval_plan.num_label_tokens

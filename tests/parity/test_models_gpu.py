@@ -10,7 +10,7 @@ from flatout.models.compile import compile_layers
 from flatout.models.head import packed_loss
 from flatout.models.load import load_model
 from flatout.models.lora import add_lora, trainable_parameters
-from flatout.models.packed import pack
+from flatout.models.packed import kernel_borders, pack
 from flatout.models.selftest import check_packing
 
 pytestmark = [
@@ -76,24 +76,33 @@ def test_learns_one_batch(tmp_path, method):
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3_text"])
 def test_compiled_layers_never_recompile(tmp_path, family, method):
     """After the warm-up of start-up, steps of any size run the graphs that are there."""
     torch._dynamo.reset()
     shape = {"query_pre_attn_scalar": 64} if family.startswith("gemma") else {}
     loaded = load(tmp_path, family, method, **shape)
     if method == "lora":
-        add_lora(loaded.model, LoraConfig(rank=8), seed=0)
-    line = compile_layers(loaded, "auto")
+        add_lora(loaded.model, LoraConfig(rank=8, dropout=0.1 if family == "qwen3" else 0.0), seed=0)
+    line = compile_layers(loaded, "auto", num_borders=kernel_borders(100))
     assert "layers as one graph" in line, line
     with torch._dynamo.config.patch(error_on_recompile=True):
         for lengths in ([5, 300, 1, 90], [64], [17, 33, 250, 900, 4, 5, 6, 7, 8, 9], [2000, 300], [3] * 100):
-            batch = pack(tiny_samples(lengths), for_kernels=True).to(CUDA)
+            batch = pack(tiny_samples(lengths), num_borders=kernel_borders(100)).to(CUDA)
             with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
                 packed_loss(loaded.model, batch).loss_sum.backward()
 
 
 def test_compile_is_off_where_it_cannot_be(tmp_path):
     loaded = load(tmp_path, "qwen3_moe", moe_intermediate_size=64)
-    assert "expert routing" in compile_layers(loaded, "auto")
-    assert compile_layers(loaded, "off") == "off: as asked"
+    assert "expert routing" in compile_layers(loaded, "auto", num_borders=64)
+    assert compile_layers(loaded, "off", num_borders=64) == "off: as asked"
+
+
+def test_compiled_layers_with_checkpointing_learn(tmp_path):
+    torch._dynamo.reset()
+    save_tiny_model(tmp_path, "qwen3", **SHAPE)
+    config = ModelConfig(name=str(tmp_path), gradient_checkpointing=True)
+    loaded = load_model(config, method="lora", device=CUDA, seed=0)
+    add_lora(loaded.model, LoraConfig(rank=8), seed=0)
+    assert "layers as one graph" in compile_layers(loaded, "auto", num_borders=64)

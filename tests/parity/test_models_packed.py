@@ -161,9 +161,9 @@ def test_kernel_shapes_change_no_loss(family, form):
     model = tiny_model(family, torch.float64, attention=f"flatout_{form}")
     samples = tiny_samples([5, 17, 1, 40])
     results = []
-    for for_kernels in (False, True):
+    for num_borders in (None, 64):
         model.zero_grad()
-        loss = packed_loss(model, pack(samples, for_kernels=for_kernels)).loss_sum
+        loss = packed_loss(model, pack(samples, num_borders=num_borders)).loss_sum
         loss.backward()
         results.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])))
     assert float(results[0][0]) == pytest.approx(float(results[1][0]), rel=1e-7)

@@ -145,3 +145,10 @@ def test_schema_documents_every_setting() -> None:
     assert not missing(schema)
     for section in schema["$defs"].values():
         assert not missing(section)
+
+
+def test_a_bare_off_is_off(tmp_path: Path) -> None:
+    """YAML reads off as false."""
+    assert load_config(write(tmp_path, MINIMAL + "compile: off\n")).compile == "off"
+    assert load_config(write(tmp_path, MINIMAL), ["compile=off"]).compile == "off"
+    assert load_config(write(tmp_path, dump_config(load_config(write(tmp_path, MINIMAL), ["compile=off"])), "b.yaml"))

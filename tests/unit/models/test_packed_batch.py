@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.models.packed import pack
+from flatout.models.packed import kernel_borders, pack
 
 
 def batch():
@@ -68,11 +68,12 @@ def test_bad_samples(samples):
 
 def test_kernel_shapes_add_a_tail_document_without_labels():
     samples = [(np.arange(1, 201), np.ones(200, bool)), (np.arange(1, 31), np.ones(30, bool))]
-    plain, filled = pack(samples), pack(samples, for_kernels=True)
+    plain, filled = pack(samples), pack(samples, num_borders=kernel_borders(2))
     assert (filled.num_tokens, len(filled.cu_seqlens), filled.max_seqlen) == (256, 64, 256)
     assert filled.cu_seqlens[:5].tolist() == [0, 200, 230, 256, 256]
     assert filled.position_ids[228:232].tolist() == [28, 29, 0, 1]
     assert filled.label_rows.tolist() == plain.label_rows.tolist()
     assert filled.label_ids.tolist() == plain.label_ids.tolist()
-    whole = pack([(np.arange(1, 129), np.ones(128, bool))], for_kernels=True)
+    assert [kernel_borders(n) for n in (1, 62, 63, 200)] == [64, 64, 128, 256]
+    whole = pack([(np.arange(1, 129), np.ones(128, bool))], num_borders=kernel_borders(1))
     assert (whole.num_tokens, whole.max_seqlen, whole.cu_seqlens[:3].tolist()) == (128, 128, [0, 128, 128])
