@@ -42,6 +42,10 @@ def compile_layers(loaded: LoadedModel, mode: Literal["auto", "off"], *, num_bor
 
 
 def _compile(loaded: LoadedModel, num_borders: int) -> str:
+    # importing the compiler takes a second, and only runs on a GPU need it
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
     model = loaded.model
     batches = [_batch(model, lengths, num_borders) for lengths in _WARM_UP_LENGTHS]
     # a graph belongs to a mode; without dropout both compute the same, so training's own is the one compared
@@ -55,7 +59,7 @@ def _compile(loaded: LoadedModel, num_borders: int) -> str:
             model.train()
             for batch in batches:
                 _gradient(loaded, batch)
-    except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
+    except (TorchDynamoException, InductorError) as error:
         torch.compiler.set_stance("force_eager")
         return f"off: this model's layers do not compile ({str(error).splitlines()[0]})"
     cosine = min(

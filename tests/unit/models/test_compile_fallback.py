@@ -1,0 +1,38 @@
+"""Where layers cannot be compiled, a run goes on eagerly and says why. The GPU tests hold the other half."""
+
+import pytest
+import torch
+from tiny_models import save_tiny_model
+
+from flatout.config.schema import LoraConfig, ModelConfig
+from flatout.models import compile as compiling
+from flatout.models.head import packed_loss
+from flatout.models.load import load_model
+from flatout.models.lora import add_lora
+from flatout.models.packed import pack
+
+
+@pytest.fixture
+def loaded(tmp_path):
+    save_tiny_model(tmp_path, "qwen3")
+    config = ModelConfig(name=str(tmp_path), precision="fp32", attention="sdpa")
+    loaded = load_model(config, method="lora", device=torch.device("cpu"), seed=0)
+    add_lora(loaded.model, LoraConfig(rank=2), seed=0)
+    yield loaded
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+
+
+def test_off_on_the_cpu(loaded):
+    assert compiling.compile_layers(loaded, "auto", num_borders=None) == "off: only on CUDA"
+    assert compiling.compile_layers(loaded, "off", num_borders=None) == "off: as asked"
+
+
+def test_a_layer_that_is_no_graph_runs_eagerly_and_says_so(loaded):
+    """The per-document loop of the sdpa form reads borders on the host, so no layer with it is one graph."""
+    batch = pack([(torch.arange(9).numpy(), torch.ones(9, dtype=torch.bool).numpy())])
+    before = packed_loss(loaded.model, batch).loss_sum
+    line = compiling._compile(loaded, 64)
+    assert line.startswith("off: this model's layers do not compile (")
+    assert torch.equal(packed_loss(loaded.model, batch).loss_sum, before)
+    assert all(parameter.grad is None for parameter in loaded.model.parameters())
