@@ -1,1 +1,1 @@
-""""""
+"""The settings of a run: schema, reading, the commented template."""

@@ -1,1 +1,1 @@
-""""""
+"""From rows to tokens and label masks on disk."""

@@ -1,1 +1,1 @@
-""""""
+"""The demo's own data set, tokenizer, model and checks."""

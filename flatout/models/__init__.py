@@ -1,1 +1,1 @@
-""""""
+"""transformers models, unchanged: loading, attention, adapters, loss head, self-test, export."""

@@ -1,1 +1,1 @@
-""""""
+"""How state and gradients are spread over ranks."""

@@ -1,1 +1,1 @@
-""""""
+"""The run: planning, setup, loop, step, checkpoints."""
