@@ -2,7 +2,8 @@
 
     python benchmarks/kill_run.py --kills 50
 
-Every step saves a checkpoint, so most kills land inside a save. Each life is a forked child, so that it starts at once.
+Every step saves a checkpoint, so about half of the kills land inside a save. Each life is a forked
+child, so that it starts at once.
 """
 
 from __future__ import annotations

@@ -20,26 +20,8 @@ from typing import Any
 
 import torch
 import yaml
+from qwen3 import qwen3_config
 from safetensors import safe_open
-
-SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "transformers_version": "5.17.0",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "hidden_act": "silu",
-}
 
 
 def write_config(args: argparse.Namespace, method: str, name: str, *, deterministic: bool) -> Path:
@@ -126,7 +108,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     shutil.copytree(args.tokenizer, args.out / "model", dirs_exist_ok=True)
-    (args.out / "model" / "config.json").write_text(json.dumps(SHAPE))
+    (args.out / "model" / "config.json").write_text(json.dumps(qwen3_config("qwen3-0.6b")))
     draw = random.Random(args.seed)
     for method in args.method:
         whole, killed, fast = f"{method}-whole", f"{method}-killed", f"{method}-fast"

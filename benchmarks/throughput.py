@@ -15,6 +15,7 @@ import statistics
 from pathlib import Path
 
 import numpy as np
+from qwen3 import SIZES, qwen3_config
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -24,38 +25,18 @@ from flatout.data.store import StoreMeta, new_store
 from flatout.data.tokenizer import tokenizer_digest
 from flatout.train.run import train
 
-COMMON = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "transformers_version": "5.17.0",
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "hidden_act": "silu",
-}
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
-SHAPES = {
-    "tiny": dict(zip(SIZES, (64, 128, 2, 16, True), strict=True)),
-    "qwen3-0.6b": dict(zip(SIZES, (1024, 3072, 28, 16, True), strict=True)),
-    "qwen3-1.7b": dict(zip(SIZES, (2048, 6144, 28, 16, True), strict=True)),
-    "qwen3-8b": dict(zip(SIZES, (4096, 12288, 36, 32, False), strict=True)),
-}
-
 
 def write_inputs(root: Path, shape: str, num_samples: int) -> None:
     """A model folder with a minimal tokenizer, and a registered token store of random tokens."""
     model_dir = root / "model"
     model_dir.mkdir(parents=True, exist_ok=True)
-    config = {**COMMON, "num_key_value_heads": 8, **SHAPES[shape]}
+    config = qwen3_config(shape)
     (model_dir / "config.json").write_text(json.dumps(config))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])), eos_token="a")
     tokenizer.save_pretrained(model_dir)
     draw = np.random.default_rng(0)
     lengths = np.clip(np.exp(draw.normal(6.0, 0.8, num_samples)), 32, 2048).astype(np.int64)
-    token_ids = draw.integers(0, COMMON["vocab_size"], lengths.sum()).astype(np.int32)
+    token_ids = draw.integers(0, config["vocab_size"], lengths.sum()).astype(np.int32)
     trained = np.concatenate([np.arange(n) >= int(n * 0.4) for n in lengths])
     trained[np.cumsum(lengths) - lengths] = False
     folder = registry.built_dir(root / "data", "lengths")
@@ -68,7 +49,7 @@ def write_inputs(root: Path, shape: str, num_samples: int) -> None:
         template_digest="",
         loss_type="response_only",
         max_tokens=2048,
-        vocabulary_size=COMMON["vocab_size"],
+        vocabulary_size=config["vocab_size"],
         files=("lengths",),
         counts={"rows": num_samples},
         max_token_id=int(token_ids.max()),
@@ -95,7 +76,7 @@ def write_inputs(root: Path, shape: str, num_samples: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--shape", choices=SIZES, default="qwen3-0.6b")
     parser.add_argument("--budget", type=int, default=24000)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("/tmp/throughput"))

@@ -38,8 +38,8 @@ def take_step(run: Run, step: StepPlan) -> StepOutcome | None:
     if step.num_label_tokens == 0:
         return StepOutcome(loss=0.0, token_accuracy=0.0, grad_norm=0.0, lr=0.0, skipped="no label tokens")
     loss_sum, num_correct = accumulate_gradients(run, step)
-    stop = torch.tensor(float(run.stop.requested), dtype=torch.float64)
-    totals = run.strategy.sum_values(torch.stack([loss_sum.cpu(), num_correct.cpu(), stop]).to(run.device))
+    stop = torch.full_like(loss_sum, float(run.stop.requested))
+    totals = run.strategy.sum_values(torch.stack([loss_sum, num_correct, stop]))
     loss_total, correct_total, num_stopping = totals.tolist()
     if num_stopping:
         # some ranks left out micro-batches: the step is taken again, whole, after the resume

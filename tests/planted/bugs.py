@@ -2,7 +2,8 @@
 
     python tests/planted/bugs.py [NAME ...]
 
-Each bug is one that shipped somewhere in this field. A bug that no test catches makes the command fail.
+Most are bugs that shipped somewhere in this field, the others their next of kin. A bug that no test
+catches makes the command fail.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,28 +36,19 @@ class _TiledLoss(torch.autograd.Function):
         compute_weight = weight.to(compute_dtype)
         hidden_grad = torch.empty_like(hidden) if with_grad and ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if with_grad and ctx.needs_input_grad[1] else None
+        needs_grad = hidden_grad is not None or weight_grad is not None
+        tile_terms = compiled_tile_terms() if fused and needs_grad else partial(_plain_terms, with_grad=needs_grad)
         for start in range(0, len(hidden), tile_rows):
             rows = slice(start, start + tile_rows)
             tile = hidden[rows].to(compute_dtype)
-            product = F.linear(tile, compute_weight)
-            if fused and (hidden_grad is not None or weight_grad is not None):
-                tile_loss, tile_correct, logit_grad = compiled_tile_terms()(product, targets[rows], scale, softcap)
-                loss_sum += tile_loss
-                num_correct += tile_correct
-                _add_gradients(logit_grad, tile, compute_weight, rows, hidden_grad, weight_grad)
-                continue
-            logits = product.to(sum_dtype)
-            slope = _shape_logits(logits, scale, softcap)
-            log_total = logits.logsumexp(-1, keepdim=True)
-            picked = targets[rows, None]
-            loss_sum += (log_total - logits.gather(-1, picked)).sum()
-            num_correct += (logits.argmax(-1, keepdim=True) == picked).sum()
-            if hidden_grad is None and weight_grad is None:
-                continue
-            logit_grad = logits.sub_(log_total).exp_()
-            logit_grad.scatter_add_(-1, picked, torch.full_like(log_total, -1.0))
-            logit_grad = (logit_grad * slope if slope is not None else logit_grad).mul_(scale).to(compute_dtype)
-            _add_gradients(logit_grad, tile, compute_weight, rows, hidden_grad, weight_grad)
+            logits = F.linear(tile, compute_weight)
+            tile_loss, tile_correct, logit_grad = tile_terms(logits, targets[rows], scale, softcap)
+            loss_sum += tile_loss
+            num_correct += tile_correct
+            if hidden_grad is not None:
+                hidden_grad[rows] = logit_grad @ compute_weight
+            if weight_grad is not None:
+                weight_grad += logit_grad.T @ tile
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.dtypes = (hidden.dtype, weight.dtype)
         ctx.mark_non_differentiable(num_correct)
@@ -74,18 +66,22 @@ class _TiledLoss(torch.autograd.Function):
         )
 
 
-def _add_gradients(
-    logit_grad: torch.Tensor,
-    tile: torch.Tensor,
-    weight: torch.Tensor,
-    rows: slice,
-    hidden_grad: torch.Tensor | None,
-    weight_grad: torch.Tensor | None,
-) -> None:
-    if hidden_grad is not None:
-        hidden_grad[rows] = logit_grad @ weight
-    if weight_grad is not None:
-        weight_grad += logit_grad.T @ tile
+def _plain_terms(
+    product: torch.Tensor, targets: torch.Tensor, scale: float, softcap: float | None, *, with_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `fused.tile_terms`, in place and in any dtype; without `with_grad` the third value is empty."""
+    logits = product.to(torch.promote_types(product.dtype, torch.float32))
+    slope = _shape_logits(logits, scale, softcap)
+    log_total = logits.logsumexp(-1, keepdim=True)
+    picked = targets[:, None]
+    loss_sum = (log_total - logits.gather(-1, picked)).sum()
+    num_correct = (logits.argmax(-1, keepdim=True) == picked).sum()
+    if not with_grad:
+        return loss_sum, num_correct, product.new_empty(0)
+    logit_grad = logits.sub_(log_total).exp_()
+    logit_grad.scatter_add_(-1, picked, torch.full_like(log_total, -1.0))
+    logit_grad = (logit_grad * slope if slope is not None else logit_grad).mul_(scale)
+    return loss_sum, num_correct, logit_grad.to(product.dtype)
 
 
 def _shape_logits(logits: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor | None:
@@ -119,8 +115,8 @@ def token_loss(
     The weight's gradient is made only when it is trained, and is summed over tiles in fp32. No rows give 0 with a
     live graph. Gradients of a frozen head cost two GEMMs in all. `fused` makes a tile's loss and gradient in one
     compiled pass (None: on CUDA in 16 bit, not under torch.use_deterministic_algorithms, since the compiler chooses
-    kernels by timing). Method: loss and gradient in one pass over tiles, as
-    in Liger Kernel (arXiv:2410.10989, section 3.2).
+    kernels by timing). Method: loss and gradient in one pass over tiles, as in Liger Kernel (arXiv:2410.10989,
+    section 3.2).
     """
     if tile_rows < 1:
         raise ValueError(f"tile_rows is {tile_rows}; it must be at least 1")
