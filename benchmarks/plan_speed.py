@@ -29,10 +29,18 @@ def main() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(np.exp(rng.normal(6.0, 0.8, args.samples)), 32, 2048).astype(np.int32)
     num_labels = (lengths * 0.6).astype(np.int32)
-    batch = BatchConfig(samples_per_step=args.samples_per_step, micro_batch_tokens=args.micro_batch_tokens)
+    batch = BatchConfig(samples_per_step=args.samples_per_step)
     before_bytes = _peak_bytes()
     started = time.perf_counter()
-    plan = make_plan(lengths, num_labels, batch, seed=0, num_ranks=args.ranks, cost=COST)
+    plan = make_plan(
+        lengths,
+        num_labels,
+        batch,
+        micro_batch_tokens=args.micro_batch_tokens,
+        seed=0,
+        num_ranks=args.ranks,
+        cost=COST,
+    )
     fingerprint = plan.fingerprint
     num_samples, num_micro_batches, balances = 0, 0, []
     for step in plan.steps():

@@ -18,6 +18,7 @@ VERBS = {
     "data": "build, show or list tokenised data sets",
     "plan": "print what a run will do, step by step, before any GPU is held",
     "train": "fine-tune",
+    "bench": "measure useful tokens a second and memory on this machine, beside other trainers where wanted",
     "chat": "talk to a run, an adapter or a model",
     "merge": "fold an adapter into its base model's weights",
 }

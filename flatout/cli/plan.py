@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from flatout.errors import UsageError
 
 if TYPE_CHECKING:
-    from flatout.config.schema import Config
+    from flatout.plan.budget import MemoryDecision
+    from flatout.plan.devices import Device
     from flatout.plan.explain import PlanReport
-    from flatout.plan.memory import MemoryEstimate
     from flatout.plan.shape import ModelShape
 
 
@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens-per-s", type=float, metavar="X", help="useful tokens a second over all ranks; adds a time estimate"
     )
+    parser.add_argument(
+        "--device", metavar="GPU", help="plan the memory of this GPU: h200, h100, a100-80, 4090, t4 ..."
+    )
     parser.add_argument("--step", type=int, metavar="I", help="print step I (from 0): its ranks and micro-batches")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -33,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     """Plan and print; 0, or a FlatoutError for a configuration or data that cannot be planned."""
     from flatout.config.read import load_config
     from flatout.parallel.rank import Rank
+    from flatout.plan.budget import longest_document_tokens, memory_model
+    from flatout.plan.devices import ANY_DEVICE
     from flatout.plan.explain import explain, render, render_step
     from flatout.track.record import Trackers
     from flatout.train.planning import plan_run
@@ -41,40 +46,52 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--ranks is {args.ranks}; expected at least 1")
     if args.tokens_per_s is not None and not args.tokens_per_s > 0:
         raise UsageError(f"--tokens-per-s is {args.tokens_per_s:g}; expected more than 0")
+    device = device_of(args.device)
     config = load_config(args.config, args.overrides)
-    planned = plan_run(config, Trackers(), Rank(0, args.ranks))
-    plan, shape = planned.plan, planned.shape
+    planned = plan_run(config, Trackers(), Rank(0, args.ranks), lambda: device)
+    plan, shape, decision = planned.plan, planned.shape, planned.memory
     if args.step is not None:
         if not 0 <= args.step < plan.num_steps:
             raise UsageError(f"--step is {args.step}; the run has steps 0 to {plan.num_steps - 1}")
         step = plan.step(args.step)
         print(json.dumps(asdict(step)) if args.json else render_step(step))
         return 0
+    model = decision.model or memory_model(config, shape, ANY_DEVICE)
     report = explain(
         plan,
         num_held_out=planned.store.num_samples - plan.num_samples,
         tokens_per_s=args.tokens_per_s,
-        memory_of=lambda num_tokens, num_labels: memory_of(config, shape, num_tokens, num_labels),
+        memory_of=lambda size: model.estimate(size, decision.recompute),
     )
-    print(json.dumps(report_values(report)) if args.json else _note(shape) + render(report))
+    longest = longest_document_tokens(config, shape, device, report.label_share) if device else None
+    if args.json:
+        print(json.dumps(report_values(report) | (device_values(decision, longest) if device else {})))
+        return 0
+    print(_note(shape) + render(report))
+    if device:
+        print(f"on {device.name:<14}{decision.reason}")
+        print(f"longest document {longest:,} tokens, alone in a micro-batch")
     return 0
 
 
-def memory_of(config: Config, shape: ModelShape, num_tokens: int, num_labels: int) -> MemoryEstimate:
-    """Memory at the configured settings; precision `auto` is counted as bf16."""
-    from flatout.plan.memory import estimate_memory
+def device_of(name: str | None) -> Device | None:
+    """The GPU of this name; None for no name. Raises UsageError for one that is not in the table."""
+    from flatout.plan.devices import DEVICES
 
-    return estimate_memory(
-        shape,
-        method=config.method,
-        micro_batch_tokens=num_tokens,
-        micro_batch_labels=num_labels,
-        precision="bf16" if config.model.precision == "auto" else config.model.precision,
-        optimizer=config.optim.name,
-        lora_rank=config.lora.rank,
-        lora_targets=config.lora.targets,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-    )
+    if name is not None and name.lower() not in DEVICES:
+        raise UsageError(f"--device is {name}; expected one of {', '.join(DEVICES)}")
+    return None if name is None else DEVICES[name.lower()]
+
+
+def device_values(decision: MemoryDecision, longest_document: int | None) -> dict[str, Any]:
+    """What was decided for a GPU, as plain values."""
+    return {
+        "micro_batch_tokens": decision.micro_batch_tokens,
+        "recompute": decision.recompute,
+        "memory_budget_bytes": decision.budget_bytes,
+        "longest_document_tokens": longest_document,
+        "decision": decision.reason,
+    }
 
 
 def report_values(report: PlanReport) -> dict[str, Any]:

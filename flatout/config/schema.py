@@ -89,10 +89,42 @@ class ModelConfig(Section):
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"
     """Arithmetic of forward and backward; auto: bf16 on GPUs that have it, else fp32. Trained weights are fp32
     masters (fp64 with fp64)."""
-    attention: Literal["auto", "varlen", "sdpa", "plain"] = "auto"
-    """Packed attention: varlen (CUDA kernel), sdpa (exact, per document), plain (written out; the truth in tests)."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass: less memory, about a third more time."""
+    attention: Literal["auto", "fa4", "fa3", "varlen", "sdpa", "plain"] = "auto"
+    """Packed attention: fa4 or fa3 (FlashAttention packages), varlen (torch's CUDA kernel), sdpa (exact, per
+    document), plain (written out; the truth in tests); auto takes the first that is there and proves equal."""
+
+
+class BaseConfig(Section):
+    """The frozen weights under LoRA (method: lora)."""
+
+    storage: Literal["model", "fp8", "nf4"] = "model"
+    """How they are kept: model (in model.precision), fp8 (e4m3, one scale a row), nf4 (4 bit, double quantised as
+    bitsandbytes does; checkpoints already in that form are read as they are)."""
+    compute: Literal["auto", "model", "fp8"] = "auto"
+    """Matrix products with them: model (in model.precision) or fp8 in both passes; auto: fp8 for fp8 storage."""
+
+    @model_validator(mode="after")
+    def _fp8_needs_quantised_storage(self) -> Self:
+        if self.storage == "model" and self.compute == "fp8":
+            raise ValueError("compute fp8 needs storage fp8 or nf4")
+        return self
+
+    @property
+    def computes_in_fp8(self) -> bool:
+        """Whether forward and input gradient use fp8 products."""
+        return self.compute == "fp8" or (self.compute == "auto" and self.storage == "fp8")
+
+
+class FullConfig(Section):
+    """Full fine-tuning (method: full)."""
+
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """fp32 masters, or bf16 alone, updated with stochastic rounding: a quarter of the memory of masters and copies."""
+    compute: Literal["model", "fp8"] = "model"
+    """fp8: all linear layers but the head through torchao's Float8Linear (needs torchao and compile)."""
+    update: Literal["step", "backward"] = "step"
+    """backward: each weight is updated as soon as its gradient is there, so gradients never exist together; needs
+    one micro-batch a step and no clipping (optim.max_grad_norm: null)."""
 
 
 class LoraConfig(Section):
@@ -131,8 +163,9 @@ class BatchConfig(Section):
 
     samples_per_step: int = Field(default=32, ge=1)
     """Samples (conversations) of one optimizer step, over all ranks."""
-    micro_batch_tokens: int = Field(default=8192, ge=2)
-    """Most tokens of one forward pass on one rank; the plan uses as few and as equal micro-batches as fit."""
+    micro_batch_tokens: int | None = Field(default=None, ge=2)
+    """Most tokens of one forward pass on one rank; the plan uses as few and as equal micro-batches as fit. null: as
+    many as `memory` holds (8,192 on a CPU)."""
     epochs: float = Field(default=1.0, gt=0)
     """Passes over the data."""
     max_steps: int | None = Field(default=None, ge=1)
@@ -145,7 +178,7 @@ class OptimConfig(Section):
     """The optimizer."""
 
     name: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
-    """adamw is fused on CUDA; adamw8bit needs the gpu extra."""
+    """adamw is fused on CUDA; adamw8bit keeps its moments in 8 bits."""
     lr: float = Field(default=2e-4, gt=0)
     """Peak learning rate."""
     beta1: Share = 0.9
@@ -240,22 +273,44 @@ class Config(Section):
     """full: regexes over parameter names that stay frozen."""
     compile: Literal["auto", "off"] = "auto"
     """auto: on CUDA, every decoder layer becomes one compiled graph where its gradients prove equal to eager ones."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """auto: models so small that the host cannot launch fast enough run as recorded CUDA graphs."""
+    memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    """GiB of GPU memory that training may plan with; auto: what is free at the start."""
+    recompute: Literal["auto", "none", "partial", "layers", "offload"] = "auto"
+    """Activations computed again in the backward pass instead of kept: none; partial (the compiler's choice, down to
+    half of the memory); layers (all but each layer's input); offload (those inputs wait in host memory). auto: the
+    first that fits `memory`."""
     log_every_steps: int = Field(default=1, ge=1)
     """Steps between two lines of the console and of metrics.jsonl."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     lora: LoraConfig = LoraConfig()
+    base: BaseConfig = BaseConfig()
+    full: FullConfig = FullConfig()
     batch: BatchConfig = BatchConfig()
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
-    @field_validator("compile", mode="before")
+    @field_validator("compile", "cuda_graphs", mode="before")
     @classmethod
     def _yaml_off(cls, value: object) -> object:
         # YAML reads a bare `off` as false
         return "off" if value is False else value
+
+    @model_validator(mode="after")
+    def _sections_belong_to_the_method(self) -> Self:
+        if self.method == "full" and self.base != BaseConfig():
+            raise ValueError("base is only for method: lora; full trains the weights themselves")
+        if self.method == "lora" and self.full != FullConfig():
+            raise ValueError("full is only for method: full")
+        if self.full.update == "backward" and self.optim.max_grad_norm is not None:
+            raise ValueError(
+                "full.update: backward never holds all gradients, so it cannot clip; set optim.max_grad_norm: null"
+            )
+        return self
 
     @model_validator(mode="after")
     def _freeze_is_usable(self) -> Self:

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import nn
 
 from flatout.errors import UsageError
-from flatout.kernels.attention import make_varlen_attention, plain_attention, sdpa_attention, varlen_problem
+from flatout.kernels.attention import (
+    FlashName,
+    flash_disagreement,
+    flash_problem,
+    make_flash_attention,
+    make_varlen_attention,
+    plain_attention,
+    sdpa_attention,
+    varlen_problem,
+)
 from flatout.models.families import Family
 
-Implementation = Literal["varlen", "sdpa", "plain"]
+# from the fastest to the truth
+Implementation = Literal["fa4", "fa3", "varlen", "sdpa", "plain"]
+# they read the documents' borders on the device, so a compiled layer can hold them
+KERNELS: tuple[Implementation, ...] = ("fa4", "fa3", "varlen")
 PREFIX = "flatout_"
+# FA3 and FA4 take 60 to 110 us more of the host a call, which smaller models cannot hide
+MIN_FLASH_HIDDEN_SIZE = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,58 +45,107 @@ class AttentionChoice:
 
 
 def choose_attention(
-    wanted: Literal["auto", "varlen", "sdpa", "plain"],
+    wanted: Literal["auto", "fa4", "fa3", "varlen", "sdpa", "plain"],
     config: Any,
     family: Family,
     *,
     device: torch.device,
     dtype: torch.dtype,
 ) -> AttentionChoice:
-    """Decide once, from the model's config, which packed attention it gets.
+    """Decide once, from the model's config, which packed attention it gets: with auto the fastest that can serve it.
 
-    Soft-capped scores and attention sinks exist only in the plain form. Raises UsageError when `varlen` or `sdpa` was
-    asked for by name and cannot serve this model.
+    fa4 and fa3 must first prove as exact as varlen on the device, with the model's heads and window; auto takes them
+    for models from MIN_FLASH_HIDDEN_SIZE on. Soft-capped scores and attention sinks exist only in the plain form.
+    Raises UsageError when a form was asked for by name and cannot serve this model.
     """
-    limits: dict[str, str | None] = {"varlen": varlen_problem(device, dtype, _head_dim(config)), "sdpa": None}
-    if getattr(config, "attn_logit_softcapping", None):
-        limits = dict.fromkeys(limits, "its attention scores are soft-capped")
-    elif family.sinks:
-        limits = dict.fromkeys(limits, "its attention has sinks")
-    elif getattr(config, "attention_dropout", 0.0):
-        limits["varlen"] = "the varlen kernel has no attention dropout"
-    elif getattr(config, "v_head_dim", None) is not None:
-        limits["varlen"] = "the varlen kernel needs keys and values of one size"
-    if wanted == "plain":
-        return AttentionChoice("plain", "as asked")
     if wanted != "auto":
-        if limits[wanted]:
-            raise UsageError(f"model.attention: {wanted} does not serve this model: {limits[wanted]}; use auto")
+        problem = None if wanted == "plain" else _problem(wanted, config, family, device, dtype)
+        if problem:
+            raise UsageError(f"model.attention: {wanted} does not serve this model: {problem}; use auto")
         return AttentionChoice(wanted, "as asked")
-    if limits["varlen"] is None:
-        return AttentionChoice("varlen", "torch's FlashAttention kernel")
-    if limits["sdpa"] is None:
-        return AttentionChoice("sdpa", limits["varlen"])
-    return AttentionChoice("plain", limits["sdpa"])
+    passed_over: list[str] = []
+    for name in KERNELS:
+        problem = _too_small(name, config, device) or _problem(name, config, family, device, dtype)
+        if problem is None:
+            kernel = "torch's FlashAttention kernel" if name == "varlen" else "as exact as torch's kernel here"
+            return AttentionChoice(name, "; ".join([kernel, *passed_over]))
+        passed_over.append(problem)
+    no_kernel, no_sdpa = passed_over[-1], _problem("sdpa", config, family, device, dtype)
+    return AttentionChoice("plain", no_sdpa) if no_sdpa else AttentionChoice("sdpa", no_kernel)
 
 
-def register() -> None:
-    """Make our attention known to transformers under `flatout_varlen`, `flatout_sdpa` and `flatout_plain`.
+def _problem(name: Implementation, config: Any, family: Family, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a form other than plain cannot serve this model (None when it can)."""
+    if getattr(config, "attn_logit_softcapping", None):
+        return "its attention scores are soft-capped"
+    if family.sinks:
+        return "its attention has sinks"
+    if name == "sdpa":
+        return None
+    if problem := varlen_problem(device, dtype, _head_dim(config)):
+        return problem
+    if getattr(config, "attention_dropout", 0.0):
+        return f"the {name} kernel has no attention dropout"
+    if getattr(config, "v_head_dim", None) is not None:
+        return f"the {name} kernel needs keys and values of one size"
+    if _is_flash(name):
+        return flash_problem(name, device) or _disproof(name, config, device, dtype)
+    return None
+
+
+def _is_flash(name: Implementation) -> TypeGuard[FlashName]:
+    return name in ("fa4", "fa3")
+
+
+def _too_small(name: Implementation, config: Any, device: torch.device) -> str | None:
+    hidden_size = getattr(config, "hidden_size", 0)
+    if _is_flash(name) and hidden_size < MIN_FLASH_HIDDEN_SIZE and flash_problem(name, device) is None:
+        return f"{name} costs more host time than a model of hidden size {hidden_size} can hide"
+    return None
+
+
+def _disproof(name: FlashName, config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Run a FlashAttention package beside torch's kernel; why it is not taken, or None."""
+    num_heads, size = getattr(config, "num_attention_heads", None), _head_dim(config)
+    if num_heads is None or size is None:
+        return f"{name} cannot be proved: the model's config names no heads"
+    heads = (num_heads, getattr(config, "num_key_value_heads", None) or num_heads, size)
+    window = getattr(config, "sliding_window", None)
+    try:
+        form, rival = make_flash_attention(name), make_varlen_attention()
+        problem = flash_disagreement(form, rival, heads=heads, window=window, device=device, dtype=dtype)
+    except Exception as error:  # noqa: BLE001  (a package that compiles its kernels may raise anything; it is told)
+        problem = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+    return None if problem is None else f"{name} fails its proof: {problem}"
+
+
+def register(implementation: Implementation = "varlen") -> None:
+    """Make our attention known to transformers: `flatout_varlen`, `flatout_sdpa`, `flatout_plain`, and fa4 or fa3 if it
+    is the one named.
 
     Safe to call again. Models take one by `attn_implementation`, so two models in one process may differ.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    varlen = make_varlen_attention()
-
-    def run_varlen(call: _Call) -> torch.Tensor:
-        call.refuse("varlen", softcap=call.softcap, sinks=call.sinks, dropout=call.dropout or None)
-        return varlen(*call.tensors, call.cu_seqlens, call.max_seqlen, scale=call.scale, window=call.window)
-
-    forms: dict[str, Callable[[_Call], torch.Tensor]] = {"varlen": run_varlen, "sdpa": _run_sdpa, "plain": _run_plain}
+    forms: dict[str, Callable[[_Call], torch.Tensor]] = {
+        "varlen": _kernel_form("varlen", make_varlen_attention()),
+        "sdpa": _run_sdpa,
+        "plain": _run_plain,
+    }
+    if _is_flash(implementation):
+        forms[implementation] = _kernel_form(implementation, make_flash_attention(implementation))
     for name, form in forms.items():
         AttentionInterface.register(PREFIX + name, _entry(form))
         AttentionMaskInterface.register(PREFIX + name, window_marker)
+
+
+def _kernel_form(name: str, kernel: Callable[..., torch.Tensor]) -> Callable[[_Call], torch.Tensor]:
+    def run(call: _Call) -> torch.Tensor:
+        call.refuse(name, softcap=call.softcap, sinks=call.sinks, dropout=call.dropout or None)
+        return kernel(*call.tensors, call.cu_seqlens, call.max_seqlen, scale=call.scale, window=call.window)
+
+    return run
 
 
 def window_marker(*_: Any, local_size: int | None = None, kv_length: int = 0, **__: Any) -> torch.Tensor | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -30,8 +32,11 @@ class LossSums:
 
 def hidden_states(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     """Last hidden states (T, D) of a packed batch; documents see only themselves. `model` comes from load_model."""
+    token_ids = batch.token_ids[None]
     output = model.get_decoder()(
-        input_ids=batch.token_ids[None],
+        input_ids=token_ids,
+        # all tokens are real: without this, transformers looks for documents in the positions, and waits for the GPU
+        attention_mask=torch.ones_like(token_ids, dtype=torch.bool),
         position_ids=batch.position_ids[None],
         use_cache=False,
         **document_arguments(batch),
@@ -45,23 +50,32 @@ def document_arguments(batch: PackedBatch) -> dict[str, Any]:
     return {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
 
 
-def packed_loss(model: PreTrainedModel, batch: PackedBatch, *, tile_rows: int = DEFAULT_TILE_ROWS) -> LossSums:
+def packed_loss(
+    model: PreTrainedModel,
+    batch: PackedBatch,
+    *,
+    decoder: Callable[[PackedBatch], torch.Tensor] | None = None,
+    tile_rows: int = DEFAULT_TILE_ROWS,
+) -> LossSums:
     """Summed cross-entropy of a packed batch's label tokens, and how many of them the model gets right.
 
-    A batch without labels gives 0 with a live graph. Logit scale and soft-cap of the model's config are honoured. A
-    mixture-of-experts router's balancing loss is not added. Raises UsageError for a model without an output head.
+    `decoder` gives the last hidden states in place of `hidden_states`. A batch without labels gives 0 with a live
+    graph. Logit scale and soft-cap of the model's config are honoured. A mixture-of-experts router's balancing loss is
+    not added. Raises UsageError for a model without an output head.
     """
-    rows = hidden_states(model, batch).index_select(0, batch.label_rows)
+    states = hidden_states(model, batch) if decoder is None else decoder(batch)
+    rows = states.index_select(0, batch.label_rows)
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
         raise UsageError(f"model type {model.config.model_type} has no output head; flatout trains causal LMs only")
     config = model.config.get_text_config()
     scale, softcap = logits_scale(config), getattr(config, "final_logit_softcapping", None)
     if _is_plain_linear(head):
-        loss_sum, num_correct = token_loss(
-            rows, head.weight, batch.label_ids, scale=scale, softcap=softcap, tile_rows=tile_rows,
-            compute_dtype=_compute_dtype(rows),
-        )  # fmt: skip
+        with record_function("flatout::head"):
+            loss_sum, num_correct = token_loss(
+                rows, head.weight, batch.label_ids, scale=scale, softcap=softcap, tile_rows=tile_rows,
+                compute_dtype=_compute_dtype(rows),
+            )  # fmt: skip
         return LossSums(loss_sum, num_correct)
     return _module_loss(head, rows, batch.label_ids, scale=scale, softcap=softcap, tile_rows=tile_rows)
 

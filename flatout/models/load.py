@@ -9,10 +9,20 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from flatout.config.schema import ModelConfig
+from flatout.config.schema import BaseConfig, FullConfig, ModelConfig
 from flatout.errors import CheckpointError, ResourceError, UsageError
 from flatout.models.attention import AttentionChoice, Implementation, choose_attention, register
 from flatout.models.families import family_of
+from flatout.models.nf4 import Nf4Linear
+from flatout.models.quantised_load import (
+    Make,
+    check_nf4_config,
+    describe_storage,
+    num_stored_weights,
+    quantise_layers,
+    random_quantised,
+    read_nf4,
+)
 from flatout.models.source import check_source
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -46,43 +56,68 @@ def resolve_precision(name: Literal["auto", "bf16", "fp16", "fp32", "fp64"], dev
     return _DTYPES[name]
 
 
-def load_model(config: ModelConfig, *, method: Literal["lora", "full"], device: torch.device, seed: int) -> LoadedModel:
+def load_model(
+    config: ModelConfig,
+    *,
+    method: Literal["lora", "full"],
+    device: torch.device,
+    seed: int,
+    full: FullConfig = FullConfig(),  # noqa: B008  (FullConfig is frozen)
+    base: BaseConfig = BaseConfig(),  # noqa: B008  (frozen as well)
+) -> LoadedModel:
     """Load (or build at random) a causal language model for training on packed documents.
 
-    lora: every weight frozen, in the compute dtype. full: fp32 master weights (fp64 for fp64), all trained.
+    lora: every weight frozen, in the compute dtype; the decoder's linear layers as `base.storage` says.
+    full: fp32 master weights (fp64 for fp64), all trained, or with `full.weights: bf16` bf16 weights alone.
     Reads safetensors only, never runs code of the model's repository, never initialises a missing weight by itself.
     `seed` fixes the weights of `init: random` on one kind of device and leaves the global random state alone.
     Raises UsageError, SecurityError or CheckpointError.
     """
     check_source(config.name, config.revision, needs_weights=config.init == "pretrained")
-    model_config = _read_config(config.name, config.revision)
+    storage = base.storage if method == "lora" else "model"
+    model_config = _read_config(config.name, config.revision, storage)
     text_config = model_config.get_text_config()
     compute_dtype = resolve_precision(config.precision, device)
-    masters = torch.promote_types(compute_dtype, torch.float32)
-    weight_dtype = compute_dtype if method == "lora" else masters
+    weight_dtype = _weight_dtype(method, full, compute_dtype)
     choice = choose_attention(config.attention, text_config, family_of(text_config), device=device, dtype=compute_dtype)
-    register()
+    register(choice.implementation)
     options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": choice.registered_name}
     if compute_dtype == torch.float64:
         # transformers' grouped expert GEMM has no fp64
         options["experts_implementation"] = "eager"
-    if config.init == "random":
+    unused: list[str] = []
+    if storage != "model":
+        model, unused = _stored_model(config, storage, model_config, options, device, seed)
+    elif config.init == "random":
         model = _random_model(model_config, options, device, seed)
-        unused: list[str] = []
     else:
         model, unused = _pretrained_model(config.name, config.revision, model_config, options, device)
     if method == "lora":
         model.requires_grad_(False)
-    if config.gradient_checkpointing:
-        _enable_checkpointing(model)
     model.train()
+    report = _report(config, model, compute_dtype, weight_dtype, choice, unused)
+    if storage != "model":
+        report += describe_storage(model, storage)
     return LoadedModel(
         model=model,
         dtype=compute_dtype,
         autocast=weight_dtype != compute_dtype,
         attention=choice.implementation,
-        report=tuple(_report(config, model, compute_dtype, weight_dtype, choice, unused)),
+        report=tuple(report),
     )
+
+
+def _weight_dtype(method: Literal["lora", "full"], full: FullConfig, compute_dtype: torch.dtype) -> torch.dtype:
+    if method == "lora":
+        return compute_dtype
+    if full.weights == "fp32":
+        return torch.promote_types(compute_dtype, torch.float32)
+    if compute_dtype != torch.bfloat16:
+        raise UsageError(
+            f"full.weights: bf16 computes in bf16; got model.precision {_short(compute_dtype)} on this device, "
+            "set model.precision: bf16 or full.weights: fp32"
+        )
+    return compute_dtype
 
 
 def load_for_inference(
@@ -99,14 +134,42 @@ def load_for_inference(
     return model.requires_grad_(False).eval()
 
 
-def _read_config(name: str, revision: str | None) -> Any:
+def _read_config(name: str, revision: str | None, storage: str = "model") -> Any:
     try:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UsageError(f"model.name: {name} is no model that transformers knows: {_first_line(error)}") from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise UsageError(f"model.name: {name} has quantised weights, which are not supported; use the 16-bit model")
+    if (quantisation := getattr(config, "quantization_config", None)) is not None:
+        check_nf4_config(name, quantisation)
+        if storage != "nf4":
+            raise UsageError(
+                f"model.name: {name} has bitsandbytes NF4 weights, which are only for method: lora with "
+                "base.storage: nf4; set that, or use the 16-bit model"
+            )
     return config
+
+
+def _stored_model(
+    config: ModelConfig, storage: str, model_config: Any, options: dict[str, Any], device: torch.device, seed: int
+) -> tuple[PreTrainedModel, list[str]]:
+    """As `_pretrained_model` and `_random_model`, the decoder's linear layers quantised."""
+    make: Make = Nf4Linear.from_dense
+    if storage == "fp8":
+        from flatout.models.bases import Fp8Linear
+
+        make = Fp8Linear.from_dense
+    is_quantised = getattr(model_config, "quantization_config", None) is not None
+    if is_quantised:
+        # transformers would load these weights through bitsandbytes
+        del model_config.quantization_config
+    if config.init == "random":
+        return random_quantised(model_config, options, make, device=device, seed=seed), []
+    if is_quantised:
+        return read_nf4(config.name, config.revision, model_config, options, device=device), []
+    mapped = {**options, "dtype": "auto"}
+    model, unused = _pretrained_model(config.name, config.revision, model_config, mapped, torch.device("cpu"))
+    quantise_layers(model, make, device=device, dtype=options["dtype"])
+    return model, unused
 
 
 def _random_model(config: Any, options: dict[str, Any], device: torch.device, seed: int) -> PreTrainedModel:
@@ -135,15 +198,6 @@ def _pretrained_model(
     return model, sorted(map(str, loading["unexpected_keys"]))
 
 
-def _enable_checkpointing(model: PreTrainedModel) -> None:
-    # non-reentrant: needs no gradient on the inputs, and keeps the random state for dropout
-    arguments = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
-
-
 def _report(
     config: ModelConfig,
     model: PreTrainedModel,
@@ -152,7 +206,7 @@ def _report(
     choice: AttentionChoice,
     unused: list[str],
 ) -> list[str]:
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters()) + num_stored_weights(model)
     source = "random weights" if config.init == "random" else "pretrained"
     lines = [
         f"{Path(config.name).name}: {model.config.model_type}, {num_parameters:,} parameters, {source}, "

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,10 @@ from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
+from flatout.models.bases import FROZEN_LINEARS, FrozenLinear
+
+if TYPE_CHECKING:
+    from flatout.models.joined import JoinedLora
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +42,22 @@ class LoraLinear(nn.Module):
     """
 
     def __init__(
-        self, base: nn.Linear, *, rank: int, scaling: float, dropout: float, dora: bool, generator: torch.Generator
+        self,
+        base: FrozenLinear,
+        *,
+        rank: int,
+        scaling: float,
+        dropout: float,
+        dora: bool,
+        generator: torch.Generator,
     ) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
+        self.in_features, self.out_features = base.in_features, base.out_features
         self.rank, self.scaling, self.dropout = rank, scaling, dropout
+        self._joined: tuple[JoinedLora, int] | None = None
         weight = base.weight
+        self.compute_dtype = weight.dtype
         dtype = torch.promote_types(weight.dtype, torch.float32)
         # uniform(-1/sqrt(in), 1/sqrt(in)) as PEFT draws it, on the CPU so that every device starts alike
         bound = 1 / math.sqrt(base.in_features)
@@ -56,7 +71,17 @@ class LoraLinear(nn.Module):
         """The frozen base weight (out, in): some models read a linear layer's weight for its dtype or device."""
         return self.base.weight
 
+    def join(self, joined: JoinedLora, index: int) -> None:
+        """From now on member `index` of `joined` computes this layer."""
+        # the first member holds the module; the others only refer to it, so that it is counted once
+        if index == 0:
+            self.joined = joined
+        self._joined = (joined, index)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._joined is not None:
+            joined, index = self._joined
+            return joined.output(index, x)
         dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
         narrow = F.linear(dropped, self.lora_a.to(x.dtype)) * self.scaling
         low = F.linear(narrow, self.lora_b.to(x.dtype))
@@ -155,9 +180,9 @@ def _module_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
 
 
-def _targets(model: PreTrainedModel, wanted: str | list[str]) -> dict[str, nn.Linear]:
+def _targets(model: PreTrainedModel, wanted: str | list[str]) -> dict[str, FrozenLinear]:
     head = model.get_output_embeddings()
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, FROZEN_LINEARS)}
     if wanted == "all-linear":
         chosen = {name: module for name, module in linears.items() if module is not head}
         if not chosen:
@@ -176,13 +201,13 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> dict[str, nn.Li
     return chosen
 
 
-def _matches(linears: Mapping[str, nn.Linear], target: str, *, regex: bool) -> Iterator[str]:
+def _matches(linears: Mapping[str, nn.Module], target: str, *, regex: bool) -> Iterator[str]:
     for name in linears:
         if re.fullmatch(target, name) if regex else name == target or name.endswith("." + target):
             yield name
 
 
-def _no_match(target: str, linears: Mapping[str, nn.Linear]) -> str:
+def _no_match(target: str, linears: Mapping[str, nn.Module]) -> str:
     leaves = sorted({name.rpartition(".")[2] for name in linears})
     near = difflib.get_close_matches(target, leaves, n=3, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(leaves)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,26 @@ SMALLEST_MAX_SEQLEN = 128
 def kernel_borders(max_documents: int) -> int:
     """How many borders every batch of a run is given: the documents' and the tail's, up to a multiple of 64."""
     return -(-(max_documents + 2) // BORDERS_MULTIPLE) * BORDERS_MULTIPLE
+
+
+class StreamSize(NamedTuple):
+    """What a kernel's launch depends on: tokens of the stream, and the length that no document exceeds."""
+
+    num_tokens: int
+    max_seqlen: int
+
+
+def stream_size(lengths: Sequence[int], *, coarse: bool = False) -> StreamSize:
+    """The size that suits kernels for documents of these lengths, in tokens, the tail's document included.
+
+    Tokens go up to a multiple of 128, or, `coarse`, to one of 16 sizes between a power of two and the next, so that
+    few sizes serve a whole run (3 % more tokens on average); the length goes up to a power of two.
+    """
+    num_tokens = sum(lengths)
+    multiple = max(TOKENS_MULTIPLE, 1 << (num_tokens.bit_length() - 5)) if coarse else TOKENS_MULTIPLE
+    tail = -num_tokens % multiple
+    longest = max(*lengths, tail, SMALLEST_MAX_SEQLEN)
+    return StreamSize(num_tokens + tail, 1 << (longest - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +57,10 @@ class PackedBatch:
     label_ids: torch.Tensor
 
     @property
+    def size(self) -> StreamSize:
+        return StreamSize(self.num_tokens, self.max_seqlen)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
@@ -54,16 +78,28 @@ class PackedBatch:
                 moved[field.name] = (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
         return replace(self, **moved)  # type: ignore[arg-type]  # every entry is a tensor field of this class
 
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """Tell the allocator that `stream` reads these tensors, though another one made them.
+
+        Their memory is then not given out again before the work that is in `stream` when they are freed is done.
+        """
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(stream)
+
 
 def pack(
-    samples: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]], *, num_borders: int | None = None
+    samples: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
+    *,
+    num_borders: int | None = None,
+    coarse: bool = False,
 ) -> PackedBatch:
     """Lay samples end to end, on the CPU.
 
-    `num_borders` (see `kernel_borders`) gives shapes that suit kernels: the stream is filled up to a multiple of 128
-    tokens by a document of its own without labels, the last border is repeated until there are that many, and
-    `max_seqlen` is rounded up to a power of two. Compiled graphs then fit every batch, and no kernel leaves rows
-    unwritten. It changes no loss.
+    `num_borders` (see `kernel_borders`) gives shapes that suit kernels: the stream is filled up to its `stream_size`
+    by a document of its own without labels, and the last border is repeated until there are that many. Compiled
+    graphs then fit every batch, and no kernel leaves rows unwritten. It changes no loss.
 
     Each sample is (token ids (n,), trained (n,)): `trained[i]` says whether token i carries loss. A document's first
     token is never predicted, so it never carries loss. Raises ValueError for no samples, an empty one, arrays of
@@ -74,19 +110,21 @@ def pack(
     for index, (ids, trained) in enumerate(samples):
         if len(ids) == 0 or len(ids) != len(trained):
             raise ValueError(f"sample {index} has {len(ids)} token ids and {len(trained)} trained marks")
-    if num_borders and (tail := -sum(len(ids) for ids, _ in samples) % TOKENS_MULTIPLE):
-        samples = [*samples, (np.zeros(tail, np.int64), np.zeros(tail, bool))]
+    max_seqlen = max(len(ids) for ids, _ in samples)
+    if num_borders:
+        given = [len(ids) for ids, _ in samples]
+        num_tokens, max_seqlen = stream_size(given, coarse=coarse)
+        if tail := num_tokens - sum(given):
+            samples = [*samples, (np.zeros(tail, np.int64), np.zeros(tail, bool))]
     lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
     borders = np.concatenate([[0], np.cumsum(lengths)])
     token_ids = np.concatenate([ids for ids, _ in samples]).astype(np.int64)
     trained = np.concatenate([marks for _, marks in samples]).astype(bool)
     trained[borders[:-1]] = False
     label_positions = np.flatnonzero(trained)
-    max_seqlen = int(lengths.max())
     cu_seqlens = borders.astype(np.int32)
     if num_borders:
         cu_seqlens = np.pad(cu_seqlens, (0, num_borders - len(cu_seqlens)), mode="edge")
-        max_seqlen = max(SMALLEST_MAX_SEQLEN, 1 << (max_seqlen - 1).bit_length())
     return PackedBatch(
         token_ids=torch.from_numpy(token_ids),
         position_ids=torch.from_numpy(np.arange(len(token_ids)) - np.repeat(borders[:-1], lengths)),

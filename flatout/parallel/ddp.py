@@ -39,6 +39,9 @@ class DDP:
             assert parameter.grad is not None
             by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
         for grads in by_dtype.values():
+            if len(grads) == 1:
+                dist.all_reduce(grads[0])
+                continue
             flat = torch.cat([grad.reshape(-1) for grad in grads])
             dist.all_reduce(flat)
             parts = flat.split([grad.numel() for grad in grads])

@@ -41,4 +41,6 @@ def local_grad_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         return torch.zeros((), device=parameters[0].device if parameters else None)
-    return torch.nn.utils.get_total_norm(grads)
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0, dtype=wide)))
+    return norm

@@ -89,6 +89,12 @@ def assemble_eval(samples: Samples, layout: Layout) -> StepPlan:
     return group.step(0, 0, ranks, _balance([sum(loads[index] for index in rank) for rank in dealt]))
 
 
+def cut(ids: list[int], lengths: list[int], num_labels: list[int], micro_batch_tokens: int) -> tuple[MicroBatch, ...]:
+    """One rank's samples of a step as micro-batches under the budget, largest first (see `flatout.plan.pack`)."""
+    group = _Group(ids, lengths, num_labels)
+    return tuple(group.micro_batch(items) for items in pack(lengths, micro_batch_tokens))
+
+
 def check_fits(samples: Samples, micro_batch_tokens: int) -> None:
     """Raises UsageError when a sample is longer than a micro-batch may be, DataError for impossible counts."""
     longest, shortest = int(np.argmax(samples.lengths)), int(np.argmin(samples.lengths))
@@ -136,9 +142,11 @@ class _Group:
 def _step(index: int, epoch: int, group: _Group, costs: list[float], layout: Layout) -> StepPlan:
     shares = partition(costs, layout.num_ranks)
     ranks = tuple(
-        tuple(
-            group.micro_batch([share[item] for item in items])
-            for items in pack([group.lengths[item] for item in share], layout.micro_batch_tokens)
+        cut(
+            [group.ids[item] for item in share],
+            [group.lengths[item] for item in share],
+            [group.num_labels[item] for item in share],
+            layout.micro_batch_tokens,
         )
         for share in shares
     )

@@ -23,7 +23,8 @@ class CostModel:
         flops = per_token * T + per_pair * pairs(T) + per_window_pair * pairs(T, window) + per_label * n
 
     `pairs(T)` = T (T + 1) / 2 counts the query-key pairs of causal attention; with a window w each query sees at most
-    w keys, so `pairs(T, w)` = pairs(T) - pairs(T - w) for T > w.
+    w keys, so `pairs(T, w)` = pairs(T) - pairs(T - w) for T > w. `useful` is the same training without anything
+    computed twice: what utilisation counts (None: nothing is).
     """
 
     per_token: float
@@ -31,6 +32,7 @@ class CostModel:
     per_window_pair: float = 0.0
     window: int = 0
     per_label: float = 0.0
+    useful: CostModel | None = None
 
     def flops(self, num_tokens: ArrayLike, num_labels: ArrayLike) -> NDArray[np.float64]:
         """FLOPs per sample, float64 of the inputs' shape; `num_tokens` and `num_labels` are integers of equal shape."""
@@ -78,6 +80,7 @@ def make_cost(
         per_window_pair=pair * shape.num_window_layers,
         window=shape.sliding_window or 0,
         per_label=float(trained * shape.vocab_size * shape.hidden_size),
+        useful=make_cost(shape, method=method, lora_rank=lora_rank, lora_targets=lora_targets) if recompute else None,
     )
 
 

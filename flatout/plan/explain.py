@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from flatout.plan.memory import MemoryEstimate
+from flatout.plan.devices import GIB
+from flatout.plan.memory import MemoryEstimate, MicroBatchSize
 from flatout.plan.steps import RunPlan
 from flatout.plan.types import StepPlan
 
@@ -41,6 +42,7 @@ class PlanReport:
     num_micro_batches: int
     max_micro_batch_tokens: int
     max_micro_batch_labels: int
+    max_micro_batch_documents: int
     num_naive_tokens: int
     flops: float
     balances: tuple[Balance, ...]
@@ -64,14 +66,14 @@ def explain(
     rank_counts: Sequence[int] = (1, 2, 4, 8),
     num_held_out: int = 0,
     tokens_per_s: float | None = None,
-    memory_of: Callable[[int, int], MemoryEstimate] | None = None,
+    memory_of: Callable[[MicroBatchSize], MemoryEstimate | None] | None = None,
 ) -> PlanReport:
     """Walk every step of the plan and count.
 
-    `memory_of` maps the largest micro-batch (tokens, label tokens) to its memory; `tokens_per_s` are useful tokens a
+    `memory_of` maps the largest micro-batch to its memory; `tokens_per_s` are useful tokens a
     second over all ranks.
     """
-    num_tokens = num_labels = num_micro_batches = num_naive = max_tokens = max_labels = 0
+    num_tokens = num_labels = num_micro_batches = num_naive = max_tokens = max_labels = max_documents = 0
     flops = balance_sum = 0.0
     worst_balance = 1.0
     step: StepPlan | None = None
@@ -87,6 +89,7 @@ def explain(
             for micro_batch in rank:
                 max_tokens = max(max_tokens, micro_batch.num_tokens)
                 max_labels = max(max_labels, micro_batch.num_label_tokens)
+                max_documents = max(max_documents, len(micro_batch.sample_ids))
     balances = {count: _balance_at(plan, count) for count in rank_counts if count != plan.layout.num_ranks}
     balances[plan.layout.num_ranks] = Balance(plan.layout.num_ranks, balance_sum / plan.num_steps, worst_balance)
     return PlanReport(
@@ -100,10 +103,11 @@ def explain(
         num_micro_batches=num_micro_batches,
         max_micro_batch_tokens=max_tokens,
         max_micro_batch_labels=max_labels,
+        max_micro_batch_documents=max_documents,
         num_naive_tokens=num_naive,
         flops=flops,
         balances=tuple(balances[count] for count in sorted(balances)),
-        memory=memory_of(max_tokens, max_labels) if memory_of else None,
+        memory=memory_of(MicroBatchSize(max_tokens, max_labels, max_documents)) if memory_of else None,
         time_s=num_tokens / tokens_per_s if tokens_per_s else None,
         fingerprint=plan.fingerprint,
     )
@@ -175,10 +179,10 @@ def _memory_rows(memory: MemoryEstimate) -> Iterator[tuple[str, str]]:
         ("gradients", memory.gradients_bytes),
         ("optimizer", memory.optimizer_bytes),
         ("activations", memory.activations_bytes),
-        ("head", memory.head_bytes),
+        ("working", memory.working_bytes),
     )
     detail = ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in parts if num_bytes)
-    yield "memory, a rank", f"about {_size(memory.total_bytes)} (estimate, not calibrated: {detail})"
+    yield "memory, a rank", f"about {_size(memory.total_bytes)} (estimate: {detail})"
 
 
 def _count(number: int, one: str, many: str) -> str:
@@ -186,7 +190,7 @@ def _count(number: int, one: str, many: str) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2f} MB"
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= 0.01 * GIB else f"{num_bytes / (1 << 20):.2f} MiB"
 
 
 def _duration(seconds: float) -> str:

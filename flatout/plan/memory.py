@@ -1,28 +1,60 @@
-"""An estimate of one GPU's memory from the model's shape, before any GPU is held."""
+"""One GPU's memory at the peak of a step, from the model's shape and the settings, before any GPU is held."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from flatout.config.schema import Config
 from flatout.plan.cost import target_matcher
-from flatout.plan.shape import ModelShape, num_lora_params, num_params
+from flatout.plan.shape import Linear, ModelShape, num_lora_params, num_params
 
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
-Optimizer = Literal["adamw", "adamw8bit", "sgd"]
+Recompute = Literal["none", "partial", "layers", "offload"]
 
 _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-# rows of logits that the loss head holds at a time
-HEAD_TILE_ROWS = 2048
+
+# What arithmetic does not give, fitted to peaks measured on one H200 (torch 2.11, LoRA rank 16, bf16, 32 chat-like
+# samples in one micro-batch; predicted beside measured in benchmarks/memory_points.py):
+#   Qwen3-8B compiled 115.7 to 116.8 GiB at 21.0 k to 21.3 k tokens; memory budget 0.5: 69.2, 0.25: 46.2 GiB
+#   Qwen3-0.6B compiled 26.4 GiB at 19.5 k and 28.3 GiB at 21.2 k tokens; eager 34.7 GiB at 19.5 k
+# kept by layers that run eagerly, of what compiled ones keep (norms and rotations in fp32, unfused products)
+EAGER_SHARE = 1.37
+# kept by `partial`, of what lies beyond the layers' inputs
+PARTIAL_SHARE = 0.47
+# gradients of one layer that exist beside its activations, of those activations
+BACKWARD_SHARE = 0.75
+# bytes a token and hidden element around the last norm, which runs eagerly: fp32 input and output, 16-bit output
+LAST_NORM_BYTES = 10
+# bytes a parameter: 8-bit moments with a scale each 256, and 4-bit weights with two levels of scales
+ADAM_8BIT_BYTES = 2.03
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+# layer inputs on the GPU while they are copied to the host or back
+OFFLOAD_INPUTS = 3
+# cuBLAS workspaces, batch tensors
+CONSTANT_BYTES = 64 << 20
+
+
+def head_tile_rows(recompute: Recompute) -> int:
+    """Rows of logits that the loss head holds at a time: enough for full speed, or little where memory is short."""
+    return 2048 if recompute in ("none", "partial") else 512
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchSize:
+    """What one forward pass holds."""
+
+    num_tokens: int
+    num_labels: int
+    num_documents: int
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes at the peak of one step on one rank, every rank holding all of the model.
+    """Bytes allocated at the peak of one step on one rank, every rank holding all of the model.
 
-    An estimate from shapes, not calibrated by a measured step; allocator waste, the CUDA context (about 0.5 GB) and
-    attention that writes its score matrix out come on top.
+    `activations_bytes` wait for the backward pass; `working_bytes` is the larger of what the head and what one layer's
+    backward pass need for themselves. The CUDA context and the allocator's waste come on top.
     """
 
     weights_bytes: int
@@ -30,57 +62,162 @@ class MemoryEstimate:
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int
-    head_bytes: int
+    working_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        parts = (self.weights_bytes, self.adapter_bytes, self.gradients_bytes, self.optimizer_bytes)
-        return sum(parts) + self.activations_bytes + self.head_bytes
+        states = self.weights_bytes + self.adapter_bytes + self.gradients_bytes + self.optimizer_bytes
+        return states + self.activations_bytes + self.working_bytes
 
 
-def estimate_memory(
-    shape: ModelShape,
-    *,
-    method: Literal["lora", "full"],
-    micro_batch_tokens: int,
-    micro_batch_labels: int,
-    precision: Precision = "bf16",
-    optimizer: Optimizer = "adamw",
-    lora_rank: int = 16,
-    lora_targets: str | Sequence[str] = "all-linear",
-    gradient_checkpointing: bool = False,
-) -> MemoryEstimate:
-    """Memory of training with micro-batches of this many tokens and label tokens.
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """The memory of a run as a function of its micro-batches.
 
-    With e bytes an element of the precision and m = max(4, e) of the master weights:
+    With e bytes an element of the precision, m = max(4, e) of master weights, fat = `activation_elements` * e + 4 a
+    head (attention's log-sum) bytes a token and layer, D the hidden size and L the number of layers:
 
-        weights      lora: e a parameter; full: m, and e more for autocast's copies when e < m
-        adapter      lora: m + e an adapter parameter
-        gradients    m a trained parameter;  optimizer: adamw 2 m, sgd m, adamw8bit 2
-        activations  `activation_elements` * e a token and layer, and 4 a head (attention's log-sum);
-                     with checkpointing hidden_size * e a token and layer, and one layer in full
-        head         min(labels, 2048) rows of logits in e bytes and of their gradient in 4
+        weights      lora: e a parameter, or fp8 and nf4 for the blocks' linear layers; full: m, and e more for
+                     autocast's copies when e < m (full.weights bf16: 2 and no copies)
+        adapter      m + e an adapter parameter
+        gradients    as wide as the trained weights; one tensor's only with full.update backward
+        optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes a trained parameter
+        activations  none: L fat a token; partial: the inputs L D e and 0.47 of the rest; layers: L D e;
+                     offload: 3 D e; and 10 D a token around the last norm
+        working      the head: `head_tile_rows` of logits and their gradient, the label rows and their gradient; or
+                     the backward pass of one layer: 0.75 fat a token, what is computed again of it, and one weight
+                     group unpacked (nf4) or transposed (fp8); whichever is larger
+
+    Attention that writes its score matrix out (model.attention: plain) is not counted.
     """
-    element = _ELEMENT_BYTES[precision]
-    master = max(4, element)
-    copies = element if element < master else 0
-    num_base = num_params(shape)
-    num_adapter = num_lora_params(shape, lora_rank, target_matcher(lora_targets)) if method == "lora" else 0
-    num_trained = num_adapter or num_base
-    state = {"adamw": 2 * master, "adamw8bit": 2, "sgd": master}[optimizer]
-    layer_bytes = micro_batch_tokens * (activation_elements(shape) * element + 4 * shape.num_heads)
-    if gradient_checkpointing:
-        activations = shape.num_layers * micro_batch_tokens * shape.hidden_size * element + layer_bytes
-    else:
-        activations = shape.num_layers * layer_bytes
-    return MemoryEstimate(
-        weights_bytes=num_base * (element if method == "lora" else master + copies),
-        adapter_bytes=num_adapter * (master + copies),
-        gradients_bytes=num_trained * master,
-        optimizer_bytes=num_trained * state,
-        activations_bytes=activations,
-        head_bytes=min(micro_batch_labels, HEAD_TILE_ROWS) * shape.vocab_size * (element + 4),
-    )
+
+    config: Config
+    shape: ModelShape
+    precision: Precision
+    compiled: bool
+
+    def estimate(self, size: MicroBatchSize, recompute: Recompute) -> MemoryEstimate:
+        """The peak with micro-batches of this size."""
+        num_base, num_adapter = num_params(self.shape), self._num_adapter_params
+        is_lora = self.config.method == "lora"
+        num_trained = num_adapter if is_lora else num_base
+        moment = max(4, self._element)
+        optimizer = {"adamw": 2.0 * moment, "adamw8bit": ADAM_8BIT_BYTES, "sgd": moment}
+        one_at_a_time = self.config.full.update == "backward"
+        num_gradients = self._num_largest_tensor if one_at_a_time else num_trained
+        return MemoryEstimate(
+            weights_bytes=self._frozen_bytes(num_base) if is_lora else num_base * (self._trained_bytes + self._copies),
+            adapter_bytes=num_adapter * (self._trained_bytes + self._copies),
+            gradients_bytes=num_gradients * self._trained_bytes,
+            optimizer_bytes=int(num_trained * optimizer[self.config.optim.name]),
+            activations_bytes=self._kept_bytes(size, recompute),
+            working_bytes=CONSTANT_BYTES
+            + max(self._head_bytes(size, recompute), self._backward_bytes(size, recompute)),
+        )
+
+    def inputs_bytes(self, num_tokens: int) -> int:
+        """All layers' inputs: what `layers` keeps, and what `offload` holds on the host."""
+        return self.shape.num_layers * num_tokens * self.shape.hidden_size * self._element
+
+    @property
+    def _element(self) -> int:
+        return _ELEMENT_BYTES[self.precision]
+
+    @property
+    def _trained_bytes(self) -> int:
+        """Bytes a trained weight, which its gradient has too."""
+        bf16_alone = self.config.method == "full" and self.config.full.weights == "bf16"
+        return self._element if bf16_alone else max(4, self._element)
+
+    @property
+    def _copies(self) -> int:
+        """Bytes of the copy that computes, beside a wider trained weight."""
+        return self._element if self._element < self._trained_bytes else 0
+
+    @property
+    def _num_adapter_params(self) -> int:
+        if self.config.method == "full":
+            return 0
+        return num_lora_params(self.shape, self.config.lora.rank, target_matcher(self.config.lora.targets))
+
+    @property
+    def _num_largest_tensor(self) -> int:
+        shape = self.shape
+        return max(shape.vocab_size * shape.hidden_size, *(linear.num_params for linear in _linears(shape)))
+
+    def _frozen_bytes(self, num_base: int) -> int:
+        storage = self.config.base.storage
+        linears = [linear for layer in range(self.shape.num_layers) for linear in self.shape.layer_linears(layer)]
+        num_linear = sum(linear.num_in * linear.num_out for linear in linears)
+        if storage == "model":
+            return num_base * self._element
+        rest = (num_base - num_linear) * self._element
+        if storage == "fp8":
+            return rest + num_linear + 4 * sum(linear.num_out for linear in linears)
+        return rest + int(num_linear * NF4_BYTES)
+
+    def _layer_bytes(self, num_tokens: int) -> float:
+        """What one layer keeps for its backward pass when nothing is computed again."""
+        elements = activation_elements(self.shape) + self._adapter_elements
+        kept = num_tokens * (elements * self._element + 4 * self.shape.num_heads)
+        return kept if self.compiled else kept * EAGER_SHARE
+
+    @property
+    def _adapter_elements(self) -> int:
+        """Elements a token that dropout (each target's own input) and DoRA (both outputs of a target) keep more."""
+        lora = self.config.lora
+        if self.config.method == "full" or not (lora.dropout or lora.dora):
+            return 0
+        is_target = target_matcher(lora.targets)
+        name = f"{self.shape.family.layers_path}.0."
+        targets = [linear for linear in _linears(self.shape) if is_target(name + linear.name)]
+        dropped = sum(linear.num_in for linear in targets) if lora.dropout else 0
+        return dropped + (2 * sum(linear.num_out for linear in targets) if lora.dora else 0)
+
+    def _kept_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
+        inputs = self.inputs_bytes(size.num_tokens)
+        everything = self.shape.num_layers * self._layer_bytes(size.num_tokens)
+        kept = {
+            "none": everything,
+            "partial": inputs + PARTIAL_SHARE * (everything - inputs),
+            "layers": inputs,
+            "offload": min(OFFLOAD_INPUTS, self.shape.num_layers) * inputs / self.shape.num_layers,
+        }[recompute]
+        return int(kept) + size.num_tokens * self.shape.hidden_size * LAST_NORM_BYTES
+
+    def _head_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
+        rows = min(size.num_labels, head_tile_rows(recompute))
+        # logits and their gradient, of one tile at a time
+        logits = 2 * rows * self.shape.vocab_size * self._element
+        states = 2 * size.num_labels * self.shape.hidden_size * self._element
+        if self.config.method == "lora":
+            return logits + states
+        # the head's weight gradient is summed in fp32 over a copy in the precision
+        return logits + states + self.shape.vocab_size * self.shape.hidden_size * (4 + self._copies)
+
+    def _backward_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
+        again = {"none": 0.0, "partial": 1 - PARTIAL_SHARE}.get(recompute, 1.0)
+        layer = (BACKWARD_SHARE + again) * self._layer_bytes(size.num_tokens)
+        # FlashAttention-2 sums the queries' gradient in fp32, each document's end rounded up to 128 rows
+        rows = size.num_tokens + 128 * size.num_documents
+        queries = rows * self.shape.num_heads * self.shape.head_dim * 4
+        return int(max(layer, queries)) + self._weight_scratch_bytes()
+
+    def _weight_scratch_bytes(self) -> int:
+        storage = self.config.base.storage
+        if storage == "model":
+            return 0
+        # linear layers that read the same input are unpacked as one group
+        groups: dict[tuple[str, int], int] = {}
+        for linear in _linears(self.shape):
+            key = (linear.name.partition(".")[0], linear.num_in)
+            groups[key] = groups.get(key, 0) + linear.num_in * linear.num_out
+        transposed = max(groups.values()) if self.config.base.computes_in_fp8 else 0
+        return transposed + (max(groups.values()) * self._element if storage == "nf4" else 0)
+
+
+def _linears(shape: ModelShape) -> tuple[Linear, ...]:
+    return shape.layer_linears(0)
 
 
 def activation_elements(shape: ModelShape) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -14,11 +14,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from flatout.config.schema import BatchConfig
 from flatout.errors import DataError, UsageError
-from flatout.plan.assemble import Layout, Samples, assemble, assemble_eval, check_fits
+from flatout.plan.assemble import Layout, Samples, assemble, assemble_eval, check_fits, cut
 from flatout.plan.cost import COST_BY_TOKENS, CostModel
 from flatout.plan.order import permute
 from flatout.plan.padding import naive_tokens
-from flatout.plan.types import StepPlan
+from flatout.plan.types import MicroBatch, StepPlan
 
 # part of every fingerprint: raise it when the order or the cutting into steps changes
 PLAN_VERSION = 1
@@ -93,6 +93,22 @@ class RunPlan:
         places = self.samples.places_of(step.sample_ids)
         return float(self.layout.cost.flops(self.samples.lengths[places], self.samples.num_labels[places]).sum())
 
+    def laid_out(self, micro_batch_tokens: int, cost: CostModel) -> RunPlan:
+        """The same steps under another token budget and cost. Raises UsageError for a sample longer than the budget."""
+        check_fits(self.samples, micro_batch_tokens)
+        return replace(self, layout=Layout(self.layout.num_ranks, micro_batch_tokens, cost))
+
+    def cut_again(self, step: StepPlan, rank: int, micro_batch_tokens: int) -> tuple[MicroBatch, ...]:
+        """One rank's samples of a step in smaller micro-batches, as a plan with this token budget cuts them.
+
+        Samples, ranks and label counts stay as they are. Raises ValueError for a sample over the budget.
+        """
+        place = {sample_id: index for index, sample_id in enumerate(step.sample_ids)}
+        ids = sorted((i for batch in step.ranks[rank] for i in batch.sample_ids), key=place.__getitem__)
+        places = self.samples.places_of(ids)
+        lengths, num_labels = self.samples.lengths[places].tolist(), self.samples.num_labels[places].tolist()
+        return cut(ids, lengths, num_labels, micro_batch_tokens)
+
     def describe(self) -> str:
         """The plan in one line; balance and padding from a few steps spread over the run."""
         steps = list(self.sampled_steps(32))
@@ -138,6 +154,7 @@ def make_plan(
     num_labels: ArrayLike,
     batch: BatchConfig,
     *,
+    micro_batch_tokens: int,
     seed: int,
     num_ranks: int,
     cost: CostModel = COST_BY_TOKENS,
@@ -145,16 +162,17 @@ def make_plan(
 ) -> RunPlan:
     """Plan a run from integer arrays (n,): tokens and label tokens of every sample; memory-mapped arrays stay on disk.
 
-    `sample_ids` (ascending, each once) plans only these samples. `batch.max_steps` overrides `batch.epochs`; a
-    fraction of an epoch is rounded up to whole steps. Raises UsageError for a sample longer than
-    batch.micro_batch_tokens, DataError for data that cannot be planned: none, damaged, or without any
-    label token. A single step without label tokens is planned as it is; the run skips it.
+    `micro_batch_tokens` is batch.micro_batch_tokens, or what was chosen where that is null. `sample_ids` (ascending,
+    each once) plans only these samples. `batch.max_steps` overrides `batch.epochs`; a fraction of an epoch is rounded
+    up to whole steps. Raises UsageError for a sample longer than `micro_batch_tokens`, DataError for data that cannot
+    be planned: none, damaged, or without any label token. A single step without label tokens is planned as it is; the
+    run skips it.
     """
     samples = select_samples(lengths, num_labels, sample_ids)
-    check_fits(samples, batch.micro_batch_tokens)
+    check_fits(samples, micro_batch_tokens)
     if not samples.num_labels.any():
         raise DataError(f"none of the {len(samples)} samples has a label token, so there is nothing to learn")
-    layout = Layout(num_ranks, batch.micro_batch_tokens, cost)
+    layout = Layout(num_ranks, micro_batch_tokens, cost)
     steps_per_epoch = -(-len(samples) // batch.samples_per_step)
     # exact: as floats 1.1 epochs of 10 steps are 11.000000000000002, which would round up to 12
     num_steps = batch.max_steps or -int(-Fraction(str(batch.epochs)) * steps_per_epoch // 1)

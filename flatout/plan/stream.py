@@ -19,6 +19,7 @@ def plan_stream(
     windows: Iterable[tuple[ArrayLike, ArrayLike]],
     batch: BatchConfig,
     *,
+    micro_batch_tokens: int,
     seed: int,
     num_ranks: int,
     cost: CostModel = COST_BY_TOKENS,
@@ -29,11 +30,11 @@ def plan_stream(
     (seed, number of the window); what does not fill a step waits, in front, for the next window. The steps are the
     same for any number of ranks. A pass ends with its ragged last step, or at `batch.max_steps`.
     Raises UsageError for `batch.epochs` other than 1 (a stream has no second pass) and for a sample longer than
-    batch.micro_batch_tokens.
+    `micro_batch_tokens`.
     """
     if batch.epochs != 1 and batch.max_steps is None:
         raise UsageError(f"batch.epochs is {batch.epochs:g}, but a stream is read once; set batch.max_steps instead")
-    layout = Layout(num_ranks, batch.micro_batch_tokens, cost)
+    layout = Layout(num_ranks, micro_batch_tokens, cost)
     for index, step in enumerate(_all_steps(windows, batch, seed, layout)):
         if index == batch.max_steps:
             return
@@ -50,7 +51,7 @@ def _all_steps(
         if not len(samples):
             continue
         num_read += len(samples)
-        check_fits(samples, batch.micro_batch_tokens)
+        check_fits(samples, layout.micro_batch_tokens)
         if batch.shuffle:
             order = permute(np.arange(len(samples)), len(samples), seed=seed, epoch=number, purpose="window")
             samples = samples.take(order)

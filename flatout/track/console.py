@@ -62,8 +62,9 @@ class ConsoleTracker:
 
 
 def _figures(record: StepRecord) -> str:
+    utilisation = "" if record.mfu is None else f"MFU {record.mfu:.1%}  "
     return (
         f"loss {record.loss:.4f}  acc {record.token_accuracy:.1%}  lr {record.lr:.2e}  norm {record.grad_norm:.2f}  "
         f"{record.tokens_per_s:,.0f} tok/s ({record.label_tokens_per_s:,.0f} label)  "
-        f"padding avoided {record.padding_avoided:.0%}  {record.peak_memory_bytes / 2**30:.2f} GiB"
+        f"{utilisation}padding avoided {record.padding_avoided:.0%}  {record.peak_memory_bytes / 2**30:.2f} GiB"
     )

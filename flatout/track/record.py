@@ -13,7 +13,10 @@ class StepRecord:
 
     `loss` is the mean over label tokens of the global step, `grad_norm` the global L2 norm before clipping,
     `num_tokens` real tokens without padding, `padding_avoided` the share of a naive loader's tokens that were padding,
-    `data_wait_s` how long the device waited for tokens.
+    `data_wait_s` how long the host was blocked for tokens. `flops_per_s` are achieved over all ranks: real tokens,
+    attention by document, the head on label tokens only, no gradient of frozen weights, nothing recomputed; `mfu` is
+    their share of the devices' nominal peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), None where no peak
+    is known.
     """
 
     step: int
@@ -31,6 +34,8 @@ class StepRecord:
     label_tokens_per_s: float
     step_s: float
     data_wait_s: float
+    flops_per_s: float
+    mfu: float | None
     padding_avoided: float
     balance: float
     peak_memory_bytes: int

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 from flatout.errors import PreemptedError, ResourceError
+from flatout.plan.types import StepPlan
 from flatout.track.record import EvalRecord
+from flatout.train.memory import MemoryWatch
 from flatout.train.metrics import Meter
 from flatout.train.snapshot import take_snapshot
 from flatout.train.state import Run
-from flatout.train.step import evaluate, take_step
+from flatout.train.step import Pending, evaluate
+from flatout.train.step_backward import choose_step
 
 
 def run_steps(run: Run) -> None:
@@ -17,30 +21,50 @@ def run_steps(run: Run) -> None:
 
     Raises PreemptedError after saving when a stop was asked for, NumericError before a poisoned update.
     """
-    meter = Meter(run)
+    meter, memory = Meter(run), MemoryWatch(run)
     if run.progress.step == 0:
         evaluate_now(run)
-    for step in run.plan.steps(start=run.progress.step):
+    launch = choose_step(run)
+    launched: deque[tuple[StepPlan, Pending]] = deque()
+    meter.start_step()
+    for step in run.feed.ahead(run.plan.steps(start=run.progress.step), run.rank.index):
         if run.progress.stopped_early:
             break
-        meter.start_step()
-        outcome = take_step(run, step)
-        if outcome is None:
-            save(run, required=True)
-            raise PreemptedError(f"asked to stop: saved {run.progress.step} steps; the same command goes on from there")
-        run.progress.advance(step, updated=outcome.skipped is None, num_naive_tokens=run.plan.naive_tokens(step))
-        if outcome.skipped:
-            run.tracker.event("skipped", {"step": step.index + 1, "why": outcome.skipped})
-        meter.end_step(step, outcome)
-        is_best = is_due(run, run.config.eval.every_steps) and evaluate_now(run)
-        if is_best or is_due(run, run.config.checkpoint.every_steps):
-            save(run, best=is_best)
+        launched.append((step, launch(run, step)))
+        # a step under way is finished once the next one is launched, so that the device never waits for the host
+        num_under_way = 1 if run.num_in_flight and not is_border(run, step) else 0
+        while len(launched) > num_under_way:
+            finish_step(run, meter, memory, *launched.popleft())
+        if not launched:
+            is_best = is_due(run, step, run.config.eval.every_steps) and evaluate_now(run)
+            if is_best or is_due(run, step, run.config.checkpoint.every_steps):
+                save(run, best=is_best)
+            meter.start_step()
 
 
-def is_due(run: Run, every_steps: int | None) -> bool:
+def finish_step(run: Run, meter: Meter, memory: MemoryWatch, step: StepPlan, pending: Pending) -> None:
+    """Wait for a launched step and count it. Raises PreemptedError after saving, and NumericError."""
+    outcome = pending()
+    if outcome is None:
+        save(run, required=True)
+        raise PreemptedError(f"asked to stop: saved {run.progress.step} steps; the same command goes on from there")
+    run.progress.advance(step, updated=outcome.skipped is None, num_naive_tokens=run.plan.naive_tokens(step))
+    if outcome.skipped:
+        run.tracker.event("skipped", {"step": step.index + 1, "why": outcome.skipped})
+    meter.end_step(step, outcome)
+    memory.end_step(step)
+
+
+def is_border(run: Run, step: StepPlan) -> bool:
+    """True where the run must stand still after a step: to evaluate, to save, to end."""
+    due = (is_due(run, step, every) for every in (run.config.eval.every_steps, run.config.checkpoint.every_steps))
+    return step.index + 1 == run.plan.num_steps or any(due)
+
+
+def is_due(run: Run, step: StepPlan, every_steps: int | None) -> bool:
     """True after every so many steps; the last step is the finish's business."""
-    step = run.progress.step
-    return every_steps is not None and step % every_steps == 0 and step != run.plan.num_steps
+    completed = step.index + 1
+    return every_steps is not None and completed % every_steps == 0 and completed != run.plan.num_steps
 
 
 def evaluate_now(run: Run) -> bool:

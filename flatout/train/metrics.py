@@ -8,33 +8,40 @@ import time
 
 import torch
 
+from flatout.plan.peak import Peak, nominal_peak
 from flatout.plan.types import StepPlan
 from flatout.track.record import StepRecord
 from flatout.train.state import Run
 from flatout.train.step import StepOutcome
 
+_ARITHMETIC = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 
 class Meter:
-    """Adds up tokens and seconds between two records."""
+    """Adds up tokens, FLOPs and seconds between two records."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._step_started = time.perf_counter()
+        self._peak = device_peak(run)
+        if self._peak is not None:
+            run.tracker.stage("mfu", f"MFU against {self._peak.describe()}; recomputation does not count")
+        self._clock = StepClock(run.device)
         self._wait_before_s = 0.0
         self._num_tokens = self._num_label_tokens = self._num_steps = 0
-        self._busy_s = 0.0
+        self._busy_s = self._flops = 0.0
 
     def start_step(self) -> None:
-        """The clock of one step starts; evaluation and saving lie between steps and do not count."""
-        self._step_started = time.perf_counter()
+        """The clock starts; evaluation and saving lie between steps and do not count."""
+        self._clock.start()
 
     def end_step(self, step: StepPlan, outcome: StepOutcome) -> None:
-        """Count a step; every `log_every_steps` steps and at the last one, tell the tracker."""
-        step_s = time.perf_counter() - self._step_started
+        """Count a step, which began where the last one ended; tell the tracker when a record is due."""
+        step_s = self._clock.end_step(outcome.ended)
         self._busy_s += step_s
         self._num_steps += 1
         self._num_tokens += step.num_tokens
         self._num_label_tokens += step.num_label_tokens
+        self._flops += useful_flops(self._run, step)
         self._run.progress.elapsed_s += step_s
         completed = step.index + 1
         if completed % self._run.config.log_every_steps and completed != self._run.plan.num_steps:
@@ -42,10 +49,12 @@ class Meter:
         self._run.tracker.record(self._record(step, outcome))
         self._wait_before_s = self._run.feed.wait_s
         self._num_tokens = self._num_label_tokens = self._num_steps = 0
-        self._busy_s = 0.0
+        self._busy_s = self._flops = 0.0
 
     def _record(self, step: StepPlan, outcome: StepOutcome) -> StepRecord:
         naive = self._run.plan.naive_tokens(step)
+        flops_per_s = self._flops / self._busy_s
+        peak_flops_per_s = None if self._peak is None else self._peak.flops_per_s * self._run.rank.world
         return StepRecord(
             step=step.index + 1,
             num_steps=self._run.plan.num_steps,
@@ -62,11 +71,56 @@ class Meter:
             label_tokens_per_s=self._num_label_tokens / self._busy_s,
             step_s=self._busy_s / self._num_steps,
             data_wait_s=(self._run.feed.wait_s - self._wait_before_s) / self._num_steps,
+            flops_per_s=flops_per_s,
+            mfu=None if peak_flops_per_s is None else flops_per_s / peak_flops_per_s,
             padding_avoided=1.0 - step.num_tokens / naive,
             balance=step.balance,
             peak_memory_bytes=peak_memory_bytes(self._run.device),
             elapsed_s=self._run.progress.elapsed_s,
         )
+
+
+class StepClock:
+    """Seconds from one step's end to the next one's: by events on the device where steps overlap, else by the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.start()
+
+    def start(self) -> None:
+        """The next step begins now; nothing is under way on the device."""
+        self._time_s = time.perf_counter()
+        self._event = None
+        if self._device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(self._device))
+
+    def end_step(self, ended: torch.cuda.Event | None) -> float:
+        """Seconds of the step that ended at this event, which is past, or now."""
+        now_s = time.perf_counter()
+        step_s = now_s - self._time_s
+        if ended is not None and self._event is not None:
+            step_s = self._event.elapsed_time(ended) / 1e3
+        self._time_s, self._event = now_s, ended
+        return step_s
+
+
+def useful_flops(run: Run, step: StepPlan) -> float:
+    """FLOPs that a step's maths needs over all ranks, by the plan's cost model without recomputation."""
+    if step.num_label_tokens == 0:
+        return 0.0  # such a step computes nothing
+    cost, samples = run.plan.layout.cost, run.plan.samples
+    places = samples.places_of(step.sample_ids)
+    return float((cost.useful or cost).flops(samples.lengths[places], samples.num_labels[places]).sum())
+
+
+def device_peak(run: Run) -> Peak | None:
+    """The nominal peak of the run's device in the arithmetic of its large products; None where none is known."""
+    if run.device.type != "cuda":
+        return None
+    in_fp8 = run.config.base.computes_in_fp8 or run.config.full.compute == "fp8"
+    arithmetic = "fp8" if in_fp8 else _ARITHMETIC.get(run.dtype, "")
+    return nominal_peak(torch.cuda.get_device_name(run.device), arithmetic)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError, UsageError
+from flatout.train.flat import FlatAdamW, FlatSGD, flatten, owners
+from flatout.train.optim_lean import LeanAdamW
 
 
 def split_by_decay(named: Mapping[str, nn.Parameter]) -> tuple[list[str], list[str]]:
@@ -18,29 +20,32 @@ def split_by_decay(named: Mapping[str, nn.Parameter]) -> tuple[list[str], list[s
     return decayed, [name for name in named if name not in set(decayed)]
 
 
-def make_optimizer(named: Mapping[str, nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+def make_optimizer(
+    named: Mapping[str, nn.Parameter], config: OptimConfig, *, seed: int = 0, flat: bool = False
+) -> torch.optim.Optimizer:
     """The configured optimizer over the trained parameters.
 
-    AdamW is decoupled (Loshchilov and Hutter 2019, arXiv:1711.05101) and fused on CUDA. Raises UsageError when
-    adamw8bit is asked for without bitsandbytes or without a GPU.
+    AdamW is decoupled (Loshchilov and Hutter 2019, arXiv:1711.05101) and fused on CUDA; for bf16 weights and for
+    adamw8bit it is LeanAdamW, whose rounding `seed` decides. `flat` moves the parameters of adamw and sgd into one
+    tensor for each dtype and decay (`flatten`): one launch an update, for gradients that always exist. Raises
+    UsageError for bf16 weights with sgd.
     """
-    groups: list[dict[str, Any]] = [
-        {"params": [named[name] for name in names], "weight_decay": decay}
-        for names, decay in zip(split_by_decay(named), (config.weight_decay, 0.0), strict=True)
-        if names
-    ]
+    is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in named.values())
+    if is_bf16 and config.name == "sgd":
+        raise UsageError("full.weights: bf16 needs optim.name adamw or adamw8bit; got sgd, which would lose updates")
+    is_lean = is_bf16 or config.name == "adamw8bit"
+    groups: list[dict[str, Any]] = []
+    for names, decay in zip(split_by_decay(named), (config.weight_decay, 0.0), strict=True):
+        held = [named[name] for name in names]
+        if held:
+            groups.append({"params": flatten(held) if flat and not is_lean else held, "weight_decay": decay})
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1)
+        return (FlatSGD if flat else torch.optim.SGD)(groups, lr=config.lr, momentum=config.beta1)
+    options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    if is_lean:
+        return LeanAdamW(groups, eight_bit=config.name == "adamw8bit", seed=seed, **options)
     on_gpu = all(parameter.is_cuda for parameter in named.values())
-    betas = (config.beta1, config.beta2)
-    if config.name == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=on_gpu)
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise UsageError("optim.name=adamw8bit needs bitsandbytes; install flatout[gpu] or use adamw") from error
-    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=config.lr, betas=betas, eps=config.eps)
-    return optimizer
+    return (FlatAdamW if flat else torch.optim.AdamW)(groups, fused=on_gpu, **options)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -50,32 +55,44 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The state as tensors named `<parameter>/<key>`, such as `q_proj.lora_a/exp_avg`; plain numbers are 0-d fp64."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
-    return {
-        f"{names[parameter]}/{key}": value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-        if value is not None
-    }
+    """The state as tensors named `<parameter>/<key>`, such as `q_proj.lora_a/exp_avg`, whether parameters are flat
+    or not; the tensors are the live ones."""
+    tensors: dict[str, Tensor] = {}
+    for name, (owner, offset) in owners(named, optimizer).items():
+        parameter = named[name]
+        for key, value in optimizer.state.get(owner, {}).items():
+            if value is None:
+                continue
+            is_part = owner is not parameter and key != "step"
+            part = value[offset : offset + parameter.numel()].view(parameter.shape) if is_part else value
+            tensors[f"{name}/{key}"] = part
+    return tensors
 
 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
     """Put back what `optimizer_state` gave. Raises CheckpointError when it belongs to other parameters."""
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
         name, _, key = full_name.rpartition("/")
         if name not in named:
             raise CheckpointError(f"the saved optimizer has state for {name}, which this run does not train")
-        # a number that was no tensor before (bitsandbytes keeps its step so) becomes one again
-        is_number = tensor.ndim == 0 and tensor.dtype == torch.float64 and named[name].dtype != torch.float64
-        states.setdefault(name, {})[key] = int(tensor) if is_number else tensor
+        states.setdefault(name, {})[key] = tensor
     if states and (missing := sorted(set(named) - set(states))):
         raise CheckpointError(f"the saved optimizer has no state for {missing[0]} ({len(missing)} parameters)")
-    order = {parameter: name for name, parameter in named.items()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    whole = optimizer.state_dict()
-    whole["state"] = {i: states[order[p]] for i, p in enumerate(parameters) if order[p] in states}
-    optimizer.load_state_dict(whole)
+    places = owners(named, optimizer)
+    for name, state in states.items():
+        (owner, offset), parameter = places[name], named[name]
+        if isinstance(optimizer, LeanAdamW) and set(state) != set(optimizer.state_names(parameter)):
+            raise CheckpointError(f"the saved optimizer keeps {', '.join(sorted(state))} for {name}; this one does not")
+        for key, tensor in state.items():
+            if key == "step":
+                # torch's fused AdamW counts on the GPU, all others on the host
+                device = parameter.device if optimizer.defaults.get("fused") else "cpu"
+                optimizer.state[owner][key] = tensor.to(device, copy=True)
+            elif owner is parameter:
+                optimizer.state[owner][key] = tensor.to(parameter.device, copy=True)
+            else:
+                whole = optimizer.state[owner].setdefault(key, torch.zeros_like(owner))
+                whole[offset : offset + parameter.numel()].view(parameter.shape).copy_(tensor)

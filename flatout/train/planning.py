@@ -1,8 +1,8 @@
-"""What is decided before any model is loaded: the tokens and the plan of every step."""
+"""What is decided before any model is loaded: the tokens, the plan of every step, and how it fits in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,15 @@ from flatout.data.store import TokenStore
 from flatout.data.tokenizer import check_vocabulary
 from flatout.models.source import read_model_config
 from flatout.parallel.rank import Rank
+from flatout.plan.budget import MemoryDecision, TokenStatistics, choose
 from flatout.plan.cost import CostModel, make_cost
+from flatout.plan.devices import Device
+from flatout.plan.memory import Recompute
 from flatout.plan.shape import ModelShape
 from flatout.plan.steps import RunPlan, make_eval_plan, make_plan, split_held_out
 from flatout.plan.types import StepPlan
 from flatout.track.record import Tracker
+from flatout.train.optim_backward import check_backward_update
 
 # what a build may do to rows; a run trained on such a set says so
 LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split")
@@ -34,6 +38,7 @@ class Planned:
     plan: RunPlan
     eval_store: TokenStore | None
     eval_plan: StepPlan | None
+    memory: MemoryDecision
     fingerprints: Mapping[str, Any]
 
 
@@ -42,8 +47,14 @@ def tokenizer_name(config: Config) -> str:
     return config.data.tokenizer or config.model.name
 
 
-def plan_run(config: Config, tracker: Tracker, rank: Rank) -> Planned:
-    """Open (or build) the tokens and plan every step. Raises DataError, UsageError and SecurityError."""
+def plan_run(
+    config: Config, tracker: Tracker, rank: Rank, device_of: Callable[[], Device | None] = lambda: None
+) -> Planned:
+    """Open (or build) the tokens, choose what fits in the device's memory, and plan every step.
+
+    `device_of` tells the GPU once tokens are there (`flatout.train.memory.gpu_of` asks the machine); None: the CPU.
+    Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
+    """
     shape = ModelShape.from_config(
         read_model_config(config.model.name, config.model.revision), origin=f"{config.model.name}/config.json"
     )
@@ -55,19 +66,13 @@ def plan_run(config: Config, tracker: Tracker, rank: Rank) -> Planned:
     if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
         tracker.event("rows", {**lost, "of": store.meta.counts["rows"], "listed_in": str(store.folder / "report.json")})
     check_vocabulary(store.meta.max_token_id, shape.vocab_size)
-    cost = cost_model(config, shape)
     train_ids = eval_ids = None
     if config.eval.fraction:
         train_ids, eval_ids = split_held_out(store.num_samples, config.eval.fraction, config.seed)
-    plan = make_plan(
-        store.lengths,
-        store.num_labels,
-        config.batch,
-        seed=config.seed,
-        num_ranks=rank.world,
-        cost=cost,
-        sample_ids=train_ids,
-    )
+    plan, memory = _fitting_plan(config, shape, store, train_ids, rank.world, device_of())
+    tracker.stage("memory", memory.reason)
+    if config.full.update == "backward":
+        check_backward_update(config, plan, rank)
     tracker.stage("plan", plan.describe())
     eval_store = _eval_store(config, store)
     eval_plan = None
@@ -76,26 +81,56 @@ def plan_run(config: Config, tracker: Tracker, rank: Rank) -> Planned:
             eval_store.lengths,
             eval_store.num_labels,
             eval_ids,
-            micro_batch_tokens=config.batch.micro_batch_tokens,
+            micro_batch_tokens=_eval_tokens(config, memory, eval_store.lengths[eval_ids]),
             num_ranks=rank.world,
-            cost=cost,
+            cost=plan.layout.cost,
         )
         _tell_eval(store.hashes if train_ids is None else store.hashes[train_ids], eval_store, eval_plan, tracker)
     fingerprints = {"data": _identity(store), "plan": plan.fingerprint}
     if eval_store is not None:
         fingerprints["eval_data"] = _identity(eval_store)
-    return Planned(shape, store, plan, eval_store, eval_plan, fingerprints)
+    return Planned(shape, store, plan, eval_store, eval_plan, memory, fingerprints)
 
 
-def cost_model(config: Config, shape: ModelShape) -> CostModel:
+def _fitting_plan(
+    config: Config,
+    shape: ModelShape,
+    store: TokenStore,
+    train_ids: NDArray[np.int64] | None,
+    num_ranks: int,
+    device: Device | None,
+) -> tuple[RunPlan, MemoryDecision]:
+    """The plan under the token budget that the memory allows; which samples a step holds does not depend on it."""
+    whole_steps = make_plan(
+        store.lengths,
+        store.num_labels,
+        config.batch,
+        micro_batch_tokens=int(store.lengths.max()) * config.batch.samples_per_step,
+        seed=config.seed,
+        num_ranks=num_ranks,
+        cost=cost_model(config, shape, "none"),
+        sample_ids=train_ids,
+    )
+    memory = choose(config, shape, TokenStatistics.of(whole_steps), device)
+    return whole_steps.laid_out(memory.micro_batch_tokens, cost_model(config, shape, memory.recompute)), memory
+
+
+def cost_model(config: Config, shape: ModelShape, recompute: Recompute) -> CostModel:
     """FLOPs of a sample in this run."""
     return make_cost(
         shape,
         method=config.method,
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets,
-        recompute=config.model.gradient_checkpointing,
+        recompute=recompute in ("layers", "offload"),
     )
+
+
+def _eval_tokens(config: Config, memory: MemoryDecision, lengths: NDArray[Any]) -> int:
+    """Training's micro-batches, longer where a sample needs it: evaluation keeps no activations."""
+    if config.batch.micro_batch_tokens is not None:
+        return config.batch.micro_batch_tokens
+    return max(memory.micro_batch_tokens, int(lengths.max()))
 
 
 def _eval_store(config: Config, store: TokenStore) -> TokenStore | None:

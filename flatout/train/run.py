@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from flatout.config.read import dump_config
@@ -18,8 +19,10 @@ from flatout.track.record import Tracker, Trackers
 from flatout.train.checkpoint import Checkpoints
 from flatout.train.lock import RunLock
 from flatout.train.loop import evaluate_now, run_steps, save
+from flatout.train.memory import gpu_of
 from flatout.train.planning import plan_run
 from flatout.train.position import find_checkpoint
+from flatout.train.profile import Profiler
 from flatout.train.resume import is_complete
 from flatout.train.setup import restore_weights, set_up
 from flatout.train.state import Progress, Run
@@ -46,12 +49,17 @@ class Result:
         return 1.0 - self.progress.num_tokens / self.progress.num_naive_tokens
 
 
-def train(config: Config) -> Result:
-    """Run a configuration to its end. Raises a FlatoutError; PreemptedError means saved and resumable."""
+def train(config: Config, *, profile_steps: int | None = None) -> Result:
+    """Run a configuration to its end; `profile_steps` steps after the warm-up are profiled on the first rank.
+
+    Raises a FlatoutError; PreemptedError means saved and resumable.
+    """
     rank = Rank.from_env()
     # the lock also finds a folder that cannot be written, before anything slow happens
     with RunLock(config.folder) if rank.is_first else nullcontext():
-        trackers = (ConsoleTracker(), RunFolderTracker(config.folder)) if rank.is_first else ()
+        trackers: list[Tracker] = [ConsoleTracker(), RunFolderTracker(config.folder)] if rank.is_first else []
+        if profile_steps is not None and rank.is_first:
+            trackers.append(Profiler(config.folder, profile_steps, partial(trackers[0].stage, "profile")))
         tracker = Trackers(*trackers)
         try:
             return _train(config, tracker, rank)
@@ -65,7 +73,7 @@ def train(config: Config) -> Result:
 def _train(config: Config, tracker: Tracker, rank: Rank) -> Result:
     tracker.stage("config", f"{config.name}: {config.method} on {config.model.name}, folder {config.folder}")
     # tokenising may take long: it comes before ranks join, or their group would time out
-    planned = plan_run(config, tracker, rank)
+    planned = plan_run(config, tracker, rank, lambda: gpu_of(config, rank))
     checkpoints = Checkpoints(config.folder, keep=config.checkpoint.keep, on_event=tracker.event, world_size=rank.world)
     snapshot = find_checkpoint(config, planned, checkpoints, tracker)
     final_dir = config.folder / "final"
@@ -82,6 +90,8 @@ def _train(config: Config, tracker: Tracker, rank: Rank) -> Result:
             run_steps(run)
             finish(run, final_dir)
     finally:
+        for feed in filter(None, (run.feed, run.eval_feed)):
+            feed.close()
         run.strategy.close()
     return Result(config.folder, final_dir, run.plan.num_steps, run.progress)
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import torch
+from transformers import PreTrainedModel
 
 from flatout.config.schema import Config
 from flatout.errors import CheckpointError
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile import compile_layers
 from flatout.models.export import load_adapter
+from flatout.models.fp8_training import use_fp8_products
+from flatout.models.joined import JoinedLayers, join_layers
 from flatout.models.load import LoadedModel, load_model
 from flatout.models.lora import add_lora, freeze, trainable_parameters
+from flatout.models.recompute import Recompute, apply_recompute, compiling_with
 from flatout.models.selftest import check_packing
 from flatout.parallel.connect import choose_device, connect
 from flatout.parallel.rank import Rank, ask_for_deterministic_cublas
 from flatout.track.record import Tracker
 from flatout.train.checkpoint import Checkpoints, Snapshot
 from flatout.train.feed import Feed
+from flatout.train.graphs import reason_against, record_graphs
 from flatout.train.optim import load_optimizer_state, make_optimizer
 from flatout.train.planning import Planned, tokenizer_name
 from flatout.train.rng import load_rng_state
@@ -30,13 +35,17 @@ def set_up(
     device = choose_device(config.device, rank)
     make_deterministic(config, device)
     loaded = prepare_model(config, device, tracker)
-    feed = Feed(planned.store, device, max_documents=planned.plan.max_documents)
-    tracker.stage("compile", compile_layers(loaded, config.compile, num_borders=feed.num_borders))
+    joined = join_adapters(loaded.model, config, tracker)
+    no_graphs = reason_against(config, planned, device)
+    coarse = no_graphs is None
+    feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, coarse=coarse)
+    compiled = compile_with_recompute(loaded, config, planned.memory.recompute, feed.num_borders)
+    tracker.stage("compile", compiled)
     strategy = connect(rank, device)
     strategy.prepare(loaded.model, decoder_layers(loaded.model))
     tracker.stage("strategy", f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}")
     named = trainable_parameters(loaded.model)
-    optimizer = make_optimizer(named, config.optim)
+    optimizer = make_optimizer(named, config.optim, seed=config.seed, flat=config.method == "lora")
     num_trained = sum(parameter.numel() for parameter in named.values())
     tracker.stage("optimizer", f"{config.optim.name} over {num_trained:,} parameters, {config.schedule.kind} schedule")
     run = Run(
@@ -58,11 +67,36 @@ def set_up(
         scaler=torch.amp.GradScaler(device.type, enabled=loaded.dtype == torch.float16),
         checkpoints=checkpoints,
         fingerprints=planned.fingerprints,
+        memory=planned.memory,
+        joined=joined,
     )
     if snapshot is not None:
         restore(run, snapshot)
     run.model.train()
+    if no_graphs is None and compiled.startswith("off"):
+        no_graphs = "layers are not compiled"
+    tracker.stage("graphs", f"off: {no_graphs}" if no_graphs else record_graphs(run))
     return run
+
+
+def join_adapters(model: PreTrainedModel, config: Config, tracker: Tracker) -> JoinedLayers:
+    """LoRA layers of one input as one product; nothing for full fine-tuning."""
+    if config.method == "full":
+        return JoinedLayers([])
+    joined = join_layers(model, fp8=config.base.computes_in_fp8)
+    tracker.stage("joined", joined.report)
+    return joined
+
+
+def compile_with_recompute(loaded: LoadedModel, config: Config, recompute: Recompute, num_borders: int | None) -> str:
+    """Compile the layers at this level; where nothing is compiled, `partial` becomes `layers`, and the line says so."""
+    apply_recompute(loaded.model, recompute)
+    with compiling_with(recompute):
+        line = compile_layers(loaded, config.compile, num_borders=num_borders)
+    if recompute == "partial" and line.startswith("off"):
+        apply_recompute(loaded.model, "layers")
+        line += "; so recompute is layers instead of partial"
+    return line
 
 
 def eval_feed(planned: Planned, device: torch.device) -> Feed | None:
@@ -83,13 +117,17 @@ def make_deterministic(config: Config, device: torch.device) -> None:
 
 def prepare_model(config: Config, device: torch.device, tracker: Tracker) -> LoadedModel:
     """Load the model, put adapters in or freeze what is asked, and prove that packing is exact on it."""
-    loaded = load_model(config.model, method=config.method, device=device, seed=config.seed)
+    loaded = load_model(
+        config.model, method=config.method, device=device, seed=config.seed, full=config.full, base=config.base
+    )
     for line in loaded.report:
         tracker.stage("model", line)
     tracker.stage("self-test", check_packing(loaded))
     if config.method == "full":
         if config.freeze:
             tracker.stage("freeze", freeze(loaded.model, config.freeze))
+        if config.full.compute == "fp8":
+            tracker.stage("fp8", use_fp8_products(loaded.model, compile_mode=config.compile))
         return loaded
     for line in add_lora(loaded.model, config.lora, seed=config.seed).report:
         tracker.stage("lora", line)

@@ -12,8 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flatout.config.schema import Config
+from flatout.models.graphs import GraphedDecoder
+from flatout.models.joined import JoinedLayers
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategy import Strategy
+from flatout.plan.budget import MemoryDecision
 from flatout.plan.steps import RunPlan
 from flatout.plan.types import StepPlan
 from flatout.track.record import Tracker
@@ -77,13 +80,21 @@ class Run:
     scaler: torch.amp.GradScaler
     checkpoints: Checkpoints
     fingerprints: Mapping[str, Any]
+    memory: MemoryDecision
+    joined: JoinedLayers
+    # gives hidden states by recorded graphs; None: as the model runs by itself
+    decoder: GraphedDecoder | None = None
+    # what running out of memory taught: no micro-batch of this rank is larger from then on
+    cap_tokens: int | None = None
+    # updates launched whose figures the host has not read
+    num_in_flight: int = 0
     progress: Progress = field(default_factory=Progress)
     stop: StopRequest = field(default_factory=StopRequest)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trained parameters."""
-        return list(self.named_parameters.values())
+        """The trained parameters as the optimizer holds them: flat ones where it does."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @property
     def folder(self) -> Path:

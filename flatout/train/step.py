@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from flatout.models.head import packed_loss
-from flatout.plan.types import StepPlan
+from flatout.plan.types import MicroBatch, StepPlan
+from flatout.train.ahead import can_hold_back, hold_back, let_go, read_later
 from flatout.train.guards import require_finite
+from flatout.train.memory import lower_cap, within_cap
 from flatout.train.optim import set_lr
 from flatout.train.rng import seed_micro_batch
 from flatout.train.schedule import lr_factor
@@ -20,50 +24,86 @@ from flatout.train.state import Run
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What one step did. `grad_norm` is the global L2 norm before clipping; `skipped` names why nothing was updated."""
+    """What one step did. `grad_norm` is the global L2 norm before clipping; `skipped` names why nothing was updated.
+
+    `ended` is where the step ends in the device's work, for a step that the host did not wait for.
+    """
 
     loss: float
     token_accuracy: float
     grad_norm: float
     lr: float
     skipped: str | None = None
+    ended: torch.cuda.Event | None = field(default=None, compare=False)
+
+
+# waits for a step's figures; None when a stop was asked for before its update, which then was left out
+Pending = Callable[[], StepOutcome | None]
 
 
 def take_step(run: Run, step: StepPlan) -> StepOutcome | None:
     """Forward, backward and update for one planned step; None when a stop was asked for before the update.
 
-    Raises NumericError before the update when the loss or the gradient is not finite.
+    Raises NumericError when the loss or the gradient is not finite; the weights are then those before the step.
+    """
+    return launch_step(run, step)()
+
+
+def launch_step(run: Run, step: StepPlan) -> Pending:
+    """Start a step without waiting for it where the optimizer can hold back a bad update by itself.
+
+    At most one later step may be launched before the function returned is called; it raises NumericError as
+    `take_step` does. After a stop or an error no launched step has changed anything.
     """
     run.optimizer.zero_grad(set_to_none=True)
     if step.num_label_tokens == 0:
-        return StepOutcome(loss=0.0, token_accuracy=0.0, grad_norm=0.0, lr=0.0, skipped="no label tokens")
+        outcome = StepOutcome(loss=0.0, token_accuracy=0.0, grad_norm=0.0, lr=0.0, skipped="no label tokens")
+        return lambda: outcome
     loss_sum, num_correct = accumulate_gradients(run, step)
     stop = torch.full_like(loss_sum, float(run.stop.requested))
     totals = run.strategy.sum_values(torch.stack([loss_sum, num_correct, stop]))
-    loss_total, correct_total, num_stopping = totals.tolist()
-    if num_stopping:
-        # some ranks left out micro-batches: the step is taken again, whole, after the resume
-        run.optimizer.zero_grad(set_to_none=True)
-        return None
-    return _update(run, step, loss_total / step.num_label_tokens, correct_total / step.num_label_tokens)
+    if can_hold_back(run.optimizer) and not run.scaler.is_enabled():
+        return _update_ahead(run, step, totals)
+    done = _update_after_reading(run, step, totals)
+    return lambda: done
 
 
 def accumulate_gradients(run: Run, step: StepPlan) -> tuple[Tensor, Tensor]:
-    """Forward and backward of this rank's micro-batches: summed loss and number of correct label tokens, 0-d fp64."""
+    """Forward and backward of this rank's micro-batches: summed loss and number of correct label tokens, 0-d fp64.
+
+    When memory runs out, gradients are dropped and the same samples are taken again in smaller micro-batches, with the
+    same divisor. Raises ResourceError when they cannot become smaller.
+    """
+    while True:
+        micro_batches = within_cap(run, step)
+        sums = _backward_each(run, step, micro_batches)
+        if not isinstance(sums, MicroBatch):
+            return sums
+        # here, where no frame of the failed pass holds a tensor any more
+        lower_cap(run, step, micro_batches, failed=sums)
+
+
+def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor] | MicroBatch:
+    """The sums over all micro-batches, or the one that did not fit in memory."""
+    run.joined.refresh()
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
     num_correct = torch.zeros((), dtype=torch.float64, device=run.device)
-    micro_batches = step.ranks[run.rank.index]
-    for index, batch in enumerate(run.feed.batches(micro_batches)):
-        if run.stop.requested:
-            break
-        seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
-        with run.strategy.accumulate(last=index == len(micro_batches) - 1):
-            with autocast(run):
-                sums = packed_loss(run.model, batch)
-            # the plan knew this divisor before step 0, so no rank has to ask the others
-            run.scaler.scale(sums.loss_sum / step.num_label_tokens).backward()
-        loss_sum += sums.loss_sum.detach()
-        num_correct += sums.num_correct
+    index = 0
+    try:
+        for index, batch in enumerate(run.feed.batches(micro_batches)):
+            if run.stop.requested:
+                break
+            seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
+            with run.strategy.accumulate(last=index == len(micro_batches) - 1):
+                with autocast(run):
+                    tile_rows = run.memory.head_tile_rows
+                    sums = packed_loss(run.model, batch, decoder=run.decoder, tile_rows=tile_rows)
+                # the plan knew this divisor before step 0, so no rank has to ask the others
+                run.scaler.scale(sums.loss_sum / step.num_label_tokens).backward()
+            loss_sum += sums.loss_sum.detach()
+            num_correct += sums.num_correct
+    except torch.OutOfMemoryError:
+        return micro_batches[index]
     return loss_sum, num_correct
 
 
@@ -73,6 +113,7 @@ def evaluate(run: Run) -> tuple[float, float]:
     assert run.eval_plan is not None
     assert run.eval_feed is not None
     run.model.eval()
+    run.joined.refresh()
     totals = torch.zeros(2, dtype=torch.float64, device=run.device)
     # a graph belongs to a mode: compiling another one would cost more than the forward passes do
     with torch.compiler.set_stance("force_eager"):
@@ -90,28 +131,90 @@ def autocast(run: Run) -> AbstractContextManager[object]:
     return torch.autocast(run.device.type, dtype=run.dtype) if run.autocast else nullcontext()
 
 
-def _update(run: Run, step: StepPlan, loss: float, token_accuracy: float) -> StepOutcome:
-    run.strategy.sum_gradients(run.parameters)
-    run.scaler.unscale_(run.optimizer)
-    norm = run.strategy.grad_norm(run.parameters)
+def _update_ahead(run: Run, step: StepPlan, totals: Tensor) -> Pending:
+    """Update if the figures, known on the device only, are good."""
+    norm = _summed_norm(run)
+    figures = torch.cat([totals, norm.to(totals.dtype)[None]])
+    hold_back(run.optimizer, ~figures.isfinite().all() | (totals[2] > 0))
+    lr = _next_lr(run)
+    set_lr(run.optimizer, lr)
+    with record_function("flatout::optimizer"):
+        _clip(run, norm)
+        run.optimizer.step()
+    run.num_in_flight += 1
+    read, ended = read_later(figures)
+
+    def outcome() -> StepOutcome | None:
+        run.num_in_flight -= 1
+        loss_total, correct_total, num_stopping, grad_norm = read()
+        if num_stopping:
+            _leave_out(run)
+            return None
+        loss = loss_total / step.num_label_tokens
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            # no update happened since, so the same gradients come again, to name the parameter at fault
+            run.optimizer.zero_grad(set_to_none=True)
+            accumulate_gradients(run, step)
+            run.strategy.sum_gradients(run.parameters)
+            _require_finite(run, step, loss, grad_norm)
+        return StepOutcome(loss, correct_total / step.num_label_tokens, grad_norm, lr, ended=ended)
+
+    return outcome
+
+
+def _update_after_reading(run: Run, step: StepPlan, totals: Tensor) -> StepOutcome | None:
+    """Update once the host knows that the figures are good."""
+    loss_total, correct_total, num_stopping = totals.tolist()
+    if num_stopping:
+        _leave_out(run)
+        return None
+    loss = loss_total / step.num_label_tokens
+    norm = _summed_norm(run)
     grad_norm = norm.item()
-    lr = run.config.optim.lr * lr_factor(run.config.schedule, run.progress.num_updates, run.plan.num_steps)
     overflow = run.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm)
     if not overflow:
-        require_finite(
-            loss,
-            grad_norm,
-            step=step.index + 1,
-            sample_ids=step.sample_ids,
-            named=run.named_parameters,
-            origin_of=run.feed.origin,
-            dump=run.folder / "non_finite.json",
-        )
-        if run.config.optim.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(run.parameters, run.config.optim.max_grad_norm, norm)
+        _require_finite(run, step, loss, grad_norm)
+        _clip(run, norm)
+    lr = _next_lr(run)
     set_lr(run.optimizer, lr)
     # the scaler leaves the weights alone and halves its scale when a gradient overflowed
-    run.scaler.step(run.optimizer)
+    with record_function("flatout::optimizer"):
+        run.scaler.step(run.optimizer)
     run.scaler.update()
     skipped = "fp16 overflow" if overflow else None
-    return StepOutcome(loss, token_accuracy, 0.0 if overflow else grad_norm, lr, skipped)
+    return StepOutcome(loss, correct_total / step.num_label_tokens, 0.0 if overflow else grad_norm, lr, skipped)
+
+
+def _summed_norm(run: Run) -> Tensor:
+    run.strategy.sum_gradients(run.parameters)
+    run.scaler.unscale_(run.optimizer)
+    return run.strategy.grad_norm(run.parameters)
+
+
+def _clip(run: Run, norm: Tensor) -> None:
+    if run.config.optim.max_grad_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(run.parameters, run.config.optim.max_grad_norm, norm)
+
+
+def _next_lr(run: Run) -> float:
+    # updates under way count: one that turns out bad ends the run
+    num_updates = run.progress.num_updates + run.num_in_flight
+    return run.config.optim.lr * lr_factor(run.config.schedule, num_updates, run.plan.num_steps)
+
+
+def _leave_out(run: Run) -> None:
+    """Some ranks left out micro-batches: the step is taken again, whole, after the resume."""
+    run.optimizer.zero_grad(set_to_none=True)
+    let_go(run.optimizer)
+
+
+def _require_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> None:
+    require_finite(
+        loss,
+        grad_norm,
+        step=step.index + 1,
+        sample_ids=step.sample_ids,
+        named=run.named_parameters,
+        origin_of=run.feed.origin,
+        dump=run.folder / "non_finite.json",
+    )

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from tiny_models import tiny_model, tiny_samples
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.kernels.cross_entropy import reference, tiled
 from flatout.kernels.cross_entropy.fused import tile_terms
@@ -52,6 +54,31 @@ def test_reference_is_torchs_cross_entropy():
     logits = hidden @ weight.T
     torch.testing.assert_close(loss_sum, F.cross_entropy(logits, targets, reduction="sum"))
     assert int(num_correct) == int((logits.argmax(-1) == targets).sum())
+
+
+class LiveTensors(TorchDispatchMode):
+    """The most tensors of one shape that were alive at once."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.alive, self.most = shape, [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and tuple(output.shape) == self.shape:
+            self.alive = [storage for storage in self.alive if not storage.expired()]
+            storage = StorageWeakRef(output.untyped_storage())
+            self.alive += [storage] if storage not in self.alive else []
+            self.most = max(self.most, len(self.alive))
+        return output
+
+
+def test_only_one_tiles_logits_are_alive():
+    """fp32 makes the gradient in the logits' own place; 16 bit needs a product, fp32 logits and a gradient."""
+    for dtype, expected in ((torch.float32, 1), (torch.bfloat16, 3)):
+        with LiveTensors((8, 50)) as seen:
+            run(tiled.token_loss, *problem(40, 6, 50, dtype), tile_rows=8)
+        assert seen.most == expected
 
 
 def test_huge_logits_stay_finite():

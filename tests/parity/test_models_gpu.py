@@ -11,6 +11,7 @@ from flatout.models.head import packed_loss
 from flatout.models.load import load_model
 from flatout.models.lora import add_lora, trainable_parameters
 from flatout.models.packed import kernel_borders, pack
+from flatout.models.recompute import checkpoint_layers
 from flatout.models.selftest import check_packing
 
 pytestmark = [
@@ -102,7 +103,7 @@ def test_compile_is_off_where_it_cannot_be(tmp_path):
 def test_compiled_layers_with_checkpointing_learn(tmp_path):
     torch._dynamo.reset()
     save_tiny_model(tmp_path, "qwen3", **SHAPE)
-    config = ModelConfig(name=str(tmp_path), gradient_checkpointing=True)
-    loaded = load_model(config, method="lora", device=CUDA, seed=0)
+    loaded = load_model(ModelConfig(name=str(tmp_path)), method="lora", device=CUDA, seed=0)
+    checkpoint_layers(loaded.model)
     add_lora(loaded.model, LoraConfig(rank=8), seed=0)
     assert "layers as one graph" in compile_layers(loaded, "auto", num_borders=64)

@@ -44,6 +44,7 @@ def padded_reference(run: Run, planned: Planned, step: StepPlan) -> tuple[float,
     longest = max(len(ids) for ids, _ in samples)
     loss_sum, num_labels = torch.zeros((), dtype=torch.float64), 0
     run.optimizer.zero_grad(set_to_none=True)
+    run.joined.refresh()
     for ids, trained in samples:
         row = torch.zeros((1, longest), dtype=torch.long)
         row[0, : len(ids)] = torch.tensor(ids.tolist())
@@ -81,9 +82,8 @@ def test_packed_and_accumulated_equal_padded(tiny: Any, tmp_path: Path, method: 
 
 
 def cut_again(config: Any, planned: Planned, budget: int, num_ranks: int) -> Any:
-    batch = config.batch.model_copy(update={"micro_batch_tokens": int(budget)})
-    store = planned.store
-    return make_plan(store.lengths, store.num_labels, batch, seed=config.seed, num_ranks=num_ranks)
+    store, settings = planned.store, {"seed": config.seed, "num_ranks": num_ranks}
+    return make_plan(store.lengths, store.num_labels, config.batch, micro_batch_tokens=budget, **settings)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 7])
@@ -142,12 +142,18 @@ def test_grad_norm_and_clipping_equal_the_formula(tiny: Any, tmp_path: Path) -> 
     assert ((moved - clipped).norm() / clipped.norm()).item() < 1e-10
 
 
-def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(tiny: Any, tmp_path: Path) -> None:
-    """The held-out loss is one number whatever the micro-batches; it moves no gradient, weight or random state."""
+@pytest.mark.parametrize("dropout", [0.5, 0.0])
+def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(
+    tiny: Any, tmp_path: Path, dropout: float
+) -> None:
+    """The held-out loss is one number whatever the micro-batches; it moves no gradient, weight or random state.
+
+    Without dropout the layers are joined, and read the changed adapter only after a refresh.
+    """
     config = tiny.config(
         tmp_path,
         model={"name": str(tiny.model_dir), "precision": "fp64"},
-        lora={"rank": 4, "dropout": 0.5},
+        lora={"rank": 4, "dropout": dropout},
         eval={"fraction": 0.2},
     )
     run, planned = make_run(config, tmp_path)
@@ -156,12 +162,13 @@ def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(ti
     state = torch.get_rng_state()
     loss, accuracy = evaluate(run)
     assert torch.equal(state, torch.get_rng_state())
-    assert all(parameter.grad is None for parameter in run.parameters)
+    assert all(p.grad is None or not p.grad.any() for p in run.parameters)
     assert run.model.training
     assert planned.eval_plan is not None
     held_out = planned.eval_plan.sample_ids
     assert not set(held_out) & {i for step in planned.plan.steps() for i in step.sample_ids}
     run.model.eval()
+    run.joined.refresh()
     with torch.no_grad():
         expected, correct, count = 0.0, 0, 0
         for sample_id in held_out:
@@ -193,14 +200,14 @@ def test_a_step_without_labels_updates_nothing(tiny: Any, tmp_path: Path) -> Non
 
 def test_frozen_weights_and_their_states_never_change(tiny: Any, tmp_path: Path) -> None:
     run, planned = make_run(tiny.config(tmp_path), tmp_path)
-    trained = {id(parameter) for parameter in run.parameters}
+    trained = {id(parameter) for parameter in run.named_parameters.values()}
     frozen = [p for p in run.model.parameters() if id(p) not in trained]
     before = [parameter.clone() for parameter in frozen]
     for step in planned.plan.steps():
         take_step(run, step)
     assert frozen
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, frozen, strict=True))
-    assert {id(p) for p in run.optimizer.state} == trained
+    assert set(run.optimizer.state) == set(run.parameters)
 
 
 def test_dropout_differs_by_position_and_repeats_with_it(tiny: Any, tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ BUGS = (
         "norm before the sum over ranks",
         STEP,
         "    run.strategy.sum_gradients(run.parameters)\n    run.scaler.unscale_(run.optimizer)\n"
-        "    norm = run.strategy.grad_norm(run.parameters)\n",
+        "    return run.strategy.grad_norm(run.parameters)\n",
         "    norm = run.strategy.grad_norm(run.parameters)\n    run.strategy.sum_gradients(run.parameters)\n"
-        "    run.scaler.unscale_(run.optimizer)\n",
+        "    run.scaler.unscale_(run.optimizer)\n    return norm\n",
         RANKS,
     ),
     Bug(
@@ -82,7 +82,7 @@ BUGS = (
         "",
         "tests/unit/models/test_packed_batch.py",
     ),
-    Bug("rate moves per micro-batch", STEP, "run.progress.num_updates, run", "run.progress.num_updates * 2, run", RUNS),
+    Bug("rate moves per micro-batch", STEP, "run.progress.num_updates +", "run.progress.num_updates * 2 +", RUNS),
     Bug("optimizer not restored", SETUP, "    load_optimizer_state(run.optimizer", "    0 and (run.optimizer", RESUME),
     Bug("dropout not tied to the position", STEP, "step=step.index, rank", "step=id(step), rank", RESUME),
     Bug("evaluation leaves dropout off", STEP, "    run.model.train()\n", "", f"{EXACT}::test_evaluation_equals"),
@@ -98,9 +98,9 @@ BUGS = (
     Bug(
         "head untied",
         "models/load.py",
-        "    model.train()\n    return LoadedModel(",
+        "    model.train()\n    report = _report(",
         "    head = model.get_output_embeddings()\n"
-        "    head.weight = torch.nn.Parameter(head.weight.detach().clone())\n    return LoadedModel(",
+        "    head.weight = torch.nn.Parameter(head.weight.detach().clone())\n    report = _report(",
         f"{EXACT}::test_tied_embedding_gets_the_gradient_of_both_uses",
     ),
     Bug(
@@ -124,6 +124,34 @@ BUGS = (
         "if parameter.ndim >= 2]",
         "if parameter.ndim >= 1]",
         "tests/unit/train/test_optim.py",
+    ),
+    Bug(
+        "gradients of a failed pass kept",
+        "train/memory.py",
+        "    run.optimizer.zero_grad(set_to_none=True)\n",
+        "",
+        "tests/unit/train/test_out_of_memory.py::test_only_the_gradients_of_the_pass_that_fits_remain",
+    ),
+    Bug(
+        "joined gradient without the scale",
+        "models/joined.py",
+        ".to(ctx.dtype) * ctx.scaling",
+        ".to(ctx.dtype)",
+        "tests/parity/test_joined_lora.py",
+    ),
+    Bug(
+        "training reads an old adapter",
+        STEP,
+        "    run.joined.refresh()\n    loss_sum",
+        "    loss_sum",
+        "tests/parity/test_plain_loop.py",
+    ),
+    Bug(
+        "evaluation reads an old adapter",
+        STEP,
+        "    run.joined.refresh()\n    totals",
+        "    totals",
+        f"{EXACT}::test_evaluation_equals",
     ),
 )
 

@@ -23,7 +23,6 @@ samples = st.lists(st.tuples(st.integers(1, BUDGET), st.integers(1, BUDGET)), mi
 batches = st.builds(
     BatchConfig,
     samples_per_step=st.integers(1, 20),
-    micro_batch_tokens=st.just(BUDGET),
     epochs=st.sampled_from([0.3, 1.0, 1.5, 2.0]),
     max_steps=st.sampled_from([None, None, 1, 5]),
     shuffle=st.booleans(),
@@ -32,7 +31,7 @@ seeds = st.integers(0, 2**63)
 
 
 def plan_of(data, batch, seed, num_ranks):
-    return make_plan(*data, batch, seed=seed, num_ranks=num_ranks, cost=COST)
+    return make_plan(*data, batch, micro_batch_tokens=BUDGET, seed=seed, num_ranks=num_ranks, cost=COST)
 
 
 @given(samples, batches, seeds)
@@ -157,10 +156,10 @@ def test_evaluation_reads_every_sample_once(data, num_ranks):
 @given(st.lists(samples, max_size=5), st.integers(1, 12), seeds)
 @settings(max_examples=40, deadline=None)
 def test_streams_lose_nothing_and_ignore_ranks(windows, samples_per_step, seed):
-    batch = BatchConfig(samples_per_step=samples_per_step, micro_batch_tokens=BUDGET)
-    steps = list(plan_stream(windows, batch, seed=seed, num_ranks=1, cost=COST))
+    batch = BatchConfig(samples_per_step=samples_per_step)
+    steps = list(plan_stream(windows, batch, micro_batch_tokens=BUDGET, seed=seed, num_ranks=1, cost=COST))
     num_samples = sum(len(lengths) for lengths, _ in windows)
     assert Counter(i for step in steps for i in step.sample_ids) == Counter(range(num_samples))
     assert all(len(step.sample_ids) == samples_per_step for step in steps[:-1])
-    others = plan_stream(windows, batch, seed=seed, num_ranks=4, cost=COST)
+    others = plan_stream(windows, batch, micro_batch_tokens=BUDGET, seed=seed, num_ranks=4, cost=COST)
     assert [step.sample_ids for step in others] == [step.sample_ids for step in steps]

@@ -1,7 +1,18 @@
-"""Packed causal attention: varlen (CUDA), sdpa and plain (document by document); reference.py is the truth."""
+"""Packed causal attention: varlen, fa3 and fa4 (CUDA), sdpa and plain (by document); reference.py is the truth."""
 
 from flatout.kernels.attention.documents import plain_attention, sdpa_attention
+from flatout.kernels.attention.flash import FlashName, flash_disagreement, flash_problem, make_flash_attention
 from flatout.kernels.attention.reference import packed_attention
 from flatout.kernels.attention.varlen import make_varlen_attention, varlen_problem
 
-__all__ = ["make_varlen_attention", "packed_attention", "plain_attention", "sdpa_attention", "varlen_problem"]
+__all__ = [
+    "FlashName",
+    "flash_disagreement",
+    "flash_problem",
+    "make_flash_attention",
+    "make_varlen_attention",
+    "packed_attention",
+    "plain_attention",
+    "sdpa_attention",
+    "varlen_problem",
+]

@@ -49,6 +49,8 @@ class _TiledLoss(torch.autograd.Function):
                 hidden_grad[rows] = logit_grad @ compute_weight
             if weight_grad is not None:
                 weight_grad += logit_grad.T @ tile
+            # before the next tile's are made: 0.6 GB each in bf16 with a 150k vocabulary
+            del logits, logit_grad
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.dtypes = (hidden.dtype, weight.dtype)
         ctx.mark_non_differentiable(num_correct)

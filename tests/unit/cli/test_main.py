@@ -30,7 +30,7 @@ def test_an_unknown_verb_is_a_usage_error() -> None:
     assert caught.value.code == 2
 
 
-@pytest.mark.parametrize("verb", ["demo", "init", "data", "plan", "train", "chat", "merge"])
+@pytest.mark.parametrize("verb", ["bench", "demo", "init", "data", "plan", "train", "chat", "merge"])
 def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([verb, "--help"])

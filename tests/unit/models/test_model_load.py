@@ -10,6 +10,7 @@ from flatout.models.attention import choose_attention
 from flatout.models.blocks import decoder_layers
 from flatout.models.families import Family, family_of, logits_scale
 from flatout.models.load import load_model, resolve_precision
+from flatout.models.recompute import checkpoint_layers
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -62,8 +63,10 @@ def test_random_weights_need_only_a_config(tmp_path):
 
 
 def test_gradient_checkpointing_is_switched_on(folder):
-    assert load(folder, gradient_checkpointing=True).model.is_gradient_checkpointing
-    assert not load(folder).model.is_gradient_checkpointing
+    model = load(folder).model
+    assert not model.is_gradient_checkpointing
+    checkpoint_layers(model)
+    assert model.is_gradient_checkpointing
 
 
 def test_precision_names():

@@ -34,7 +34,7 @@ def test_prints_the_plan(run_file, capsys):
     assert "120, 1 epochs" in text
     assert "balance, 2 ranks" in text
     assert "(this run)" in text
-    assert "estimate, not calibrated" in text
+    assert "(estimate: weights" in text
     assert "time " in text
 
 
@@ -48,6 +48,33 @@ def test_json_is_the_same_report(run_file, capsys):
     # 32 wide, 2 layers: embedding (tied), final norm, and for each layer q k v o, two head norms, MLP, two norms
     layer = 32 * (32 + 16 + 16 + 32) + 2 * 8 + 3 * 32 * 64 + 2 * 32
     assert memory["weights_bytes"] == 4 * (shape_of(run_file)["vocab_size"] * 32 + 32 + 2 * layer)
+
+
+def test_a_named_gpu_gets_a_decision_and_its_longest_document(run_file, capsys):
+    settings = ["batch.micro_batch_tokens=null", "--device", "4090"]
+    assert main(["plan", str(run_file), *settings]) == 0
+    text = capsys.readouterr().out
+    assert "on RTX 4090" in text
+    assert "tokens a micro-batch, recompute none: 21.5 GiB of RTX 4090 hold" in text
+    assert "longest document" in text
+    assert main(["plan", str(run_file), *settings, "memory=0.3", "--json"]) == 0
+    small = json.loads(capsys.readouterr().out)
+    assert main(["plan", str(run_file), *settings, "--json"]) == 0
+    large = json.loads(capsys.readouterr().out)
+    # the tiny steps fit anywhere, so each is one micro-batch; the longest document is what memory decides
+    assert large["num_micro_batches"] == large["num_steps"]
+    assert large["micro_batch_tokens"] >= large["max_micro_batch_tokens"]
+    assert large["memory"]["total_bytes"] <= large["memory_budget_bytes"]
+    assert small["longest_document_tokens"] < large["longest_document_tokens"]
+    assert main(["plan", str(run_file), "--device", "4091"]) == 2
+    assert "--device is 4091; expected one of b200, h200" in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_plan_is_the_cpus(run_file, capsys):
+    assert main(["plan", str(run_file), "batch.micro_batch_tokens=null", "batch.samples_per_step=120", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["num_micro_batches"] == -(-values["num_tokens"] // 8192)
+    assert "longest_document_tokens" not in values
 
 
 def test_one_step(run_file, capsys):

@@ -88,6 +88,8 @@ def test_attention_and_recompute_terms():
     base = make_cost(shape, method="full").per_token / 6
     assert again.per_token - plain.per_token == pytest.approx(2 * base + 2 * adapter)
     assert again.per_label == plain.per_label == 4 * shape.vocab_size * shape.hidden_size
+    # utilisation counts nothing twice
+    assert (again.useful, plain.useful) == (plain, None)
     full, full_again = make_cost(shape, method="full"), make_cost(shape, method="full", recompute=True)
     assert full_again.per_token / full.per_token == pytest.approx(8 / 6)
 

@@ -5,19 +5,20 @@ import pytest
 
 from flatout.config.schema import BatchConfig
 from flatout.plan.cost import CostModel
+from flatout.plan.devices import GIB
 from flatout.plan.explain import explain, render, render_step
-from flatout.plan.memory import MemoryEstimate
+from flatout.plan.memory import MemoryEstimate, MicroBatchSize
 from flatout.plan.steps import make_plan
 
 COST = CostModel(per_token=1e12, per_pair=1e9, per_label=1e11)
-MEMORY = MemoryEstimate(16_000_000_000, 1_000_000, 0, 2_000_000, 500_000_000, 0)
+MEMORY = MemoryEstimate(16 * GIB, GIB >> 10, 0, GIB >> 9, GIB // 2, 0)
 
 
 @pytest.fixture
 def plan():
     lengths = np.random.default_rng(0).integers(5, 100, 60)
-    batch = BatchConfig(samples_per_step=16, micro_batch_tokens=250, epochs=1.5)
-    return make_plan(lengths, lengths // 3, batch, seed=1, num_ranks=3, cost=COST)
+    batch = BatchConfig(samples_per_step=16, epochs=1.5)
+    return make_plan(lengths, lengths // 3, batch, micro_batch_tokens=250, seed=1, num_ranks=3, cost=COST)
 
 
 def test_numbers_are_recounted(plan):
@@ -32,6 +33,7 @@ def test_numbers_are_recounted(plan):
     assert report.num_micro_batches == len(micro_batches)
     assert report.max_micro_batch_tokens == max(m.num_tokens for m in micro_batches) <= 250
     assert report.max_micro_batch_labels == max(m.num_label_tokens for m in micro_batches)
+    assert report.max_micro_batch_documents == max(len(m.sample_ids) for m in micro_batches)
     ids = np.array([i for step in steps for i in step.sample_ids])
     assert report.flops == pytest.approx(COST.flops(lengths[ids], (lengths // 3)[ids]).sum())
     assert report.time_s == report.num_tokens / 100.0
@@ -53,18 +55,22 @@ def test_balance_at_other_numbers_of_ranks(plan):
 def test_text_holds_the_numbers(plan):
     seen = []
 
-    def memory_of(num_tokens, num_labels):
-        seen.append((num_tokens, num_labels))
+    def memory_of(size):
+        seen.append(size)
         return MEMORY
 
     report = explain(plan, num_held_out=7, tokens_per_s=0.5, memory_of=memory_of)
-    assert seen == [(report.max_micro_batch_tokens, report.max_micro_batch_labels)]
+    largest = (report.max_micro_batch_tokens, report.max_micro_batch_labels, report.max_micro_batch_documents)
+    assert seen == [MicroBatchSize(*largest)]
     text = render(report)
     assert "60, 7 held out, 1.533 epochs" in text
     assert f"{report.num_tokens:,}, of them {report.label_share:.1%} label tokens" in text
     assert f"{report.padding_avoided:.1%} of the" in text
-    assert "about 16.50 GB (estimate, not calibrated: weights 16.00 GB" in text
-    assert "head" not in text
+    assert (
+        "about 16.50 GiB (estimate: weights 16.00 GiB, adapter 1.00 MiB, optimizer 2.00 MiB, activations 0.50 GiB"
+        in text
+    )
+    assert "working" not in text
     assert "balance, 3 ranks" in text
     assert " h " in text
     assert "time " not in render(explain(plan))

@@ -21,10 +21,19 @@ def lengths_of(count, seed=0):
     return lengths, lengths // 2
 
 
-def plan_of(count=50, num_ranks=2, seed=7, sample_ids=None, **batch):
+def plan_of(count=50, num_ranks=2, seed=7, sample_ids=None, micro_batch_tokens=100, **batch):
     lengths, labels = lengths_of(count)
-    settings = BatchConfig(**{"samples_per_step": 8, "micro_batch_tokens": 100, **batch})
-    return make_plan(lengths, labels, settings, seed=seed, num_ranks=num_ranks, cost=COST, sample_ids=sample_ids)
+    settings = BatchConfig(**{"samples_per_step": 8, **batch})
+    return make_plan(
+        lengths,
+        labels,
+        settings,
+        micro_batch_tokens=micro_batch_tokens,
+        seed=seed,
+        num_ranks=num_ranks,
+        cost=COST,
+        sample_ids=sample_ids,
+    )
 
 
 def test_an_epoch_is_every_sample_once_with_its_ragged_end():
@@ -108,10 +117,10 @@ def test_fingerprint_changes_with_all_that_decides_the_steps():
     other_lengths, other_labels = lengths.copy(), labels.copy()
     other_lengths[[3, 4]] += 1
     other_labels[5] += 1
-    batch = BatchConfig(samples_per_step=8, micro_batch_tokens=100)
+    batch = BatchConfig(samples_per_step=8)
 
-    def fingerprint(lengths=lengths, labels=labels, batch=batch, seed=0, **more):
-        return make_plan(lengths, labels, batch, seed=seed, num_ranks=1, **more).fingerprint
+    def fingerprint(lengths=lengths, labels=labels, batch=batch, tokens=100, seed=0, **more):
+        return make_plan(lengths, labels, batch, micro_batch_tokens=tokens, seed=seed, num_ranks=1, **more).fingerprint
 
     variants = [
         fingerprint(),
@@ -126,12 +135,12 @@ def test_fingerprint_changes_with_all_that_decides_the_steps():
     assert len(set(variants)) == len(variants)
     assert fingerprint() == fingerprint(lengths=lengths.astype(np.int32), labels=labels.astype(np.uint16))
     assert fingerprint() == fingerprint(sample_ids=range(50))
-    assert fingerprint() == fingerprint(batch=batch.model_copy(update={"micro_batch_tokens": 999}))
+    assert fingerprint() == fingerprint(tokens=999)
 
 
 def test_fingerprint_knows_which_of_equal_samples_are_planned():
     first, second = (
-        make_plan([5] * 9, [2] * 9, BatchConfig(), seed=0, num_ranks=1, sample_ids=ids)
+        make_plan([5] * 9, [2] * 9, BatchConfig(), micro_batch_tokens=100, seed=0, num_ranks=1, sample_ids=ids)
         for ids in (range(8), range(1, 9))
     )
     assert first.fingerprint != second.fingerprint
@@ -142,8 +151,8 @@ def test_memory_mapped_arrays_give_the_same_plan(tmp_path):
     for name, array in (("lengths", lengths), ("labels", labels)):
         np.save(tmp_path / f"{name}.npy", array)
     mapped = [np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("lengths", "labels")]
-    batch = BatchConfig(samples_per_step=8, micro_batch_tokens=100)
-    plan = make_plan(*mapped, batch, seed=7, num_ranks=2, cost=COST)
+    batch = BatchConfig(samples_per_step=8)
+    plan = make_plan(*mapped, batch, micro_batch_tokens=100, seed=7, num_ranks=2, cost=COST)
     assert list(plan.steps()) == list(plan_of().steps())
     assert type(plan.step(0).sample_ids[0]) is int
 
@@ -164,13 +173,26 @@ def test_epoch_after_is_exact_by_samples():
     assert (done[6], done[7], done[13]) == (1.0, 1 + 8 / 50, 2.0)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_step_cut_again_is_the_step_of_a_plan_with_that_budget(num_ranks):
+    for ids in (None, range(5, 50, 2)):
+        plan, tight = (plan_of(num_ranks=num_ranks, sample_ids=ids, micro_batch_tokens=n) for n in (1000, 70))
+        for step, expected in zip(plan.steps(), tight.steps(), strict=True):
+            assert tuple(plan.cut_again(step, rank, 70) for rank in range(num_ranks)) == expected.ranks
+        assert list(plan.laid_out(70, COST).steps()) == list(tight.steps())
+        assert plan.laid_out(70, COST).fingerprint == plan.fingerprint
+    with pytest.raises(UsageError, match=r"batch\.micro_batch_tokens=40"):
+        plan_of().laid_out(40, COST)
+
+
 def test_naive_loader_pads_each_ranks_share():
-    batch = BatchConfig(samples_per_step=4, micro_batch_tokens=40, shuffle=False)
-    plan = make_plan([10, 2, 9, 4], [1] * 4, batch, seed=0, num_ranks=2)
+    batch = BatchConfig(samples_per_step=4, shuffle=False)
+    plan, one, tight = (
+        make_plan([10, 2, 9, 4], [1] * 4, batch, micro_batch_tokens=tokens, seed=0, num_ranks=ranks)
+        for tokens, ranks in ((40, 2), (40, 1), (25, 1))
+    )
     assert plan.naive_tokens(plan.step(0)) == 2 * 10 + 2 * 9
-    one = make_plan([10, 2, 9, 4], [1] * 4, batch, seed=0, num_ranks=1)
     assert one.naive_tokens(one.step(0)) == 4 * 10
-    tight = make_plan([10, 2, 9, 4], [1] * 4, batch.model_copy(update={"micro_batch_tokens": 25}), seed=0, num_ranks=1)
     assert tight.naive_tokens(tight.step(0)) == 2 * 10 + 2 * 9
 
 
@@ -189,7 +211,7 @@ def test_a_sample_over_the_budget_names_the_settings():
     assert "batch.micro_batch_tokens=40" in message
     assert "data.max_tokens" in message
     with pytest.raises(UsageError, match=r"sample 3 has 9 tokens"):
-        make_plan([1, 1, 1, 9], [1] * 4, BatchConfig(micro_batch_tokens=4), seed=0, num_ranks=1, sample_ids=[1, 3])
+        make_plan([1, 1, 1, 9], [1] * 4, BatchConfig(), micro_batch_tokens=4, seed=0, num_ranks=1, sample_ids=[1, 3])
 
 
 @pytest.mark.parametrize(
@@ -209,12 +231,12 @@ def test_a_sample_over_the_budget_names_the_settings():
 )
 def test_impossible_data_is_refused(lengths, labels, sample_ids, message):
     with pytest.raises(DataError, match=message):
-        make_plan(lengths, labels, BatchConfig(), seed=0, num_ranks=1, sample_ids=sample_ids)
+        make_plan(lengths, labels, BatchConfig(), micro_batch_tokens=100, seed=0, num_ranks=1, sample_ids=sample_ids)
 
 
 def test_a_step_without_labels_is_planned_and_says_so():
-    batch = BatchConfig(samples_per_step=1, micro_batch_tokens=10)
-    plan = make_plan([5] * 10, [1] * 9 + [0], batch, seed=0, num_ranks=1)
+    batch = BatchConfig(samples_per_step=1)
+    plan = make_plan([5] * 10, [1] * 9 + [0], batch, micro_batch_tokens=10, seed=0, num_ranks=1)
     assert [step.sample_ids for step in plan.steps() if step.num_label_tokens == 0] == [(9,)]
 
 

@@ -10,7 +10,7 @@ from flatout.errors import UsageError
 from flatout.plan.steps import make_plan
 from flatout.plan.stream import plan_stream
 
-BATCH = BatchConfig(samples_per_step=8, micro_batch_tokens=200)
+BATCH = BatchConfig(samples_per_step=8)
 
 
 def windows_of(sizes, seed=0):
@@ -21,7 +21,7 @@ def windows_of(sizes, seed=0):
 
 
 def steps_of(sizes, batch=BATCH, num_ranks=2, seed=5):
-    return list(plan_stream(windows_of(sizes), batch, seed=seed, num_ranks=num_ranks))
+    return list(plan_stream(windows_of(sizes), batch, micro_batch_tokens=200, seed=seed, num_ranks=num_ranks))
 
 
 def test_every_sample_once_over_all_windows():
@@ -52,7 +52,7 @@ def test_samples_stay_in_their_window_and_are_shuffled_in_it():
 def test_unshuffled_windows_are_one_unshuffled_run():
     batch = BATCH.model_copy(update={"shuffle": False})
     lengths, labels = (np.concatenate(arrays) for arrays in zip(*windows_of([13, 50, 2]), strict=True))
-    whole = make_plan(lengths, labels, batch, seed=5, num_ranks=2)
+    whole = make_plan(lengths, labels, batch, micro_batch_tokens=200, seed=5, num_ranks=2)
     assert steps_of([13, 50, 2], batch) == list(whole.steps())
 
 
@@ -65,12 +65,13 @@ def test_windows_are_read_only_when_needed():
             yield [5] * 16, [1] * 16
 
     batch = BATCH.model_copy(update={"max_steps": 5})
-    assert len(list(plan_stream(endless(), batch, seed=0, num_ranks=1))) == 5
+    assert len(list(plan_stream(endless(), batch, micro_batch_tokens=200, seed=0, num_ranks=1))) == 5
     assert len(read) == 3
 
 
 def test_what_a_stream_cannot_do_is_refused():
     with pytest.raises(UsageError, match=r"set batch\.max_steps"):
         steps_of([8], BATCH.model_copy(update={"epochs": 2.0}))
+    windows = [([5] * 16, [1] * 16), ([5, 500], [1, 1])]
     with pytest.raises(UsageError, match=r"sample 17 has 500 tokens"):
-        list(plan_stream([([5] * 16, [1] * 16), ([5, 500], [1, 1])], BATCH, seed=0, num_ranks=1))
+        list(plan_stream(windows, BATCH, micro_batch_tokens=200, seed=0, num_ranks=1))

@@ -13,7 +13,8 @@ from flatout.track.record import EvalRecord, StepRecord, Trackers
 STEP = StepRecord(
     step=1, num_steps=100, epoch=0.1, loss=2.5, token_accuracy=0.25, lr=1e-4, grad_norm=0.5, num_samples=4,
     num_tokens=100, num_label_tokens=60, num_micro_batches=2, tokens_per_s=1000.0, label_tokens_per_s=600.0,
-    step_s=0.1, data_wait_s=0.0, padding_avoided=0.4, balance=1.0, peak_memory_bytes=2**30, elapsed_s=0.1,
+    step_s=0.1, data_wait_s=0.0, flops_per_s=4e14, mfu=0.404, padding_avoided=0.4, balance=1.0, peak_memory_bytes=2**30,
+    elapsed_s=0.1,
 )  # fmt: skip
 EVAL = EvalRecord(step=1, eval_loss=2.0, eval_token_accuracy=0.5, num_label_tokens=60, is_best=True, eval_s=0.2)
 
@@ -72,8 +73,15 @@ def test_without_a_terminal_a_run_prints_a_bounded_number_of_plain_lines() -> No
 def test_on_a_terminal_a_bar_shows_the_figures() -> None:
     text = shown(is_terminal=True)
     assert "100/100" in text
-    assert "1,000 tok/s (600 label)" in text
+    assert "1,000 tok/s (600 label)  MFU 40.4%  padding" in text
     assert "padding avoided 40%" in text
+
+
+def test_no_utilisation_is_shown_where_no_peak_is_known() -> None:
+    out = io.StringIO()
+    ConsoleTracker(Console(file=out, width=200)).record(replace(STEP, mfu=None))
+    assert "MFU" not in out.getvalue()
+    assert "(600 label)  padding" in out.getvalue()
 
 
 def test_trackers_tell_all(tmp_path: Path) -> None:

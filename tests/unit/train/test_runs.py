@@ -71,6 +71,23 @@ def test_resume_at_every_step_is_bit_equal(uninterrupted: tuple[Any, Result], tm
         assert evals(run_dir)[-1] == evals(result.folder)[-1]
 
 
+def test_a_resumed_run_reads_the_restored_adapter(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    """Without dropout LoRA layers run joined, by copies of the adapter, which a resume has to make anew."""
+    settings = {"checkpoint": {"every_steps": 1, "keep": 20}, "eval": {"fraction": 0.1, "every_steps": 3}}
+    whole = tiny.config(tmp_path / "whole", **settings)
+    train(whole)
+    assert re.search(r"joined +[1-9]\d* layers run as", (tmp_path / "whole" / "train.log").read_text())
+    for step in (1, 5):
+        run_dir = tmp_path / f"from-{step}"
+        shutil.copytree(whole.folder, run_dir)
+        forget_after(run_dir, step)
+        train(whole.model_copy(update={"run_dir": run_dir}))
+        assert_bit_equal(weights(whole.folder), weights(run_dir))
+        for name, kind in (("loss", "step"), ("eval_loss", "eval")):
+            records = [metrics_of(folder, kind) for folder in (run_dir, whole.folder)]
+            assert [record[name] for record in records[0]] == [record[name] for record in records[1]]
+
+
 def forget_after(run_dir: Path, step: int) -> None:
     shutil.rmtree(run_dir / "final")
     shutil.rmtree(run_dir / "best", ignore_errors=True)

@@ -1,0 +1,134 @@
+"""Useful tokens a second of full fine-tuning on one GPU, beside the bound of bf16 arithmetic; one JSON line a mode.
+
+    python benchmarks/full_finetune.py --shape qwen3-1.7b                    # every mode of the shape
+    python benchmarks/full_finetune.py --shape qwen3-8b --mode bf16-8bit --budget 16384 recompute=layers
+
+The tokens are those of `flatout bench`: chat lengths, 60 % labels, 32 samples a step; the first 3 steps are left out.
+Each mode runs in a fresh process through the real plan, set-up and loop; nothing is saved. The bound is what 790
+TFLOP/s (an H200's measured bf16 matrix product) would give if a token cost only
+
+    6 N + 6 V H f + 3.5 A,   A = 2 layers heads head_dim S
+
+with N weights of the layers' linears, V H of the head, f the share of label tokens, S = sum(length^2) / sum(length).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from flatout.bench.inputs import LABEL_SHARE, chat_lengths, write_store, write_tokenizer
+from flatout.bench.measure import WARMUP_STEPS, figures, gpu_memory
+from flatout.bench.ours import base_values, step_ends, step_records
+from flatout.bench.shapes import SHAPES, shape_config
+from flatout.config.read import make_config
+from flatout.parallel.rank import Rank
+from flatout.track.console import ConsoleTracker
+from flatout.track.jsonl import RunFolderTracker
+from flatout.track.record import Trackers
+from flatout.train.checkpoint import Checkpoints
+from flatout.train.loop import run_steps
+from flatout.train.memory import gpu_of
+from flatout.train.planning import plan_run
+from flatout.train.setup import set_up
+
+TFLOPS = 790
+BF16 = ["full.weights=bf16", "model.precision=bf16"]
+IN_BACKWARD = ["full.update=backward", "optim.max_grad_norm=null"]
+MODES = {
+    "fp32": [],
+    "bf16": BF16,
+    "bf16-8bit": [*BF16, "optim.name=adamw8bit"],
+    "bf16-8bit-backward": [*BF16, "optim.name=adamw8bit", *IN_BACKWARD],
+    "fp8": ["full.compute=fp8"],
+    "fp8-bf16": [*BF16, "full.compute=fp8"],
+    "fp8-bf16-8bit": [*BF16, "full.compute=fp8", "optim.name=adamw8bit"],
+}
+# masters, gradients and moments of 8B parameters in fp32 are 131 GB before the first activation
+LEAN = ("bf16", "bf16-8bit", "bf16-8bit-backward", "fp8-bf16-8bit")
+
+
+def bound_tok_s(shape: dict[str, Any], lengths: list[int]) -> float:
+    """Tokens a second at TFLOPS by the formula above."""
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    query = shape["num_attention_heads"] * shape["head_dim"]
+    key = shape["num_key_value_heads"] * shape["head_dim"]
+    linears = layers * hidden * (2 * query + 2 * key + 3 * shape["intermediate_size"])
+    attention = 2 * layers * query * sum(n * n for n in lengths) / sum(lengths)
+    head = shape["vocab_size"] * hidden
+    return TFLOPS * 1e12 / (6 * linears + 6 * head * LABEL_SHARE + 3.5 * attention)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    launched_s = time.time()
+    out = args.out / args.mode
+    shutil.rmtree(out, ignore_errors=True)
+    model_dir = out / "model"
+    model_dir.mkdir(parents=True)
+    shape = shape_config(args.shape)
+    (model_dir / "config.json").write_text(json.dumps(shape))
+    write_tokenizer(model_dir)
+    write_store(out / "data", model_dir, args.steps, None)
+    job = {
+        "run_dir": str(out / "run"),
+        "model_dir": str(model_dir),
+        "data_root": str(out / "data"),
+        "num_steps": args.steps,
+    }
+    budget = [f"batch.micro_batch_tokens={args.budget}"] if args.budget else []
+    overrides = ["method=full", "optim.lr=1e-5", "model.init=random", *budget, *MODES[args.mode], *args.overrides]
+    config = make_config(base_values(job), overrides)
+    tracker = Trackers(ConsoleTracker(), RunFolderTracker(config.folder))
+    rank = Rank()
+    planned = plan_run(config, tracker, rank, lambda: gpu_of(config, rank))
+    checkpoints = Checkpoints(config.folder, keep=1, on_event=tracker.event)
+    run = set_up(config, planned, checkpoints, None, tracker, rank)
+    with run.stop:
+        run_steps(run)
+    tracker.close()
+    steps = step_records(config.folder)
+    num_tokens, num_labels = ([step[name] for step in steps] for name in ("num_tokens", "num_label_tokens"))
+    found = figures(step_ends(config.folder), launched_s, num_tokens, num_labels)
+    timed = [n for index in range(WARMUP_STEPS, args.steps) for n in chat_lengths(index)]
+    bound = bound_tok_s(shape, timed)
+    peak_gib = gpu_memory().get("peak_allocated_gib", max(step["peak_memory_bytes"] for step in steps) / 2**30)
+    return {
+        "shape": args.shape,
+        "mode": args.mode,
+        "overrides": overrides,
+        "useful_tok_s": round(found["useful_tok_s"]),
+        "bound_tok_s": round(bound),
+        "bound": f"(6N + 6VHf + 3.5A) at {TFLOPS} TFLOP/s bf16",
+        "share_of_bound": round(found["useful_tok_s"] / bound, 3),
+        "step_p50_s": round(found["step_p50_s"], 4),
+        "micro_batches": [step["num_micro_batches"] for step in steps[WARMUP_STEPS:]],
+        "peak_gib": round(peak_gib, 2),
+        "losses": [round(step["loss"], 4) for step in steps],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[name for name in SHAPES if name == "tiny" or "qwen3-" in name])
+    parser.add_argument("--mode", choices=MODES)
+    parser.add_argument("--budget", type=int)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=Path("/tmp/full_finetune"))
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_intermixed_args()
+    if args.mode:
+        print(json.dumps(measure(args)), flush=True)
+        return
+    for mode in LEAN if args.shape == "qwen3-8b" else MODES:
+        # a fresh process each: neither memory nor graphs are shared, and one that fails does not stop the others
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--mode", mode], check=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Results as a Markdown table (ratios first, with the spread over repeats) and as bars in one SVG file."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+from xml.sax.saxutils import escape
+
+from flatout.bench.rows import Target
+
+BAR_PX, NAME_PX, ROW_PX = 560, 220, 26
+COLOURS = {"flatout": "#0b7285"}
+OTHER_COLOUR = "#adb5bd"
+
+
+def good_runs(results: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """The runs of a row that finished and trained on the given tokens."""
+    return [run for run in results["runs"] if run["row"] == name and "error" not in run]
+
+
+def ratios(results: Mapping[str, Any], target: Target) -> list[float]:
+    """Useful tok/s of the row over the peer's, pair by pair of the same repeat."""
+    rates = [
+        {run["repeat"]: run["useful_tok_s"] for run in good_runs(results, name)} for name in (target.row, target.peer)
+    ]
+    return [rates[0][repeat] / rates[1][repeat] for repeat in sorted(rates[0].keys() & rates[1].keys())]
+
+
+def markdown(results: Mapping[str, Any], targets: Sequence[Target] = ()) -> str:
+    """The whole report."""
+    header, protocol = results["header"], results["protocol"]
+    facts = ", ".join(f"{key} {value}" for key, value in {**header["gpu"], **header["versions"]}.items())
+    lines = [
+        f"{header['started']}. {facts}.",
+        f"{protocol['data']}, {protocol['samples_per_step']} samples a step, {protocol['num_steps']} steps, the first "
+        f"{protocol['left_out_steps']} left out; a fresh process each, order {protocol['order']}; median (lowest to "
+        "highest of the repeats).",
+        _clocks(results),
+        "",
+    ]
+    asked = [target for target in targets if ratios(results, target)]
+    if asked:
+        lines += ["| ratio | measured | asked | verdict |", "|---|---|---|---|"]
+        lines += [_ratio_line(results, target) for target in asked]
+        lines.append("")
+    lines += [
+        "| row | system | useful tok/s | label tok/s | step p50 / p95 s | peak GiB, allocated / reserved | "
+        "launch to first step s | TFLOP/s | loss, first and last | parity |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_row_line(results, row) for row in results["rows"]]
+    failed = [run for run in results["runs"] if "error" in run]
+    lines += ["", *(f"- {run['row']} #{run['repeat'] + 1} failed: `{_one_line(run['error'])}`" for run in failed)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def svg(results: Mapping[str, Any]) -> str:
+    """Horizontal bars of useful tok/s, one group a shape, the longest of a group over the full width."""
+    body: list[str] = []
+    top = 10
+    for shape in dict.fromkeys(row["shape"] for row in results["rows"]):
+        rates = {
+            row["name"]: (row["system"], [run["useful_tok_s"] for run in good_runs(results, row["name"])])
+            for row in results["rows"]
+            if row["shape"] == shape
+        }
+        measured = {name: (system, values) for name, (system, values) in rates.items() if values}
+        if not measured:
+            continue
+        body.append(f'<text x="0" y="{top + 14}" font-weight="bold">{escape(shape)}, useful tok/s</text>')
+        top += ROW_PX
+        longest = max(max(values) for _, values in measured.values())
+        for name, (system, values) in measured.items():
+            body += _bar(name, system, values, longest, top)
+            top += ROW_PX
+        top += ROW_PX // 2
+    width = NAME_PX + BAR_PX + 90
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" font-family="sans-serif" '
+        f'font-size="13">\n<rect width="{width}" height="{top}" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def _bar(name: str, system: str, values: Sequence[float], longest: float, top: int) -> list[str]:
+    middle = statistics.median(values)
+    ends = [NAME_PX + BAR_PX * value / longest for value in (min(values), max(values))]
+    length = BAR_PX * middle / longest
+    y = top + 9
+    return [
+        f'<text x="{NAME_PX - 8}" y="{top + 14}" text-anchor="end">{escape(name)}</text>',
+        f'<rect x="{NAME_PX}" y="{top}" width="{length:.1f}" height="18" fill="{COLOURS.get(system, OTHER_COLOUR)}"/>',
+        f'<line x1="{ends[0]:.1f}" y1="{y}" x2="{ends[1]:.1f}" y2="{y}" stroke="black"/>',
+        f'<text x="{max(NAME_PX + length, ends[1]) + 6:.1f}" y="{top + 14}">{middle:,.0f}</text>',
+    ]
+
+
+def _clocks(results: Mapping[str, Any]) -> str:
+    """The GPU's clock right after each run: pairs at clocks more than 2 % apart are no fair pair."""
+    found = [float(run["gpu_after"]["clocks.sm"]) for run in results["runs"] if "clocks.sm" in run.get("gpu_after", {})]
+    return f"SM clock after the runs: {min(found):.0f} to {max(found):.0f} MHz." if found else ""
+
+
+def _ratio_line(results: Mapping[str, Any], target: Target) -> str:
+    values = ratios(results, target)
+    runs = good_runs(results, target.row)
+    rate = statistics.median(run["useful_tok_s"] for run in runs)
+    wanted, met = [f"{target.min_ratio:g}x"], [statistics.median(values) >= target.min_ratio]
+    if target.min_tok_s is not None:
+        wanted.append(f"{target.min_tok_s:,.0f} tok/s")
+        met.append(rate >= target.min_tok_s)
+    measured = f"**{statistics.median(values):.2f}x** ({min(values):.2f} to {max(values):.2f}), {rate:,.0f} tok/s"
+    if target.max_gib is not None:
+        peak_gib = max(run.get("peak_allocated_gib", 0.0) for run in runs)
+        wanted.append(f"<= {target.max_gib:g} GiB")
+        met.append(peak_gib <= target.max_gib)
+        measured += f", {peak_gib:.1f} GiB"
+    verdict = "met" if all(met) else "missed"
+    return f"| {target.row} / {target.peer} | {measured} | >= {', '.join(wanted)} | {verdict} |"
+
+
+def _row_line(results: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    runs = good_runs(results, row["name"])
+    name = row["name"] + (" (its defaults)" if row["settings"].get("defaults") else "")
+    if not runs:
+        return f"| {name} | {row['system']} | - | - | - | - | - | - | - | - |"
+    # more than one row in a batch means that it was padded
+    name += " (padded)" if runs[0].get("batch_shape", [1])[0] > 1 else ""
+    seconds = f"{_median(runs, 'step_p50_s'):.3f} / {_median(runs, 'step_p95_s'):.3f}"
+    peaks = " / ".join(
+        f"{_median(runs, key):.1f}" for key in ("peak_allocated_gib", "peak_reserved_gib") if key in runs[0]
+    )
+    starts = ", ".join(f"{run['launch_to_first_step_s']:.1f}" for run in runs)
+    losses = f"{runs[0]['losses'][0]:.4f}, {runs[0]['losses'][-1]:.4f}"
+    gate = {True: "green", False: "RED", None: "not gated"}[row.get("parity")] if row["system"] == "flatout" else ""
+    rates = _spread(runs, "useful_tok_s"), _spread(runs, "label_tok_s")
+    cells = (*rates, seconds, peaks, starts, _teraflops(results, row), losses, gate)
+    return f"| {name} | {row['system']} | {' | '.join(cells)} |"
+
+
+def _teraflops(results: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """What the row achieved at the FLOPs a token that flatout counts for its shape (nothing recomputed, no padding)."""
+    shapes = {other["name"]: other["shape"] for other in results["rows"]}
+    counted = [
+        run["flops_per_token"]
+        for run in results["runs"]
+        if "flops_per_token" in run and shapes[run["row"]] == row["shape"]
+    ]
+    return f"{counted[0] * _median(good_runs(results, row['name']), 'useful_tok_s') / 1e12:,.0f}" if counted else ""
+
+
+def _median(runs: Sequence[Mapping[str, Any]], key: str) -> float:
+    return float(statistics.median(run[key] for run in runs))
+
+
+def _spread(runs: Sequence[Mapping[str, Any]], key: str) -> str:
+    values = [run[key] for run in runs]
+    return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[-300:].replace("|", "/").replace("`", "'")

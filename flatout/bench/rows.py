@@ -1,0 +1,104 @@
+"""The named rows: what is measured, on which shape, with which settings; and the ratios that are asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from flatout.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured configuration. `settings` are the trainer's own; ours are {"overrides": [...]}."""
+
+    name: str
+    system: str
+    shape: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A ratio that is asked for: `row` against `peer`, at least `min_ratio` times its useful tok/s.
+
+    `min_tok_s` is a floor in useful tok/s, `max_gib` a ceiling on the peak; null asks for none.
+    """
+
+    row: str
+    peer: str
+    min_ratio: float
+    min_tok_s: float | None = None
+    max_gib: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Rows of other trainers, from `rows.json` of a folder that also holds the program which runs them."""
+
+    trainer: str
+    rows: tuple[Row, ...]
+    targets: tuple[Target, ...] = ()
+
+
+def _ours(name: str, shape: str, *overrides: str) -> Row:
+    return Row(name, "flatout", shape, {"overrides": list(overrides)})
+
+
+OURS = (
+    _ours("tiny", "tiny", "batch.micro_batch_tokens=8192"),
+    _ours("8b-auto", "qwen3-8b"),
+    _ours("8b-bf16", "qwen3-8b", "batch.micro_batch_tokens=24000", "recompute=none"),
+    _ours("8b-fp8", "qwen3-8b", "base.storage=fp8", "batch.micro_batch_tokens=24000", "recompute=none"),
+    _ours("8b-nf4", "qwen3-8b", "base.storage=nf4", "batch.micro_batch_tokens=24000", "recompute=none"),
+    _ours(
+        "8b-nf4-fp8",
+        "qwen3-8b",
+        *("base.storage=nf4", "base.compute=fp8", "batch.micro_batch_tokens=24000", "recompute=none"),
+    ),
+    _ours("8b-lean", "qwen3-8b", "base.storage=nf4", "batch.micro_batch_tokens=2048", "recompute=layers"),
+    _ours("0.6b-bf16", "qwen3-0.6b", "batch.micro_batch_tokens=32768", "recompute=none"),
+    _ours("0.6b-auto", "qwen3-0.6b"),
+    _ours("llama-1b-bf16", "llama-3.2-1b", "batch.micro_batch_tokens=32768", "recompute=none"),
+    _ours("gemma-1b-bf16", "gemma-3-1b", "batch.micro_batch_tokens=32768", "recompute=none"),
+)
+
+
+def read_peers(folder: Path) -> Peers:
+    """The rows of `folder/rows.json`. Raises UsageError for a file that is missing or malformed."""
+    path = folder / "rows.json"
+    try:
+        return TypeAdapter(Peers).validate_json(path.read_bytes(), strict=False)
+    except (OSError, ValidationError) as error:
+        raise UsageError(f"--peers: {path} cannot be used: {error}") from error
+
+
+def read_parity(path: Path) -> dict[str, bool]:
+    """Whether each mode passed the parity gate, from the file that benchmarks/parity.py wrote. Raises UsageError."""
+    try:
+        return TypeAdapter(dict[str, bool]).validate_python(json.loads(path.read_bytes())["green"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--parity: {path} cannot be used: {error!r}") from error
+
+
+def choose(known: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    """The rows of these names, in the order asked for. Raises UsageError naming the known ones."""
+    by_name = {row.name: row for row in known}
+    if odd := [name for name in names if name not in by_name]:
+        raise UsageError(f"--rows: no row {odd[0]!r}; there are {', '.join(by_name)}")
+    return [by_name[name] for name in names]
+
+
+def mode_of(row: Row) -> str:
+    """The arithmetic that the parity gate speaks of: bf16, fp8, nf4 or nf4-fp8; the peer's own name for a peer."""
+    if row.system != "flatout":
+        return row.system
+    asked = dict(override.split("=", 1) for override in row.settings["overrides"])
+    storage = asked.get("base.storage", "model")
+    suffix = "-fp8" if storage == "nf4" and asked.get("base.compute") == "fp8" else ""
+    return ("bf16" if storage == "model" else storage) + suffix

@@ -1,0 +1,59 @@
+"""Full fine-tuning with fp8 matrix products: torchao's Float8Linear in place of the decoder layers' linears."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from flatout.errors import ResourceError, UsageError
+from flatout.models.blocks import decoder_layers
+
+# fp8 products need 16-byte rows in every operand
+_MULTIPLE = 16
+_SMALLEST_CAPABILITY = (8, 9)
+
+
+def use_fp8_products(model: PreTrainedModel, *, compile_mode: Literal["auto", "off"]) -> str:
+    """Swap the linears of the decoder layers for torchao's Float8Linear; returns a line for the console.
+
+    Forward, input gradient and weight gradient are fp8 products (e4m3; output gradients e5m2) with one scale a tensor,
+    found anew each time (Micikevicius et al. 2022, arXiv:2209.05433): the fastest recipe on H100-class GPUs. Weights
+    keep their dtype and identity. The head, and layers whose widths are no multiples of 16, stay as they are. Call it
+    before the layers are compiled: uncompiled, the casts cost more than fp8 gains. Raises UsageError without torchao,
+    with compile off or when no layer fits, ResourceError on a GPU without fp8.
+    """
+    if compile_mode == "off":
+        raise UsageError(
+            "full.compute: fp8 gains nothing uncompiled; got compile: off, use auto or full.compute: model"
+        )
+    if model.device.type != "cuda" or torch.cuda.get_device_capability(model.device) < _SMALLEST_CAPABILITY:
+        raise ResourceError(
+            "full.compute: fp8 needs a CUDA GPU of compute capability 8.9 or newer; use full.compute: model"
+        )
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise UsageError("full.compute: fp8 needs torchao; install flatout[gpu] or use full.compute: model") from error
+    fitting, num_others = fitting_linears(model)
+    if not fitting:
+        raise UsageError(
+            f"full.compute: fp8 needs linear layers of widths in multiples of {_MULTIPLE}; this model has none, "
+            "use full.compute: model"
+        )
+    convert_to_float8_training(
+        model,
+        module_filter_fn=lambda module, name: module in fitting,
+        config=Float8LinearConfig.from_recipe_name("tensorwise"),
+    )
+    left = f"; {num_others} of other widths stay" if num_others else ""
+    return f"{len(fitting)} linear layers compute in fp8, one scale a tensor{left}"
+
+
+def fitting_linears(model: PreTrainedModel) -> tuple[set[nn.Linear], int]:
+    """The decoder layers' plain linears that fp8 products can take, and how many they cannot."""
+    linears = [m for layer in decoder_layers(model) for m in layer.modules() if type(m) is nn.Linear]
+    fitting = {m for m in linears if m.in_features % _MULTIPLE == 0 and m.out_features % _MULTIPLE == 0}
+    return fitting, len(linears) - len(fitting)

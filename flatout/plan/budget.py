@@ -1,0 +1,170 @@
+"""How much one forward pass may hold, and what is computed again for it: a pure function of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from flatout.config.schema import Config
+from flatout.errors import ResourceError
+from flatout.plan.devices import GIB, Device
+from flatout.plan.memory import MemoryEstimate, MemoryModel, MicroBatchSize, Precision, Recompute, head_tile_rows
+from flatout.plan.shape import ModelShape
+from flatout.plan.steps import RunPlan
+
+# without a GPU: enough for full matrix products, little enough for any computer
+CPU_MICRO_BATCH_TOKENS = 8192
+# micro-batches of this size keep a GPU busy: a heavier level is never taken to make them larger
+BUSY_TOKENS = 8192
+# share of the memory left to the allocator's waste, other kernels' workspaces and the estimate's error
+MARGIN = 0.06
+# steps, evenly spread over the run, that stand for all of them
+NUM_STEPS_SEEN = 500
+# sizes are whole multiples, so that a few MB more or less of free memory do not change the cutting
+TOKENS_MULTIPLE = 512
+LONGEST_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStatistics:
+    """A run's tokens: its longest sample, the most of one step on one rank, and means for what a pass holds."""
+
+    longest_sample: int
+    rank_step_tokens: int
+    label_share: float
+    mean_length: float
+
+    @classmethod
+    def of(cls, plan: RunPlan) -> TokenStatistics:
+        """Of a plan under any token budget; the largest step is sought among `NUM_STEPS_SEEN`."""
+        lengths = plan.samples.lengths
+        num_tokens = int(lengths.sum())
+        largest = max(
+            sum(batch.num_tokens for batch in rank)
+            for step in plan.sampled_steps(NUM_STEPS_SEEN)
+            for rank in step.ranks
+        )
+        label_share = int(plan.samples.num_labels.sum()) / num_tokens
+        return cls(int(np.max(lengths)), largest, label_share, num_tokens / len(lengths))
+
+    def micro_batch(self, num_tokens: int) -> MicroBatchSize:
+        """A typical micro-batch of so many tokens."""
+        num_documents = -(-num_tokens // max(1, int(self.mean_length)))
+        return MicroBatchSize(num_tokens, int(num_tokens * self.label_share), num_documents)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDecision:
+    """What was decided and why. `model` and `budget_bytes` are None without a GPU."""
+
+    micro_batch_tokens: int
+    recompute: Recompute
+    reason: str
+    model: MemoryModel | None = None
+    budget_bytes: int | None = None
+
+    @property
+    def head_tile_rows(self) -> int:
+        return head_tile_rows(self.recompute)
+
+    def estimate(self, size: MicroBatchSize) -> MemoryEstimate | None:
+        """The peak with micro-batches of this size; None without a GPU."""
+        return self.model.estimate(size, self.recompute) if self.model else None
+
+
+def memory_model(config: Config, shape: ModelShape, device: Device) -> MemoryModel:
+    """The memory of this run on this GPU: precision `auto` as the GPU computes, compiled where the run will be."""
+    chosen = config.model.precision
+    precision: Precision = ("bf16" if device.has_bf16 else "fp32") if chosen == "auto" else chosen
+    half = precision in ("bf16", "fp16")
+    compiled = config.compile == "auto" and half and not config.deterministic and not shape.num_experts
+    return MemoryModel(config, shape, precision, compiled)
+
+
+def choose(config: Config, shape: ModelShape, tokens: TokenStatistics, device: Device | None) -> MemoryDecision:
+    """The largest useful micro-batch, and the lightest level that holds one which keeps the GPU busy.
+
+    Levels are tried from the lightest on until micro-batches of `BUSY_TOKENS` fit, or the longest sample where it is
+    longer, or a rank's whole step where that is smaller; when none does, the heaviest stands. At that level the
+    micro-batch grows until memory or a whole step of one rank is full. Settings that are given are kept. On the CPU:
+    8,192 tokens and none. Raises ResourceError when the longest sample does not fit at the heaviest level.
+    """
+    given = config.batch.micro_batch_tokens
+    if device is None:
+        level = _without_compiler(config.recompute) if config.recompute != "auto" else "none"
+        num_tokens = given or max(CPU_MICRO_BATCH_TOKENS, tokens.longest_sample)
+        return MemoryDecision(num_tokens, level, f"{num_tokens:,} tokens a micro-batch, recompute {level}: no GPU")
+    model = memory_model(config, shape, device)
+    budget = budget_bytes(config, device)
+    most = min(given or tokens.rank_step_tokens, tokens.rank_step_tokens)
+    whole_step = config.full.update == "backward"
+    enough = most if given or whole_step else min(most, max(BUSY_TOKENS, tokens.longest_sample))
+    for level in _levels(config, model):
+        fits = largest_fit(model, level, tokens, budget, most)
+        if fits >= enough:
+            break
+    if not given and (fits < tokens.longest_sample or (whole_step and fits < most)):
+        raise _too_small(model, level, tokens.micro_batch(most if whole_step else tokens.longest_sample), device)
+    num_tokens = given or max(fits, tokens.longest_sample)
+    reason = (
+        f"{num_tokens:,} tokens a micro-batch, recompute {level}: {budget / GIB:.1f} GiB of {device.name} hold "
+        f"{fits:,} tokens, a step has at most {tokens.rank_step_tokens:,} a rank"
+    )
+    if level == "offload":
+        reason += f"; {model.inputs_bytes(num_tokens) / GIB:.1f} GiB wait in host memory"
+    return MemoryDecision(num_tokens, level, reason, model, budget)
+
+
+def budget_bytes(config: Config, device: Device) -> int:
+    """Bytes that tensors may take: the device's, or fewer by `memory`, less the margin."""
+    limit = device.memory_bytes if config.memory == "auto" else min(device.memory_bytes, int(config.memory * GIB))
+    return int(limit * (1 - MARGIN))
+
+
+def largest_fit(model: MemoryModel, recompute: Recompute, tokens: TokenStatistics, budget: int, most: int) -> int:
+    """The most tokens of one micro-batch, up to `most`, whose estimate is within the budget; 0 when none is."""
+    size = _most(lambda count: model.estimate(tokens.micro_batch(count), recompute).total_bytes <= budget, most)
+    if size == most:
+        return size
+    return max(size // TOKENS_MULTIPLE * TOKENS_MULTIPLE, min(size, tokens.longest_sample))
+
+
+def longest_document_tokens(config: Config, shape: ModelShape, device: Device, label_share: float) -> int:
+    """The longest single document that the run could train on with this GPU, at the heaviest level it may use."""
+    model = memory_model(config, shape, device)
+    tokens = TokenStatistics(1, LONGEST_TOKENS, label_share, float(LONGEST_TOKENS))
+    return largest_fit(model, _levels(config, model)[-1], tokens, budget_bytes(config, device), LONGEST_TOKENS)
+
+
+def _most(fits: Callable[[int], bool], most: int) -> int:
+    """The largest count in [0, most] that fits, by halving; larger counts never fit when a smaller one does not."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _levels(config: Config, model: MemoryModel) -> tuple[Recompute, ...]:
+    if config.recompute != "auto":
+        return (config.recompute if model.compiled else _without_compiler(config.recompute),)
+    # what `partial` keeps is the compiler's choice
+    return ("none", "partial", "layers", "offload") if model.compiled else ("none", "layers", "offload")
+
+
+def _without_compiler(level: Recompute) -> Recompute:
+    return "layers" if level == "partial" else level
+
+
+def _too_small(model: MemoryModel, level: Recompute, size: MicroBatchSize, device: Device) -> ResourceError:
+    config = model.config
+    need = model.estimate(size, level).total_bytes / (1 - MARGIN)
+    lean = "base.storage: nf4" if config.method == "lora" else "method: lora, optim.name: adamw8bit"
+    what = "a whole step (full.update: backward)" if config.full.update == "backward" else "the longest sample"
+    return ResourceError(
+        f"{what} has {size.num_tokens:,} tokens, which need about {need / GIB:.1f} GiB with recompute: {level}, and "
+        f"{device.name} may use {budget_bytes(config, device) / (1 - MARGIN) / GIB:.1f}; lower data.max_tokens, "
+        f"set {lean}, or take a GPU with more memory"
+    )

@@ -1,0 +1,47 @@
+"""GPUs by name, for plans made before one is held."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+GIB = 1 << 30
+# taken by the CUDA context and loaded kernels, which torch's own count of allocated bytes leaves out
+CONTEXT_BYTES = int(0.6 * GIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU to plan for. `memory_bytes` are those that training may take; `has_bf16` whether in hardware."""
+
+    name: str
+    memory_bytes: int
+    has_bf16: bool = True
+
+
+# stands for whatever GPU a plan without a named one will meet
+ANY_DEVICE = Device("a GPU", 0)
+
+
+def _device(name: str, total_gib: float, *, has_bf16: bool = True) -> Device:
+    return Device(name, int(total_gib * GIB) - CONTEXT_BYTES, has_bf16)
+
+
+# total memory as the driver gives it to a process, which is less than the name says
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        "b200": _device("B200", 178.3),
+        "h200": _device("H200", 139.8),
+        "h100": _device("H100", 79.1),
+        "a100-80": _device("A100 80GB", 79.1),
+        "a100-40": _device("A100 40GB", 39.4),
+        "l40s": _device("L40S", 44.3),
+        "5090": _device("RTX 5090", 31.3),
+        "4090": _device("RTX 4090", 23.5),
+        "3090": _device("RTX 3090", 23.5),
+        "a10g": _device("A10G", 22.0),
+        "l4": _device("L4", 22.0),
+        "t4": _device("T4", 14.5, has_bf16=False),
+    }
+)

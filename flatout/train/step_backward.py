@@ -1,0 +1,70 @@
+"""One optimizer step whose updates happen in the backward pass: `full.update: backward`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from flatout.errors import NumericError
+from flatout.models.head import packed_loss
+from flatout.plan.types import StepPlan
+from flatout.train.guards import require_finite
+from flatout.train.optim_backward import BackwardUpdate
+from flatout.train.rng import seed_micro_batch
+from flatout.train.schedule import lr_factor
+from flatout.train.state import Run
+from flatout.train.step import Pending, StepOutcome, autocast, launch_step
+
+Launch = Callable[[Run, StepPlan], Pending]
+
+
+def choose_step(run: Run) -> Launch:
+    """How this run starts a step: all gradients first, or weight by weight in the backward pass, and then waits."""
+    if run.config.full.update == "step":
+        return launch_step
+    update = BackwardUpdate(run.optimizer, run.parameters)
+
+    def launch(run: Run, step: StepPlan) -> Pending:
+        outcome = take_step_in_backward(update, run, step)
+        return lambda: outcome
+
+    return launch
+
+
+def take_step_in_backward(update: BackwardUpdate, run: Run, step: StepPlan) -> StepOutcome | None:
+    """Forward, and a backward pass that updates; None when a stop was asked for before it.
+
+    The step is one micro-batch of one process (`check_backward_update`). The host waits for the loss before the
+    backward pass, so a loss that is not finite stops before any update. A gradient that is not finite is seen only
+    after the updates: NumericError then says so, and the newest checkpoint is the state to go on from.
+    """
+    if step.num_label_tokens == 0:
+        return StepOutcome(loss=0.0, token_accuracy=0.0, grad_norm=0.0, lr=0.0, skipped="no label tokens")
+    if run.stop.requested:
+        return None
+    (batch,) = run.feed.batches(step.ranks[run.rank.index])
+    seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=0)
+    with autocast(run):
+        sums = packed_loss(run.model, batch, tile_rows=run.memory.head_tile_rows)
+    loss_sum, num_correct = torch.stack([sums.loss_sum.detach().double(), sums.num_correct.double()]).tolist()
+    require_finite(
+        loss_sum,
+        0.0,
+        step=step.index + 1,
+        sample_ids=step.sample_ids,
+        named=run.named_parameters,
+        origin_of=run.feed.origin,
+        dump=run.folder / "non_finite.json",
+    )
+    lr = run.config.optim.lr * lr_factor(run.config.schedule, run.progress.num_updates, run.plan.num_steps)
+    update.start(lr)
+    (sums.loss_sum / step.num_label_tokens).backward()
+    grad_norm = update.grad_norm().item()
+    if not math.isfinite(grad_norm):
+        raise NumericError(
+            f"step {step.index + 1}: gradient norm {grad_norm}, found after its updates (full.update: backward); go on "
+            "from the newest checkpoint, with a lower optim.lr or with full.update: step, which stops before an update"
+        )
+    return StepOutcome(loss_sum / step.num_label_tokens, num_correct / step.num_label_tokens, grad_norm, lr)

@@ -1,0 +1,275 @@
+"""FlashAttention-3 and -4 behind our operator: packages of the same calls, made of plain torch, stand in on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from test_attention_forms import borders, both, inputs
+from tiny_models import tiny_config
+
+from flatout.errors import UsageError
+from flatout.kernels.attention import flash as flash_module
+from flatout.kernels.attention import (
+    flash_disagreement,
+    flash_problem,
+    make_flash_attention,
+    make_varlen_attention,
+    packed_attention,
+    plain_attention,
+)
+from flatout.kernels.attention.reference import document_mask
+from flatout.models import attention as models_attention
+from flatout.models.attention import choose_attention
+from flatout.models.families import Family
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+LENGTHS = [1, 13, 2, 7, 1]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def scores_of(q: Any, k: Any, cu_seqlens: Any, scale: float, left: int | None) -> Any:
+    window = None if left is None or left < 0 else left + 1
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = torch.einsum("thd,shd->hts", q, k) * scale
+    return scores.masked_fill(~document_mask(cu_seqlens, len(q), window), float("-inf"))
+
+
+def forward(q: Any, k: Any, v: Any, cu_seqlens: Any, scale: float, left: int | None) -> Any:
+    scores = scores_of(q, k, cu_seqlens, scale, left)
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    # a layout of its own, as a kernel may have
+    output = torch.einsum("hts,shd->htd", scores.softmax(-1), v).transpose(0, 1)
+    return output, scores.logsumexp(-1).float()
+
+
+def backward(output_grad: Any, q: Any, k: Any, v: Any, output: Any, cu_seqlens: Any, scale: float, left: Any) -> Any:
+    """The gradient by the formula of the FlashAttention papers, from the saved output."""
+    groups = q.shape[1] // k.shape[1]
+    weights = scores_of(q, k, cu_seqlens, scale, left).softmax(-1)
+    wide_k, wide_v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
+    weight_grad = torch.einsum("thd,shd->hts", output_grad, wide_v)
+    score_grad = weights * (weight_grad - (output_grad * output).sum(-1).T[..., None]) * scale
+    grads = [
+        torch.einsum("hts,shd->thd", score_grad, wide_k),
+        torch.einsum("hts,thd->shd", score_grad, q),
+        torch.einsum("hts,thd->shd", weights, output_grad),
+    ]
+    return [grads[0], *(grad.unflatten(1, (-1, groups)).sum(2) for grad in grads[1:])]
+
+
+def fa4_package(wrong: float = 0.0) -> ModuleType:
+    """The calls of flash_attn.cute.interface."""
+    module: Any = ModuleType("flash_attn.cute.interface")
+
+    def check(settings: dict[str, Any]) -> tuple[Any, float, Any]:
+        assert settings["causal"] is True
+        assert settings["window_size_right"] == 0
+        assert settings["cu_seqlens_q"] is settings["cu_seqlens_k"]
+        assert settings["max_seqlen_q"] == settings["max_seqlen_k"] >= 256
+        return settings["cu_seqlens_q"], settings["softmax_scale"], settings["window_size_left"]
+
+    def _flash_attn_fwd(q: Any, k: Any, v: Any, *, return_lse: bool, **settings: Any) -> Any:
+        assert return_lse
+        output, log_sums = forward(q, k, v, *check(settings))
+        return output + wrong, log_sums, None, None, None
+
+    def _flash_attn_bwd(
+        q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, *, deterministic: bool, **settings: Any
+    ) -> Any:
+        return tuple(backward(dout, q, k, v, out, *check(settings)))
+
+    module._flash_attn_fwd, module._flash_attn_bwd = _flash_attn_fwd, _flash_attn_bwd
+    return module
+
+
+def fa3_package(wrong: float = 0.0) -> ModuleType:
+    """The calls of flash_attn_interface."""
+    module: Any = ModuleType("flash_attn_interface")
+
+    def check(settings: dict[str, Any]) -> tuple[Any, float, int]:
+        assert settings["window_size_right"] == 0
+        assert settings["max_seqlen_q"] == settings["max_seqlen_k"]
+        return settings["cu_seqlens_q"], settings["softmax_scale"], settings["window_size_left"]
+
+    def _flash_attn_forward(q: Any, k: Any, v: Any, *, causal: bool, **settings: Any) -> Any:
+        assert causal
+        output, log_sums = forward(q, k, v, *check(settings))
+        return output + wrong, log_sums, None, None
+
+    def _flash_attn_backward(
+        dout: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        softmax_lse: Any,
+        *,
+        dq: Any,
+        dk: Any,
+        dv: Any,
+        is_causal: bool,
+        deterministic: bool,
+        **settings: Any,
+    ) -> Any:
+        assert is_causal
+        for into, grad in zip((dq, dk, dv), backward(dout, q, k, v, out, *check(settings)), strict=True):
+            into.copy_(grad)
+        return softmax_lse
+
+    module._flash_attn_forward, module._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
+    return module
+
+
+PACKAGES = {"fa4": fa4_package, "fa3": fa3_package}
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Put stand-ins in the packages' places; they are there, and the device is one they serve."""
+
+    def put(*names: str, wrong: float = 0.0) -> None:
+        make_flash_attention.cache_clear()
+        for name in names:
+            package = PACKAGES[name](wrong)
+            monkeypatch.setitem(sys.modules, package.__name__, package)
+        known = dict.fromkeys(names)
+        monkeypatch.setattr(models_attention, "flash_problem", lambda n, d: known.get(n, f"{n} is not installed"))
+        # the proof and its rival then run on the CPU
+        monkeypatch.setattr(models_attention, "varlen_problem", lambda *_: None)
+        monkeypatch.setattr(models_attention, "make_varlen_attention", lambda: plain_varlen)
+
+    yield put
+    make_flash_attention.cache_clear()
+
+
+def plain_varlen(q: Any, k: Any, v: Any, cu_seqlens: Any, _: int, **settings: Any) -> Any:
+    return plain_attention(q, k, v, cu_seqlens, **settings)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("name", ["fa4", "fa3"])
+def test_the_operator_equals_the_truth(install: Any, name: Any, heads: int, kv_heads: int, window: int | None) -> None:
+    install(name)
+    form, cu_seqlens = make_flash_attention(name), borders(LENGTHS)
+    both(
+        lambda *t: form(*t, cu_seqlens, 16, scale=0.3, window=window),
+        lambda *t: packed_attention(*t, cu_seqlens, scale=0.3, window=window),
+        inputs(heads=heads, kv_heads=kv_heads),
+    )
+
+
+@pytest.mark.parametrize("name", ["fa4", "fa3"])
+def test_the_operator_is_sound_for_the_compiler(install: Any, name: Any) -> None:
+    """Fake shapes, strides and dtypes are those of the real ones, also for inputs in a layout of their own."""
+    install(name)
+    make_flash_attention(name)
+    query, key, value = inputs(torch.float32)
+    query = query.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(True)
+    arguments = (query, key, value, borders(LENGTHS), 16, 0.3, None)
+    torch.library.opcheck(getattr(torch.ops.flatout, name).default, arguments)
+
+
+@pytest.mark.parametrize("name", ["fa4", "fa3"])
+def test_a_compiled_layer_holds_it_for_any_number_of_tokens(install: Any, name: Any) -> None:
+    install(name)
+    form = make_flash_attention(name)
+    torch._dynamo.reset()
+
+    def layer(q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int) -> Any:
+        return form(q * 2, k, v, cu_seqlens, max_seqlen, scale=0.3) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for lengths in (LENGTHS, [5, 9, 30, 1, 1]):
+        cu_seqlens = borders(lengths)
+        both(
+            lambda *t, c=cu_seqlens, n=lengths: compiled(*t, c, max(n)),
+            lambda *t, c=cu_seqlens: packed_attention(t[0] * 2, *t[1:], c, scale=0.3) + 1,
+            inputs(lengths=lengths),
+        )
+
+
+def choose(wanted: Any = "auto", **fields: Any) -> Any:
+    shape = {"hidden_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, **fields}
+    return choose_attention(wanted, tiny_config("mistral", **shape), Family(), device=CPU, dtype=torch.bfloat16)
+
+
+def test_the_fastest_that_is_there_and_proves_exact_is_taken(install: Any) -> None:
+    install("fa4", "fa3")
+    assert choose().implementation == "fa4"
+    assert choose().registered_name == "flatout_fa4"
+    assert choose("fa3").implementation == "fa3"
+    assert choose("varlen").implementation == "varlen"
+
+
+def test_one_that_is_missing_or_wrong_is_passed_over_with_the_reason(install: Any) -> None:
+    install("fa3")
+    assert (choose().implementation, "fa4 is not installed" in choose().reason) == ("fa3", True)
+    install("fa4", "fa3", wrong=0.1)
+    choice = choose()
+    assert choice.implementation == "varlen"
+    assert "fa4 fails its proof: its values err" in choice.reason
+    with pytest.raises(UsageError, match=r"fa3 does not serve this model: fa3 fails its proof"):
+        choose("fa3")
+
+
+def test_one_that_breaks_is_passed_over_with_the_reason(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("fa4")
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", ModuleType("another"))
+    assert "fa4 fails its proof: AttributeError" in choose().reason
+
+
+def test_small_models_keep_torchs_kernel_unless_asked(install: Any) -> None:
+    install("fa4")
+    choice = choose(hidden_size=1024)
+    assert choice.implementation == "varlen"
+    assert "more host time than a model of hidden size 1024" in choice.reason
+    assert choose("fa4", hidden_size=1024).implementation == "fa4"
+
+
+def test_what_is_not_installed_is_told_by_name() -> None:
+    if flash_module._is_installed("flash_attn_interface"):
+        pytest.skip("it is installed")
+    assert flash_problem("fa3", CUDA) == "fa3 is not installed"
+    with pytest.raises(UsageError, match="fa3 does not serve this model"):
+        choose("fa3")
+
+
+def test_a_disagreement_names_what_errs() -> None:
+    def shifted(*tensors: Any, **settings: Any) -> Any:
+        return plain_varlen(*tensors, **settings) + 0.1
+
+    def nan_gradient(q: Any, k: Any, *rest: Any, **settings: Any) -> Any:
+        return plain_varlen(q, k + 0 * (k - k.detach()).sqrt(), *rest, **settings)
+
+    def without_window(*tensors: Any, window: Any, **settings: Any) -> Any:
+        return plain_varlen(*tensors, window=None, **settings)
+
+    def judge(form: Any, window: int | None = 5) -> Any:
+        settings = {"heads": (4, 2, 16), "window": window, "device": CPU, "dtype": torch.bfloat16}
+        return flash_disagreement(form, plain_varlen, **settings)
+
+    assert judge(plain_varlen) is None
+    assert "values" in judge(shifted)
+    assert "key gradients" in judge(nan_gradient)
+    assert "values" in judge(without_window)
+    assert judge(without_window, window=None) is None
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 8, 64)])
+@pytest.mark.parametrize("name", ["fa4", "fa3"])
+def test_the_real_package_is_as_exact_as_torchs_kernel(name: Any, heads: Any, window: int | None) -> None:
+    if problem := flash_problem(name, CUDA):
+        pytest.skip(problem)
+    form, settings = make_flash_attention(name), {"heads": heads, "window": window, "dtype": torch.bfloat16}
+    assert flash_disagreement(form, make_varlen_attention(), device=CUDA, **settings) is None
+    compiled = torch.compile(lambda *t, **k: form(*t, **k), fullgraph=True, dynamic=True)
+    assert flash_disagreement(compiled, make_varlen_attention(), device=CUDA, **settings) is None

@@ -1,0 +1,106 @@
+"""Updates in the backward pass: the weights, states and figures of ordinary updates, to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flatout.errors import NumericError, UsageError
+from flatout.parallel.rank import Rank
+from flatout.track.record import Trackers
+from flatout.train.checkpoint import Checkpoints
+from flatout.train.optim_backward import check_backward_update
+from flatout.train.planning import plan_run
+from flatout.train.run import train
+from flatout.train.setup import set_up
+from flatout.train.state import Run
+from flatout.train.step_backward import choose_step
+
+
+def full_config(tiny: Any, run_dir: Path, update: str, **sections: Any) -> Any:
+    values: dict[str, Any] = {
+        "method": "full",
+        "full": {"update": update},
+        "batch": {"samples_per_step": 6, "micro_batch_tokens": 4000, "max_steps": 6},
+        "optim": {"lr": 1e-3, "weight_decay": 0.01, "max_grad_norm": None},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return tiny.config(run_dir, **values)
+
+
+def make_run(config: Any) -> Run:
+    planned = plan_run(config, Trackers(), Rank())
+    checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
+    return set_up(config, planned, checkpoints, None, Trackers(), Rank())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adamw8bit"])
+def test_equals_ordinary_updates_to_the_bit(
+    tiny: Any, tmp_path: Path, metrics_of: Any, precision: str, name: str
+) -> None:
+    for update in ("step", "backward"):
+        model = {"name": str(tiny.model_dir), "precision": precision}
+        train(full_config(tiny, tmp_path / update, update, model=model, optim={"name": name}))
+    for file in ("model", "optimizer"):
+        step, backward = (
+            load_file(tmp_path / update / "checkpoints" / "step-6" / f"{file}.safetensors")
+            for update in ("step", "backward")
+        )
+        assert step.keys() == backward.keys()
+        assert all(torch.equal(step[key], backward[key]) for key in step)
+    for one, other in zip(metrics_of(tmp_path / "step"), metrics_of(tmp_path / "backward"), strict=True):
+        assert (one["loss"], one["lr"]) == (other["loss"], other["lr"])
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5 if precision == "fp32" else 1e-12)
+
+
+def test_gradients_never_exist_together(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(full_config(tiny, tmp_path, "backward"))
+    live: list[int] = []
+    ordinary = run.optimizer.step
+    monkeypatch.setattr(
+        run.optimizer, "step", lambda: (live.append(sum(p.grad is not None for p in run.parameters)), ordinary())
+    )
+    assert choose_step(run)(run, run.plan.step(0))() is not None
+    assert live == [1] * len(run.parameters)
+    assert all(parameter.grad is None for parameter in run.parameters)
+
+
+def test_a_stop_leaves_the_weights_alone(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(full_config(tiny, tmp_path, "backward"))
+    before = [parameter.detach().clone() for parameter in run.parameters]
+    monkeypatch.setattr(type(run.stop), "requested", True)
+    assert choose_step(run)(run, run.plan.step(0))() is None
+    assert all(torch.equal(parameter, old) for parameter, old in zip(run.parameters, before, strict=True))
+
+
+def test_a_loss_that_is_not_finite_stops_before_any_update(tiny: Any, tmp_path: Path) -> None:
+    run = make_run(full_config(tiny, tmp_path, "backward"))
+    run.parameters[0].data[:] = float("nan")
+    before = [parameter.detach().clone() for parameter in run.parameters]
+    with pytest.raises(NumericError, match="the weights were not updated"):
+        choose_step(run)(run, run.plan.step(0))
+    assert all(torch.equal(p, old) for p, old in zip(run.parameters[1:], before[1:], strict=True))
+
+
+def test_a_gradient_that_is_not_finite_names_the_way_back(tiny: Any, tmp_path: Path) -> None:
+    run = make_run(full_config(tiny, tmp_path, "backward"))
+    run.parameters[3].register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(NumericError, match=r"step 1: gradient norm (inf|nan), found after its updates.*newest checkp"):
+        choose_step(run)(run, run.plan.step(0))
+
+
+def test_what_cannot_be_updated_in_backward_is_refused_by_the_plan(tiny: Any, tmp_path: Path) -> None:
+    fits = full_config(tiny, tmp_path, "backward")
+    plan = plan_run(fits, Trackers(), Rank()).plan
+    check_backward_update(fits, plan, Rank())
+    with pytest.raises(UsageError, match=r"got 2 ranks"):
+        check_backward_update(fits, plan, Rank(0, 2))
+    half = fits.model_copy(update={"model": fits.model.model_copy(update={"precision": "fp16"})})
+    with pytest.raises(UsageError, match=r"got model\.precision fp16"):
+        check_backward_update(half, plan, Rank())
+    with pytest.raises(UsageError, match=r"step \d+ has [2-9] of [\d,]+ tokens together; raise batch\.micro_batch"):
+        train(full_config(tiny, tmp_path, "backward", batch={"micro_batch_tokens": 700}))

@@ -1,0 +1,72 @@
+"""Full fine-tuning with bf16 weights alone: it learns as fp32 masters do, and resumes to the bit."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flatout.errors import UsageError
+from flatout.train.run import train
+
+NUM_STEPS = 40
+
+
+def bf16_config(tiny: Any, run_dir: Path, weights: str, name: str, **sections: Any) -> Any:
+    return tiny.config(
+        run_dir,
+        method="full",
+        model={"name": str(tiny.model_dir), "precision": "bf16"},
+        full={"weights": weights},
+        optim={"name": name, "lr": 1e-3},
+        batch={"samples_per_step": 6, "micro_batch_tokens": 4000, "max_steps": NUM_STEPS},
+        schedule={"kind": "constant", "warmup_steps": 0},
+        **sections,
+    )
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_learns_as_fp32_masters_do(tiny: Any, tmp_path: Path, metrics_of: Any, name: str) -> None:
+    curves = {}
+    for weights, optimizer in (("fp32", "adamw"), ("bf16", name)):
+        run_dir = tmp_path / weights
+        train(bf16_config(tiny, run_dir, weights, optimizer))
+        curves[weights] = torch.tensor([record["loss"] for record in metrics_of(run_dir)])
+        saved = load_file(run_dir / "checkpoints" / f"step-{NUM_STEPS}" / "model.safetensors")
+        assert {tensor.dtype for tensor in saved.values()} == {torch.float32 if weights == "fp32" else torch.bfloat16}
+    worst = ((curves["bf16"] - curves["fp32"]).abs() / curves["fp32"]).max().item()
+    learnt = (curves["fp32"][0] - curves["fp32"][-1]).item()
+    print(f"{name}: worst relative difference {worst:.2e}, fp32 loss fell by {learnt:.3f}")
+    assert worst < 0.02
+    # a loss that stood still would differ by this much
+    assert learnt / curves["fp32"][-1].item() > 0.1
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_a_resumed_run_ends_with_the_same_bits(tiny: Any, tmp_path: Path, name: str) -> None:
+    checkpoint = {"every_steps": 3, "keep": 20}
+    batch = {"samples_per_step": 6, "micro_batch_tokens": 4000, "max_steps": 8}
+    config = bf16_config(tiny, tmp_path / "run", "bf16", name, checkpoint=checkpoint)
+    config = config.model_copy(update={"batch": config.batch.model_copy(update=batch)})
+    train(config)
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "final")
+    for step in (6, 8):
+        shutil.rmtree(tmp_path / "again" / "checkpoints" / f"step-{step}")
+    train(config.model_copy(update={"run_dir": tmp_path / "again"}))
+    for file in ("model", "optimizer"):
+        one, other = (
+            load_file(tmp_path / run / "checkpoints" / "step-8" / f"{file}.safetensors") for run in ("run", "again")
+        )
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    if name == "adamw8bit":
+        assert torch.uint8 in {tensor.dtype for tensor in other.values()}
+
+
+def test_bf16_weights_without_bf16_arithmetic_are_refused(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, method="full", full={"weights": "bf16"})
+    with pytest.raises(UsageError, match=r"got model\.precision fp32 on this device"):
+        train(config)

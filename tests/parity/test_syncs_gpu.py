@@ -1,0 +1,90 @@
+"""On a CUDA GPU: a steady-state step never makes the host wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import save_tiny_model
+
+from flatout.parallel.rank import Rank
+from flatout.track.record import Trackers
+from flatout.train.checkpoint import Checkpoints
+from flatout.train.planning import plan_run
+from flatout.train.setup import set_up
+from flatout.train.state import Run
+from flatout.train.step import accumulate_gradients, launch_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+WARM_UP_STEPS = 3
+
+
+@contextmanager
+def sync_debug(mode: str) -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
+    torch._dynamo.reset()
+    shape = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384, "vocab_size": 512}
+    save_tiny_model(tmp_path / "model", "qwen3", **shape)
+    for file in (*tiny.model_dir.glob("*token*"), *tiny.model_dir.glob("chat_template*")):
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    config = tiny.config(
+        tmp_path / "run",
+        method="full" if request.param == "full" else "lora",
+        device="cuda",
+        model={"name": str(tmp_path / "model"), "precision": "bf16"},
+        lora={"rank": 8, "dropout": 0.1 if request.param == "dropout" else 0.0},
+        batch={"samples_per_step": 6, "micro_batch_tokens": 700, "max_steps": 12},
+    )
+    planned = plan_run(config, Trackers(), Rank())
+    checkpoints = Checkpoints(tmp_path / "run", keep=1, on_event=lambda kind, facts: None)
+    made = set_up(config, planned, checkpoints, None, Trackers(), Rank())
+    yield made
+    made.feed.close()
+
+
+@pytest.mark.parametrize("run", ["lora", "dropout", "full"], indirect=True)
+def test_forward_and_backward_never_wait(run: Run) -> None:
+    steps = run.feed.ahead(run.plan.steps(), run.rank.index)
+    for index, step in enumerate(steps):
+        run.optimizer.zero_grad(set_to_none=True)
+        if index < WARM_UP_STEPS:
+            accumulate_gradients(run, step)
+            continue
+        with sync_debug("error"):
+            sums = accumulate_gradients(run, step)
+        assert all(sum_.isfinite() for sum_ in sums)
+
+
+def test_the_debug_mode_sees_a_wait() -> None:
+    """So that the tests of this file can fail."""
+    value = torch.ones((), device="cuda")
+    with sync_debug("error"), pytest.raises(RuntimeError, match="synchroniz"):
+        value.item()
+
+
+@pytest.mark.parametrize("run", ["lora", "dropout", "full"], indirect=True)
+def test_a_step_that_follows_another_never_waits_but_for_the_one_before(run: Run) -> None:
+    """From the first forward to the update and the figures of the last step: no synchronisation at all."""
+    before = None
+    for index, step in enumerate(run.feed.ahead(run.plan.steps(), run.rank.index)):
+        with sync_debug("default" if index < WARM_UP_STEPS else "error"):
+            pending = launch_step(run, step)
+            outcome = before() if before is not None else None
+        assert before is None or (outcome is not None and outcome.grad_norm > 0)
+        before = pending

@@ -1,0 +1,145 @@
+"""Recompute levels: the same gradients as without, eager and compiled, and what waits on the host."""
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from flatout.models.blocks import decoder_layers
+from flatout.models.host_copies import HostCopies
+from flatout.models.recompute import PARTIAL_BUDGET, apply_recompute, compiling_with, offload_layer_inputs
+
+NUM_LAYERS = 3
+
+
+@pytest.fixture
+def make_model():
+    def make(dtype=torch.float64, dropout=0.0):
+        torch.manual_seed(0)
+        shape = Qwen3Config(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=NUM_LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            attention_dropout=dropout,
+        )
+        return Qwen3ForCausalLM(shape).to(dtype).train()
+
+    return make
+
+
+def gradients(model, length=23):
+    model.zero_grad()
+    ids = torch.randint(0, 64, (1, length), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)
+    model(input_ids=ids, use_cache=False).logits.square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("level", ["none", "partial", "layers", "offload"])
+def test_every_level_has_the_gradients_of_none(make_model, level, dropout):
+    model = make_model(dropout=dropout)
+    apply_recompute(model, level)
+    for one, other in zip(gradients(make_model(dropout=dropout)), gradients(model), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_layer_inputs_wait_on_the_host_and_nothing_else_does(make_model, monkeypatch):
+    saved = []
+    pack = HostCopies._pack
+
+    def spy(self, tensor):
+        packed = pack(self, tensor)
+        saved.append((tensor, packed))
+        return packed
+
+    monkeypatch.setattr(HostCopies, "_pack", spy)
+    model, inputs = make_model(), []
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(lambda layer, args: inputs.append(args[0].detach().clone()))
+    apply_recompute(model, "layers")
+    copies = offload_layer_inputs(model)
+    ids = torch.arange(20)[None]
+    loss = model(input_ids=ids, use_cache=False).logits.square().mean()
+    moved = [tensor for tensor, packed in saved if not isinstance(packed, torch.Tensor)]
+    assert copies.num_held == len(moved)
+    # the layers' inputs in order, then what the last norm keeps of its own input
+    for layer_input, tensor in zip(inputs, moved, strict=False):
+        assert torch.equal(layer_input, tensor)
+    assert NUM_LAYERS <= len(moved) <= NUM_LAYERS + 3
+    # weights, masks and rotations stay where they are
+    assert all(tensor.shape == (1, 20, 32) for tensor in moved)
+    loss.backward()
+
+
+def test_what_is_on_the_host_is_what_the_backward_pass_reads(make_model):
+    """A copy spoilt on the host must spoil the gradient, or nothing was offloaded."""
+    model = make_model()
+    apply_recompute(model, "layers")
+    copies = offload_layer_inputs(model)
+    expected = gradients(model)
+    model.zero_grad()
+    ids = torch.randint(0, 64, (1, 23), generator=torch.Generator().manual_seed(1))
+    loss = model(input_ids=ids, use_cache=False).logits.square().mean()
+    copies._slots[1].host.zero_()
+    loss.backward()
+    got = [parameter.grad for parameter in model.parameters()]
+    assert not all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+
+
+def test_compiled_layers_offload_their_inputs_alike(make_model):
+    torch._dynamo.reset()
+    model = make_model()
+    apply_recompute(model, "layers")
+    copies = offload_layer_inputs(model)
+    for layer in decoder_layers(model):
+        layer.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (23, 37, 5):
+        plain = gradients(make_model(), length)
+        for one, other in zip(plain, gradients(model, length), strict=True):
+            assert torch.allclose(one, other, rtol=1e-10, atol=1e-14)
+        assert NUM_LAYERS <= copies.num_held <= NUM_LAYERS + 3
+    torch._dynamo.reset()
+
+
+def test_hooks_end_with_the_forward_pass_even_when_it_fails(make_model):
+    model = make_model()
+    apply_recompute(model, "layers")
+    copies = offload_layer_inputs(model)
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("planted")
+
+    handle = decoder_layers(model)[1].register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients(model)
+    handle.remove()
+    num_held = copies.num_held
+    tensor = torch.ones(1, 4, 32, requires_grad=True)
+    (tensor * tensor).sum().backward()
+    assert copies.num_held == num_held == 1
+    for one, other in zip(gradients(make_model()), gradients(model), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_gradients_nothing_is_copied(make_model):
+    model = make_model()
+    apply_recompute(model, "layers")
+    copies = offload_layer_inputs(model)
+    with torch.no_grad():
+        model.eval()(input_ids=torch.arange(9)[None], use_cache=False)
+    assert copies.num_held == 0
+
+
+def test_partial_is_the_compilers_budget_and_only_there():
+    from torch._functorch import config
+
+    before = config.activation_memory_budget
+    with compiling_with("partial"):
+        assert config.activation_memory_budget == PARTIAL_BUDGET
+    assert config.activation_memory_budget == before
+    with compiling_with("layers"):
+        assert config.activation_memory_budget == before

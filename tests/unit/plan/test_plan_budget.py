@@ -1,0 +1,152 @@
+"""The choice of micro-batch and recompute level: its limits, its order, and what it refuses."""
+
+import pytest
+
+from flatout.config.read import make_config
+from flatout.errors import ResourceError
+from flatout.plan.budget import MARGIN, TokenStatistics, choose, longest_document_tokens, memory_model
+from flatout.plan.devices import DEVICES, GIB, Device
+from flatout.plan.shape import ModelShape
+from flatout.plan.steps import make_plan
+
+SHAPE = ModelShape.from_config(
+    {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    }
+)
+TOKENS = TokenStatistics(longest_sample=2048, rank_step_tokens=21000, label_share=0.6, mean_length=530.0)
+
+
+def config_of(**sections):
+    return make_config({"model": {"name": "m"}, **sections})
+
+
+def chosen(gib, tokens=TOKENS, **sections):
+    return choose(config_of(**sections), SHAPE, tokens, Device("a GPU", int(gib * GIB)))
+
+
+def test_levels_from_the_lightest_on():
+    levels = {gib: chosen(gib) for gib in (139, 79, 48, 28, 20)}
+    assert [decision.recompute for decision in levels.values()] == ["none", "none", "partial", "layers", "offload"]
+    # memory holds the whole step: no reason for a larger number
+    assert levels[139].micro_batch_tokens == 21000
+    assert 8192 <= levels[79].micro_batch_tokens < 21000
+    for decision in levels.values():
+        size = TOKENS.micro_batch(decision.micro_batch_tokens)
+        assert decision.estimate(size).total_bytes <= decision.budget_bytes
+        assert decision.model.estimate(size, decision.recompute) == decision.estimate(size)
+        more = decision.model.estimate(TOKENS.micro_batch(decision.micro_batch_tokens + 1024), decision.recompute)
+        assert decision.micro_batch_tokens == 21000 or more.total_bytes > decision.budget_bytes
+        assert f"recompute {decision.recompute}" in decision.reason
+
+
+def test_more_memory_never_gives_less():
+    rank = {"none": 0, "partial": 1, "layers": 2, "offload": 3}
+    decisions = [chosen(gib) for gib in range(20, 141, 4)]
+    assert [rank[d.recompute] for d in decisions] == sorted((rank[d.recompute] for d in decisions), reverse=True)
+
+
+def test_small_steps_need_no_more_than_themselves():
+    small = TokenStatistics(500, 3000, 0.5, 250.0)
+    assert chosen(36, small).recompute == "none"
+    assert chosen(36, small).micro_batch_tokens == 3000
+    assert chosen(36).recompute != "none"
+
+
+def test_a_sample_longer_than_a_busy_micro_batch_decides():
+    long = TokenStatistics(18000, 40000, 0.5, 9000.0)
+    assert chosen(79).recompute == "none"
+    assert chosen(79, long).recompute == "partial"
+    assert chosen(79, long).micro_batch_tokens >= 18000
+
+
+def test_given_settings_are_kept():
+    assert chosen(139, recompute="layers").recompute == "layers"
+    fixed = chosen(139, batch={"micro_batch_tokens": 4096})
+    assert (fixed.micro_batch_tokens, fixed.recompute) == (4096, "none")
+    # the level is the lightest that holds what was asked for; what fits nowhere is tried at the heaviest
+    assert chosen(79, batch={"micro_batch_tokens": 20000}).recompute == "partial"
+    assert chosen(32, batch={"micro_batch_tokens": 20000}).recompute == "layers"
+    assert chosen(20, batch={"micro_batch_tokens": 20000}).recompute == "offload"
+    assert chosen(139, memory=48).recompute == chosen(48).recompute
+    assert chosen(139, memory=48).micro_batch_tokens == chosen(48).micro_batch_tokens
+
+
+def test_partial_is_for_compiled_layers():
+    for sections in ({"compile": "off"}, {"deterministic": True}, {"model": {"name": "m", "precision": "fp32"}}):
+        assert "partial" not in {chosen(gib, **sections).recompute for gib in range(48, 130, 8)}
+    assert chosen(79, compile="off", recompute="partial").recompute == "layers"
+
+
+def test_without_a_gpu():
+    decision = choose(config_of(), SHAPE, TOKENS, None)
+    assert (decision.micro_batch_tokens, decision.recompute, decision.model) == (8192, "none", None)
+    assert decision.estimate(TOKENS.micro_batch(10)) is None
+    long = TokenStatistics(9000, 20000, 0.5, 900.0)
+    assert choose(config_of(), SHAPE, long, None).micro_batch_tokens == 9000
+    assert choose(config_of(recompute="partial"), SHAPE, TOKENS, None).recompute == "layers"
+
+
+def test_what_cannot_fit_says_what_to_do():
+    with pytest.raises(ResourceError, match=r"the longest sample has 2,048 tokens, .* set base\.storage: nf4") as error:
+        chosen(16)
+    assert error.value.exit_code == 6
+    assert chosen(16, base={"storage": "nf4"}).micro_batch_tokens >= 8192
+    with pytest.raises(ResourceError, match=r"optim\.name: adamw8bit"):
+        chosen(79, method="full")
+    backward = {"method": "full", "full": {"weights": "bf16", "update": "backward"}, "optim": {"max_grad_norm": None}}
+    with pytest.raises(ResourceError, match=r"a whole step \(full\.update: backward\) has 21,000 tokens"):
+        chosen(72, **backward)
+    assert chosen(139, **backward).micro_batch_tokens == 21000
+
+
+def test_a_sample_that_just_fits_is_not_rounded_away():
+    """The number of tokens is rounded down, but never below the longest sample."""
+    fits = [length for length in range(10_000, 40_000, 100) if _is_taken(TokenStatistics(length, 10**6, 0.6, 1e6))]
+    assert fits == list(range(10_000, fits[-1] + 100, 100))
+    limit = longest_document_tokens(config_of(), SHAPE, Device("a GPU", 22 * GIB), 0.6)
+    assert limit - 100 <= fits[-1] < limit + 512
+
+
+def _is_taken(tokens):
+    try:
+        return chosen(22, tokens).micro_batch_tokens >= tokens.longest_sample
+    except ResourceError:
+        return False
+
+
+def test_longest_documents_grow_with_memory_and_shrink_with_precision():
+    lengths = {
+        name: longest_document_tokens(config_of(), SHAPE, DEVICES[name], 0.6) for name in ("4090", "h100", "h200")
+    }
+    assert 0 < lengths["4090"] < lengths["h100"] < lengths["h200"]
+    four_bit = config_of(base={"storage": "nf4"})
+    assert longest_document_tokens(four_bit, SHAPE, DEVICES["4090"], 0.6) > lengths["4090"]
+    assert longest_document_tokens(config_of(recompute="none"), SHAPE, DEVICES["h200"], 0.6) < lengths["h200"]
+    assert longest_document_tokens(config_of(), SHAPE, DEVICES["t4"], 0.6) == 0
+
+
+def test_a_gpu_without_bf16_computes_in_fp32():
+    assert memory_model(config_of(), SHAPE, DEVICES["t4"]).precision == "fp32"
+    assert memory_model(config_of(), SHAPE, DEVICES["l4"]).precision == "bf16"
+    half = config_of(model={"name": "m", "precision": "fp16"})
+    assert memory_model(half, SHAPE, DEVICES["t4"]).precision == "fp16"
+
+
+def test_statistics_are_those_of_the_steps():
+    lengths, labels = [10, 2, 9, 4, 30, 7], [5, 1, 4, 2, 15, 3]
+    config = config_of(batch={"samples_per_step": 2, "epochs": 3.0})
+    plan = make_plan(lengths, labels, config.batch, micro_batch_tokens=64, seed=1, num_ranks=2)
+    tokens = TokenStatistics.of(plan)
+    most = max(sum(batch.num_tokens for batch in rank) for step in plan.steps() for rank in step.ranks)
+    assert tokens == TokenStatistics(30, most, 30 / 62, 62 / 6)
+    assert tokens.micro_batch(620).num_documents == 62
+    assert MARGIN < 0.1
