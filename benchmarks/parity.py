@@ -294,12 +294,19 @@ def main() -> None:
     elif args.part:
         (args.work / f"{args.part}.json").write_text(json.dumps(measure(args, args.part)))
     else:
-        parts = ([] if (args.work / "adapter").exists() else ["prepare"]) + args.modes.split(",")
-        for part in parts:
-            started = time.perf_counter()
-            done = subprocess.run([sys.executable, *sys.argv, "--part", part], check=False)
-            print(f"{part}: exit {done.returncode}, {time.perf_counter() - started:.0f} s", flush=True)
+        if not (args.work / "adapter").exists():
+            run_parts(["prepare"])
+        # nothing is timed, so all modes share the GPU
+        run_parts(args.modes.split(","))
         sys.exit(0 if report(args) else 1)
+
+
+def run_parts(parts: list[str]) -> None:
+    """Run parts at once, each in a process of its own, and wait for all."""
+    started = time.perf_counter()
+    running = {part: subprocess.Popen([sys.executable, *sys.argv, "--part", part]) for part in parts}
+    for part, process in running.items():
+        print(f"{part}: exit {process.wait()}, {time.perf_counter() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

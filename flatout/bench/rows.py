@@ -61,7 +61,7 @@ OURS = (
         "qwen3-8b",
         *("base.storage=nf4", "base.compute=fp8", "batch.micro_batch_tokens=24000", "recompute=none"),
     ),
-    _ours("8b-lean", "qwen3-8b", "base.storage=nf4", "batch.micro_batch_tokens=2048", "recompute=layers"),
+    _ours("8b-lean", "qwen3-8b", "base.storage=nf4", "batch.micro_batch_tokens=2048", "recompute=offload"),
     _ours("0.6b-bf16", "qwen3-0.6b", "batch.micro_batch_tokens=32768", "recompute=none"),
     _ours("0.6b-auto", "qwen3-0.6b"),
     _ours("llama-1b-bf16", "llama-3.2-1b", "batch.micro_batch_tokens=32768", "recompute=none"),

@@ -34,6 +34,8 @@ def _qwen3(
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _qwen3(64, 128, 2, 4, num_key_value_heads=2, head_dim=32, vocab_size=1024, max_position_embeddings=4096),
+    # for parity gates: as wide as 0.6b, and quick
+    "qwen3-8-layers": _qwen3(1024, 3072, 8, 16),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),

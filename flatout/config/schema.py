@@ -88,7 +88,7 @@ class ModelConfig(Section):
     """random: fresh weights from the folder's config.json, by `seed` (training from scratch, speed tests)."""
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"
     """Arithmetic of forward and backward; auto: bf16 on GPUs that have it, else fp32. Trained weights are fp32
-    masters (fp64 with fp64)."""
+    masters (fp64 with fp64), or bf16 alone with `full.weights: bf16`."""
     attention: Literal["auto", "fa4", "fa3", "varlen", "sdpa", "plain"] = "auto"
     """Packed attention: fa4 or fa3 (FlashAttention packages), varlen (torch's CUDA kernel), sdpa (exact, per
     document), plain (written out; the truth in tests); auto takes the first that is there and proves equal."""
@@ -119,7 +119,7 @@ class FullConfig(Section):
     """Full fine-tuning (method: full)."""
 
     weights: Literal["fp32", "bf16"] = "fp32"
-    """fp32 masters, or bf16 alone, updated with stochastic rounding: a quarter of the memory of masters and copies."""
+    """fp32 masters, or bf16 alone, updated with stochastic rounding: a third of the memory of masters and copies."""
     compute: Literal["model", "fp8"] = "model"
     """fp8: all linear layers but the head through torchao's Float8Linear (needs torchao and compile)."""
     update: Literal["step", "backward"] = "step"

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatout.errors import UsageError
-from flatout.kernels.fp8 import quantise_rows, scaled_product
+from flatout.errors import ResourceError, UsageError
+from flatout.kernels.fp8 import fp8_problem, quantise_rows, scaled_product
 from flatout.kernels.nf4 import Nf4Weight, dequantise, dequantise_fp8
 from flatout.models.nf4 import Nf4Linear
 
@@ -84,9 +84,15 @@ class FrozenProduct:
 def join_bases(bases: Sequence[FrozenLinear], *, fp8: bool) -> tuple[FrozenProduct, list[Tensor]]:
     """One product for several frozen layers of one input, and the tensors it works on; the layers share their memory.
 
-    `fp8` multiplies NF4 weights in float8; float8 weights always are. Raises UsageError for layers of mixed storage.
+    `fp8` multiplies NF4 weights in float8; float8 weights always are. Raises UsageError for layers of mixed storage,
+    and ResourceError where the device or a layer's size has no float8 products.
     """
     sizes, in_features = [base.out_features for base in bases], bases[0].in_features
+    if isinstance(bases[0], Fp8Linear) or (fp8 and isinstance(bases[0], Nf4Linear)):
+        device = next(bases[0].buffers()).device
+        for size in sizes:
+            if problem := fp8_problem(device, size, in_features):
+                raise ResourceError(f"base.compute: {problem}; use base.storage: nf4 with base.compute: model")
     if all(isinstance(base, Fp8Linear) for base in bases):
         return _join_fp8(cast(Sequence[Fp8Linear], bases), sizes)
     if all(isinstance(base, Nf4Linear) for base in bases):

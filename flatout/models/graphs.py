@@ -41,6 +41,11 @@ class GraphedDecoder:
         states: Tensor = _Replay.apply(self._anchor, recording)
         return states
 
+    @property
+    def largest_tokens(self) -> int:
+        """Tokens of the largest recorded size; 0 before the first."""
+        return max((size.num_tokens for size in self._recorded), default=0)
+
     def record(self, size: StreamSize, num_borders: int) -> None:
         """Record forward and backward for batches of one size. Gradients are left as found."""
         batch = _filler(self._model, size, num_borders)

@@ -17,6 +17,8 @@ _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 # What arithmetic does not give, fitted to peaks measured on one H200 (torch 2.11, LoRA rank 16, bf16, 32 chat-like
 # samples in one micro-batch; predicted beside measured in benchmarks/memory_points.py):
 #   Qwen3-8B compiled 115.7 to 116.8 GiB at 21.0 k to 21.3 k tokens; memory budget 0.5: 69.2, 0.25: 46.2 GiB
+#   at 17.4 k tokens bf16 97.9, fp8 91.4, NF4 with fp8 products 88.3 GiB; full with bf16 weights and 8-bit moments 101.9
+#   Qwen3-1.7B full at 17.4 k tokens: fp32 masters 59.5, bf16 weights 42.8, fp8 products 47.8 GiB
 #   Qwen3-0.6B compiled 26.4 GiB at 19.5 k and 28.3 GiB at 21.2 k tokens; eager 34.7 GiB at 19.5 k
 # kept by layers that run eagerly, of what compiled ones keep (norms and rotations in fp32, unfused products)
 EAGER_SHARE = 1.37
@@ -36,8 +38,8 @@ CONSTANT_BYTES = 64 << 20
 
 
 def head_tile_rows(recompute: Recompute) -> int:
-    """Rows of logits that the loss head holds at a time: enough for full speed, or little where memory is short."""
-    return 2048 if recompute in ("none", "partial") else 512
+    """Rows of logits that the loss head holds at a time: enough for full speed, or few where memory is short."""
+    return {"layers": 512, "offload": 128}.get(recompute, 2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +76,17 @@ class MemoryEstimate:
 class MemoryModel:
     """The memory of a run as a function of its micro-batches.
 
-    With e bytes an element of the precision, m = max(4, e) of master weights, fat = `activation_elements` * e + 4 a
-    head (attention's log-sum) bytes a token and layer, D the hidden size and L the number of layers:
+    With e bytes an element of the precision (s of the hidden states: m under full's autocast), m = max(4, e) of master
+    weights, fat = `activation_elements` * e + 4 a head (attention's log-sum) bytes a token and layer, D the hidden size
+    and L the number of layers:
 
         weights      lora: e a parameter, or fp8 and nf4 for the blocks' linear layers; full: m, and e more for
                      autocast's copies when e < m (full.weights bf16: 2 and no copies)
         adapter      m + e an adapter parameter
         gradients    as wide as the trained weights; one tensor's only with full.update backward
         optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes a trained parameter
-        activations  none: L fat a token; partial: the inputs L D e and 0.47 of the rest; layers: L D e;
-                     offload: 3 D e; and 10 D a token around the last norm
+        activations  none: L fat a token; partial: the inputs L D s and 0.47 of the rest; layers: L D s;
+                     offload: 3 D s; and 10 D a token around the last norm
         working      the head: `head_tile_rows` of logits and their gradient, the label rows and their gradient; or
                      the backward pass of one layer: 0.75 fat a token, what is computed again of it, and one weight
                      group unpacked (nf4) or transposed (fp8); whichever is larger
@@ -117,11 +120,16 @@ class MemoryModel:
 
     def inputs_bytes(self, num_tokens: int) -> int:
         """All layers' inputs: what `layers` keeps, and what `offload` holds on the host."""
-        return self.shape.num_layers * num_tokens * self.shape.hidden_size * self._element
+        return self.shape.num_layers * num_tokens * self.shape.hidden_size * self._stream_bytes
 
     @property
     def _element(self) -> int:
         return _ELEMENT_BYTES[self.precision]
+
+    @property
+    def _stream_bytes(self) -> int:
+        """Bytes an element of the hidden states between layers: as wide as the embeddings' weights."""
+        return self._element + (self._trained_bytes - self._element if self.config.method == "full" else 0)
 
     @property
     def _trained_bytes(self) -> int:
@@ -159,7 +167,11 @@ class MemoryModel:
     def _layer_bytes(self, num_tokens: int) -> float:
         """What one layer keeps for its backward pass when nothing is computed again."""
         elements = activation_elements(self.shape) + self._adapter_elements
-        kept = num_tokens * (elements * self._element + 4 * self.shape.num_heads)
+        if self.config.method == "full" and self.compiled:
+            # under autograd's own linear layers the compiler computes norms and the MLP's product again
+            elements -= self.shape.intermediate_size + 2 * self.shape.hidden_size
+        wider = 2 * self.shape.hidden_size * (self._stream_bytes - self._element)
+        kept = num_tokens * (elements * self._element + wider + 4 * self.shape.num_heads)
         return kept if self.compiled else kept * EAGER_SHARE
 
     @property

@@ -84,6 +84,7 @@ class MemoryWatch:
         for batch in within_cap(self._run, step):
             if batch.num_tokens > self._largest.num_tokens:
                 self._largest = MicroBatchSize(batch.num_tokens, batch.num_label_tokens, len(batch.sample_ids))
+        self._largest = self._with_recordings(self._largest)
         planned = self._run.memory.estimate(self._largest)
         if planned is None or self._num_steps != MEASURED_STEP:
             return
@@ -93,6 +94,14 @@ class MemoryWatch:
             f"planned {planned.total_bytes / GIB:.1f} GiB, measured {measured_bytes / GIB:.1f} GiB "
             f"with {self._largest.num_tokens:,} tokens in a micro-batch",
         )
+
+    def _with_recordings(self, size: MicroBatchSize) -> MicroBatchSize:
+        """Recorded graphs ran at their largest size before the first step."""
+        num_tokens = self._run.decoder.largest_tokens if self._run.decoder else 0
+        if num_tokens <= size.num_tokens:
+            return size
+        share = num_tokens / size.num_tokens
+        return MicroBatchSize(num_tokens, int(size.num_labels * share), int(size.num_documents * share))
 
 
 def _longest(run: Run, micro_batches: Sequence[MicroBatch]) -> int:

@@ -92,7 +92,8 @@ def compile_with_recompute(loaded: LoadedModel, config: Config, recompute: Recom
     """Compile the layers at this level; where nothing is compiled, `partial` becomes `layers`, and the line says so."""
     apply_recompute(loaded.model, recompute)
     with compiling_with(recompute):
-        line = compile_layers(loaded, config.compile, num_borders=num_borders)
+        fp8 = config.base.computes_in_fp8 or config.full.compute == "fp8"
+        line = compile_layers(loaded, config.compile, num_borders=num_borders, fp8=fp8)
     if recompute == "partial" and line.startswith("off"):
         apply_recompute(loaded.model, "layers")
         line += "; so recompute is layers instead of partial"

@@ -171,7 +171,7 @@ def test_fp8_products_learn_as_bf16_ones_do(tmp_path: Path, weights: str) -> Non
         if compute == "fp8":
             line = use_fp8_products(loaded.model, compile_mode="auto")
             assert line == "14 linear layers compute in fp8, one scale a tensor"
-        assert "layers as one graph" in compile_layers(loaded, "auto", num_borders=kernel_borders(100))
+        assert "layers as one graph" in compile_layers(loaded, "auto", num_borders=kernel_borders(100), fp8=True)
         named = dict(loaded.model.named_parameters())
         grads = torch.autograd.grad(loss_of(loaded, batches(1)[0]), list(named.values()))
         gradients.append(torch.cat([grad.double().flatten() for grad in grads]))

@@ -30,8 +30,9 @@ def model_at(folder, level, compiled):
     torch._dynamo.reset()
     loaded = load_model(ModelConfig(name=str(folder)), method="lora", device=CUDA, seed=0)
     add_lora(loaded.model, LoraConfig(rank=8), seed=0)
+    generator = torch.Generator(CUDA).manual_seed(0)
     for parameter in trainable_parameters(loaded.model).values():
-        parameter.data.normal_(0, 0.02)
+        parameter.data.normal_(0, 0.02, generator=generator)
     apply_recompute(loaded.model, level)
     with compiling_with(level):
         line = compile_layers(loaded, "auto" if compiled else "off", num_borders=BORDERS)
