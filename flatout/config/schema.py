@@ -277,8 +277,9 @@ class Config(Section):
     """auto: models so small that the host cannot launch fast enough run as recorded CUDA graphs."""
     memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """GiB of GPU memory that training may plan with; auto: what is free at the start."""
-    recompute: Literal["auto", "none", "partial", "layers", "offload"] = "auto"
-    """Activations computed again in the backward pass instead of kept: none; partial (the compiler's choice, down to
+    recompute: Literal["auto", "none", "lean", "partial", "layers", "offload"] = "auto"
+    """Activations computed again in the backward pass instead of kept: none; lean (norms' outputs and the MLP's
+    product, hardly slower); partial (the compiler's choice, down to
     half of the memory); layers (all but each layer's input); offload (those inputs wait in host memory). auto: the
     first that fits `memory`."""
     log_every_steps: int = Field(default=1, ge=1)

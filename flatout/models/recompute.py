@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 
 from flatout.models.host_copies import HostCopies
 
-Recompute = Literal["none", "partial", "layers", "offload"]
+Recompute = Literal["none", "lean", "partial", "layers", "offload"]
 
 # share of the activations, beyond each layer's inputs, that `partial` lets the compiler keep
 PARTIAL_BUDGET = 0.5
 
 
 def apply_recompute(model: PreTrainedModel, level: Recompute) -> None:
-    """Set a model's level, once, before its layers are compiled; `partial` acts in `compiling_with` alone."""
+    """Set a model's level, once, before its layers are compiled; lean and partial act in `compiling_with` alone."""
     if level in ("layers", "offload"):
         checkpoint_layers(model)
     if level == "offload":
@@ -26,14 +26,17 @@ def apply_recompute(model: PreTrainedModel, level: Recompute) -> None:
 
 
 def compiling_with(level: Recompute) -> AbstractContextManager[object]:
-    """Around everything that compiles layers: `partial` gives the compiler a memory budget, for which it chooses what
-    to compute again (a knapsack; torch's activation_memory_budget)."""
-    if level != "partial":
+    """Around everything that compiles layers. `lean` lets the compiler compute again what only a product reads, and
+    `partial` gives it a memory budget, for which it chooses what to compute again (a knapsack; both are torch's)."""
+    if level not in ("lean", "partial"):
         return nullcontext()
     from torch._functorch import config
 
-    budget: AbstractContextManager[object] = config.patch(activation_memory_budget=PARTIAL_BUDGET)
-    return budget
+    changes: dict[str, float] = {"ban_recompute_materialized_backward": False}
+    if level == "partial":
+        changes = {"activation_memory_budget": PARTIAL_BUDGET}
+    patched: AbstractContextManager[object] = config.patch(changes)
+    return patched
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:

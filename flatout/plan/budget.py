@@ -150,12 +150,12 @@ def _most(fits: Callable[[int], bool], most: int) -> int:
 def _levels(config: Config, model: MemoryModel) -> tuple[Recompute, ...]:
     if config.recompute != "auto":
         return (config.recompute if model.compiled else _without_compiler(config.recompute),)
-    # what `partial` keeps is the compiler's choice
-    return ("none", "partial", "layers", "offload") if model.compiled else ("none", "layers", "offload")
+    # what `lean` and `partial` keep is the compiler's choice
+    return ("none", "lean", "partial", "layers", "offload") if model.compiled else ("none", "layers", "offload")
 
 
 def _without_compiler(level: Recompute) -> Recompute:
-    return "layers" if level == "partial" else level
+    return "layers" if level in ("lean", "partial") else level
 
 
 def _too_small(model: MemoryModel, level: Recompute, size: MicroBatchSize, device: Device) -> ResourceError:

@@ -10,7 +10,7 @@ from flatout.plan.cost import target_matcher
 from flatout.plan.shape import Linear, ModelShape, num_lora_params, num_params
 
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
-Recompute = Literal["none", "partial", "layers", "offload"]
+Recompute = Literal["none", "lean", "partial", "layers", "offload"]
 
 _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
@@ -85,7 +85,8 @@ class MemoryModel:
         adapter      m + e an adapter parameter
         gradients    as wide as the trained weights; one tensor's only with full.update backward
         optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes a trained parameter
-        activations  none: L fat a token; partial: the inputs L D s and 0.47 of the rest; layers: L D s;
+        activations  none: L fat a token; lean: the norms' outputs and the MLP's product less; partial: the inputs
+                     L D s and 0.47 of the rest; layers: L D s;
                      offload: 3 D s; and 10 D a token around the last norm
         working      the head: `head_tile_rows` of logits and their gradient, the label rows and their gradient; or
                      the backward pass of one layer: 0.75 fat a token, what is computed again of it, and one weight
@@ -168,11 +169,16 @@ class MemoryModel:
         """What one layer keeps for its backward pass when nothing is computed again."""
         elements = activation_elements(self.shape) + self._adapter_elements
         if self.config.method == "full" and self.compiled:
-            # under autograd's own linear layers the compiler computes norms and the MLP's product again
-            elements -= self.shape.intermediate_size + 2 * self.shape.hidden_size
+            # under autograd's own linear layers the compiler does what `lean` does by itself
+            elements -= self._lean_elements
         wider = 2 * self.shape.hidden_size * (self._stream_bytes - self._element)
         kept = num_tokens * (elements * self._element + wider + 4 * self.shape.num_heads)
         return kept if self.compiled else kept * EAGER_SHARE
+
+    @property
+    def _lean_elements(self) -> int:
+        """Elements a token and layer that `lean` computes again: both norms' outputs and the MLP's product."""
+        return self.shape.intermediate_size + 2 * self.shape.hidden_size
 
     @property
     def _adapter_elements(self) -> int:
@@ -189,8 +195,10 @@ class MemoryModel:
     def _kept_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
         inputs = self.inputs_bytes(size.num_tokens)
         everything = self.shape.num_layers * self._layer_bytes(size.num_tokens)
+        again = 0 if self.config.method == "full" else self._lean_elements * self._element
         kept = {
             "none": everything,
+            "lean": everything - self.shape.num_layers * size.num_tokens * again,
             "partial": inputs + PARTIAL_SHARE * (everything - inputs),
             "layers": inputs,
             "offload": min(OFFLOAD_INPUTS, self.shape.num_layers) * inputs / self.shape.num_layers,
@@ -208,7 +216,7 @@ class MemoryModel:
         return logits + states + self.shape.vocab_size * self.shape.hidden_size * (4 + self._copies)
 
     def _backward_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
-        again = {"none": 0.0, "partial": 1 - PARTIAL_SHARE}.get(recompute, 1.0)
+        again = {"none": 0.0, "lean": 0.0, "partial": 1 - PARTIAL_SHARE}.get(recompute, 1.0)
         layer = (BACKWARD_SHARE + again) * self._layer_bytes(size.num_tokens)
         # FlashAttention-2 sums the queries' gradient in fp32, each document's end rounded up to 128 rows
         rows = size.num_tokens + 128 * size.num_documents

@@ -31,7 +31,7 @@ def reason_against(config: Config, planned: Planned, device: torch.device) -> st
         return "only on CUDA"
     if config.method != "lora" or config.optim.name == "adamw8bit":
         return "gradients have no fixed place"
-    if config.lora.dropout or planned.memory.recompute != "none":
+    if config.lora.dropout or planned.memory.recompute not in ("none", "lean"):
         return "dropout and recompute need the host"
     if config.compile == "off" or config.deterministic:
         return "layers are not compiled"

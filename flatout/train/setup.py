@@ -89,14 +89,14 @@ def join_adapters(model: PreTrainedModel, config: Config, tracker: Tracker) -> J
 
 
 def compile_with_recompute(loaded: LoadedModel, config: Config, recompute: Recompute, num_borders: int | None) -> str:
-    """Compile the layers at this level; where nothing is compiled, `partial` becomes `layers`, and the line says so."""
+    """Compile the layers at this level; where nothing is compiled, lean and partial become layers, as the line says."""
     apply_recompute(loaded.model, recompute)
     with compiling_with(recompute):
         fp8 = config.base.computes_in_fp8 or config.full.compute == "fp8"
         line = compile_layers(loaded, config.compile, num_borders=num_borders, fp8=fp8)
-    if recompute == "partial" and line.startswith("off"):
+    if recompute in ("lean", "partial") and line.startswith("off"):
         apply_recompute(loaded.model, "layers")
-        line += "; so recompute is layers instead of partial"
+        line += f"; so recompute is layers instead of {recompute}"
     return line
 
 

@@ -58,7 +58,7 @@ def test_levels_agree_and_each_keeps_less(tmp_path, compiled):
     save_tiny_model(tmp_path, "qwen3", **SHAPE, num_hidden_layers=8)
     batch = pack(tiny_samples([2000, 3000, 1500, 1692]), num_borders=BORDERS).to(CUDA)
     kept, gradients = {}, {}
-    for level in ("none", "partial", "layers", "offload") if compiled else ("none", "layers", "offload"):
+    for level in ("none", "lean", "partial", "layers", "offload") if compiled else ("none", "layers", "offload"):
         kept[level], gradients[level] = peak_and_gradient(model_at(tmp_path, level, compiled), batch)
         assert torch.nn.functional.cosine_similarity(gradients["none"], gradients[level], dim=0) > 0.999
     assert list(kept.values()) == sorted(kept.values(), reverse=True)

@@ -4,8 +4,12 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.models.blocks import decoder_layers
 from flatout.models.host_copies import HostCopies
+from flatout.models.joined import join_layers
+from flatout.models.load import load_model
+from flatout.models.lora import add_lora
 from flatout.models.recompute import PARTIAL_BUDGET, apply_recompute, compiling_with, offload_layer_inputs
 
 NUM_LAYERS = 3
@@ -39,7 +43,7 @@ def gradients(model, length=23):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("level", ["none", "partial", "layers", "offload"])
+@pytest.mark.parametrize("level", ["none", "lean", "partial", "layers", "offload"])
 def test_every_level_has_the_gradients_of_none(make_model, level, dropout):
     model = make_model(dropout=dropout)
     apply_recompute(model, level)
@@ -143,3 +147,38 @@ def test_partial_is_the_compilers_budget_and_only_there():
     assert config.activation_memory_budget == before
     with compiling_with("layers"):
         assert config.activation_memory_budget == before
+
+
+@pytest.mark.parametrize("level", ["none", "lean"])
+def test_lean_keeps_neither_norm_nor_product(level, tmp_path):
+    """Through the compiler's own partitioning, of a joined MLP and the norm before it."""
+    torch._dynamo.reset()
+    width, inner, num_tokens = 32, 80, 50
+    shape = {"hidden_size": width, "intermediate_size": inner, "num_attention_heads": 4, "num_key_value_heads": 2}
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=64, num_hidden_layers=1, head_dim=8, **shape)).save_pretrained(tmp_path)
+    loaded = load_model(
+        ModelConfig(name=str(tmp_path), precision="fp32"), method="lora", device=torch.device("cpu"), seed=0
+    )
+    add_lora(loaded.model, LoraConfig(rank=2), seed=0)
+    join_layers(loaded.model)
+    layer = loaded.model.get_decoder().layers[0]
+
+    def block(x):
+        return layer.mlp(layer.post_attention_layernorm(x))
+
+    def run(forward):
+        x = torch.randn(1, num_tokens, width, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            output = forward(x)
+        (grad,) = torch.autograd.grad(output.square().sum(), x)
+        # what belongs to the tokens and is no view of the input
+        sizes = [t.numel() for t in kept if num_tokens in t.shape and t.data_ptr() != x.data_ptr()]
+        return grad, sum(sizes) / num_tokens
+
+    truth, _ = run(block)
+    with compiling_with(level):
+        grad, num_kept = run(torch.compile(block, backend="aot_eager_decomp_partition", fullgraph=True))
+    torch.testing.assert_close(grad, truth, rtol=1e-4, atol=1e-5)
+    rest = 2 * inner + 1 + 3 * 2  # gate, up, the norm's scale, low-rank products
+    assert num_kept == rest + (inner + width if level == "none" else 0)

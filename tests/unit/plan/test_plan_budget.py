@@ -34,8 +34,9 @@ def chosen(gib, tokens=TOKENS, **sections):
 
 
 def test_levels_from_the_lightest_on():
-    levels = {gib: chosen(gib) for gib in (139, 79, 48, 28, 20)}
-    assert [decision.recompute for decision in levels.values()] == ["none", "none", "partial", "layers", "offload"]
+    levels = {gib: chosen(gib) for gib in (139, 79, 52, 42, 28, 20)}
+    expected = ["none", "none", "lean", "partial", "layers", "offload"]
+    assert [decision.recompute for decision in levels.values()] == expected
     # memory holds the whole step: no reason for a larger number
     assert levels[139].micro_batch_tokens == 21000
     assert 8192 <= levels[79].micro_batch_tokens < 21000
@@ -49,7 +50,7 @@ def test_levels_from_the_lightest_on():
 
 
 def test_more_memory_never_gives_less():
-    rank = {"none": 0, "partial": 1, "layers": 2, "offload": 3}
+    rank = {"none": 0, "lean": 1, "partial": 2, "layers": 3, "offload": 4}
     decisions = [chosen(gib) for gib in range(20, 141, 4)]
     assert [rank[d.recompute] for d in decisions] == sorted((rank[d.recompute] for d in decisions), reverse=True)
 

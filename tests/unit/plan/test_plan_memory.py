@@ -105,7 +105,7 @@ def test_activations_per_token_of_an_8b_model():
     assert estimate().activations_bytes == pytest.approx(fat + last_norm, rel=1e-3)
     assert estimate(recompute="layers").activations_bytes == inputs + last_norm
     assert estimate(recompute="offload").activations_bytes == inputs * 3 // 36 + last_norm
-    kept = [estimate(recompute=level).total_bytes for level in ("none", "partial", "layers", "offload")]
+    kept = [estimate(recompute=level).total_bytes for level in ("none", "lean", "partial", "layers", "offload")]
     assert kept == sorted(kept, reverse=True)
     # what a layer computes again stands beside the gradients while it does
     assert estimate(recompute="layers").working_bytes > estimate().working_bytes
