@@ -37,7 +37,7 @@ MODES: dict[str, tuple[dict[str, str], float, float]] = {
     "nf4": ({"storage": "nf4"}, 0.01, 0.999),
     "nf4-fp8": ({"storage": "nf4", "compute": "fp8"}, 0.01, 0.98),
 }
-REFERENCE_ROWS = 8
+REFERENCE_ROWS = 16
 
 
 def config_of(args: argparse.Namespace, name: str, **sections: Any) -> Config:
@@ -57,7 +57,7 @@ def lora_config(args: argparse.Namespace, mode: str) -> Config:
         f"lora-{mode}-{time.time_ns()}",
         model={"name": str(args.work / "base" / "final")},
         lora={"rank": 16, "alpha": 16.0, "targets": TARGETS, "continue_from": str(args.work / "adapter")},
-        batch={"samples_per_step": 32, "micro_batch_tokens": args.budget, "max_steps": args.steps},
+        batch={"samples_per_step": 16, "micro_batch_tokens": args.budget, "max_steps": args.steps},
         optim={"lr": args.lr},
         schedule={"kind": "constant", "warmup_steps": 0},
         **({"base": base} if base else {}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -49,7 +51,6 @@ def compile_layers(
 
 def _compile(loaded: LoadedModel, num_borders: int, smallest_cosine: float) -> str:
     # importing the compiler takes a second, and only runs on a GPU need it
-    import torch._dynamo.config as dynamo_config
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import InductorError
 
@@ -64,8 +65,7 @@ def _compile(loaded: LoadedModel, num_borders: int, smallest_cosine: float) -> s
     for layer in layers:
         layer.compile(fullgraph=True, dynamic=True)
     try:
-        # numbers such as a norm's epsilon are constants: as inputs they cost a kernel on the host
-        with dynamo_config.patch(specialize_float=True):
+        with _compiler_settings():
             cosine = min(_layer_cosine(loaded, *call) for batch_calls in calls for call in batch_calls)
             model.train()
             for batch in batches:
@@ -77,6 +77,23 @@ def _compile(loaded: LoadedModel, num_borders: int, smallest_cosine: float) -> s
         torch.compiler.set_stance("force_eager")
         return f"off: a compiled layer's gradients differ from the eager one's (cosine {cosine:.6f})"
     return f"{len(layers)} layers as one graph; gradients equal eager ones (smallest cosine {cosine:.6f})"
+
+
+@contextmanager
+def _compiler_settings() -> Iterator[None]:
+    """Around everything that compiles layers.
+
+    Numbers such as a norm's epsilon are constants: as inputs they cost kernels on the host. Traced layers are cached
+    although they hold autograd functions of ours, since both passes of those are part of what the cache compares; a
+    wrong one would fail the proof.
+    """
+    import torch._dynamo.config as dynamo_config
+    import torch._functorch.config as functorch_config
+
+    caching = "autograd_cache_allow_custom_autograd_functions"
+    changes = {caching: True} if hasattr(functorch_config, caching) else {}
+    with dynamo_config.patch(specialize_float=True), functorch_config.patch(changes):
+        yield
 
 
 def _reason_against(loaded: LoadedModel, mode: Literal["auto", "off"]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from flatout.errors import UsageError
@@ -38,3 +39,20 @@ class Rank:
 def ask_for_deterministic_cublas() -> None:
     """Set cuBLAS's workspace so that its results repeat; works only before the first CUDA call of the process."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def keep_compiled_kernels() -> str:
+    """Let the compiler keep its kernels in this user's cache folder, which outlives a reboot; returns where.
+
+    A folder that the environment names already stays. Where the cache folder cannot be written, the compiler's own
+    choice (a folder of temporary files) stays, and the text says so. Works only before the first compilation.
+    """
+    if named := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return named
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flatout" / "compiler"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        return f"temporary files, as {folder} cannot be written ({error.strerror})"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    return str(folder)

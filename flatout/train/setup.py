@@ -17,7 +17,7 @@ from flatout.models.lora import add_lora, freeze, trainable_parameters
 from flatout.models.recompute import Recompute, apply_recompute, compiling_with
 from flatout.models.selftest import check_packing
 from flatout.parallel.connect import choose_device, connect
-from flatout.parallel.rank import Rank, ask_for_deterministic_cublas
+from flatout.parallel.rank import Rank, ask_for_deterministic_cublas, keep_compiled_kernels
 from flatout.track.record import Tracker
 from flatout.train.checkpoint import Checkpoints, Snapshot
 from flatout.train.feed import Feed
@@ -39,6 +39,8 @@ def set_up(
     no_graphs = reason_against(config, planned, device)
     coarse = no_graphs is None
     feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, coarse=coarse)
+    if device.type == "cuda" and config.compile == "auto":
+        tracker.stage("compile", f"kernels are kept in {keep_compiled_kernels()}")
     compiled = compile_with_recompute(loaded, config, planned.memory.recompute, feed.num_borders)
     tracker.stage("compile", compiled)
     strategy = connect(rank, device)

@@ -1,10 +1,13 @@
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from flatout.errors import ResourceError, UsageError
 from flatout.parallel.connect import choose_device, connect
-from flatout.parallel.rank import Rank
+from flatout.parallel.rank import Rank, keep_compiled_kernels
 from flatout.parallel.single import Single
 
 
@@ -36,3 +39,22 @@ def test_single_does_nothing_and_measures_the_norm() -> None:
     assert strategy.grad_norm(parameters).item() == 5.0
     assert strategy.grad_norm(parameters[1:]).item() == 0.0
     assert strategy.sum_values(torch.tensor([1.0])).item() == 1.0
+
+
+def test_compiled_kernels_are_kept_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    folder = tmp_path / "flatout" / "compiler"
+    assert keep_compiled_kernels() == str(folder)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
+    assert keep_compiled_kernels() == "/chosen"
+
+
+def test_a_cache_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert "cannot be written" in keep_compiled_kernels()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
