@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from flatout.errors import UsageError
@@ -112,17 +113,23 @@ class ModelShape:
 
     def layer_linears(self, layer: int) -> tuple[Linear, ...]:
         """Linear layers of one block by name, without the experts, which transformers keeps in one 3-d tensor."""
-        attention = _latent_linears(self, self.latent) if self.latent else _attention_linears(self)
-        if layer not in self.moe_layers:
-            return attention + _mlp_linears(self, "mlp", self.intermediate_size)
-        if not self.shared_expert_size:
-            return attention
-        name = "shared_expert" if self.family.shared_expert_gate else "shared_experts"
-        shared = _mlp_linears(self, f"mlp.{name}", self.shared_expert_size)
-        gate = (Linear("mlp.shared_expert_gate", self.hidden_size, 1, False),) if self.family.shared_expert_gate else ()
-        return attention + shared + gate
+        return _layer_linears(self, layer)
 
 
+@lru_cache(maxsize=4096)
+def _layer_linears(shape: ModelShape, layer: int) -> tuple[Linear, ...]:
+    attention = _latent_linears(shape, shape.latent) if shape.latent else _attention_linears(shape)
+    if layer not in shape.moe_layers:
+        return attention + _mlp_linears(shape, "mlp", shape.intermediate_size)
+    if not shape.shared_expert_size:
+        return attention
+    name = "shared_expert" if shape.family.shared_expert_gate else "shared_experts"
+    shared = _mlp_linears(shape, f"mlp.{name}", shape.shared_expert_size)
+    gate = (Linear("mlp.shared_expert_gate", shape.hidden_size, 1, False),) if shape.family.shared_expert_gate else ()
+    return attention + shared + gate
+
+
+@lru_cache(maxsize=64)
 def num_params(shape: ModelShape) -> int:
     """Parameters of the text model, a tied embedding counted once.
 

@@ -75,9 +75,11 @@ class LeanAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
+            # the numbers of a step are the same for nearly all parameters, and each costs the host a tensor
+            factors: dict[tuple[int, torch.dtype], Factors] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+                    self._update(parameter, parameter.grad, group, factors)
 
     def state_names(self, parameter: Tensor) -> tuple[str, ...]:
         """The keys of a parameter's state."""
@@ -96,11 +98,18 @@ class LeanAdamW(torch.optim.Optimizer):
                 state[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         return state
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        known: dict[tuple[int, torch.dtype], Factors],
+    ) -> None:
         state = self.state[parameter] = self.state[parameter] or self._new_state(parameter)
         state["step"] += 1
         step, index = int(state["step"]), self._index[parameter]
-        factors = Factors.of(group, step, torch.promote_types(parameter.dtype, torch.float32))
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        factors = known.get((step, wide)) or known.setdefault((step, wide), Factors.of(group, step, wide))
         names = self.state_names(parameter)[1:]
         is_8bit = names == _NAMES_8BIT
         tables = tuple(dynamic_table(signed, parameter.device) for signed in (True, False)) if is_8bit else ()
