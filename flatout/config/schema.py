@@ -305,6 +305,12 @@ class Config(Section):
     def _sections_belong_to_the_method(self) -> Self:
         if self.method == "full" and self.base != BaseConfig():
             raise ValueError("base is only for method: lora; full trains the weights themselves")
+        alone = self.lora.dropout or self.lora.dora
+        if self.base.storage == "nf4" and self.base.computes_in_fp8 and alone:
+            raise ValueError(
+                "base.compute: fp8 over nf4 multiplies layers together, which lora.dropout and lora.dora keep apart; "
+                "set base.compute: model"
+            )
         if self.method == "lora" and self.full != FullConfig():
             raise ValueError("full is only for method: full")
         if self.full.update == "backward" and self.optim.max_grad_norm is not None:
