@@ -191,7 +191,7 @@ def render(breakdown: Breakdown, usual_step_s: float | None = None) -> list[str]
     lines = [f"{breakdown.num_steps} steps of {breakdown.step_s * 1e3:,.1f} ms{usual}; a step's time went to"]
     rest = {"idle": breakdown.idle_s, "at once on several streams": -breakdown.overlap_s}
     rows = [(row.room, row.step_s, f"{row.num_kernels:,.0f} kernels") for row in breakdown.rows]
-    rows += [(name, seconds, "") for name, seconds in rest.items() if seconds]
+    rows += [(name, seconds, "") for name, seconds in rest.items() if abs(seconds) > 1e-4 * breakdown.step_s]
     rows.append(("host blocked for data", breakdown.data_wait_s, "within idle, if at all"))
     return lines + [
         f"  {name:<28}{seconds * 1e3:>10,.2f} ms {seconds / breakdown.step_s:>7.1%}  {note}".rstrip()
