@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Recompute = Literal["none", "lean", "partial", "layers", "offload"]
 Format = Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "oasst", "text", "tokens"]
 
 
@@ -277,11 +278,10 @@ class Config(Section):
     """auto: models so small that the host cannot launch fast enough run as recorded CUDA graphs."""
     memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """GiB of GPU memory that training may plan with; auto: what is free at the start."""
-    recompute: Literal["auto", "none", "lean", "partial", "layers", "offload"] = "auto"
+    recompute: Literal["auto", Recompute] = "auto"
     """Activations computed again in the backward pass instead of kept: none; lean (norms' outputs and the MLP's
-    product, hardly slower); partial (the compiler's choice, down to
-    half of the memory); layers (all but each layer's input); offload (those inputs wait in host memory). auto: the
-    first that fits `memory`."""
+    product, hardly slower); partial (the compiler's choice, down to half of the memory); layers (all but each layer's
+    input); offload (those inputs wait in host memory). auto: the first that fits `memory`."""
     log_every_steps: int = Field(default=1, ge=1)
     """Steps between two lines of the console and of metrics.jsonl."""
     model: ModelConfig

@@ -1,4 +1,4 @@
-"""The repeated blocks of a decoder: the unit that is compiled, sharded and checkpointed."""
+"""The repeated blocks of a decoder, the unit that is compiled, sharded and checkpointed; and swapping a module."""
 
 from __future__ import annotations
 
@@ -21,3 +21,9 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     raise UsageError(
         f"model type {model.config.model_type} has no list of {num_layers} decoder layers; choose another model"
     )
+
+
+def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in place of the one that `root` knows by this dotted name."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(root.get_submodule(parent), leaf, module)

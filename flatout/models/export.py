@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
 from flatout.errors import CheckpointError, UsageError
+from flatout.models.blocks import replace_module
 from flatout.models.lora import LoraLinear, SwapReport, add_lora, lora_layers, lora_scaling
 from flatout.models.source import check_safetensors
 
@@ -133,8 +134,7 @@ def merge(model: PreTrainedModel) -> int:
     layers = lora_layers(model)
     for name, layer in layers.items():
         layer.base.weight.copy_(layer.merged_weight())
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, layer.base)
+        replace_module(model, name, layer.base)
     return len(layers)
 
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from flatout.errors import ResourceError, UsageError
+from flatout.kernels.fp8 import MULTIPLE, has_fp8
 from flatout.models.blocks import decoder_layers
-
-# fp8 products need 16-byte rows in every operand
-_MULTIPLE = 16
-_SMALLEST_CAPABILITY = (8, 9)
 
 
 def use_fp8_products(model: PreTrainedModel, *, compile_mode: Literal["auto", "off"]) -> str:
@@ -29,7 +25,7 @@ def use_fp8_products(model: PreTrainedModel, *, compile_mode: Literal["auto", "o
         raise UsageError(
             "full.compute: fp8 gains nothing uncompiled; got compile: off, use auto or full.compute: model"
         )
-    if model.device.type != "cuda" or torch.cuda.get_device_capability(model.device) < _SMALLEST_CAPABILITY:
+    if model.device.type != "cuda" or not has_fp8(model.device):
         raise ResourceError(
             "full.compute: fp8 needs a CUDA GPU of compute capability 8.9 or newer; use full.compute: model"
         )
@@ -40,7 +36,7 @@ def use_fp8_products(model: PreTrainedModel, *, compile_mode: Literal["auto", "o
     fitting, num_others = fitting_linears(model)
     if not fitting:
         raise UsageError(
-            f"full.compute: fp8 needs linear layers of widths in multiples of {_MULTIPLE}; this model has none, "
+            f"full.compute: fp8 needs linear layers of widths in multiples of {MULTIPLE}; this model has none, "
             "use full.compute: model"
         )
     convert_to_float8_training(
@@ -55,5 +51,5 @@ def use_fp8_products(model: PreTrainedModel, *, compile_mode: Literal["auto", "o
 def fitting_linears(model: PreTrainedModel) -> tuple[set[nn.Linear], int]:
     """The decoder layers' plain linears that fp8 products can take, and how many they cannot."""
     linears = [m for layer in decoder_layers(model) for m in layer.modules() if type(m) is nn.Linear]
-    fitting = {m for m in linears if m.in_features % _MULTIPLE == 0 and m.out_features % _MULTIPLE == 0}
+    fitting = {m for m in linears if m.in_features % MULTIPLE == 0 and m.out_features % MULTIPLE == 0}
     return fitting, len(linears) - len(fitting)

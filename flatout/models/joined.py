@@ -93,12 +93,14 @@ class JoinedLora(nn.Module):
             self.register_buffer(f"wide_{index}", wide, persistent=False)
             member.join(self, index)
 
-    def working_copies(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """(copy, its master, factor) of every trained matrix."""
-        narrows = self.narrow.split(self.ranks)
-        for index, (member, narrow) in enumerate(zip(self._members, narrows, strict=True)):
-            yield narrow, member.lora_a, 1.0
-            yield getattr(self, f"wide_{index}"), member.lora_b, self.scaling
+    def narrow_copies(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(copy, its master) of every A."""
+        yield from zip(self.narrow.split(self.ranks), (member.lora_a for member in self._members), strict=True)
+
+    def wide_copies(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(copy, its master) of every B; a copy is its master times `scaling`."""
+        for index, member in enumerate(self._members):
+            yield getattr(self, f"wide_{index}"), member.lora_b
 
     def output(self, index: int, x: Tensor) -> Tensor:
         """What member `index` gives for x (..., K). The first member computes for all; the others take their part."""
@@ -126,10 +128,10 @@ class JoinedLayers:
 
     def __init__(self, joined: Sequence[JoinedLora]) -> None:
         self._joined = tuple(joined)
-        copies = [copy for group in joined for copy in group.working_copies()]
-        self._copies, self._masters, self._factors = map(list, zip(*copies, strict=True)) if copies else ([], [], [])
+        self._narrows = [pair for group in joined for pair in group.narrow_copies()]
+        self._wides = [(*pair, group.scaling) for group in joined for pair in group.wide_copies()]
         kinds = {group.product.describe for group in joined}
-        self.report = f"{len(self._masters) // 2} layers run as {len(joined)} products ({', '.join(sorted(kinds))})"
+        self.report = f"{len(self._narrows)} layers run as {len(joined)} products ({', '.join(sorted(kinds))})"
 
     def forget(self) -> None:
         """Drop what a forward pass that failed left behind: outputs that no member took hold its whole graph."""
@@ -139,8 +141,12 @@ class JoinedLayers:
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring every trained master into the copy that the products read."""
-        if self._copies:
-            torch._foreach_copy_(self._copies, torch._foreach_mul(self._masters, self._factors))
+        if not self._joined:
+            return
+        copies, masters = map(list, zip(*self._narrows, strict=True))
+        torch._foreach_copy_(copies, masters)
+        copies, masters, scalings = map(list, zip(*self._wides, strict=True))
+        torch._foreach_copy_(copies, torch._foreach_mul(masters, scalings))
 
 
 def join_layers(model: PreTrainedModel, *, fp8: bool = False) -> JoinedLayers:

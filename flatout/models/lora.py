@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
 from flatout.models.bases import FROZEN_LINEARS, FrozenLinear
+from flatout.models.blocks import replace_module
 
 if TYPE_CHECKING:
     from flatout.models.joined import JoinedLora
@@ -132,11 +133,10 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> SwapRe
     scaling = lora_scaling(config)
     for name, linear in targets.items():
         generator = torch.Generator().manual_seed(_module_seed(seed, name))
-        parent, _, leaf = name.rpartition(".")
         layer = LoraLinear(
             linear, rank=config.rank, scaling=scaling, dropout=config.dropout, dora=config.dora, generator=generator
         )
-        setattr(model.get_submodule(parent), leaf, layer.train(linear.training))
+        replace_module(model, name, layer.train(linear.training))
     counts = Counter(name.rpartition(".")[2] for name in targets)
     return _swap_report(model, config, counts)
 

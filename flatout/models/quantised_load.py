@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flatout.errors import CheckpointError, UsageError
 from flatout.kernels.nf4 import BLOCK, NESTED_BLOCK, Nf4Weight, nf4_levels
-from flatout.models.blocks import decoder_layers
+from flatout.models.blocks import decoder_layers, replace_module
 from flatout.models.nf4 import Nf4Linear
 from flatout.models.source import check_weights
 
@@ -75,7 +75,7 @@ def read_nf4(
     def take(layer: nn.Module) -> None:
         for path, linear in _linears(layer):
             if (full_name := names[linear]) in quantised:
-                _put(layer, path, _read_linear(files, full_name, linear, device, options["dtype"]))
+                replace_module(layer, path, _read_linear(files, full_name, linear, device, options["dtype"]))
                 taken.add(full_name)
 
     _fill(model, device, 0, take)
@@ -142,18 +142,13 @@ def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
     return [(path, module) for path, module in layer.named_modules() if type(module) is nn.Linear]
 
 
-def _put(layer: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, leaf = path.rpartition(".")
-    setattr(layer.get_submodule(parent), leaf, module)
-
-
 def _swap_linears(layer: nn.Module, make: Make, device: torch.device, dtype: torch.dtype) -> None:
     for path, linear in _linears(layer):
         if min(linear.weight.shape) < _NARROWEST:
             continue
         weight = linear.weight.detach().to(device, dtype)
         bias = None if linear.bias is None else linear.bias.detach().to(device, dtype)
-        _put(layer, path, make(weight, bias))
+        replace_module(layer, path, make(weight, bias))
 
 
 def _empty(config: Any, options: dict[str, Any]) -> PreTrainedModel:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from flatout.config.schema import Recompute
 from flatout.models.host_copies import HostCopies
-
-Recompute = Literal["none", "lean", "partial", "layers", "offload"]
 
 # share of the activations, beyond each layer's inputs, that `partial` lets the compiler keep
 PARTIAL_BUDGET = 0.5

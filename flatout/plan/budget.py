@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flatout.config.schema import Config
+from flatout.config.schema import Config, Recompute
 from flatout.errors import ResourceError
 from flatout.plan.devices import GIB, Device
-from flatout.plan.memory import MemoryEstimate, MemoryModel, MicroBatchSize, Precision, Recompute, head_tile_rows
+from flatout.plan.memory import MemoryEstimate, MemoryModel, MicroBatchSize, Precision, head_tile_rows
 from flatout.plan.shape import ModelShape
 from flatout.plan.steps import RunPlan
 

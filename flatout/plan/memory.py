@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flatout.config.schema import Config
+from flatout.config.schema import Config, Recompute
 from flatout.plan.cost import target_matcher
 from flatout.plan.shape import Linear, ModelShape, num_lora_params, num_params
 
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
-Recompute = Literal["none", "lean", "partial", "layers", "offload"]
 
 _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 

@@ -53,7 +53,7 @@ def sizes_of(plan: RunPlan, rank: int) -> list[StreamSize]:
     counts: Counter[StreamSize] = Counter()
     for step in plan.sampled_steps(NUM_STEPS_SEEN):
         for batch in step.ranks[rank]:
-            lengths = plan.samples.lengths[plan.samples.places_of(sorted(batch.sample_ids))]
+            lengths = plan.samples.lengths[plan.samples.places_of(batch.sample_ids)]
             counts[stream_size(lengths.tolist(), coarse=True)] += 1
     return sorted((size for size, _ in counts.most_common(MAX_RECORDINGS)), reverse=True)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.config.schema import Config
+from flatout.config.schema import Config, Recompute
 from flatout.data.build import open_or_build
 from flatout.data.store import TokenStore
 from flatout.data.tokenizer import check_vocabulary
@@ -18,7 +18,6 @@ from flatout.parallel.rank import Rank
 from flatout.plan.budget import MemoryDecision, TokenStatistics, choose
 from flatout.plan.cost import CostModel, make_cost
 from flatout.plan.devices import Device
-from flatout.plan.memory import Recompute
 from flatout.plan.shape import ModelShape
 from flatout.plan.steps import RunPlan, make_eval_plan, make_plan, split_held_out
 from flatout.plan.types import StepPlan

@@ -263,7 +263,7 @@ class Profiler:
         self._profile.export_chrome_trace(str(path))
         text = path.read_text()
         path.unlink()
-        (self._folder / "trace.json.gz").write_bytes(gzip.compress(text.encode(), 5))
+        Storage().write_bytes(self._folder / "trace.json.gz", gzip.compress(text.encode(), 5))
         profiled = [record for record in self._seen if record.step > self._first.step]
         breakdown = break_down(
             events_of(json.loads(text)),

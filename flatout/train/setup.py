@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from flatout.config.schema import Config
+from flatout.config.schema import Config, Recompute
 from flatout.errors import CheckpointError
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile import compile_layers
@@ -14,7 +14,7 @@ from flatout.models.fp8_training import use_fp8_products
 from flatout.models.joined import JoinedLayers, join_layers
 from flatout.models.load import LoadedModel, load_model
 from flatout.models.lora import add_lora, freeze, trainable_parameters
-from flatout.models.recompute import Recompute, apply_recompute, compiling_with
+from flatout.models.recompute import apply_recompute, compiling_with
 from flatout.models.selftest import check_packing
 from flatout.parallel.connect import choose_device, connect
 from flatout.parallel.rank import Rank, ask_for_deterministic_cublas, keep_compiled_kernels

@@ -37,6 +37,8 @@ class StepOutcome:
     ended: torch.cuda.Event | None = field(default=None, compare=False)
 
 
+NOTHING_TO_LEARN = StepOutcome(loss=0.0, token_accuracy=0.0, grad_norm=0.0, lr=0.0, skipped="no label tokens")
+
 # waits for a step's figures; None when a stop was asked for before its update, which then was left out
 Pending = Callable[[], StepOutcome | None]
 
@@ -57,8 +59,7 @@ def launch_step(run: Run, step: StepPlan) -> Pending:
     """
     run.optimizer.zero_grad(set_to_none=True)
     if step.num_label_tokens == 0:
-        outcome = StepOutcome(loss=0.0, token_accuracy=0.0, grad_norm=0.0, lr=0.0, skipped="no label tokens")
-        return lambda: outcome
+        return lambda: NOTHING_TO_LEARN
     loss_sum, num_correct = accumulate_gradients(run, step)
     stop = torch.full_like(loss_sum, float(run.stop.requested))
     totals = run.strategy.sum_values(torch.stack([loss_sum, num_correct, stop]))
@@ -136,7 +137,7 @@ def _update_ahead(run: Run, step: StepPlan, totals: Tensor) -> Pending:
     norm = _summed_norm(run)
     figures = torch.cat([totals, norm.to(totals.dtype)[None]])
     hold_back(run.optimizer, ~figures.isfinite().all() | (totals[2] > 0))
-    lr = _next_lr(run)
+    lr = next_lr(run)
     set_lr(run.optimizer, lr)
     with record_function("flatout::optimizer"):
         _clip(run, norm)
@@ -156,7 +157,7 @@ def _update_ahead(run: Run, step: StepPlan, totals: Tensor) -> Pending:
             run.optimizer.zero_grad(set_to_none=True)
             accumulate_gradients(run, step)
             run.strategy.sum_gradients(run.parameters)
-            _require_finite(run, step, loss, grad_norm)
+            check_finite(run, step, loss, grad_norm)
         return StepOutcome(loss, correct_total / step.num_label_tokens, grad_norm, lr, ended=ended)
 
     return outcome
@@ -173,9 +174,9 @@ def _update_after_reading(run: Run, step: StepPlan, totals: Tensor) -> StepOutco
     grad_norm = norm.item()
     overflow = run.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm)
     if not overflow:
-        _require_finite(run, step, loss, grad_norm)
+        check_finite(run, step, loss, grad_norm)
         _clip(run, norm)
-    lr = _next_lr(run)
+    lr = next_lr(run)
     set_lr(run.optimizer, lr)
     # the scaler leaves the weights alone and halves its scale when a gradient overflowed
     with record_function("flatout::optimizer"):
@@ -196,7 +197,8 @@ def _clip(run: Run, norm: Tensor) -> None:
         torch.nn.utils.clip_grads_with_norm_(run.parameters, run.config.optim.max_grad_norm, norm)
 
 
-def _next_lr(run: Run) -> float:
+def next_lr(run: Run) -> float:
+    """The learning rate of the next update."""
     # updates under way count: one that turns out bad ends the run
     num_updates = run.progress.num_updates + run.num_in_flight
     return run.config.optim.lr * lr_factor(run.config.schedule, num_updates, run.plan.num_steps)
@@ -208,7 +210,8 @@ def _leave_out(run: Run) -> None:
     let_go(run.optimizer)
 
 
-def _require_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> None:
+def check_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> None:
+    """Raise NumericError with the step, its samples and the parameter at fault unless both figures are finite."""
     require_finite(
         loss,
         grad_norm,

@@ -10,12 +10,10 @@ import torch
 from flatout.errors import NumericError
 from flatout.models.head import packed_loss
 from flatout.plan.types import StepPlan
-from flatout.train.guards import require_finite
 from flatout.train.optim_backward import BackwardUpdate
 from flatout.train.rng import seed_micro_batch
-from flatout.train.schedule import lr_factor
 from flatout.train.state import Run
-from flatout.train.step import Pending, StepOutcome, autocast, launch_step
+from flatout.train.step import NOTHING_TO_LEARN, Pending, StepOutcome, autocast, check_finite, launch_step, next_lr
 
 Launch = Callable[[Run, StepPlan], Pending]
 
@@ -41,7 +39,7 @@ def take_step_in_backward(update: BackwardUpdate, run: Run, step: StepPlan) -> S
     after the updates: NumericError then says so, and the newest checkpoint is the state to go on from.
     """
     if step.num_label_tokens == 0:
-        return StepOutcome(loss=0.0, token_accuracy=0.0, grad_norm=0.0, lr=0.0, skipped="no label tokens")
+        return NOTHING_TO_LEARN
     if run.stop.requested:
         return None
     (batch,) = run.feed.batches(step.ranks[run.rank.index])
@@ -49,16 +47,8 @@ def take_step_in_backward(update: BackwardUpdate, run: Run, step: StepPlan) -> S
     with autocast(run):
         sums = packed_loss(run.model, batch, tile_rows=run.memory.head_tile_rows)
     loss_sum, num_correct = torch.stack([sums.loss_sum.detach().double(), sums.num_correct.double()]).tolist()
-    require_finite(
-        loss_sum,
-        0.0,
-        step=step.index + 1,
-        sample_ids=step.sample_ids,
-        named=run.named_parameters,
-        origin_of=run.feed.origin,
-        dump=run.folder / "non_finite.json",
-    )
-    lr = run.config.optim.lr * lr_factor(run.config.schedule, run.progress.num_updates, run.plan.num_steps)
+    check_finite(run, step, loss_sum, 0.0)
+    lr = next_lr(run)
     update.start(lr)
     (sums.loss_sum / step.num_label_tokens).backward()
     grad_norm = update.grad_norm().item()

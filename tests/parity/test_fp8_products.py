@@ -10,7 +10,7 @@ from flatout.errors import ResourceError
 from flatout.kernels.fp8 import fp8_problem, quantise_rows, scaled_product
 from flatout.kernels.fp8 import reference as fp8_reference
 from flatout.models.bases import Fp8Linear, join_bases
-from flatout.models.blocks import decoder_layers
+from flatout.models.blocks import decoder_layers, replace_module
 from flatout.models.head import packed_loss
 from flatout.models.joined import JoinedLora, join_layers
 from flatout.models.load import load_model
@@ -79,8 +79,7 @@ def stored_model(folder, make, *, fp8):
     for layer in decoder_layers(model):
         for name, linear in list(layer.named_modules()):
             if isinstance(linear, nn.Linear):
-                parent, _, leaf = name.rpartition(".")
-                setattr(layer.get_submodule(parent), leaf, make(linear.weight.detach(), linear.bias))
+                replace_module(layer, name, make(linear.weight.detach(), linear.bias))
     add_lora(model, LoraConfig(rank=4), seed=0)
     generator = torch.Generator().manual_seed(1)
     for adapted in lora_layers(model).values():

@@ -11,11 +11,16 @@ from flatout.kernels.fp8 import reference
 MULTIPLE = 16
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Whether a CUDA device has float8 arithmetic: from compute capability 8.9 on."""
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def fp8_problem(device: torch.device, num_rows: int, num_columns: int) -> str | None:
     """Why a weight (num_rows, num_columns) cannot be multiplied in float8 on this device (None when it can)."""
     if num_rows % MULTIPLE or num_columns % MULTIPLE:
         return f"float8 products need sizes in multiples of {MULTIPLE}, not {num_rows} x {num_columns}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if device.type == "cuda" and not has_fp8(device):
         return f"{torch.cuda.get_device_name(device)} has no float8 arithmetic"
     return None
 

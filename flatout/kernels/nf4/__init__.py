@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 import torch
 
+from flatout.kernels.fp8 import has_fp8
 from flatout.kernels.nf4 import reference
 from flatout.kernels.nf4.reference import BLOCK, NESTED_BLOCK, Nf4Weight, dynamic_map, nf4_levels, quantise, row_scale
 
@@ -130,9 +131,9 @@ def has_kernel(out: torch.Tensor, num_columns: int) -> bool:
     """Whether the Triton kernel can write `out`: on CUDA, whole blocks in a row, float8 only where hardware has it."""
     if out.device.type != "cuda" or num_columns % BLOCK or find_spec("triton") is None:
         return False
-    # Triton has no fp64 path that rounds level * absmax to fp32 first, and float8 starts with compute capability 8.9
+    # Triton has no fp64 path that rounds level * absmax to fp32 first
     if out.dtype == torch.float8_e4m3fn:
-        return torch.cuda.get_device_capability(out.device) >= (8, 9)
+        return has_fp8(out.device)
     return out.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 

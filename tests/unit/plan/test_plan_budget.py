@@ -1,6 +1,7 @@
 """The choice of micro-batch and recompute level: its limits, its order, and what it refuses."""
 
 import pytest
+from qwen3_8b import QWEN3_8B
 
 from flatout.config.read import make_config
 from flatout.errors import ResourceError
@@ -9,19 +10,7 @@ from flatout.plan.devices import DEVICES, GIB, Device
 from flatout.plan.shape import ModelShape
 from flatout.plan.steps import make_plan
 
-SHAPE = ModelShape.from_config(
-    {
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "tie_word_embeddings": False,
-    }
-)
+SHAPE = ModelShape.from_config(QWEN3_8B)
 TOKENS = TokenStatistics(longest_sample=2048, rank_step_tokens=21000, label_share=0.6, mean_length=530.0)
 
 

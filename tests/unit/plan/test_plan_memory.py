@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from qwen3_8b import QWEN3_8B
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.config.read import make_config
@@ -10,17 +11,6 @@ from flatout.plan.devices import GIB
 from flatout.plan.memory import MemoryModel, MicroBatchSize, activation_elements
 from flatout.plan.shape import ModelShape, num_params
 
-QWEN3_8B = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
 SMALL = {
     "hidden_size": 1024,
     "intermediate_size": 3072,

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from qwen3_8b import QWEN3_8B
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.errors import UsageError
@@ -115,17 +116,7 @@ def test_a_regex_targets_single_layers():
     ("values", "expected"),
     [
         (
-            {
-                "model_type": "qwen3",
-                "hidden_size": 4096,
-                "intermediate_size": 12288,
-                "num_hidden_layers": 36,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "vocab_size": 151936,
-                "tie_word_embeddings": False,
-            },
+            QWEN3_8B,
             8_190_735_360,
         ),
         (
