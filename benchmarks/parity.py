@@ -37,7 +37,8 @@ MODES: dict[str, tuple[dict[str, str], float, float]] = {
     "nf4": ({"storage": "nf4"}, 0.01, 0.999),
     "nf4-fp8": ({"storage": "nf4", "compute": "fp8"}, 0.01, 0.98),
 }
-REFERENCE_ROWS = 16
+# few at once: four references share the GPU, each with the logits of all its tokens in fp32
+REFERENCE_ROWS = 8
 
 
 def config_of(args: argparse.Namespace, name: str, **sections: Any) -> Config:

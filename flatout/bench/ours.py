@@ -43,6 +43,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     timed = steps[WARMUP_STEPS:]
     timed_s, timed_tokens = (sum(s[key] for s in timed) for key in ("step_s", "num_tokens"))
     store = TokenStore.open(built_dir(Path(job["data_root"]), NAME), verify=False)
+    stages = stage_lines(run_dir / "train.log")
     result = {
         **figures(ends_s, job["launched_s"], [s["num_tokens"] for s in steps], [s["num_label_tokens"] for s in steps]),
         **memory,
@@ -55,7 +56,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "digest": digest(store.token_ids, store.trained),
         "gpu_after": gpu,
         "versions": versions(),
-        "stages": [line.partition(" ")[2] for line in stage_lines(run_dir / "train.log")],
+        "load_s": load_s(stages),
+        "stages": [f"{stamp - job['launched_s']:.1f} s {text}" for stamp, text in stages],
     }
     if not memory:
         result["peak_allocated_gib"] = max(s["peak_memory_bytes"] for s in steps) / 2**30
@@ -80,10 +82,16 @@ def step_records(run_dir: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "step"]
 
 
-def stage_lines(log: Path) -> list[str]:
-    """The start-up lines of a train.log: what was decided."""
-    lines = log.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if not line.partition(" ")[2].startswith("{")]
+def stage_lines(log: Path) -> list[tuple[float, str]]:
+    """The start-up lines of a train.log, what was decided, each with its wall time in seconds."""
+    lines = (line.partition(" ") for line in log.read_text(encoding="utf-8").splitlines())
+    return [(datetime.fromisoformat(stamp).timestamp(), text) for stamp, _, text in lines if text[:1] != "{"]
+
+
+def load_s(stages: list[tuple[float, str]]) -> float:
+    """Seconds from the line before the model's first to that one: what reading and placing the weights took."""
+    at = next(index for index, (_, text) in enumerate(stages) if text.startswith("model "))
+    return stages[at][0] - stages[at - 1][0]
 
 
 def main(path: Path) -> None:

@@ -130,7 +130,11 @@ def _row_line(results: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     peaks = " / ".join(
         f"{_median(runs, key):.1f}" for key in ("peak_allocated_gib", "peak_reserved_gib") if key in runs[0]
     )
-    starts = ", ".join(f"{run['launch_to_first_step_s']:.1f}" for run in runs)
+    # of ours it is known how much of it is reading the weights
+    starts = ", ".join(
+        f"{run['launch_to_first_step_s']:.1f}" + (f" (loading {run['load_s']:.1f})" if "load_s" in run else "")
+        for run in runs
+    )
     losses = f"{runs[0]['losses'][0]:.4f}, {runs[0]['losses'][-1]:.4f}"
     gate = {True: "green", False: "RED", None: "not gated"}[row.get("parity")] if row["system"] == "flatout" else ""
     rates = _spread(runs, "useful_tok_s"), _spread(runs, "label_tok_s")

@@ -90,9 +90,10 @@ class ModelConfig(Section):
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"
     """Arithmetic of forward and backward; auto: bf16 on GPUs that have it, else fp32. Trained weights are fp32
     masters (fp64 with fp64), or bf16 alone with `full.weights: bf16`."""
-    attention: Literal["auto", "fa4", "fa3", "varlen", "sdpa", "plain"] = "auto"
-    """Packed attention: fa4 or fa3 (FlashAttention packages), varlen (torch's CUDA kernel), sdpa (exact, per
-    document), plain (written out; the truth in tests); auto takes the first that is there and proves equal."""
+    attention: Literal["auto", "fa4", "fa3", "cudnn", "varlen", "sdpa", "plain"] = "auto"
+    """Packed attention: fa4 or fa3 (FlashAttention packages), cudnn (nvidia-cudnn-frontend), varlen (torch's CUDA
+    kernel), sdpa (exact, per document), plain (written out; the truth in tests); auto takes the first that is there
+    and proves equal."""
 
 
 class BaseConfig(Section):

@@ -11,9 +11,10 @@ from torch import nn
 
 from flatout.errors import UsageError
 from flatout.kernels.attention import (
-    FlashName,
+    cudnn_problem,
     flash_disagreement,
     flash_problem,
+    make_cudnn_attention,
     make_flash_attention,
     make_varlen_attention,
     plain_attention,
@@ -23,9 +24,10 @@ from flatout.kernels.attention import (
 from flatout.models.families import Family
 
 # from the fastest to the truth
-Implementation = Literal["fa4", "fa3", "varlen", "sdpa", "plain"]
+Implementation = Literal["fa4", "fa3", "cudnn", "varlen", "sdpa", "plain"]
+PackageName = Literal["fa4", "fa3", "cudnn"]
 # they read the documents' borders on the device, so a compiled layer can hold them
-KERNELS: tuple[Implementation, ...] = ("fa4", "fa3", "varlen")
+KERNELS: tuple[Implementation, ...] = ("fa4", "fa3", "cudnn", "varlen")
 PREFIX = "flatout_"
 # FA3 and FA4 take 60 to 110 us more of the host a call, which smaller models cannot hide
 MIN_FLASH_HIDDEN_SIZE = 2048
@@ -45,7 +47,7 @@ class AttentionChoice:
 
 
 def choose_attention(
-    wanted: Literal["auto", "fa4", "fa3", "varlen", "sdpa", "plain"],
+    wanted: Literal["auto", "fa4", "fa3", "cudnn", "varlen", "sdpa", "plain"],
     config: Any,
     family: Family,
     *,
@@ -54,9 +56,9 @@ def choose_attention(
 ) -> AttentionChoice:
     """Decide once, from the model's config, which packed attention it gets: with auto the fastest that can serve it.
 
-    fa4 and fa3 must first prove as exact as varlen on the device, with the model's heads and window; auto takes them
-    for models from MIN_FLASH_HIDDEN_SIZE on. Soft-capped scores and attention sinks exist only in the plain form.
-    Raises UsageError when a form was asked for by name and cannot serve this model.
+    fa4, fa3 and cudnn must first prove as exact as varlen on the device, with the model's heads and window; auto takes
+    the first two for models from MIN_FLASH_HIDDEN_SIZE on. Soft-capped scores and attention sinks exist only in the
+    plain form. Raises UsageError when a form was asked for by name and cannot serve this model.
     """
     if wanted != "auto":
         problem = None if wanted == "plain" else _problem(wanted, config, family, device, dtype)
@@ -88,31 +90,39 @@ def _problem(name: Implementation, config: Any, family: Family, device: torch.de
         return f"the {name} kernel has no attention dropout"
     if getattr(config, "v_head_dim", None) is not None:
         return f"the {name} kernel needs keys and values of one size"
-    if _is_flash(name):
-        return flash_problem(name, device) or _disproof(name, config, device, dtype)
+    if _is_package(name):
+        return _package_problem(name, device) or _disproof(name, config, device, dtype)
     return None
 
 
-def _is_flash(name: Implementation) -> TypeGuard[FlashName]:
-    return name in ("fa4", "fa3")
+def _is_package(name: Implementation) -> TypeGuard[PackageName]:
+    return name in ("fa4", "fa3", "cudnn")
+
+
+def _package_problem(name: PackageName, device: torch.device) -> str | None:
+    return cudnn_problem(device) if name == "cudnn" else flash_problem(name, device)
+
+
+def _make_package(name: PackageName) -> Callable[..., torch.Tensor]:
+    return make_cudnn_attention() if name == "cudnn" else make_flash_attention(name)
 
 
 def _too_small(name: Implementation, config: Any, device: torch.device) -> str | None:
     hidden_size = getattr(config, "hidden_size", 0)
-    if _is_flash(name) and hidden_size < MIN_FLASH_HIDDEN_SIZE and flash_problem(name, device) is None:
+    if name in ("fa4", "fa3") and hidden_size < MIN_FLASH_HIDDEN_SIZE and flash_problem(name, device) is None:
         return f"{name} costs more host time than a model of hidden size {hidden_size} can hide"
     return None
 
 
-def _disproof(name: FlashName, config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Run a FlashAttention package beside torch's kernel; why it is not taken, or None."""
+def _disproof(name: PackageName, config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Run a package's attention beside torch's kernel; why it is not taken, or None."""
     num_heads, size = getattr(config, "num_attention_heads", None), _head_dim(config)
     if num_heads is None or size is None:
         return f"{name} cannot be proved: the model's config names no heads"
     heads = (num_heads, getattr(config, "num_key_value_heads", None) or num_heads, size)
     window = getattr(config, "sliding_window", None)
     try:
-        form, rival = make_flash_attention(name), make_varlen_attention()
+        form, rival = _make_package(name), make_varlen_attention()
         problem = flash_disagreement(form, rival, heads=heads, window=window, device=device, dtype=dtype)
     except Exception as error:  # noqa: BLE001  (a package that compiles its kernels may raise anything; it is told)
         problem = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
@@ -120,8 +130,8 @@ def _disproof(name: FlashName, config: Any, device: torch.device, dtype: torch.d
 
 
 def register(implementation: Implementation = "varlen") -> None:
-    """Make our attention known to transformers: `flatout_varlen`, `flatout_sdpa`, `flatout_plain`, and fa4 or fa3 if it
-    is the one named.
+    """Make our attention known to transformers: `flatout_varlen`, `flatout_sdpa`, `flatout_plain`, and a package's
+    if it is the one named.
 
     Safe to call again. Models take one by `attn_implementation`, so two models in one process may differ.
     """
@@ -133,8 +143,8 @@ def register(implementation: Implementation = "varlen") -> None:
         "sdpa": _run_sdpa,
         "plain": _run_plain,
     }
-    if _is_flash(implementation):
-        forms[implementation] = _kernel_form(implementation, make_flash_attention(implementation))
+    if _is_package(implementation):
+        forms[implementation] = _kernel_form(implementation, _make_package(implementation))
     for name, form in forms.items():
         AttentionInterface.register(PREFIX + name, _entry(form))
         AttentionMaskInterface.register(PREFIX + name, window_marker)

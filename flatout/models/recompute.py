@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flatout.config.schema import Recompute
+from flatout.kernels.host_rows import gather_rows
 from flatout.models.host_copies import HostCopies
 
 # share of the activations, beyond each layer's inputs, that `partial` lets the compiler keep
@@ -22,6 +23,7 @@ def apply_recompute(model: PreTrainedModel, level: Recompute) -> None:
         checkpoint_layers(model)
     if level == "offload":
         offload_layer_inputs(model)
+        offload_embedding(model)
 
 
 def compiling_with(level: Recompute) -> AbstractContextManager[object]:
@@ -68,3 +70,37 @@ def offload_layer_inputs(model: PreTrainedModel) -> HostCopies:
     # always: an error in the forward pass (out of memory) must not leave the hooks behind
     decoder.register_forward_hook(leave, always_call=True)
     return copies
+
+
+class HostEmbedding(nn.Module):
+    """A frozen embedding whose table (V, D) stays in host memory; each pass brings the rows of its tokens, (..., D)."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        table = embedding.weight.detach()
+        host = torch.empty(table.shape, dtype=table.dtype, pin_memory=table.is_cuda)
+        # no parameter and no buffer: nothing may move it to the device again
+        self._table = host.copy_(table)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The table, on the host."""
+        return self._table
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return gather_rows(self._table, token_ids)
+
+
+def offload_embedding(model: PreTrainedModel) -> bool:
+    """Keep the input embedding in host memory, where it is frozen, plain and not the head's weight too; whether it is.
+
+    Exact: the same rows come back.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    # a subclass may do more than look up (Gemma scales)
+    if type(embedding) is not nn.Embedding or embedding.weight.requires_grad or embedding.max_norm is not None:
+        return False
+    if head is None or head.weight.data_ptr() == embedding.weight.data_ptr():
+        return False
+    model.set_input_embeddings(HostEmbedding(embedding))
+    return True

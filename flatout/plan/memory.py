@@ -79,8 +79,9 @@ class MemoryModel:
     weights, fat = `activation_elements` * e + 4 a head (attention's log-sum) bytes a token and layer, D the hidden size
     and L the number of layers:
 
-        weights      lora: e a parameter, or fp8 and nf4 for the blocks' linear layers; full: m, and e more for
-                     autocast's copies when e < m (full.weights bf16: 2 and no copies)
+        weights      lora: e a parameter, or fp8 and nf4 for the blocks' linear layers, without an untied embedding
+                     under offload; full: m, and e more for autocast's copies when e < m (full.weights bf16: 2 and
+                     no copies)
         adapter      m + e an adapter parameter
         gradients    as wide as the trained weights; one tensor's only with full.update backward
         optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes a trained parameter
@@ -109,7 +110,9 @@ class MemoryModel:
         one_at_a_time = self.config.full.update == "backward"
         num_gradients = self._num_largest_tensor if one_at_a_time else num_trained
         return MemoryEstimate(
-            weights_bytes=self._frozen_bytes(num_base) if is_lora else num_base * (self._trained_bytes + self._copies),
+            weights_bytes=self._frozen_bytes(num_base) - self._embedding_on_host_bytes(recompute)
+            if is_lora
+            else num_base * (self._trained_bytes + self._copies),
             adapter_bytes=num_adapter * (self._trained_bytes + self._copies),
             gradients_bytes=num_gradients * self._trained_bytes,
             optimizer_bytes=int(num_trained * optimizer[self.config.optim.name]),
@@ -163,6 +166,11 @@ class MemoryModel:
         if storage == "fp8":
             return rest + num_linear + 4 * sum(linear.num_out for linear in linears)
         return rest + int(num_linear * NF4_BYTES)
+
+    def _embedding_on_host_bytes(self, recompute: Recompute) -> int:
+        # a tied one is the head as well, and a scaled one (Gemma's, always tied) is no plain lookup
+        moves = recompute == "offload" and not self.shape.tied
+        return self.shape.vocab_size * self.shape.hidden_size * self._element if moves else 0
 
     def _layer_bytes(self, num_tokens: int) -> float:
         """What one layer keeps for its backward pass when nothing is computed again."""

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatout.train.optim_lean import LeanAdamW
+
 
 def can_hold_back(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an update can be left out by a flag on the device: torch's fused optimizers read `found_inf`."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
+    """Whether an update can be left out by a flag on the device: torch's fused optimizers and ours read `found_inf`."""
+    return isinstance(optimizer, LeanAdamW) or getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def hold_back(optimizer: Any, is_bad: Tensor) -> None:
@@ -26,6 +28,8 @@ def hold_back(optimizer: Any, is_bad: Tensor) -> None:
 def let_go(optimizer: Any) -> None:
     """Updates count again."""
     optimizer.found_inf = None
+    if isinstance(optimizer, LeanAdamW):
+        optimizer.recount()
 
 
 def read_later(values: Tensor) -> tuple[Callable[[], list[float]], torch.cuda.Event | None]:

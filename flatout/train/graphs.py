@@ -9,6 +9,7 @@ import torch
 from flatout.config.schema import Config
 from flatout.models.graphs import GraphedDecoder
 from flatout.models.packed import StreamSize, stream_size
+from flatout.plan.peak import nominal_peak
 from flatout.plan.shape import ModelShape
 from flatout.plan.steps import RunPlan
 from flatout.train.planning import Planned
@@ -16,8 +17,11 @@ from flatout.train.state import Run
 
 # what a host needs to launch one compiled layer, forward and backward: 5.5 ms on an H200's host, measured
 HOST_S_PER_LAYER = 5e-3
-# what a GPU reaches on such small models, in FLOPs a second
-REACHED_FLOPS_PER_S = 350e12
+# the share of a GPU's nominal bf16 peak that products reach at most, and how much faster float8 makes a whole step
+REACHED_SHARE = 0.7
+FP8_SPEEDUP = 1.5
+# of a GPU whose peak is not known
+UNKNOWN_PEAK_FLOPS_PER_S = 400e12
 # each holds its share of the graph's memory and takes about a second to record
 MAX_RECORDINGS = 40
 NUM_STEPS_SEEN = 400
@@ -35,16 +39,18 @@ def reason_against(config: Config, planned: Planned, device: torch.device) -> st
         return "dropout and recompute need the host"
     if config.compile == "off" or config.deterministic:
         return "layers are not compiled"
-    if not is_host_bound(planned.plan, planned.shape):
+    peak = nominal_peak(torch.cuda.get_device_name(device), "bf16")
+    reached = REACHED_SHARE * (peak.flops_per_s if peak else UNKNOWN_PEAK_FLOPS_PER_S)
+    if not is_host_bound(planned.plan, planned.shape, reached * (FP8_SPEEDUP if config.base.computes_in_fp8 else 1.0)):
         return "the GPU is slower than the host"
     return None
 
 
-def is_host_bound(plan: RunPlan, shape: ModelShape) -> bool:
-    """Whether launching a micro-batch's kernels takes the host longer than computing them takes the GPU."""
+def is_host_bound(plan: RunPlan, shape: ModelShape, flops_per_s: float) -> bool:
+    """Whether launching a micro-batch's kernels takes the host longer than a GPU of that speed computes them."""
     steps = list(plan.sampled_steps(32))
     num_micro_batches = sum(len(rank) for step in steps for rank in step.ranks)
-    gpu_s = sum(plan.flops(step) for step in steps) / num_micro_batches / REACHED_FLOPS_PER_S
+    gpu_s = sum(plan.flops(step) for step in steps) / num_micro_batches / flops_per_s
     return gpu_s < shape.num_layers * HOST_S_PER_LAYER
 
 

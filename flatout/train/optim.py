@@ -88,8 +88,9 @@ def load_optimizer_state(
             raise CheckpointError(f"the saved optimizer keeps {', '.join(sorted(state))} for {name}; this one does not")
         for key, tensor in state.items():
             if key == "step":
-                # torch's fused AdamW counts on the GPU, all others on the host
-                device = parameter.device if optimizer.defaults.get("fused") else "cpu"
+                # torch's fused AdamW and ours count on the GPU, all others on the host
+                on_device = optimizer.defaults.get("fused") or isinstance(optimizer, LeanAdamW)
+                device = parameter.device if on_device else "cpu"
                 optimizer.state[owner][key] = tensor.to(device, copy=True)
             elif owner is parameter:
                 optimizer.state[owner][key] = tensor.to(parameter.device, copy=True)

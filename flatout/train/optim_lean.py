@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -52,15 +53,37 @@ class Factors(NamedTuple):
         return cls(*(torch.tensor(value, dtype=dtype) for value in values))
 
 
+@dataclass(slots=True)
+class Target:
+    """What all updates of one parameter share, made once: a step has several hundred, each of which the host prepares.
+
+    `parts` are slices of the weight and of its moments, flat; they belong to the state with the tensor `step` and to
+    the weight at `address`. `num_updates` is the host's own count of the updates launched.
+    """
+
+    step: Tensor
+    address: int
+    num_updates: int
+    index: int
+    wide: torch.dtype
+    parts: list[tuple[Tensor, ...]]
+    tables: tuple[Tensor, ...]
+    update: Callable[..., None]
+
+
 class LeanAdamW(torch.optim.Optimizer):
     """AdamW (arXiv:1711.05101) with fp32 arithmetic for weights of any dtype (fp64 for fp64 ones).
 
     bf16 weights are rounded stochastically: the mean of many small updates is kept, where rounding to nearest would
     lose every update under 1/256 of a weight. The random bits depend on (`seed`, step, parameter, element) only.
     Moments are fp32; with `eight_bit` those of tensors of at least 4,096 values (a multiple of 256) are 8-bit codes
-    with a scale every 256 values (Dettmers et al. 2021, arXiv:2110.02861). State: `step` int64 0-d on the CPU, and
-    `exp_avg`, `exp_avg_sq` or, for each of them, `_codes` uint8 in the weight's shape and `_scales` fp32 (n / 256,).
-    On CUDA the update is one compiled kernel for all shapes.
+    with a scale every 256 values (Dettmers et al. 2021, arXiv:2110.02861). State, on the weight's device: `step` int64
+    0-d, and `exp_avg`, `exp_avg_sq` or, for each of them, `_codes` uint8 in the weight's shape and `_scales` fp32
+    (n / 256,). All parameters are on one device; on CUDA the update is one compiled kernel for all shapes.
+
+    As in torch's fused optimizers, an update for which `found_inf` (0-d fp32 on the device, or None) is not 0 changes
+    no weight and no state, without a wait of the host. The host counts what it launched, for rates and random bits;
+    `recount` lets updates count again after some were left out.
     """
 
     def __init__(
@@ -68,18 +91,31 @@ class LeanAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.eight_bit, self.seed = eight_bit, seed
+        self.found_inf: Tensor | None = None
         held = [parameter for group in self.param_groups for parameter in group["params"]]
         self._index = {parameter: index for index, parameter in enumerate(held)}
+        self._targets: dict[Tensor, Target] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
+        counts = _one(next(iter(self._index)).device) if self.found_inf is None else (self.found_inf == 0).long()
+        steps: list[Tensor] = []
         for group in self.param_groups:
             # the numbers of a step are the same for nearly all parameters, and each costs the host a tensor
             factors: dict[tuple[int, torch.dtype], Factors] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group, factors)
+                    target = self._target(parameter)
+                    self._update(target, parameter.grad, counts, group, factors)
+                    steps.append(target.step)
+        if steps:
+            # a list of the same tensor, since one for all is read by the host
+            torch._foreach_add_(steps, [counts] * len(steps))
+
+    def recount(self) -> None:
+        """Take the number of updates from the states again, for which the next step waits for the device."""
+        self._targets.clear()
 
     def state_names(self, parameter: Tensor) -> tuple[str, ...]:
         """The keys of a parameter's state."""
@@ -88,7 +124,7 @@ class LeanAdamW(torch.optim.Optimizer):
         return ("step", *(_NAMES_8BIT if is_8bit else _NAMES))
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = {"step": torch.zeros((), dtype=torch.int64)}
+        state = {"step": torch.zeros((), dtype=torch.int64, device=parameter.device)}
         for name in self.state_names(parameter)[1:]:
             if name.endswith("_scales"):
                 state[name] = torch.zeros(parameter.numel() // BLOCK_SIZE, device=parameter.device)
@@ -98,29 +134,48 @@ class LeanAdamW(torch.optim.Optimizer):
                 state[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         return state
 
+    def _target(self, parameter: Tensor) -> Target:
+        state = self.state[parameter] = self.state[parameter] or self._new_state(parameter)
+        target = self._targets.get(parameter)
+        if target is not None and target.step is state["step"] and target.address == parameter.data_ptr():
+            return target
+        names = self.state_names(parameter)[1:]
+        is_8bit = names == _NAMES_8BIT
+        update: Callable[..., None] = _update_8bit if is_8bit else _update_plain
+        whole = [parameter.detach().view(-1), *(state[name].view(-1) for name in names)]
+        slices = [_slices(tensor, parameter.numel()) for tensor in whole]
+        self._targets[parameter] = target = Target(
+            step=state["step"],
+            address=parameter.data_ptr(),
+            num_updates=int(state["step"]),
+            index=self._index[parameter],
+            wide=torch.promote_types(parameter.dtype, torch.float32),
+            parts=list(zip(*slices, strict=True)),
+            tables=tuple(dynamic_table(signed, parameter.device) for signed in (True, False)) if is_8bit else (),
+            update=_compiled(update) if parameter.is_cuda else update,
+        )
+        return target
+
     def _update(
         self,
-        parameter: Tensor,
+        target: Target,
         gradient: Tensor,
+        counts: Tensor,
         group: dict[str, Any],
         known: dict[tuple[int, torch.dtype], Factors],
     ) -> None:
-        state = self.state[parameter] = self.state[parameter] or self._new_state(parameter)
-        state["step"] += 1
-        step, index = int(state["step"]), self._index[parameter]
-        wide = torch.promote_types(parameter.dtype, torch.float32)
+        target.num_updates += 1
+        step, wide = target.num_updates, target.wide
         factors = known.get((step, wide)) or known.setdefault((step, wide), Factors.of(group, step, wide))
-        names = self.state_names(parameter)[1:]
-        is_8bit = names == _NAMES_8BIT
-        tables = tuple(dynamic_table(signed, parameter.device) for signed in (True, False)) if is_8bit else ()
-        update: Callable[..., None] = _update_8bit if is_8bit else _update_plain
-        if parameter.is_cuda:
-            update = _compiled(update)
-        whole = [parameter.detach().view(-1), gradient.reshape(-1), *(state[name].view(-1) for name in names)]
-        for number, begin in enumerate(range(0, parameter.numel(), SLICE_SIZE)):
-            draw = np.random.SeedSequence([self.seed, step, index, number]).generate_state(1)
-            parts = [_slice(tensor, begin, parameter.numel()) for tensor in whole]
-            update(*parts, *tables, torch.tensor(int(draw[0])), factors)
+        gradients = _slices(gradient.reshape(-1), gradient.numel())
+        for number, (part, (weight, *moments)) in enumerate(zip(gradients, target.parts, strict=True)):
+            draw = np.random.SeedSequence([self.seed, step, target.index, number]).generate_state(1)
+            target.update(weight, part, *moments, *target.tables, torch.tensor(int(draw[0])), counts, factors)
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.int64, device=device)
 
 
 @cache
@@ -128,17 +183,19 @@ def _compiled(update: Callable[..., None]) -> Callable[..., None]:
     return torch.compile(update, fullgraph=True, dynamic=True)
 
 
-def _slice(tensor: Tensor, begin: int, size: int) -> Tensor:
-    """The part of a state (one entry each value or each block) that belongs to values [begin, begin + SLICE_SIZE)."""
-    per_entry = size // tensor.numel()
-    return tensor[begin // per_entry : (begin + SLICE_SIZE) // per_entry]
+def _slices(tensor: Tensor, size: int) -> list[Tensor]:
+    """The parts of a flat tensor (an entry each value or block) that belong to SLICE_SIZE of `size` values each."""
+    # detached, a view does not know its base, which every compiled call would check, and compile for its shape too
+    return [part.detach() for part in tensor.split(SLICE_SIZE * tensor.numel() // size)]
 
 
-def _update_plain(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, key: Tensor, f: Factors) -> None:
+def _update_plain(
+    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, key: Tensor, counts: Tensor, f: Factors
+) -> None:
     new_mean, new_square = _moments(gradient, mean, square, f)
-    mean.copy_(new_mean)
-    square.copy_(new_square)
-    _apply(weight, new_mean, new_square, key, f)
+    _put(mean, new_mean, counts)
+    _put(square, new_square, counts)
+    _apply(weight, new_mean, new_square, key, counts, f)
 
 
 def _update_8bit(
@@ -151,19 +208,20 @@ def _update_8bit(
     signed: Tensor,
     unsigned: Tensor,
     key: Tensor,
+    counts: Tensor,
     f: Factors,
 ) -> None:
     mean = dequantize_blocks(mean_codes, mean_scales, signed)
     square = dequantize_blocks(square_codes, square_scales, unsigned)
     mean, square = _moments(gradient, mean, square, f)
     codes, scales = quantize_blocks(mean, signed)
-    mean_codes.copy_(codes)
-    mean_scales.copy_(scales)
+    _put(mean_codes, codes, counts)
+    _put(mean_scales, scales, counts)
     codes, scales = quantize_blocks(square, unsigned)
     # a mean square rounded to 0 would leave only eps to divide by: the smallest other value instead
-    square_codes.copy_(codes.clamp(min=1))
-    square_scales.copy_(scales)
-    _apply(weight, mean, square, key, f)
+    _put(square_codes, codes.clamp(min=1), counts)
+    _put(square_scales, scales, counts)
+    _apply(weight, mean, square, key, counts, f)
 
 
 def _moments(gradient: Tensor, mean: Tensor, square: Tensor, f: Factors) -> tuple[Tensor, Tensor]:
@@ -171,6 +229,13 @@ def _moments(gradient: Tensor, mean: Tensor, square: Tensor, f: Factors) -> tupl
     return f.beta1 * mean + (1 - f.beta1) * gradient, f.beta2 * square + (1 - f.beta2) * gradient * gradient
 
 
-def _apply(weight: Tensor, mean: Tensor, square: Tensor, key: Tensor, f: Factors) -> None:
+def _apply(weight: Tensor, mean: Tensor, square: Tensor, key: Tensor, counts: Tensor, f: Factors) -> None:
     value = weight.to(mean.dtype) * f.keep - f.rate * mean / (square.sqrt() * f.root + f.eps)
-    weight.copy_(round_to_bf16(value, random_bits(value, key)) if weight.dtype == torch.bfloat16 else value)
+    rounded = round_to_bf16(value, random_bits(value, key)) if weight.dtype == torch.bfloat16 else value
+    _put(weight, rounded, counts)
+
+
+def _put(held: Tensor, new: Tensor, counts: Tensor) -> None:
+    """`new` where the update counts."""
+    # no product with 0 or 1: what is left out may be infinite
+    held.copy_(torch.where(counts > 0, new, held))

@@ -134,11 +134,14 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def put(*names: str, wrong: float = 0.0) -> None:
         make_flash_attention.cache_clear()
-        for name in names:
+        for name in set(names) & set(PACKAGES):
             package = PACKAGES[name](wrong)
             monkeypatch.setitem(sys.modules, package.__name__, package)
         known = dict.fromkeys(names)
         monkeypatch.setattr(models_attention, "flash_problem", lambda n, d: known.get(n, f"{n} is not installed"))
+        missing = None if "cudnn" in names else "cudnn is not installed"
+        monkeypatch.setattr(models_attention, "cudnn_problem", lambda _: missing)
+        monkeypatch.setattr(models_attention, "make_cudnn_attention", lambda: plain_varlen)
         # the proof and its rival then run on the CPU
         monkeypatch.setattr(models_attention, "varlen_problem", lambda *_: None)
         monkeypatch.setattr(models_attention, "make_varlen_attention", lambda: plain_varlen)
@@ -210,6 +213,8 @@ def test_the_fastest_that_is_there_and_proves_exact_is_taken(install: Any) -> No
 def test_one_that_is_missing_or_wrong_is_passed_over_with_the_reason(install: Any) -> None:
     install("fa3")
     assert (choose().implementation, "fa4 is not installed" in choose().reason) == ("fa3", True)
+    install("cudnn")
+    assert (choose().implementation, choose(hidden_size=1024).implementation) == ("cudnn", "cudnn")
     install("fa4", "fa3", wrong=0.1)
     choice = choose()
     assert choice.implementation == "varlen"
@@ -264,12 +269,12 @@ def test_a_disagreement_names_what_errs() -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 8, 64)])
-@pytest.mark.parametrize("name", ["fa4", "fa3"])
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 8, 64), (4, 1, 256)])
+@pytest.mark.parametrize("name", ["fa4", "fa3", "cudnn"])
 def test_the_real_package_is_as_exact_as_torchs_kernel(name: Any, heads: Any, window: int | None) -> None:
-    if problem := flash_problem(name, CUDA):
+    if problem := models_attention._package_problem(name, CUDA):
         pytest.skip(problem)
-    form, settings = make_flash_attention(name), {"heads": heads, "window": window, "dtype": torch.bfloat16}
+    form, settings = models_attention._make_package(name), {"heads": heads, "window": window, "dtype": torch.bfloat16}
     assert flash_disagreement(form, make_varlen_attention(), device=CUDA, **settings) is None
     compiled = torch.compile(lambda *t, **k: form(*t, **k), fullgraph=True, dynamic=True)
     assert flash_disagreement(compiled, make_varlen_attention(), device=CUDA, **settings) is None

@@ -43,9 +43,12 @@ def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[R
     save_tiny_model(tmp_path / "model", "qwen3", **shape)
     for file in (*tiny.model_dir.glob("*token*"), *tiny.model_dir.glob("chat_template*")):
         (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    is_lean = request.param == "lean"
     config = tiny.config(
         tmp_path / "run",
-        method="full" if request.param == "full" else "lora",
+        method="full" if is_lean or request.param == "full" else "lora",
+        full={"weights": "bf16" if is_lean else "fp32"},
+        optim={"name": "adamw8bit" if is_lean else "adamw"},
         device="cuda",
         model={"name": str(tmp_path / "model"), "precision": "bf16"},
         lora={"rank": 8, "dropout": 0.1 if request.param == "dropout" else 0.0},
@@ -78,7 +81,7 @@ def test_the_debug_mode_sees_a_wait() -> None:
         value.item()
 
 
-@pytest.mark.parametrize("run", ["lora", "dropout", "full"], indirect=True)
+@pytest.mark.parametrize("run", ["lora", "dropout", "full", "lean"], indirect=True)
 def test_a_step_that_follows_another_never_waits_but_for_the_one_before(run: Run) -> None:
     """From the first forward to the update and the figures of the last step: no synchronisation at all."""
     before = None

@@ -1,5 +1,6 @@
-"""Packed causal attention: varlen, fa3 and fa4 (CUDA), sdpa and plain (by document); reference.py is the truth."""
+"""Packed causal attention: varlen, cudnn, fa3, fa4 (CUDA), sdpa and plain (by document); reference.py is the truth."""
 
+from flatout.kernels.attention.cudnn import cudnn_problem, make_cudnn_attention
 from flatout.kernels.attention.documents import plain_attention, sdpa_attention
 from flatout.kernels.attention.flash import FlashName, flash_disagreement, flash_problem, make_flash_attention
 from flatout.kernels.attention.reference import packed_attention
@@ -7,8 +8,10 @@ from flatout.kernels.attention.varlen import make_varlen_attention, varlen_probl
 
 __all__ = [
     "FlashName",
+    "cudnn_problem",
     "flash_disagreement",
     "flash_problem",
+    "make_cudnn_attention",
     "make_flash_attention",
     "make_varlen_attention",
     "packed_attention",

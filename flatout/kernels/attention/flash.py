@@ -49,7 +49,11 @@ def make_flash_attention(name: FlashName) -> Attention:
     """
     module = importlib.import_module(_MODULES[name])
     forward, backward = _fa4(module) if name == "fa4" else _fa3(module)
-    operator = packed_operator(f"flatout::{name}", forward, backward)
+    return form_of(packed_operator(f"flatout::{name}", forward, backward))
+
+
+def form_of(operator: Callable[..., tuple[Tensor, Tensor]]) -> Attention:
+    """What `make_flash_attention` returns, from an operator made by `packed_operator`."""
 
     def flash_attention(
         query: Tensor,
@@ -69,8 +73,12 @@ def make_flash_attention(name: FlashName) -> Attention:
     return flash_attention
 
 
-def packed_operator(name: str, forward: Forward, backward: Backward) -> Callable[..., tuple[Tensor, Tensor]]:
+def packed_operator(
+    name: str, forward: Forward, backward: Backward, *, log_sums_by_token: bool = False
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """A torch operator (query, key, value, cu_seqlens, max_seqlen, scale, left) -> (output, log-sum-exp fp32 (H, T)).
+
+    `log_sums_by_token` says that the kernels keep the second as (T, H).
 
     `forward` takes the operator's arguments; `backward` takes the output's gradient, query, key, value, output,
     log-sum-exp and the arguments from cu_seqlens on, and returns the three gradients. A row sees `left` tokens before
@@ -105,7 +113,8 @@ def packed_operator(name: str, forward: Forward, backward: Backward) -> Callable
 
     @operator.register_fake
     def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+        shape = (q.shape[0], q.shape[1]) if log_sums_by_token else (q.shape[1], q.shape[0])
+        return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
 
     @operator_backward.register_fake
     def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:

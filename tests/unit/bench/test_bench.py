@@ -7,7 +7,7 @@ import pytest
 
 from flatout.bench.inputs import MAX_ID, chat_lengths, chat_samples, digest, write_model, write_store
 from flatout.bench.measure import figures
-from flatout.bench.ours import step_ends
+from flatout.bench.ours import load_s, stage_lines, step_ends
 from flatout.bench.protocol import Settings, in_turns, run_rows
 from flatout.bench.report import markdown, ratios, svg
 from flatout.bench.rows import OURS, Row, Target, choose, mode_of, read_parity, read_peers
@@ -29,6 +29,14 @@ result = {"digest": found[::-1] if job.get("cheats") else found, "useful_tok_s":
           "step_p50_s": 1.0, "step_p95_s": 1.0, "launch_to_first_step_s": 1.0, "losses": [2.0, 1.0]}
 pathlib.Path(job["result"]).write_text(json.dumps(result))
 """
+
+
+def test_loading_is_the_time_before_the_models_first_line(tmp_path):
+    stamp = "2026-01-01T00:00:{}+00:00"
+    texts = [("01", "plan 3 steps"), ("04.5", "model a"), ("06", "model b"), ("07", '{"kind": "step"}')]
+    (tmp_path / "train.log").write_text("".join(f"{stamp.format(at)} {text}\n" for at, text in texts))
+    stages = stage_lines(tmp_path / "train.log")
+    assert ([text for _, text in stages], load_s(stages)) == (["plan 3 steps", "model a", "model b"], 3.5)
 
 
 @pytest.fixture(scope="module")

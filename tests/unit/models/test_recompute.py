@@ -10,7 +10,14 @@ from flatout.models.host_copies import HostCopies
 from flatout.models.joined import join_layers
 from flatout.models.load import load_model
 from flatout.models.lora import add_lora
-from flatout.models.recompute import PARTIAL_BUDGET, apply_recompute, compiling_with, offload_layer_inputs
+from flatout.models.recompute import (
+    PARTIAL_BUDGET,
+    HostEmbedding,
+    apply_recompute,
+    compiling_with,
+    offload_embedding,
+    offload_layer_inputs,
+)
 
 NUM_LAYERS = 3
 
@@ -136,6 +143,43 @@ def test_without_gradients_nothing_is_copied(make_model):
     with torch.no_grad():
         model.eval()(input_ids=torch.arange(9)[None], use_cache=False)
     assert copies.num_held == 0
+
+
+def test_a_frozen_embedding_waits_on_the_host_and_gives_the_same_bits(make_model):
+    plain, moved = make_model(), make_model()
+    for model in (plain, moved):
+        model.get_input_embeddings().requires_grad_(False)
+    table = moved.get_input_embeddings().weight
+    apply_recompute(moved, "offload")
+    assert isinstance(moved.get_input_embeddings(), HostEmbedding)
+    assert torch.equal(moved.get_input_embeddings().weight, table)
+    assert "model.embed_tokens.weight" not in dict(moved.named_parameters())
+    ids = torch.randint(0, 64, (1, 9))
+    results = []
+    for model in (plain, moved):
+        loss = model(input_ids=ids, use_cache=False).logits.square().mean()
+        loss.backward()
+        results.append([loss, *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_an_embedding_that_is_trained_tied_or_no_plain_lookup_stays(make_model):
+    trained = make_model()
+    assert not offload_embedding(trained)
+    tied = make_model()
+    tied.set_output_embeddings(torch.nn.Linear(32, 64, bias=False))
+    tied.get_output_embeddings().weight = tied.get_input_embeddings().weight
+    tied.requires_grad_(False)
+    assert not offload_embedding(tied)
+
+    class Scaled(torch.nn.Embedding):
+        pass
+
+    scaled = make_model()
+    scaled.set_input_embeddings(Scaled(64, 32))
+    scaled.requires_grad_(False)
+    assert not offload_embedding(scaled)
+    assert offload_embedding(make_model().requires_grad_(False))
 
 
 def test_partial_is_the_compilers_budget_and_only_there():

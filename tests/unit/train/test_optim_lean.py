@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
+import flatout.train.optim_lean as lean
 from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError, UsageError
+from flatout.train.ahead import hold_back, let_go
 from flatout.train.optim import load_optimizer_state, make_optimizer, optimizer_state
 from flatout.train.optim_lean import LeanAdamW
 from flatout.train.rounding import (
@@ -38,18 +41,18 @@ def steps(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, seed
 def test_fp32_weights_follow_adamw(eight_bit: bool) -> None:
     """fp32 moments: torch's AdamW up to rounding. 8 bits: most of the way it went (the codes are a few % apart)."""
     config = OptimConfig(lr=0.01, weight_decay=0.1, beta2=0.99)
-    lean, plain = parameters(torch.float32), parameters(torch.float64)
+    ours, plain = parameters(torch.float32), parameters(torch.float64)
     start = {name: p.detach().clone().double() for name, p in plain.items()}
     optimizer = LeanAdamW(
         [
-            {"params": [lean["layer.weight"], lean["odd.weight"]], "weight_decay": 0.1},
-            {"params": [lean["norm.weight"]]},
+            {"params": [ours["layer.weight"], ours["odd.weight"]], "weight_decay": 0.1},
+            {"params": [ours["norm.weight"]]},
         ],
         lr=0.01, betas=(0.9, 0.99), eps=1e-8, eight_bit=eight_bit, seed=0,
     )  # fmt: skip
-    steps(lean, optimizer, range(50))
+    steps(ours, optimizer, range(50))
     steps(plain, make_optimizer(plain, config), range(50))
-    for name, parameter in lean.items():
+    for name, parameter in ours.items():
         assert set(optimizer.state[parameter]) == set(optimizer.state_names(parameter))
         moved = plain[name].detach() - start[name]
         error = (parameter.detach().double() - plain[name].detach()).norm() / moved.norm()
@@ -164,10 +167,53 @@ def test_a_resumed_optimizer_takes_the_same_bits(name: str, dtype: torch.dtype) 
     assert torch.equal(named["layer.weight"], other_seed["layer.weight"]) != is_rounded
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("adamw", torch.bfloat16), ("adamw8bit", torch.bfloat16), ("adamw8bit", torch.float32)]
+)
+def test_updates_held_back_change_nothing_and_leave_no_trace(name: str, dtype: torch.dtype) -> None:
+    """Weights, moments, scales and counts stay; let go, the next updates are those of a run without the bad ones."""
+    config = OptimConfig.model_validate({"name": name, "lr": 0.01, "weight_decay": 0.1})
+    named, spared = parameters(dtype), parameters(dtype)
+    optimizer, twin = (make_optimizer(each, config, seed=5) for each in (named, spared))
+
+    def everything() -> dict[str, Tensor]:
+        held = {**{key: parameter.detach() for key, parameter in named.items()}, **optimizer_state(optimizer, named)}
+        return {key: tensor.clone() for key, tensor in held.items()}
+
+    hold_back(optimizer, torch.tensor(False))
+    steps(named, optimizer, range(2))
+    before = everything()
+    for is_bad, value in ((True, float("nan")), (False, 1.0)):
+        hold_back(optimizer, torch.tensor(is_bad))
+        for parameter in named.values():
+            parameter.grad = torch.full_like(parameter, value)
+        optimizer.step()
+    after = everything()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert before["norm.weight/step"] == 2
+    let_go(optimizer)
+    steps(named, optimizer, range(2, 4))
+    steps(spared, twin, range(4))
+    assert all(torch.equal(named[key], spared[key]) for key in named)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_one_graph_serves_all_shapes_and_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CompileCounter()
+    which = "_update_8bit" if name == "adamw8bit" else "_update_plain"
+    compiled = torch.compile(getattr(lean, which), backend=counter, fullgraph=True, dynamic=True)
+    monkeypatch.setattr(lean, which, compiled)
+    monkeypatch.setattr(lean, "SLICE_SIZE", 8192)
+    # a square first: nothing may be concluded from equal sizes
+    shapes = [(64, 64), (64, 80), (160, 64), (96, 128, 2), (4096 + 256,)]
+    named = {str(shape): nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in shapes}
+    steps(named, make_optimizer(named, OptimConfig.model_validate({"name": name, "lr": 0.01}), seed=0), range(3))
+    assert counter.frame_count == 1
+
+
 def test_slices_do_not_change_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three launches for one tensor: moments, blocks and weights as with one launch."""
-    import flatout.train.optim_lean as lean
-
     config = OptimConfig.model_validate({"name": "adamw8bit", "lr": 0.01})
 
     def trained() -> dict[str, Tensor]:

@@ -22,6 +22,12 @@ from flatout.train.state import Run
 from flatout.train.step import launch_step, take_step
 
 SIGNAL = 15
+LEAN = {
+    "method": "full",
+    "model": {"precision": "bf16"},
+    "full": {"weights": "bf16"},
+    "optim": {"name": "adamw8bit"},
+}
 
 
 def fused(named: Any, config: Any, **_: Any) -> torch.optim.Optimizer:
@@ -30,9 +36,13 @@ def fused(named: Any, config: Any, **_: Any) -> torch.optim.Optimizer:
     return FlatAdamW(flatten(list(named.values())), weight_decay=0.1, fused=True, **options)
 
 
-@pytest.fixture(autouse=True)
-def _fused_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["fused", "lean"])
+def sections(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The settings of a run whose optimizer can hold back."""
+    if request.param == "lean":
+        return LEAN
     monkeypatch.setattr(setup, "make_optimizer", fused)
+    return {}
 
 
 def make_run(config: Any, tmp_path: Path) -> Run:
@@ -67,8 +77,9 @@ def poison(monkeypatch: pytest.MonkeyPatch, index: int, parameter: int = 3) -> N
     monkeypatch.setattr(step, "accumulate_gradients", accumulate)
 
 
-def test_launching_ahead_gives_the_same_bits_as_waiting(tiny: Any, tmp_path: Path) -> None:
-    outcomes, runs = [], [make_run(tiny.config(tmp_path / name), tmp_path / name) for name in ("waits", "ahead")]
+def test_launching_ahead_gives_the_same_bits_as_waiting(tiny: Any, tmp_path: Path, sections: Any) -> None:
+    configs = [tiny.config(tmp_path / name, **sections) for name in ("waits", "ahead")]
+    outcomes, runs = [], [make_run(config, Path(config.run_dir)) for config in configs]
     for run in runs:
         pending, mine = [], []
         for planned in run.plan.steps():
@@ -84,9 +95,9 @@ def test_launching_ahead_gives_the_same_bits_as_waiting(tiny: Any, tmp_path: Pat
 
 
 def test_a_bad_step_and_the_one_launched_after_it_change_nothing(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: Any
 ) -> None:
-    run = make_run(tiny.config(tmp_path), tmp_path)
+    run = make_run(tiny.config(tmp_path, **sections), tmp_path)
     steps = list(run.plan.steps())
     take_step(run, steps[0])
     before = state(run)
@@ -105,8 +116,8 @@ def test_a_bad_step_and_the_one_launched_after_it_change_nothing(
     assert_equal(state(run), before)
 
 
-def test_a_stopped_step_and_the_one_launched_after_it_change_nothing(tiny: Any, tmp_path: Path) -> None:
-    run = make_run(tiny.config(tmp_path), tmp_path)
+def test_a_stopped_step_and_the_one_launched_after_it_change_nothing(tiny: Any, tmp_path: Path, sections: Any) -> None:
+    run = make_run(tiny.config(tmp_path, **sections), tmp_path)
     steps = list(run.plan.steps())
     take_step(run, steps[0])
     before = state(run)
@@ -122,9 +133,9 @@ def test_a_stopped_step_and_the_one_launched_after_it_change_nothing(tiny: Any, 
 
 @pytest.mark.parametrize("at", [2, 5])
 def test_a_run_stopped_and_resumed_equals_one_that_was_not(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, metrics_of: Any
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, metrics_of: Any, sections: Any
 ) -> None:
-    settings = {"lora": {"rank": 4, "dropout": 0.2}, "checkpoint": {"every_steps": 3}}
+    settings = {"lora": {"rank": 4, "dropout": 0.2}, "checkpoint": {"every_steps": 3}, **sections}
     whole = tiny.config(tmp_path / "whole", **settings)
     train(whole)
     original = loop.choose_step
@@ -155,9 +166,11 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
         assert [record[key] for record in records[0]] == [record[key] for record in records[1]]
 
 
-def test_a_bad_step_stops_a_run_before_its_update(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_step_stops_a_run_before_its_update(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: Any
+) -> None:
     poison(monkeypatch, 4)
-    config = tiny.config(tmp_path, checkpoint={"every_steps": 2})
+    config = tiny.config(tmp_path, checkpoint={"every_steps": 2}, **sections)
     with pytest.raises(NumericError, match=r"step 5: .*the weights were not updated"):
         train(config)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step-4"
