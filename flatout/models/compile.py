@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from threading import Thread
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -25,6 +26,22 @@ _LayerCall: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 # a last bit of difference before quantising moves a value by a whole step of 1/16: 0.9895 seen on a sound layer
 _SMALLEST_FP8_COSINE = 0.97
 _SMALLEST_COSINE = {torch.bfloat16: 0.99, torch.float16: 0.99, torch.float32: 0.99999}
+
+
+def start_compiler(device: torch.device) -> Thread:
+    """Compile one addition on a thread, which imports the compiler and starts its workers while weights are read.
+
+    Join it before the first layer is compiled.
+    """
+
+    def compile_an_addition() -> None:
+        # an error is not lost: the layers meet it again, where it is told
+        with suppress(Exception):
+            torch.compile(lambda x: x + 1, dynamic=True)(torch.ones(8, device=device))
+
+    thread = Thread(target=compile_an_addition, name="flatout-compiler", daemon=True)
+    thread.start()
+    return thread
 
 
 def compile_layers(

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from flatout.config.schema import Config, Recompute
 from flatout.errors import CheckpointError
 from flatout.models.blocks import decoder_layers
-from flatout.models.compile import compile_layers
+from flatout.models.compile import compile_layers, start_compiler
 from flatout.models.export import load_adapter
 from flatout.models.fp8_training import use_fp8_products
 from flatout.models.joined import JoinedLayers, join_layers
@@ -34,13 +34,17 @@ def set_up(
     """Model, adapter, self-test, strategy, optimizer, resume position. Raises a FlatoutError naming what is wrong."""
     device = choose_device(config.device, rank)
     make_deterministic(config, device)
+    compiler = None
+    if device.type == "cuda" and config.compile == "auto":
+        tracker.stage("compile", f"kernels are kept in {keep_compiled_kernels()}")
+        compiler = start_compiler(device)
     loaded = prepare_model(config, device, tracker)
     joined = join_adapters(loaded.model, config, tracker)
     no_graphs = reason_against(config, planned, device)
     coarse = no_graphs is None
     feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, coarse=coarse)
-    if device.type == "cuda" and config.compile == "auto":
-        tracker.stage("compile", f"kernels are kept in {keep_compiled_kernels()}")
+    if compiler is not None:
+        compiler.join()
     compiled = compile_with_recompute(loaded, config, planned.memory.recompute, feed.num_borders)
     tracker.stage("compile", compiled)
     strategy = connect(rank, device)

@@ -36,3 +36,16 @@ def test_a_layer_that_is_no_graph_runs_eagerly_and_says_so(loaded):
     assert line.startswith("off: this model's layers do not compile (")
     assert torch.equal(packed_loss(loaded.model, batch).loss_sum, before)
     assert all(parameter.grad is None for parameter in loaded.model.parameters())
+
+
+def test_starting_the_compiler_early_neither_raises_nor_changes_random_numbers(monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("no C compiler")
+
+    state = torch.get_rng_state()
+    for compiled in (torch.compile, broken):
+        monkeypatch.setattr(torch, "compile", compiled)
+        thread = compiling.start_compiler(torch.device("cpu"))
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+    assert torch.equal(torch.get_rng_state(), state)
