@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -97,8 +98,16 @@ def head_case(shape: str, num_rows: int) -> Case:
 
 
 def attention_case(shape: str, num_steps: int) -> Case:
-    """Packed causal attention over one step's documents; the gradient is the query's."""
-    from flatout.kernels.attention import make_varlen_attention, sdpa_attention, varlen_problem
+    """Packed causal attention over one step's documents, by each package that is there; the gradient is the query's."""
+    from flatout.kernels.attention import (
+        cudnn_problem,
+        flash_problem,
+        make_cudnn_attention,
+        make_flash_attention,
+        make_varlen_attention,
+        sdpa_attention,
+        varlen_problem,
+    )
 
     sizes = SHAPES[shape]
     heads, kv_heads, head_dim = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"]
@@ -120,8 +129,14 @@ def attention_case(shape: str, num_steps: int) -> Case:
 
     variants = {"plain": differentiated(by_document(key, value), query)}
     if varlen_problem(query.device, DTYPE, head_dim) is None:
-        varlen, longest = make_varlen_attention(), max(lengths)
-        variants["flatout"] = differentiated(lambda q: varlen(q, key, value, cu_seqlens, longest, scale=scale), query)
+        forms = {"flatout": make_varlen_attention()}
+        if cudnn_problem(query.device) is None:
+            forms["cudnn"] = make_cudnn_attention()
+        if flash_problem("fa4", query.device) is None:
+            forms["fa4"] = make_flash_attention("fa4")
+        for name, form in forms.items():
+            run = partial(form, key=key, value=value, cu_seqlens=cu_seqlens, max_seqlen=max(lengths), scale=scale)
+            variants[name] = differentiated(run, query)
     return Case(f"attention, {shape}, {len(lengths)} documents, {total:,} tokens", exact, variants)
 
 

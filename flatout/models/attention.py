@@ -11,6 +11,7 @@ from torch import nn
 
 from flatout.errors import UsageError
 from flatout.kernels.attention import (
+    FlashName,
     cudnn_problem,
     flash_disagreement,
     flash_problem,
@@ -25,7 +26,7 @@ from flatout.models.families import Family
 
 # from the fastest to the truth
 Implementation = Literal["fa4", "fa3", "cudnn", "varlen", "sdpa", "plain"]
-PackageName = Literal["fa4", "fa3", "cudnn"]
+PackageName = FlashName | Literal["cudnn"]
 # they read the documents' borders on the device, so a compiled layer can hold them
 KERNELS: tuple[Implementation, ...] = ("fa4", "fa3", "cudnn", "varlen")
 PREFIX = "flatout_"
@@ -47,7 +48,7 @@ class AttentionChoice:
 
 
 def choose_attention(
-    wanted: Literal["auto", "fa4", "fa3", "cudnn", "varlen", "sdpa", "plain"],
+    wanted: Literal["auto"] | Implementation,
     config: Any,
     family: Family,
     *,

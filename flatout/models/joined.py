@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,8 +128,9 @@ class JoinedLayers:
 
     def __init__(self, joined: Sequence[JoinedLora]) -> None:
         self._joined = tuple(joined)
-        self._narrows = [pair for group in joined for pair in group.narrow_copies()]
-        self._wides = [(*pair, group.scaling) for group in joined for pair in group.wide_copies()]
+        self._narrows, self._narrow_masters = _sides(pair for group in joined for pair in group.narrow_copies())
+        self._wides, self._wide_masters = _sides(pair for group in joined for pair in group.wide_copies())
+        self._scalings = [group.scaling for group in joined for _ in group.ranks]
         kinds = {group.product.describe for group in joined}
         self.report = f"{len(self._narrows)} layers run as {len(joined)} products ({', '.join(sorted(kinds))})"
 
@@ -143,10 +144,14 @@ class JoinedLayers:
         """Bring every trained master into the copy that the products read."""
         if not self._joined:
             return
-        copies, masters = map(list, zip(*self._narrows, strict=True))
-        torch._foreach_copy_(copies, masters)
-        copies, masters, scalings = map(list, zip(*self._wides, strict=True))
-        torch._foreach_copy_(copies, torch._foreach_mul(masters, scalings))
+        torch._foreach_copy_(self._narrows, self._narrow_masters)
+        torch._foreach_copy_(self._wides, torch._foreach_mul(self._wide_masters, self._scalings))
+
+
+def _sides(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """The copies and the masters of (copy, its master) pairs."""
+    both = list(pairs)
+    return [copy for copy, _ in both], [master for _, master in both]
 
 
 def join_layers(model: PreTrainedModel, *, fp8: bool = False) -> JoinedLayers:

@@ -14,7 +14,7 @@ from flatout.models.fp8_training import use_fp8_products
 from flatout.models.joined import JoinedLayers, join_layers
 from flatout.models.load import LoadedModel, load_model
 from flatout.models.lora import add_lora, freeze, trainable_parameters
-from flatout.models.recompute import apply_recompute, compiling_with
+from flatout.models.recompute import HostEmbedding, apply_recompute, compiling_with
 from flatout.models.selftest import check_packing
 from flatout.parallel.connect import choose_device, connect
 from flatout.parallel.rank import Rank, ask_for_deterministic_cublas, keep_compiled_kernels
@@ -100,6 +100,8 @@ def compile_with_recompute(loaded: LoadedModel, config: Config, recompute: Recom
     with compiling_with(recompute):
         fp8 = config.base.computes_in_fp8 or config.full.compute == "fp8"
         line = compile_layers(loaded, config.compile, num_borders=num_borders, fp8=fp8)
+    if isinstance(loaded.model.get_input_embeddings(), HostEmbedding):
+        line += "; the embedding waits on the host"
     if recompute in ("lean", "partial") and line.startswith("off"):
         apply_recompute(loaded.model, "layers")
         line += f"; so recompute is layers instead of {recompute}"
