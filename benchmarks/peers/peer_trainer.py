@@ -19,6 +19,11 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 RANK = 16
 
 
+def num_processes() -> int:
+    """Processes that share each step."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def prepare(job: dict[str, Any]) -> None:
     """Python path and environment, before any of the libraries is imported."""
     os.environ.update(
@@ -50,11 +55,22 @@ def load(job: dict[str, Any], max_tokens: int) -> tuple[Any, Any, dict[str, Any]
         job["model_dir"],
         dtype=torch.bfloat16,
         attn_implementation=job.get("attention", "sdpa"),
-        device_map={"": 0} if torch.cuda.is_available() else None,
+        **(local_device(num_processes()) or {"device_map": {"": 0} if torch.cuda.is_available() else None}),
         **options,
     )
     adapter = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, task_type="CAUSAL_LM")
     return model, AutoTokenizer.from_pretrained(job["model_dir"]), {"peft_config": adapter}
+
+
+def local_device(num_processes: int) -> dict[str, Any]:
+    """Where this process puts its model: a device map for one of several processes, nothing for one alone."""
+    if num_processes == 1:
+        return {}
+    import torch
+
+    local = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local)
+    return {"device_map": {"": local}}
 
 
 def load_unsloth(job: dict[str, Any], max_tokens: int) -> tuple[Any, Any, dict[str, Any]]:
@@ -67,6 +83,7 @@ def load_unsloth(job: dict[str, Any], max_tokens: int) -> tuple[Any, Any, dict[s
         dtype=torch.bfloat16,
         load_in_4bit=job["load"] == "4bit",
         load_in_8bit=False,
+        **local_device(num_processes()),
     )
     model = FastLanguageModel.get_peft_model(
         model,
@@ -89,7 +106,8 @@ def arguments(job: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     values: dict[str, Any] = {
         "output_dir": job["run_dir"],
         "per_device_train_batch_size": job["batch"],
-        "gradient_accumulation_steps": job["samples_per_step"] // job["batch"],
+        "gradient_accumulation_steps": job["samples_per_step"] // job["batch"] // num_processes(),
+        "ddp_find_unused_parameters": False if num_processes() > 1 else None,
         "max_steps": job["num_steps"],
         "learning_rate": 1e-4,
         "lr_scheduler_type": "constant",
@@ -210,8 +228,11 @@ def main(path: Path) -> None:
         import unsloth  # noqa: F401
     from flatout.data.store import TokenStore
 
+    # each process holds at most its share of a step
+    job["batch"] = min(job["batch"], job["samples_per_step"] // num_processes())
     result = train(job, TokenStore.open(Path(job["store"])))
-    Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")
+    if os.environ.get("RANK", "0") == "0":
+        Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from flatout.bench.rows import SAMPLES_PER_STEP
 from flatout.bench.shapes import shape_config
 from flatout.data import registry
 from flatout.data.store import StoreMeta, TokenStore, new_store
 from flatout.errors import UsageError
 
-SAMPLES_PER_STEP = 32
 NAME = "bench"
 # random ids stay in the benchmark tokenizer's own range, as peers may decode some; id 3 and below are special
 MIN_ID, MAX_ID = 4, 1000
@@ -63,7 +63,7 @@ def digest(token_ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> str:
 
 
 def write_store(root: Path, model_dir: Path, num_steps: int, data: Path | None) -> TokenStore:
-    """The samples of all steps as a registered token store under `root`, from `data` or of chat-like lengths."""
+    """The samples of all steps of SAMPLES_PER_STEP as a registered token store, from `data` or of chat-like lengths."""
     from flatout.data.tokenizer import load_tokenizer, tokenizer_digest
     from flatout.models.source import read_model_config
 

@@ -10,11 +10,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from flatout.bench.inputs import NAME, SAMPLES_PER_STEP, digest
+from flatout.bench.inputs import NAME, digest
 from flatout.bench.measure import WARMUP_STEPS, figures, gpu_header, gpu_memory, versions
 from flatout.config.read import make_config
 from flatout.data.registry import built_dir
 from flatout.data.store import TokenStore
+from flatout.parallel.rank import Rank
 
 
 def base_values(job: dict[str, Any]) -> dict[str, Any]:
@@ -24,20 +25,21 @@ def base_values(job: dict[str, Any]) -> dict[str, Any]:
         "model": {"name": job["model_dir"]},
         "data": {"name": NAME, "root": job["data_root"]},
         "lora": {"rank": 16, "alpha": 16.0},
-        "batch": {"samples_per_step": SAMPLES_PER_STEP, "max_steps": job["num_steps"], "shuffle": False},
+        "batch": {"samples_per_step": job["samples_per_step"], "max_steps": job["num_steps"], "shuffle": False},
         "optim": {"lr": 1e-4},
         "schedule": {"kind": "constant", "warmup_steps": 0},
         "checkpoint": {"every_steps": None},
     }
 
 
-def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Train by the job's overrides and return the figures."""
+def measure(job: dict[str, Any]) -> dict[str, Any] | None:
+    """Train by the job's overrides and return the figures; None on ranks that write down nothing."""
     from flatout.train.run import train
 
     run_dir = Path(job["run_dir"])
-    shutil.rmtree(run_dir, ignore_errors=True)
     train(make_config(base_values(job), job["overrides"]))
+    if not Rank.from_env().is_first:
+        return None
     memory, gpu = gpu_memory(), gpu_header()
     steps, ends_s = step_records(run_dir), step_ends(run_dir)
     timed = steps[WARMUP_STEPS:]
@@ -97,7 +99,8 @@ def load_s(stages: list[tuple[float, str]]) -> float:
 def main(path: Path) -> None:
     """Read the job, measure, write its result file."""
     job = json.loads(path.read_text(encoding="utf-8"))
-    Path(job["result"]).write_text(json.dumps(measure(job)), encoding="utf-8")
+    if (result := measure(job)) is not None:
+        Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

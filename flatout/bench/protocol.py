@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatout.bench.inputs import NAME, SAMPLES_PER_STEP, digest, write_store
+from flatout.bench.inputs import NAME, digest, write_store
 from flatout.bench.measure import WARMUP_STEPS, gpu_header, versions
-from flatout.bench.rows import Row, mode_of
+from flatout.bench.rows import SAMPLES_PER_STEP, Row, mode_of
 from flatout.data.registry import built_dir
 from flatout.errors import ResourceError, UsageError
 
@@ -24,6 +25,8 @@ OURS = ("-m", "flatout.bench.ours")
 # a first run of a row is started only if this much time is left; later ones by what the first took
 FIRST_RUN_S = 60.0
 LOG_TAIL = 1500
+# what a run gets to stop by itself once its time is up
+STOP_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,12 @@ def run_rows(rows: Sequence[Row], settings: Settings, say: Callable[[str], None]
         "protocol": {
             "num_steps": settings.num_steps,
             "left_out_steps": WARMUP_STEPS,
-            "samples_per_step": SAMPLES_PER_STEP,
             "data": str(settings.data.name) if settings.data else "chat lengths",
             "order": "A-B-A",
         },
         "rows": [
             {"name": row.name, "system": row.system, "shape": row.shape, "settings": dict(row.settings),
+             "num_gpus": row.num_gpus, "samples_per_step": row.samples_per_step,
              "parity": settings.parity.get(mode_of(row))}
             for row in rows
         ],
@@ -74,9 +77,10 @@ def run_rows(rows: Sequence[Row], settings: Settings, say: Callable[[str], None]
             say(results["stopped"])
             break
         begun = time.monotonic()
-        if row.shape not in results["inputs"]:
-            results["inputs"][row.shape] = _make_inputs(row.shape, settings, say)
-        run = _run(row, repeat, settings, results["inputs"][row.shape], left_s)
+        inputs = f"{row.shape}, {row.samples_per_step} samples a step"
+        if inputs not in results["inputs"]:
+            results["inputs"][inputs] = _make_inputs(row, settings, say)
+        run = _run(row, repeat, settings, results["inputs"][inputs], left_s)
         took_s[row.name] = time.monotonic() - begun
         results["runs"].append(run)
         say(_line(run, took_s[row.name]))
@@ -102,9 +106,13 @@ def _left_s(settings: Settings, started: float) -> float:
     return float("inf") if settings.time_limit_s is None else settings.time_limit_s - (time.monotonic() - started)
 
 
-def _make_inputs(shape: str, settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
-    """Model folder and token store of a shape; a model made by an earlier call is taken again."""
-    model_dir, data_root = settings.work / shape / "model", settings.work / shape / "data"
+def _data_root(row: Row, settings: Settings) -> Path:
+    return settings.work / row.shape / f"data-{row.samples_per_step}"
+
+
+def _make_inputs(row: Row, settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
+    """Model folder and token store of a row's shape; a model made by an earlier call is taken again."""
+    shape, model_dir = row.shape, settings.work / row.shape / "model"
     begun = time.monotonic()
     if not (model_dir / "config.json").exists():
         log = settings.work / shape / "model.log"
@@ -113,7 +121,8 @@ def _make_inputs(shape: str, settings: Settings, say: Callable[[str], None]) -> 
         if _run_process(command, log, None) != 0:
             raise ResourceError(f"the {shape} model could not be made: {log.read_text(encoding='utf-8')[-LOG_TAIL:]}")
         say(f"{shape}: model folder made in {time.monotonic() - begun:.0f} s")
-    store = write_store(data_root, model_dir, settings.num_steps, settings.data)
+    num_units = settings.num_steps * row.samples_per_step // SAMPLES_PER_STEP
+    store = write_store(_data_root(row, settings), model_dir, num_units, settings.data)
     return {
         "model_s": round(time.monotonic() - begun, 1),
         "digest": digest(store.token_ids, store.trained),
@@ -128,7 +137,8 @@ def _run(row: Row, repeat: int, settings: Settings, inputs: Mapping[str, Any], l
     stem = f"{row.name}-{repeat}"
     job_path, result, log = (settings.work / f"{stem}.{end}" for end in ("job.json", "result.json", "log"))
     result.unlink(missing_ok=True)
-    data_root = settings.work / row.shape / "data"
+    shutil.rmtree(settings.work / f"{stem}.run", ignore_errors=True)
+    data_root = _data_root(row, settings)
     job = {
         **row.settings,
         "system": row.system,
@@ -137,14 +147,16 @@ def _run(row: Row, repeat: int, settings: Settings, inputs: Mapping[str, Any], l
         "store": str(built_dir(data_root, NAME)),
         "run_dir": str(settings.work / f"{stem}.run"),
         "num_steps": settings.num_steps,
-        "samples_per_step": SAMPLES_PER_STEP,
+        "samples_per_step": row.samples_per_step,
         "paths": list(settings.paths),
         "result": str(result),
         "launched_s": time.time(),
     }
     job_path.write_text(json.dumps(job), encoding="utf-8")
     program = OURS if row.system == "flatout" else (str(settings.peer_program),)
-    code = _run_process([sys.executable, *program, str(job_path)], log, None if left_s == float("inf") else left_s)
+    spread = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.num_gpus}")
+    command = [sys.executable, *(spread if row.num_gpus > 1 else ()), *program, str(job_path)]
+    code = _run_process(command, log, None if left_s == float("inf") else left_s)
     shutil.rmtree(settings.work / f"{stem}.run", ignore_errors=True)
     run: dict[str, Any] = {"row": row.name, "repeat": repeat}
     if code != 0 or not result.exists():
@@ -156,7 +168,7 @@ def _run(row: Row, repeat: int, settings: Settings, inputs: Mapping[str, Any], l
 
 
 def _run_process(command: Sequence[str], log: Path, timeout_s: float | None) -> int:
-    """Exit code of a child in a session of its own, output in `log`; past the timeout its group is killed (-9)."""
+    """Exit code of a child in a session of its own, output in `log`; past the timeout its group is stopped (-9)."""
     with (
         log.open("wb") as output,
         subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True) as process,
@@ -164,7 +176,12 @@ def _run_process(command: Sequence[str], log: Path, timeout_s: float | None) -> 
         try:
             return process.wait(timeout_s)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
+            # a launcher of several processes ends them when asked, and could not once it is killed
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
                 return -signal.SIGKILL
             raise

@@ -33,7 +33,7 @@ def markdown(results: Mapping[str, Any], targets: Sequence[Target] = ()) -> str:
     facts = ", ".join(f"{key} {value}" for key, value in {**header["gpu"], **header["versions"]}.items())
     lines = [
         f"{header['started']}. {facts}.",
-        f"{protocol['data']}, {protocol['samples_per_step']} samples a step, {protocol['num_steps']} steps, the first "
+        f"{protocol['data']}, {_samples(results)} samples a step, {protocol['num_steps']} steps, the first "
         f"{protocol['left_out_steps']} left out; a fresh process each, order {protocol['order']}; median (lowest to "
         "highest of the repeats).",
         _clocks(results),
@@ -93,6 +93,10 @@ def _bar(name: str, system: str, values: Sequence[float], longest: float, top: i
         f'<line x1="{ends[0]:.1f}" y1="{y}" x2="{ends[1]:.1f}" y2="{y}" stroke="black"/>',
         f'<text x="{max(NAME_PX + length, ends[1]) + 6:.1f}" y="{top + 14}">{middle:,.0f}</text>',
     ]
+
+
+def _samples(results: Mapping[str, Any]) -> str:
+    return " or ".join(sorted({str(row["samples_per_step"]) for row in results["rows"]}, key=int))
 
 
 def _clocks(results: Mapping[str, Any]) -> str:

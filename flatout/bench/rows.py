@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,24 @@ from pydantic import TypeAdapter, ValidationError
 
 from flatout.errors import UsageError
 
+# the unit of chat lengths: a row's samples a step are a multiple of it
+SAMPLES_PER_STEP = 32
+_NAME = re.compile(r"(?P<base>[^@]+)(@(?P<gpus>[1-9]\d*)(x(?P<samples>[1-9]\d*))?)?")
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured configuration. `settings` are the trainer's own; ours are {"overrides": [...]}."""
+    """One measured configuration. `settings` are the trainer's own; ours are {"overrides": [...]}.
+
+    `num_gpus` processes share the `samples_per_step` of an optimizer step.
+    """
 
     name: str
     system: str
     shape: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    num_gpus: int = 1
+    samples_per_step: int = SAMPLES_PER_STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +97,24 @@ def read_parity(path: Path) -> dict[str, bool]:
 
 
 def choose(known: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """The rows of these names, in the order asked for. Raises UsageError naming the known ones."""
+    """The rows of these names, in the order asked for: NAME, NAME@GPUS or NAME@GPUSxSAMPLES, such as 8b-bf16@4x128.
+
+    Raises UsageError naming the known ones, or when the samples of a step are not the GPUs' and SAMPLES_PER_STEP's.
+    """
     by_name = {row.name: row for row in known}
-    if odd := [name for name in names if name not in by_name]:
-        raise UsageError(f"--rows: no row {odd[0]!r}; there are {', '.join(by_name)}")
-    return [by_name[name] for name in names]
+    chosen = []
+    for name in names:
+        matched = _NAME.fullmatch(name)
+        if matched is None or matched["base"] not in by_name:
+            raise UsageError(f"--rows: no row {name!r}; there are {', '.join(by_name)}")
+        num_gpus, num_samples = int(matched["gpus"] or 1), int(matched["samples"] or SAMPLES_PER_STEP)
+        if num_samples % SAMPLES_PER_STEP or num_samples % num_gpus:
+            raise UsageError(
+                f"--rows: {name} asks for {num_samples} samples a step on {num_gpus} GPUs; take a multiple of "
+                f"{SAMPLES_PER_STEP} that the GPUs divide"
+            )
+        chosen.append(replace(by_name[matched["base"]], name=name, num_gpus=num_gpus, samples_per_step=num_samples))
+    return chosen
 
 
 def mode_of(row: Row) -> str:

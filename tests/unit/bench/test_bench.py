@@ -81,6 +81,15 @@ def test_step_ends_are_the_first_one_s_time_and_the_device_s_own_after_it(tmp_pa
     assert ends[1] - ends[0] == pytest.approx(1.25)
 
 
+def test_a_rows_name_says_how_many_gpus_share_how_many_samples():
+    [one, two, many] = choose([peer("a")], ["a", "a@2", "a@4x128"])
+    assert [(row.num_gpus, row.samples_per_step) for row in (one, two, many)] == [(1, 32), (2, 32), (4, 128)]
+    assert (two.system, two.shape, two.settings) == (one.system, one.shape, one.settings)
+    for name in ("a@0", "a@", "a@3", "a@2x48", "b@2"):
+        with pytest.raises(UsageError, match="--rows"):
+            choose([peer("a")], [name])
+
+
 def test_every_second_pass_goes_backwards():
     rows = [peer("a"), peer("b"), peer("c")]
     assert [(repeat, row.name) for repeat, row in in_turns(rows, 3)] == [
@@ -126,7 +135,8 @@ def test_the_peers_rows_are_well_formed():
     peers = read_peers(ROOT / "benchmarks" / "peers")
     names = {row.name for row in (*OURS, *peers.rows)}
     assert len(names) == len(OURS) + len(peers.rows)
-    assert {target.row for target in peers.targets} | {target.peer for target in peers.targets} <= names
+    asked = [name for target in peers.targets for name in (target.row, target.peer)]
+    assert [row.name for row in choose([*OURS, *peers.rows], asked)] == asked
     assert all(row.shape in SHAPES for row in peers.rows)
     assert (ROOT / "benchmarks" / "peers" / peers.trainer).exists()
     # padded or with a dense mask a peer is not at its best: only rows that say so may go without FlashAttention
@@ -138,7 +148,7 @@ def test_our_rows_parse_and_have_a_mode():
     from flatout.bench.ours import base_values
     from flatout.config.read import make_config
 
-    job = {"run_dir": "r", "model_dir": "m", "data_root": "d", "num_steps": 5}
+    job = {"run_dir": "r", "model_dir": "m", "data_root": "d", "num_steps": 5, "samples_per_step": 32}
     for row in OURS:
         config = make_config(base_values(job), row.settings["overrides"])
         assert mode_of(row).startswith("bf16" if config.base.storage == "model" else config.base.storage)
@@ -178,7 +188,10 @@ def test_peers_without_their_program_are_refused(work, tmp_path):
 
 
 def results_of(ours: list[float], theirs: list[float]) -> dict:
-    rows = [{"name": name, "system": name, "shape": "tiny", "settings": {}} for name in ("flatout", "peer")]
+    rows = [
+        {"name": name, "system": name, "shape": "tiny", "settings": {}, "samples_per_step": 32}
+        for name in ("flatout", "peer")
+    ]
     runs = [
         {"row": name, "repeat": repeat, "useful_tok_s": rate, "peak_allocated_gib": 5.0}
         for name, rates in (("flatout", ours), ("peer", theirs))
@@ -187,7 +200,7 @@ def results_of(ours: list[float], theirs: list[float]) -> dict:
     common = {"label_tok_s": 1.0, "step_p50_s": 1.0, "step_p95_s": 1.0, "launch_to_first_step_s": 1.0, "losses": [1.0]}
     return {
         "header": {"gpu": {}, "versions": {}, "started": ""},
-        "protocol": {"data": "", "samples_per_step": 1, "num_steps": 4, "left_out_steps": 3, "order": ""},
+        "protocol": {"data": "", "num_steps": 4, "left_out_steps": 3, "order": ""},
         "rows": rows,
         "runs": [{**run, **common} for run in runs],
     }
