@@ -1,11 +1,14 @@
-"""Useful tokens a second of full fine-tuning on one GPU, beside the bound of bf16 arithmetic; one JSON line a mode.
+"""Useful tokens a second of full fine-tuning beside the bound of bf16 arithmetic, on one GPU or several.
+
+One JSON line a mode:
 
     python benchmarks/full_finetune.py --shape qwen3-1.7b                    # every mode of the shape
     python benchmarks/full_finetune.py --shape qwen3-8b --mode bf16-8bit --budget 16384 recompute=layers
+    python benchmarks/full_finetune.py --shape qwen3-8b --mode fp32 --gpus 4 strategy=fsdp
 
 The tokens are those of `flatout bench`: chat lengths, 60 % labels, 32 samples a step; the first 3 steps are left out.
-Each mode runs in a fresh process through the real plan, set-up and loop; nothing is saved. The bound is what 790
-TFLOP/s (an H200's measured bf16 matrix product) would give if a token cost only
+Each mode runs in fresh processes through the real plan, set-up and loop; nothing is saved. The bound is what 790
+TFLOP/s a GPU (an H200's measured bf16 matrix product) would give if a token cost only
 
     6 N + 6 V H f + 3.5 A,   A = 2 layers heads head_dim S
 
@@ -26,6 +29,7 @@ from typing import Any
 from flatout.bench.inputs import LABEL_SHARE, chat_lengths, write_store, write_tokenizer
 from flatout.bench.measure import WARMUP_STEPS, figures, gpu_memory
 from flatout.bench.ours import base_values, step_ends, step_records
+from flatout.bench.rows import SAMPLES_PER_STEP
 from flatout.bench.shapes import SHAPES, shape_config
 from flatout.config.read import make_config
 from flatout.parallel.rank import Rank
@@ -65,46 +69,55 @@ def bound_tok_s(shape: dict[str, Any], lengths: list[int]) -> float:
     return TFLOPS * 1e12 / (6 * linears + 6 * head * LABEL_SHARE + 3.5 * attention)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    launched_s = time.time()
+def prepare(args: argparse.Namespace) -> None:
+    """The shape's folder without weights, and the tokens."""
     out = args.out / args.mode
     shutil.rmtree(out, ignore_errors=True)
-    model_dir = out / "model"
-    model_dir.mkdir(parents=True)
-    shape = shape_config(args.shape)
-    (model_dir / "config.json").write_text(json.dumps(shape))
-    write_tokenizer(model_dir)
-    write_store(out / "data", model_dir, args.steps, None)
+    (out / "model").mkdir(parents=True)
+    (out / "model" / "config.json").write_text(json.dumps(shape_config(args.shape)))
+    write_tokenizer(out / "model")
+    write_store(out / "data", out / "model", args.steps * args.samples // SAMPLES_PER_STEP, None)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any] | None:
+    """This process's part of the run; the figures on the first rank."""
+    launched_s, out, shape, rank = time.time(), args.out / args.mode, shape_config(args.shape), Rank.from_env()
     job = {
         "run_dir": str(out / "run"),
-        "model_dir": str(model_dir),
+        "model_dir": str(out / "model"),
         "data_root": str(out / "data"),
         "num_steps": args.steps,
+        "samples_per_step": args.samples,
     }
     budget = [f"batch.micro_batch_tokens={args.budget}"] if args.budget else []
     overrides = ["method=full", "optim.lr=1e-5", "model.init=random", *budget, *MODES[args.mode], *args.overrides]
     config = make_config(base_values(job), overrides)
-    tracker = Trackers(ConsoleTracker(), RunFolderTracker(config.folder))
-    rank = Rank()
+    tracker = Trackers(*((ConsoleTracker(), RunFolderTracker(config.folder)) if rank.is_first else ()))
     planned = plan_run(config, tracker, rank, lambda: gpu_of(config, rank))
     checkpoints = Checkpoints(config.folder, keep=1, on_event=tracker.event)
     run = set_up(config, planned, checkpoints, None, tracker, rank)
     with run.stop:
         run_steps(run)
     tracker.close()
+    run.strategy.close()
+    if not rank.is_first:
+        return None
     steps = step_records(config.folder)
     num_tokens, num_labels = ([step[name] for step in steps] for name in ("num_tokens", "num_label_tokens"))
     found = figures(step_ends(config.folder), launched_s, num_tokens, num_labels)
-    timed = [n for index in range(WARMUP_STEPS, args.steps) for n in chat_lengths(index)]
-    bound = bound_tok_s(shape, timed)
+    per_step = args.samples // SAMPLES_PER_STEP
+    timed = [n for index in range(WARMUP_STEPS * per_step, args.steps * per_step) for n in chat_lengths(index)]
+    bound = bound_tok_s(shape, timed) * rank.world
     peak_gib = gpu_memory().get("peak_allocated_gib", max(step["peak_memory_bytes"] for step in steps) / 2**30)
     return {
         "shape": args.shape,
         "mode": args.mode,
+        "gpus": rank.world,
+        "samples_per_step": args.samples,
         "overrides": overrides,
         "useful_tok_s": round(found["useful_tok_s"]),
         "bound_tok_s": round(bound),
-        "bound": f"(6N + 6VHf + 3.5A) at {TFLOPS} TFLOP/s bf16",
+        "bound": f"(6N + 6VHf + 3.5A) at {TFLOPS} TFLOP/s bf16 a GPU",
         "share_of_bound": round(found["useful_tok_s"] / bound, 3),
         "step_p50_s": round(found["step_p50_s"], 4),
         "micro_batches": [step["num_micro_batches"] for step in steps[WARMUP_STEPS:]],
@@ -119,11 +132,20 @@ def main() -> None:
     parser.add_argument("--mode", choices=MODES)
     parser.add_argument("--budget", type=int)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=SAMPLES_PER_STEP, help="samples a step, over all GPUs")
+    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("/tmp/full_finetune"))
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
+    if args.mode and not args.part:
+        prepare(args)
+        if args.gpus > 1:
+            spread = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}")
+            sys.exit(subprocess.run([sys.executable, *spread, *sys.argv, "--part"], check=False).returncode)
     if args.mode:
-        print(json.dumps(measure(args)), flush=True)
+        if (found := measure(args)) is not None:
+            print(json.dumps(found), flush=True)
         return
     for mode in LEAN if args.shape == "qwen3-8b" else MODES:
         # a fresh process each: neither memory nor graphs are shared, and one that fails does not stop the others

@@ -50,6 +50,7 @@ def markdown(results: Mapping[str, Any], targets: Sequence[Target] = ()) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_row_line(results, row) for row in results["rows"]]
+    lines += ["", *_curves(results)]
     failed = [run for run in results["runs"] if "error" in run]
     lines += ["", *(f"- {run['row']} #{run['repeat'] + 1} failed: `{_one_line(run['error'])}`" for run in failed)]
     return "\n".join(lines).rstrip() + "\n"
@@ -93,6 +94,27 @@ def _bar(name: str, system: str, values: Sequence[float], longest: float, top: i
         f'<line x1="{ends[0]:.1f}" y1="{y}" x2="{ends[1]:.1f}" y2="{y}" stroke="black"/>',
         f'<text x="{max(NAME_PX + length, ends[1]) + 6:.1f}" y="{top + 14}">{middle:,.0f}</text>',
     ]
+
+
+def _curves(results: Mapping[str, Any]) -> list[str]:
+    """How far the losses of a row over several GPUs are from those of the same row on one, over the first runs."""
+    lines = []
+    for row in results["rows"]:
+        alone = row["name"].partition("@")[0]
+        if alone == row["name"] or not (pair := [good_runs(results, name) for name in (row["name"], alone)])[0]:
+            continue
+        if not pair[1] or digests_differ(*(runs[0] for runs in pair)):
+            continue
+        curves = zip(*(runs[0]["losses"] for runs in pair), strict=True)
+        worst = max(abs(many - one) / one for many, one in curves)
+        num_steps = len(pair[0][0]["losses"])
+        lines.append(f"- loss of {row['name']} beside {alone}: {worst:.1e} apart at most over {num_steps} steps")
+    return lines
+
+
+def digests_differ(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Whether two runs trained on other tokens, or on other samples a step."""
+    return bool(first["digest"] != second["digest"] or len(first["losses"]) != len(second["losses"]))
 
 
 def _samples(results: Mapping[str, Any]) -> str:

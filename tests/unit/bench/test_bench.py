@@ -206,6 +206,16 @@ def results_of(ours: list[float], theirs: list[float]) -> dict:
     }
 
 
+def test_curves_of_one_and_of_many_gpus_are_compared():
+    results = results_of([20.0], [10.0])
+    for run, row, losses in zip(results["runs"], results["rows"], ([2.0, 1.0], [2.0, 1.1]), strict=True):
+        run["row"] = row["name"] = "a@2" if losses[1] > 1 else "a"
+        run.update(losses=losses, digest="d")
+    assert "- loss of a@2 beside a: 1.0e-01 apart at most over 2 steps" in markdown(results)
+    results["runs"][0]["digest"] = "other"
+    assert "apart" not in markdown(results)
+
+
 def test_a_ratio_is_of_pairs_of_one_repeat():
     results = results_of([20.0, 30.0, 99.0], [10.0, 20.0])
     target = Target("flatout", "peer", min_ratio=1.7)
