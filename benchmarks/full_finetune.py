@@ -32,12 +32,15 @@ from flatout.bench.ours import base_values, step_ends, step_records
 from flatout.bench.rows import SAMPLES_PER_STEP
 from flatout.bench.shapes import SHAPES, shape_config
 from flatout.config.read import make_config
+from flatout.parallel.connect import choose_device
+from flatout.parallel.group import join_group
+from flatout.parallel.messages import Messages
 from flatout.parallel.rank import Rank
 from flatout.track.console import ConsoleTracker
 from flatout.track.jsonl import RunFolderTracker
 from flatout.track.record import Trackers
 from flatout.train.checkpoint import Checkpoints
-from flatout.train.loop import run_steps
+from flatout.train.loop import run_steps, save
 from flatout.train.memory import gpu_of
 from flatout.train.planning import plan_run
 from flatout.train.setup import set_up
@@ -94,10 +97,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     config = make_config(base_values(job), overrides)
     tracker = Trackers(*((ConsoleTracker(), RunFolderTracker(config.folder)) if rank.is_first else ()))
     planned = plan_run(config, tracker, rank, lambda: gpu_of(config, rank))
-    checkpoints = Checkpoints(config.folder, keep=1, on_event=tracker.event)
+    join_group(rank, choose_device(config.wanted_device, rank))
+    checkpoints = Checkpoints(config.folder, keep=1, on_event=tracker.event, messages=Messages(rank))
     run = set_up(config, planned, checkpoints, None, tracker, rank)
     with run.stop:
         run_steps(run)
+    if args.save:
+        save(run)
+        run.saver.wait()
     tracker.close()
     run.strategy.close()
     if not rank.is_first:
@@ -108,6 +115,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     per_step = args.samples // SAMPLES_PER_STEP
     timed = [n for index in range(WARMUP_STEPS * per_step, args.steps * per_step) for n in chat_lengths(index)]
     bound = bound_tok_s(shape, timed) * rank.world
+    told = config.folder / "events.jsonl"
+    events = map(json.loads, told.read_text().splitlines() if told.exists() else ())
+    saves = [{key: event[key] for key in ("staged_s", "save_s")} for event in events if event["kind"] == "saved"]
     peak_gib = gpu_memory().get("peak_allocated_gib", max(step["peak_memory_bytes"] for step in steps) / 2**30)
     return {
         "shape": args.shape,
@@ -122,6 +132,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         "step_p50_s": round(found["step_p50_s"], 4),
         "micro_batches": [step["num_micro_batches"] for step in steps[WARMUP_STEPS:]],
         "peak_gib": round(peak_gib, 2),
+        "saves": saves,
         "losses": [round(step["loss"], 4) for step in steps],
     }
 
@@ -134,6 +145,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--samples", type=int, default=SAMPLES_PER_STEP, help="samples a step, over all GPUs")
+    parser.add_argument("--save", action="store_true", help="save the state at the end, and tell what training waited")
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("/tmp/full_finetune"))
     parser.add_argument("overrides", nargs="*")

@@ -40,9 +40,13 @@ class ResourceError(FlatoutError):
 
 
 class PeerLostError(FlatoutError):
-    """Another rank of this run died or stopped answering."""
+    """Another rank of this run died or stopped answering; `rank` is its number, None where nobody knows it."""
 
     exit_code = 7
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        self.rank = rank
+        super().__init__(message)
 
 
 class SecurityError(FlatoutError):

@@ -53,6 +53,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any] | None:
         "data_wait_share": sum(s["data_wait_s"] for s in timed) / timed_s,
         "flops_per_token": sum(s["flops_per_s"] * s["step_s"] for s in timed) / timed_tokens,
         "mfu": timed[-1]["mfu"],
+        **balance_of(timed),
         "num_micro_batches": [s["num_micro_batches"] for s in steps],
         "losses": [s["loss"] for s in steps],
         "digest": digest(store.token_ids, store.trained),
@@ -65,6 +66,22 @@ def measure(job: dict[str, Any]) -> dict[str, Any] | None:
         result["peak_allocated_gib"] = max(s["peak_memory_bytes"] for s in steps) / 2**30
     shutil.rmtree(run_dir, ignore_errors=True)
     return result
+
+
+def balance_of(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Of several ranks: the planned mean / max of their FLOPs, and the measured least / most busy seconds of passes.
+
+    A step's record holds the busy seconds of the newest step that the device has done, so the mean is over nearly the
+    same steps; nothing for one rank.
+    """
+    measured = [step["busy_min_s"] / step["busy_max_s"] for step in steps if step.get("busy_max_s")]
+    if not measured:
+        return {}
+    return {
+        "planned_balance": sum(step["balance"] for step in steps) / len(steps),
+        "least_by_most_busy": sum(measured) / len(measured),
+        "busy_max_s": sum(step["busy_max_s"] for step in steps) / len(steps),
+    }
 
 
 def step_ends(run_dir: Path) -> list[float]:

@@ -32,28 +32,24 @@ def _qwen3(
     }
 
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": _qwen3(64, 128, 2, 4, num_key_value_heads=2, head_dim=32, vocab_size=1024, max_position_embeddings=4096),
-    # for parity gates: as wide as 0.6b, and quick
-    "qwen3-8-layers": _qwen3(1024, 3072, 8, 16),
-    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16),
-    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16),
-    "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
-    "llama-3.2-1b": {
+def _llama(
+    hidden: int, intermediate: int, layers: int, heads: int, *, head_dim: int, factor: float, tied: bool
+) -> dict[str, Any]:
+    return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
         "num_key_value_heads": 8,
-        "head_dim": 64,
+        "head_dim": head_dim,
         "vocab_size": 128256,
         "max_position_embeddings": 131072,
         "rope_theta": 500000.0,
         "rope_scaling": {
             "rope_type": "llama3",
-            "factor": 32.0,
+            "factor": factor,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
@@ -62,8 +58,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "mlp_bias": False,
         "hidden_act": "silu",
-        "tie_word_embeddings": True,
-    },
+        "tie_word_embeddings": tied,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": _qwen3(64, 128, 2, 4, num_key_value_heads=2, head_dim=32, vocab_size=1024, max_position_embeddings=4096),
+    # for parity gates: as wide as 0.6b, and quick
+    "qwen3-8-layers": _qwen3(1024, 3072, 8, 16),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
+    "llama-3.2-1b": _llama(2048, 8192, 16, 32, head_dim=64, factor=32.0, tied=True),
+    # Llama 3.3's
+    "llama-70b": _llama(8192, 28672, 80, 64, head_dim=128, factor=8.0, tied=False),
     "gemma-3-1b": {
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
-from flatout.errors import ResourceError
+from flatout.errors import ResourceError, UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
     parser.add_argument("--base", help="base model (folder or hub id) instead of the one the adapter names")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    parser.add_argument(
+        "--device-map", metavar="MAP",
+        help="spread the model over all GPUs: auto, balanced, sequential, or a JSON file of module names to devices",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from flatout.cli.quiet import quiet_transformers
+    from flatout.models.device_map import describe_devices
     from flatout.models.trained import find_trained, load_trained
 
     quiet_transformers()
@@ -32,7 +38,12 @@ def run(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not has_gpu:
         raise ResourceError("--device: this machine has no CUDA GPU; use --device cpu")
     device = torch.device("cuda" if has_gpu and args.device != "cpu" else "cpu")
-    model, tokenizer = load_trained(find_trained(args.target, base=args.base), device=device)
+    if args.device_map is not None and args.device != "auto":
+        raise UsageError(f"--device {args.device} and --device-map {args.device_map} are both given; keep one")
+    trained = find_trained(args.target, base=args.base)
+    model, tokenizer = load_trained(trained, device=device, device_map=args.device_map)
+    if args.device_map is not None:
+        print(describe_devices(model), file=sys.stderr)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     if args.prompt is not None:
         _turn(model, tokenizer, messages, args.prompt, args)

@@ -17,12 +17,15 @@ VERBS = {
     "init": "write a commented configuration that runs unmodified",
     "data": "build, show or list tokenised data sets",
     "plan": "print what a run will do, step by step, before any GPU is held",
+    "verify": "prove that packing, accumulation, ranks and strategies leave this run's step as it is",
+    "doctor": "look at the machine, the run folder and the disks before anything is held",
     "train": "fine-tune",
+    "launch": "write an sbatch script or a Kubernetes manifest for a run, to read and submit",
     "bench": "measure useful tokens a second and memory on this machine, beside other trainers where wanted",
     "chat": "talk to a run, an adapter or a model",
     "merge": "fold an adapter into its base model's weights",
 }
-WITH_OVERRIDES = ("plan", "train")
+WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch")
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z0-9_]+)*=")
 
 

@@ -56,18 +56,21 @@ def run(args: argparse.Namespace) -> int:
         step = plan.step(args.step)
         print(json.dumps(asdict(step)) if args.json else render_step(step))
         return 0
-    model = decision.model or memory_model(config, shape, ANY_DEVICE)
+    model = decision.model or memory_model(config, shape, ANY_DEVICE, planned.spread)
     report = explain(
         plan,
         num_held_out=planned.store.num_samples - plan.num_samples,
         tokens_per_s=args.tokens_per_s,
         memory_of=lambda size: model.estimate(size, decision.recompute),
     )
-    longest = longest_document_tokens(config, shape, device, report.label_share) if device else None
+    longest = longest_document_tokens(config, shape, device, report.label_share, planned.spread) if device else None
     if args.json:
-        print(json.dumps(report_values(report) | (device_values(decision, longest) if device else {})))
+        on_device = device_values(decision, longest) if device else {}
+        print(json.dumps(report_values(report) | {"strategy": planned.spread.reason} | on_device))
         return 0
     print(_note(shape) + render(report))
+    if args.ranks > 1:
+        print(f"strategy       {planned.spread.reason}")
     if device:
         print(f"on {device.name:<14}{decision.reason}")
         print(f"longest document {longest:,} tokens, alone in a micro-batch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import runpy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -50,13 +51,25 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     if path.suffix == ".py":
         return _run_python(path, overrides)
-    return make_config(_read_yaml(path), overrides, origin=str(path))
+    return make_config(_read_yaml(path), overrides, origin=str(path), folder=path.parent)
 
 
-def make_config(values: Mapping[str, Any], overrides: Sequence[str] = (), *, origin: str = "config") -> Config:
-    """Check plain values against the schema. Raises ProblemsError listing every wrong field by its dotted name."""
+def make_config(
+    values: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    origin: str = "config",
+    folder: Path = Path(),
+) -> Config:
+    """Check plain values against the schema. A DeepSpeed JSON is sought here, then in `folder`.
+
+    Raises ProblemsError listing every wrong field by its dotted name.
+    """
     merged = _plain_copy(values)
     problems = [problem for text in overrides if (problem := _apply_override(merged, text))]
+    if isinstance(name := merged.get("deepspeed"), str):
+        path = next((path for path in (Path(name), folder / name) if path.is_file()), Path(name))
+        merged["deepspeed"] = _read_json(path)
     try:
         config = Config.model_validate(merged)
     except ValidationError as error:
@@ -103,6 +116,24 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text, object_pairs_hook=_once)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{path}: expected an object, found {type(values).__name__}")
+    return values
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"key {twice[0]!r} is given twice; keep one")
+    return dict(pairs)
+
+
 def _run_python(path: Path, overrides: Sequence[str]) -> Config:
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
@@ -138,6 +169,11 @@ def _apply_override(values: dict[str, Any], text: str) -> str | None:
 def _describe(item: Any) -> str:
     """One pydantic error as `field: what, got, what to do`."""
     name = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden" and item["loc"][-1] == "device_map":
+        return (
+            f"{name}: training does not place a model's layers on GPUs one by one, since all but one GPU would wait; "
+            "set strategy: fsdp (or zero3) and start one process a GPU; flatout chat has --device-map for answers"
+        )
     if item["type"] == "extra_forbidden":
         return f"{name}: unknown key{_did_you_mean(name)}"
     if item["type"] == "missing":

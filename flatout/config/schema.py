@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from flatout.config import deepspeed
+from flatout.config.faults import FaultsConfig
+from flatout.config.section import Section
+from flatout.config.sharding import CommConfig, ShardingConfig
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Recompute = Literal["none", "lean", "partial", "layers", "offload"]
+StrategyName = Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "deepspeed"]
 Format = Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "oasst", "text", "tokens"]
-
-
-class Section(BaseModel):
-    """Frozen; unknown keys are errors; the docstring under a field is its help text."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class SourceConfig(Section):
@@ -252,6 +252,9 @@ class CheckpointConfig(Section):
     """Newest checkpoints to keep, besides the best one; the newest verified one is never deleted."""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest valid checkpoint of the run folder; never: refuse a folder that has some."""
+    asynchronous: Literal["auto"] | bool = "auto"
+    """true: training waits only until the state is copied to host memory, the rest of a save runs beside it; auto:
+    true on a GPU whose host has room for that."""
     allow_change: list[str] = []
     """Settings that may differ from the checkpoint's though they change the maths, such as optim.lr."""
 
@@ -267,6 +270,9 @@ class Config(Section):
     """Seed of weights, order and dropout: the same seed gives the same run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU when there is one."""
+    gpus: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """GPUs to train on, one process each, such as [0, 1]; with device: cpu that many CPU processes. null: one process,
+    or the ranks that a launcher made."""
     method: Literal["lora", "full"] = "lora"
     """lora trains adapters on frozen weights; full trains the weights."""
     deterministic: bool = False
@@ -283,6 +289,13 @@ class Config(Section):
     """Activations computed again in the backward pass instead of kept: none; lean (norms' outputs and the MLP's
     product, hardly slower); partial (the compiler's choice, down to half of the memory); layers (all but each layer's
     input); offload (those inputs wait in host memory). auto: the first that fits `memory`."""
+    strategy: StrategyName = "auto"
+    """How several ranks share the work: ddp (each holds all), zero1 (optimizer state cut into one part a rank), zero2
+    (gradients too), zero3 or fsdp (weights too), hsdp (fsdp in groups that are replicas), deepspeed; auto: ddp where
+    the state fits, else fsdp or hsdp."""
+    deepspeed: dict[str, Any] | None = None
+    """strategy: deepspeed: path of a DeepSpeed JSON, or its content here; null: {zero_optimization: {stage: 2}}. Our
+    settings fill its "auto" and what it leaves out."""
     log_every_steps: int = Field(default=1, ge=1)
     """Steps between two lines of the console and of metrics.jsonl."""
     model: ModelConfig
@@ -295,6 +308,16 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    sharding: ShardingConfig = ShardingConfig()
+    comm: CommConfig = CommConfig()
+    faults: FaultsConfig = FaultsConfig()
+
+    @field_validator("gpus")
+    @classmethod
+    def _gpus_are_unique(cls, value: list[int] | None) -> list[int] | None:
+        if value is not None and len(set(value)) < len(value):
+            raise ValueError("a GPU is named twice; name each once")
+        return value
 
     @field_validator("compile", "cuda_graphs", mode="before")
     @classmethod
@@ -330,6 +353,37 @@ class Config(Section):
             except re.error as error:
                 raise ValueError(f"freeze: {pattern!r} is no regular expression: {error}") from error
         return self
+
+    @model_validator(mode="after")
+    def _strategy_is_usable(self) -> Self:
+        shards = self.strategy not in ("auto", "single", "ddp")
+        if shards and (why := self.reason_against_sharding):
+            raise ValueError(f"strategy: {self.strategy} does not work with {why}; change that or set strategy: ddp")
+        if self.sharding.replicas is not None and self.strategy != "hsdp":
+            raise ValueError(f"sharding.replicas is only for strategy: hsdp; got strategy: {self.strategy}")
+        if self.strategy == "deepspeed" or self.deepspeed is not None:
+            deepspeed.check(self)
+        if self.sharding.offload and not shards:
+            raise ValueError(f"sharding.offload needs strategy: zero2, zero3, fsdp or hsdp; got {self.strategy}")
+        return self
+
+    @property
+    def reason_against_sharding(self) -> str | None:
+        """The setting that needs whole weights or whole optimizer state on every rank; None where none does."""
+        if self.model.precision == "fp16":
+            return "model.precision: fp16, whose loss scaling looks at whole gradients"
+        if self.base.storage == "nf4" and self.base.compute == "fp8":
+            return "base.compute: fp8 over nf4, which multiplies layers together"
+        if self.optim.name == "adamw8bit" or self.full.weights == "bf16":
+            return "adamw8bit and full.weights: bf16, whose updates are made over whole tensors"
+        if self.full.compute == "fp8" or self.full.update == "backward":
+            return "full.compute: fp8 and full.update: backward"
+        return None
+
+    @property
+    def wanted_device(self) -> Literal["auto", "cpu", "cuda"]:
+        """`device`; a run that names GPUs never falls back to the CPU by itself."""
+        return "cuda" if self.gpus is not None and self.device == "auto" else self.device
 
     @property
     def folder(self) -> Path:

@@ -19,8 +19,8 @@ from flatout.models.nf4 import Nf4Linear
 class Fp8Linear(nn.Module):
     """A frozen linear layer whose weight is float8 e4m3 with one scale a row; forward and input gradient in float8.
 
-    `bytes` e4m3 (out, in), `row_scale` fp32 (out,), `bias` (out,) or None. `dtype` is what it stands for and computes
-    with outside the products.
+    `bytes` e4m3 (out, in) is a frozen parameter, which strategies cut like any weight; `row_scale` fp32 (out,) and
+    `bias` (out,) or None are buffers. `dtype` is what it stands for and computes with outside the products.
     """
 
     bytes: Tensor
@@ -32,7 +32,7 @@ class Fp8Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         quantised, scale = quantise_rows(weight.detach())
-        self.register_buffer("bytes", quantised)
+        self.bytes = nn.Parameter(quantised, requires_grad=False)
         self.register_buffer("row_scale", scale[:, 0])
         self.register_buffer("bias", None if bias is None else bias.detach())
 
@@ -66,6 +66,16 @@ class _Fp8Product(torch.autograd.Function):
 
 FROZEN_LINEARS = (nn.Linear, Fp8Linear, Nf4Linear)
 FrozenLinear = nn.Linear | Fp8Linear | Nf4Linear
+
+
+def num_weights(model: nn.Module) -> int:
+    """Parameters of a model, quantised ones as many as they stand for."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for module in model.modules():
+        if isinstance(module, (Fp8Linear, Nf4Linear)):
+            held = sum(parameter.numel() for parameter in module.parameters())
+            total += module.in_features * module.out_features - held
+    return total
 
 
 @dataclass(frozen=True)
@@ -118,9 +128,9 @@ def _join_dense(bases: Sequence[nn.Linear], sizes: list[int]) -> tuple[FrozenPro
 
 
 def _join_fp8(bases: Sequence[Fp8Linear], sizes: list[int]) -> tuple[FrozenProduct, list[Tensor]]:
-    storage = [torch.cat([base.bytes for base in bases]), torch.cat([base.row_scale for base in bases])]
+    storage = [torch.cat([base.bytes.detach() for base in bases]), torch.cat([base.row_scale for base in bases])]
     for base, weight, scale in zip(bases, storage[0].split(sizes), storage[1].split(sizes), strict=True):
-        base.bytes, base.row_scale = weight, scale
+        base.bytes, base.row_scale = nn.Parameter(weight, requires_grad=False), scale
 
     def forward(x: Tensor, weight: Tensor, scale: Tensor) -> Sequence[Tensor]:
         return _split(_fp8_forward(x, weight, scale), sizes)
@@ -161,7 +171,7 @@ def _join_nf4(
         )
         return _fp8_backward(grads, turned, scale)
 
-    stored = [tensor for base in bases for tensor in base.stored]
+    stored = [tensor.detach() for base in bases for tensor in base.stored]
     if not fp8:
         return FrozenProduct("4-bit", forward, backward), stored
     return FrozenProduct("4-bit, float8 products", forward_fp8, backward_fp8), [

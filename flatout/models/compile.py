@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import Any, Literal, TypeAlias
@@ -79,8 +79,7 @@ def _compile(loaded: LoadedModel, num_borders: int, smallest_cosine: float) -> s
     # the first layer's input needs a gradient like the others', or it would be a graph of its own
     model.enable_input_require_grads()
     calls = [_layer_calls(loaded, layers, batch) for batch in batches]
-    for layer in layers:
-        layer.compile(fullgraph=True, dynamic=True)
+    mark_layers(layers)
     try:
         with _compiler_settings():
             cosine = min(_layer_cosine(loaded, *call) for batch_calls in calls for call in batch_calls)
@@ -94,6 +93,12 @@ def _compile(loaded: LoadedModel, num_borders: int, smallest_cosine: float) -> s
         torch.compiler.set_stance("force_eager")
         return f"off: a compiled layer's gradients differ from the eager one's (cosine {cosine:.6f})"
     return f"{len(layers)} layers as one graph; gradients equal eager ones (smallest cosine {cosine:.6f})"
+
+
+def mark_layers(layers: Sequence[nn.Module]) -> None:
+    """Let the next call of each layer take the one graph of all layers, compiled where it is not there yet."""
+    for layer in layers:
+        layer.compile(fullgraph=True, dynamic=True)
 
 
 @contextmanager

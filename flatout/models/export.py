@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
@@ -39,20 +40,33 @@ _PLAIN_OPTIONS: Mapping[str, tuple[object, ...]] = {
 
 def adapter_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """PEFT's tensor names to the live adapter tensors (detached views, masters' dtype)."""
+    return {name: parameter.detach() for name, parameter in adapter_parameters(model).items()}
+
+
+def adapter_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """PEFT's tensor names to the adapter's parameters."""
     return {
-        f"{_PREFIX}{name}.{suffix}": getattr(layer, attribute).detach()
+        f"{_PREFIX}{name}.{suffix}": getattr(layer, attribute)
         for name, layer in lora_layers(model).items()
         for attribute, suffix in _SUFFIXES.items()
         if getattr(layer, attribute) is not None
     }
 
 
-def save_adapter(model: PreTrainedModel, folder: Path, *, base_name: str, config: LoraConfig) -> None:
+def save_adapter(
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    base_name: str,
+    config: LoraConfig,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json` so that peft.PeftModel.from_pretrained loads them.
 
+    `state` is what `adapter_state` gives, from elsewhere when the model's own tensors are not whole.
     Raises UsageError when the model has no LoRA layers.
     """
-    state = adapter_state(model)
+    state = adapter_state(model) if state is None else state
     if not state:
         raise UsageError("this model has no LoRA layers to save")
     folder.mkdir(parents=True, exist_ok=True)
@@ -138,18 +152,27 @@ def merge(model: PreTrainedModel) -> int:
     return len(layers)
 
 
-def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Write a plain Hugging Face folder: safetensors, config with the dtype stated, generation config, tokenizer.
 
     `dtype` casts floating weights on the way out (None: as they are). Tied weights are written once and stay tied.
-    `tokenizer` None writes none. Raises UsageError for a model with LoRA layers (merge first).
+    `tokenizer` None writes none. `state` is the model's whole state, already in `dtype`, when its own tensors are not
+    whole. Raises UsageError for a model with LoRA layers (merge first).
     """
     if lora_layers(model):
         raise UsageError("this model still has LoRA layers; merge it, or save the adapter")
-    if dtype is None or dtype == model.dtype:
+    if state is None and (dtype is None or dtype == model.dtype):
         model.save_pretrained(folder)
     else:
-        model.save_pretrained(folder, state_dict=_cast_state(model, dtype))
+        dtype = dtype or model.dtype
+        model.save_pretrained(folder, state_dict=dict(state) if state is not None else _cast_state(model, dtype))
         config_file = folder / "config.json"
         content = json.loads(config_file.read_text(encoding="utf-8"))
         content["dtype"] = str(dtype).removeprefix("torch.")

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, TextStreamer
 
 from flatout.errors import UsageError
+from flatout.models.device_map import input_device
 
 
 class _CallbackStreamer(TextStreamer):  # type: ignore[misc]  # transformers is untyped to mypy, so its classes are Any
@@ -41,14 +42,15 @@ def answer(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError("the tokenizer has no chat template; use the one saved in the run's final/ folder")
+    device = input_device(model)
     inputs = tokenizer.apply_chat_template(
         list(messages), add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    ).to(model.device)
+    ).to(device)
     stop_ids = stop_token_ids(model, tokenizer)
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature}
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         output = model.generate(
             input_ids=inputs["input_ids"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from flatout.errors import UsageError
 from flatout.kernels.cross_entropy import DEFAULT_TILE_ROWS, token_loss
 from flatout.models.families import logits_scale
 from flatout.models.packed import PackedBatch
+
+if TYPE_CHECKING:
+    from flatout.models.graphs import GraphedDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,25 @@ def packed_loss(
             )  # fmt: skip
         return LossSums(loss_sum, num_correct)
     return _module_loss(head, rows, batch.label_ids, scale=scale, softcap=softcap, tile_rows=tile_rows)
+
+
+class PackedLoss(nn.Module):
+    """`packed_loss` of one model as a module: the root that a run calls and a strategy may shard.
+
+    The head's weight is read outside the model's own forward, so sharding must begin around both.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, tile_rows: int = DEFAULT_TILE_ROWS) -> None:
+        super().__init__()
+        self.model = model
+        self.tile_rows = tile_rows
+        # gives hidden states by recorded graphs; None: as the model runs by itself
+        self.decoder: GraphedDecoder | None = None
+
+    def forward(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(loss_sum, num_correct) of `LossSums`, as a tuple, in which sharding finds the tensors."""
+        sums = packed_loss(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)
+        return sums.loss_sum, sums.num_correct
 
 
 def _module_loss(

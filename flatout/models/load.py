@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,17 +13,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from flatout.config.schema import BaseConfig, FullConfig, ModelConfig
 from flatout.errors import CheckpointError, ResourceError, UsageError
 from flatout.models.attention import AttentionChoice, Implementation, choose_attention, register
+from flatout.models.bases import Fp8Linear, num_weights
+from flatout.models.device_map import DeviceMap, read_device_map
 from flatout.models.families import family_of
 from flatout.models.nf4 import Nf4Linear
 from flatout.models.quantised_load import (
     Make,
     check_nf4_config,
     describe_storage,
-    num_stored_weights,
+    empty_model,
     quantise_layers,
     random_quantised,
     read_nf4,
 )
+from flatout.models.shard_load import WaitingWeights, compute_buffers
 from flatout.models.source import check_source
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -41,6 +45,11 @@ class LoadedModel:
     autocast: bool
     attention: Implementation
     report: tuple[str, ...]
+    waiting: WaitingWeights | None = None
+
+    def present(self) -> AbstractContextManager[None]:
+        """Within, the model can run: whole, or its first layers where its weights wait in their files."""
+        return nullcontext() if self.waiting is None else self.waiting.first_layers()
 
 
 def resolve_precision(name: Literal["auto", "bf16", "fp16", "fp32", "fp64"], device: torch.device) -> torch.dtype:
@@ -64,12 +73,15 @@ def load_model(
     seed: int,
     full: FullConfig = FullConfig(),  # noqa: B008  (FullConfig is frozen)
     base: BaseConfig = BaseConfig(),  # noqa: B008  (frozen as well)
+    on_host: bool = False,
 ) -> LoadedModel:
     """Load (or build at random) a causal language model for training on packed documents.
 
     lora: every weight frozen, in the compute dtype; the decoder's linear layers as `base.storage` says.
     full: fp32 master weights (fp64 for fp64), all trained, or with `full.weights: bf16` bf16 weights alone.
     Reads safetensors only, never runs code of the model's repository, never initialises a missing weight by itself.
+    `on_host` leaves pretrained weights in their mapped files, in the files' precision, and quantised ones, made on the
+    device layer by layer, in host memory (see `WaitingWeights`).
     `seed` fixes the weights of `init: random` on one kind of device and leaves the global random state alone.
     Raises UsageError, SecurityError or CheckpointError.
     """
@@ -78,7 +90,7 @@ def load_model(
     model_config = _read_config(config.name, config.revision, storage)
     text_config = model_config.get_text_config()
     compute_dtype = resolve_precision(config.precision, device)
-    weight_dtype = _weight_dtype(method, full, compute_dtype)
+    weight_dtype = weight_dtype_of(method, full, compute_dtype)
     choice = choose_attention(config.attention, text_config, family_of(text_config), device=device, dtype=compute_dtype)
     register(choice.implementation)
     options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": choice.registered_name}
@@ -86,12 +98,16 @@ def load_model(
         # transformers' grouped expert GEMM has no fp64
         options["experts_implementation"] = "eager"
     unused: list[str] = []
+    place = torch.device("cpu") if on_host else device
     if storage != "model":
-        model, unused = _stored_model(config, storage, model_config, options, device, seed)
+        model, unused = _stored_model(config, storage, model_config, options, device, seed, place)
     elif config.init == "random":
         model = _random_model(model_config, options, device, seed)
     else:
-        model, unused = _pretrained_model(config.name, config.revision, model_config, options, device)
+        how = {**options, "dtype": "auto"} if on_host else options
+        model, unused = _pretrained_model(config.name, config.revision, model_config, how, place)
+        if on_host and model.dtype != weight_dtype:
+            compute_buffers(model, empty_model(model_config, options))
     if method == "lora":
         model.requires_grad_(False)
     model.train()
@@ -107,7 +123,8 @@ def load_model(
     )
 
 
-def _weight_dtype(method: Literal["lora", "full"], full: FullConfig, compute_dtype: torch.dtype) -> torch.dtype:
+def weight_dtype_of(method: Literal["lora", "full"], full: FullConfig, compute_dtype: torch.dtype) -> torch.dtype:
+    """The dtype that weights are kept in. Raises UsageError for bf16 weights with another arithmetic."""
     if method == "lora":
         return compute_dtype
     if full.weights == "fp32":
@@ -121,16 +138,23 @@ def _weight_dtype(method: Literal["lora", "full"], full: FullConfig, compute_dty
 
 
 def load_for_inference(
-    name: str, *, revision: str | None = None, device: torch.device, dtype: torch.dtype | None = None
+    name: str,
+    *,
+    revision: str | None = None,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    device_map: str | None = None,
 ) -> PreTrainedModel:
     """Load a model to generate with or to merge into: transformers' own sdpa attention and cache, frozen, eval mode.
 
-    `dtype` None keeps the dtype of the files. Raises as `load_model`.
+    `dtype` None keeps the dtype of the files. `device_map` (see `read_device_map`) spreads it over several devices
+    instead of the one. Raises as `load_model` and `read_device_map`.
     """
     check_source(name, revision)
     model_config = _read_config(name, revision)
     options = {"dtype": dtype or "auto"}
-    model, _ = _pretrained_model(name, revision, model_config, options, device)
+    places = None if device_map is None else read_device_map(device_map, model_config)
+    model, _ = _pretrained_model(name, revision, model_config, options, device, places)
     return model.requires_grad_(False).eval()
 
 
@@ -150,25 +174,27 @@ def _read_config(name: str, revision: str | None, storage: str = "model") -> Any
 
 
 def _stored_model(
-    config: ModelConfig, storage: str, model_config: Any, options: dict[str, Any], device: torch.device, seed: int
+    config: ModelConfig,
+    storage: str,
+    model_config: Any,
+    options: dict[str, Any],
+    device: torch.device,
+    seed: int,
+    place: torch.device,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """As `_pretrained_model` and `_random_model`, the decoder's linear layers quantised."""
-    make: Make = Nf4Linear.from_dense
-    if storage == "fp8":
-        from flatout.models.bases import Fp8Linear
-
-        make = Fp8Linear.from_dense
+    """As `_pretrained_model` and `_random_model`, with quantised layers made on the device and kept on `place`."""
+    make: Make = Fp8Linear.from_dense if storage == "fp8" else Nf4Linear.from_dense
     is_quantised = getattr(model_config, "quantization_config", None) is not None
     if is_quantised:
         # transformers would load these weights through bitsandbytes
         del model_config.quantization_config
     if config.init == "random":
-        return random_quantised(model_config, options, make, device=device, seed=seed), []
+        return random_quantised(model_config, options, make, device=device, seed=seed, place=place), []
     if is_quantised:
-        return read_nf4(config.name, config.revision, model_config, options, device=device), []
+        return read_nf4(config.name, config.revision, model_config, options, device=device, place=place), []
     mapped = {**options, "dtype": "auto"}
     model, unused = _pretrained_model(config.name, config.revision, model_config, mapped, torch.device("cpu"))
-    quantise_layers(model, make, device=device, dtype=options["dtype"])
+    quantise_layers(model, make, device=device, dtype=options["dtype"], place=place)
     return model, unused
 
 
@@ -179,13 +205,19 @@ def _random_model(config: Any, options: dict[str, Any], device: torch.device, se
 
 
 def _pretrained_model(
-    name: str, revision: str | None, config: Any, options: dict[str, Any], device: torch.device
+    name: str,
+    revision: str | None,
+    config: Any,
+    options: dict[str, Any],
+    device: torch.device,
+    places: DeviceMap | None = None,
 ) -> tuple[PreTrainedModel, list[str]]:
     """Weights straight to the device; returns the model and the names of the files' weights it has no use for."""
+    device_map: Any = places or {"": device}
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             name, revision=revision, config=config, use_safetensors=True, trust_remote_code=False,
-            device_map={"": device}, output_loading_info=True, **options,
+            device_map=device_map, output_loading_info=True, **options,
         )  # fmt: skip
     except (OSError, ValueError) as error:
         raise UsageError(f"model.name: cannot load {name}: {_first_line(error)}") from error
@@ -206,10 +238,9 @@ def _report(
     choice: AttentionChoice,
     unused: list[str],
 ) -> list[str]:
-    num_parameters = sum(parameter.numel() for parameter in model.parameters()) + num_stored_weights(model)
     source = "random weights" if config.init == "random" else "pretrained"
     lines = [
-        f"{Path(config.name).name}: {model.config.model_type}, {num_parameters:,} parameters, {source}, "
+        f"{Path(config.name).name}: {model.config.model_type}, {num_weights(model):,} parameters, {source}, "
         f"weights {_short(weight_dtype)}, compute {_short(compute_dtype)}",
         f"attention {choice.implementation}: {choice.reason}",
     ]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
-from flatout.models.bases import FROZEN_LINEARS, FrozenLinear
+from flatout.models.bases import FROZEN_LINEARS, FrozenLinear, num_weights
 from flatout.models.blocks import replace_module
 
 if TYPE_CHECKING:
@@ -57,14 +57,15 @@ class LoraLinear(nn.Module):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.rank, self.scaling, self.dropout = rank, scaling, dropout
         self._joined: tuple[JoinedLora, int] | None = None
-        weight = base.weight
-        self.compute_dtype = weight.dtype
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        # a quantised layer's `weight` is made anew at each access
+        self.compute_dtype = base.weight.dtype if isinstance(base, nn.Linear) else base.dtype
+        device = next(base.parameters()).device
+        dtype = torch.promote_types(self.compute_dtype, torch.float32)
         # uniform(-1/sqrt(in), 1/sqrt(in)) as PEFT draws it, on the CPU so that every device starts alike
         bound = 1 / math.sqrt(base.in_features)
         first = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
-        self.lora_a = nn.Parameter(first.to(weight.device, dtype))
-        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, dtype=dtype, device=weight.device))
+        self.lora_a = nn.Parameter(first.to(device, dtype))
+        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, dtype=dtype, device=device))
         self.magnitude: nn.Parameter | None = nn.Parameter(self._row_lengths()) if dora else None
 
     @property
@@ -216,7 +217,7 @@ def _no_match(target: str, linears: Mapping[str, nn.Module]) -> str:
 
 def _swap_report(model: PreTrainedModel, config: LoraConfig, counts: Counter[str]) -> SwapReport:
     num_trainable = sum(parameter.numel() for parameter in trainable_parameters(model).values())
-    share = num_trainable / sum(parameter.numel() for parameter in model.parameters())
+    share = num_trainable / num_weights(model)
     kind = "DoRA" if config.dora else "LoRA"
     lines = [
         f"{kind} rank {config.rank}, alpha {config.alpha:g}: "

@@ -14,8 +14,10 @@ from flatout.kernels.nf4 import Nf4Weight, dequantise, quantise, register_ops, r
 class Nf4Linear(nn.Module):
     """y = x W^T + bias with W (out, in) dequantised in every pass and kept by none; differentiable in x only.
 
-    Buffers: packed uint8, absmax uint8, nested_absmax fp32, nested_map fp32 (256,), offset fp32 () (see `Nf4Weight`),
-    row_scale fp32 (out,) for float8 products, bias (out,) or None. `dtype` is what `dense()` returns.
+    Frozen parameters, so that strategies cut them like any weight: packed and absmax, the bytes of `Nf4Weight` under
+    the name of float8, as FSDP2 takes integers only from torch 2.12 on. Buffers: nested_absmax fp32, nested_map fp32
+    (256,), offset fp32 (), row_scale fp32 (out,) for float8 products, bias (out,) or None. `dtype` is what `dense()`
+    returns.
     """
 
     packed: torch.Tensor
@@ -32,8 +34,11 @@ class Nf4Linear(nn.Module):
         super().__init__()
         register_ops()
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
-        for name, tensor in stored._asdict().items():
-            self.register_buffer(name, tensor)
+        self.packed = nn.Parameter(stored.packed.view(torch.float8_e4m3fn), requires_grad=False)
+        self.absmax = nn.Parameter(stored.absmax.view(torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("nested_absmax", stored.nested_absmax)
+        self.register_buffer("nested_map", stored.nested_map)
+        self.register_buffer("offset", stored.offset)
         self.register_buffer("row_scale", row_scale(stored, out_features, in_features))
         self.register_buffer("bias", bias)
 
@@ -47,7 +52,8 @@ class Nf4Linear(nn.Module):
     @property
     def stored(self) -> Nf4Weight:
         """The five tensors of the quantised weight, as the kernels take them."""
-        return Nf4Weight(self.packed, self.absmax, self.nested_absmax, self.nested_map, self.offset)
+        packed, absmax = self.packed.view(torch.uint8), self.absmax.view(torch.uint8)
+        return Nf4Weight(packed, absmax, self.nested_absmax, self.nested_map, self.offset)
 
     @property
     def weight(self) -> torch.Tensor:

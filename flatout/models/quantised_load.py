@@ -37,38 +37,58 @@ _STATE = ".weight.quant_state.bitsandbytes__nf4"
 _PARTS = (".weight", ".weight.absmax", ".weight.nested_absmax", ".weight.nested_quant_map", ".weight.quant_map")
 
 
-def quantise_layers(model: PreTrainedModel, make: Make, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Bring a model from mapped files on the CPU to the device: linear layers of the decoder through `make`, the rest
-    in `dtype`. What transformers keeps in another precision than the files' stays so."""
+def quantise_layers(
+    model: PreTrainedModel, make: Make, *, device: torch.device, dtype: torch.dtype, place: torch.device | None = None
+) -> None:
+    """Bring a model from mapped files on the CPU to `place` (None: the device): linear layers of the decoder through
+    `make` on the device, the rest in `dtype`. What transformers keeps in another precision than the files' stays so."""
+    place = place or device
     for layer in decoder_layers(model):
         _swap_linears(layer, make, device, dtype)
+        layer.to(place)
     files_dtype = model.dtype
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(device, dtype if parameter.dtype == files_dtype else parameter.dtype)
-    model.to(device)
+        parameter.data = parameter.data.to(place, dtype if parameter.dtype == files_dtype else parameter.dtype)
+    model.to(place)
     model.config.dtype = dtype
 
 
 def random_quantised(
-    config: Any, options: dict[str, Any], make: Make, *, device: torch.device, seed: int
+    config: Any,
+    options: dict[str, Any],
+    make: Make,
+    *,
+    device: torch.device,
+    seed: int,
+    place: torch.device | None = None,
 ) -> PreTrainedModel:
-    """A model of random weights by `seed`, in options["dtype"], quantised layer by layer; global random state kept."""
-    model = _empty(config, options)
-    _fill(model, device, seed, lambda layer: _swap_linears(layer, make, device, options["dtype"]))
+    """A model of random weights by `seed`, in options["dtype"], quantised layer by layer; global random state kept.
+
+    Each layer is made on the device and goes to `place` (None: it stays).
+    """
+    model = empty_model(config, options)
+    _fill(model, device, place or device, seed, lambda layer: _swap_linears(layer, make, device, options["dtype"]))
     return model
 
 
 def read_nf4(
-    name: str, revision: str | None, config: Any, options: dict[str, Any], *, device: torch.device
+    name: str,
+    revision: str | None,
+    config: Any,
+    options: dict[str, Any],
+    *,
+    device: torch.device,
+    place: torch.device | None = None,
 ) -> PreTrainedModel:
-    """A model from bitsandbytes NF4 files (a folder or hub id), quantised weights as they are in the files.
+    """A model from bitsandbytes NF4 files (a folder or hub id), quantised weights as they are in the files; layers go
+    through the device to `place` (None: they stay).
 
     Raises CheckpointError (weights missing, left over, of another shape or format) or UsageError (quantised weights
     outside the decoder's linear layers).
     """
     files = _open_files(name, revision)
     quantised = {key.removesuffix(_STATE) for key in files if key.endswith(_STATE)}
-    model = _empty(config, options)
+    model = empty_model(config, options)
     names = {module: path for path, module in model.named_modules()}
     taken: set[str] = set()
 
@@ -78,7 +98,7 @@ def read_nf4(
                 replace_module(layer, path, _read_linear(files, full_name, linear, device, options["dtype"]))
                 taken.add(full_name)
 
-    _fill(model, device, 0, take)
+    _fill(model, device, place or device, 0, take)
     if outside := sorted(quantised - taken):
         raise UsageError(
             f"{name}: {outside[0]} is quantised but is no linear layer of the decoder ({len(outside)} such); "
@@ -115,7 +135,7 @@ def check_nf4_config(name: str, quantisation: Any) -> None:
 def describe_storage(model: PreTrainedModel, storage: str) -> list[str]:
     """Lines for the console: how many linear layers are stored how, and what is slow or stays dense."""
     stored = _stored_modules(model)
-    num_bytes = sum(buffer.nbytes for module in stored for buffer in module.buffers())
+    num_bytes = sum(tensor.nbytes for module in stored for tensor in (*module.parameters(), *module.buffers()))
     lines = [
         f"base {storage}: {len(stored)} linear layers of {num_stored_weights(model):,} weights "
         f"in {num_bytes / 2**30:.2f} GiB"
@@ -151,13 +171,17 @@ def _swap_linears(layer: nn.Module, make: Make, device: torch.device, dtype: tor
         replace_module(layer, path, make(weight, bias))
 
 
-def _empty(config: Any, options: dict[str, Any]) -> PreTrainedModel:
+def empty_model(config: Any, options: dict[str, Any]) -> PreTrainedModel:
+    """A model without memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **options)
 
 
-def _fill(model: PreTrainedModel, device: torch.device, seed: int, store: Callable[[nn.Module], None]) -> None:
-    """Random weights for a model without memory, one decoder layer after the other, each then handed to `store`."""
+def _fill(
+    model: PreTrainedModel, device: torch.device, place: torch.device, seed: int, store: Callable[[nn.Module], None]
+) -> None:
+    """Random weights for a model without memory, drawn on the device one decoder layer after the other; each is handed
+    to `store` and then brought to `place`."""
     layers = decoder_layers(model)
     decoder = model.get_decoder()
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -166,8 +190,10 @@ def _fill(model: PreTrainedModel, device: torch.device, seed: int, store: Callab
             layer.to_empty(device=device)
             layer.apply(decoder._init_weights)
             store(layer)
+            layer.to(place)
         _fill_rest(model, model, device, set(layers))
     model.tie_weights()
+    model.to(place)
 
 
 def _fill_rest(module: nn.Module, owner: PreTrainedModel, device: torch.device, done: set[nn.Module]) -> None:

@@ -11,7 +11,8 @@ import torch
 import yaml
 from transformers import AutoTokenizer, PreTrainedModel
 
-from flatout.errors import CheckpointError, UsageError
+from flatout.errors import CheckpointError, ResourceError, UsageError
+from flatout.models.device_map import describe_devices, waits_elsewhere
 from flatout.models.export import ADAPTER_CONFIG, apply_adapter
 from flatout.models.load import load_for_inference
 
@@ -51,11 +52,21 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
 
 
 def load_trained(
-    trained: Trained, *, device: torch.device, dtype: torch.dtype | None = None
+    trained: Trained, *, device: torch.device, dtype: torch.dtype | None = None, device_map: str | None = None
 ) -> tuple[PreTrainedModel, Any]:
-    """The model with its adapter on it, frozen and in eval mode, and its tokenizer. Raises as load_for_inference."""
-    model = load_for_inference(trained.base, revision=trained.revision, device=device, dtype=dtype)
+    """The model with its adapter on it, frozen and in eval mode, and its tokenizer.
+
+    Raises as load_for_inference, and ResourceError for an adapter on a model that does not fit on the mapped GPUs.
+    """
+    model = load_for_inference(
+        trained.base, revision=trained.revision, device=device, dtype=dtype, device_map=device_map
+    )
     if trained.adapter is not None:
+        if waits_elsewhere(model):
+            raise ResourceError(
+                f"{trained.base} does not fit on these GPUs ({describe_devices(model)}), and an adapter needs its "
+                "weights in place; use more GPUs, or merge the adapter with flatout merge and chat with the result"
+            )
         apply_adapter(model, trained.adapter)
         model.eval()
     return model, load_tokenizer(trained)

@@ -13,18 +13,20 @@ from flatout.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """`index` of `world` processes; `local_index` is the place on this host (its GPU)."""
+    """`index` of `world` processes; `local_index` is the place on this host (its GPU), of `local_world` (0: all)."""
 
     index: int = 0
     world: int = 1
     local_index: int = 0
+    local_world: int = 0
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Self:
-        """RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; one process when they are absent."""
+        """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; one process when absent."""
         env = os.environ if env is None else env
         try:
-            rank = cls(int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1")), int(env.get("LOCAL_RANK", "0")))
+            names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "0"}
+            rank = cls(*(int(env.get(name, default)) for name, default in names.items()))
         except ValueError as error:
             raise UsageError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers ({error})") from error
         if not 0 <= rank.index < rank.world:
@@ -32,8 +34,29 @@ class Rank:
         return rank
 
     @property
+    def num_nodes(self) -> int:
+        """Hosts with equally many ranks each; 1 where they are not."""
+        even = self.local_world and self.world % self.local_world == 0
+        return self.world // self.local_world if even else 1
+
+    @property
     def is_first(self) -> bool:
         return self.index == 0
+
+
+def environment() -> dict[str, str]:
+    """A copy of this process's environment."""
+    return dict(os.environ)
+
+
+def adopt(values: Mapping[str, str]) -> None:
+    """Set variables of this process; those of CUDA and of the group of ranks work only before torch reads them."""
+    os.environ.update(values)
+
+
+def master_address() -> str:
+    """Where rank 0 is; this host when no launcher said it."""
+    return os.environ.get("MASTER_ADDR") or "127.0.0.1"
 
 
 def ask_for_deterministic_cublas() -> None:

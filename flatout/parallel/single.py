@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor, nn
 
 from flatout.parallel.rank import Rank
@@ -17,8 +18,10 @@ class Single:
     def __init__(self, rank: Rank = Rank()) -> None:  # noqa: B008  (Rank is frozen)
         self.rank = rank
 
-    def prepare(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        return model
+    def prepare(
+        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], torch.optim.Optimizer]
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return model, make_optimizer()
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext()

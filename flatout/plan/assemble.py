@@ -55,11 +55,15 @@ def joined(first: Samples, second: Samples) -> Samples:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a step is spread: ranks, the most tokens of a micro-batch, and what a sample costs."""
+    """How a step is spread: ranks, the most tokens of a micro-batch, and what a sample costs.
+
+    `lockstep` gives all ranks of a step equally many micro-batches, for strategies whose passes need every rank.
+    """
 
     num_ranks: int
     micro_batch_tokens: int
     cost: CostModel
+    lockstep: bool = False
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -86,13 +90,17 @@ def assemble_eval(samples: Samples, layout: Layout) -> StepPlan:
     loads = [sum(costs[item] for item in items) for items in bins]
     dealt = partition(loads, layout.num_ranks)
     ranks = tuple(tuple(group.micro_batch(bins[index]) for index in rank) for rank in dealt)
+    if layout.lockstep:
+        ranks = group.filled(ranks)
     return group.step(0, 0, ranks, _balance([sum(loads[index] for index in rank) for rank in dealt]))
 
 
-def cut(ids: list[int], lengths: list[int], num_labels: list[int], micro_batch_tokens: int) -> tuple[MicroBatch, ...]:
+def cut(
+    ids: list[int], lengths: list[int], num_labels: list[int], micro_batch_tokens: int, *, at_least: int = 1
+) -> tuple[MicroBatch, ...]:
     """One rank's samples of a step as micro-batches under the budget, largest first (see `flatout.plan.pack`)."""
     group = _Group(ids, lengths, num_labels)
-    return tuple(group.micro_batch(items) for items in pack(lengths, micro_batch_tokens))
+    return tuple(group.micro_batch(items) for items in pack(lengths, micro_batch_tokens, at_least=at_least))
 
 
 def check_fits(samples: Samples, micro_batch_tokens: int) -> None:
@@ -135,21 +143,31 @@ class _Group:
             sum([self.num_labels[item] for item in items]),
         )
 
+    def take(self, items: Sequence[int]) -> _Group:
+        return _Group(*([values[item] for item in items] for values in (self.ids, self.lengths, self.num_labels)))
+
+    def cut(self, micro_batch_tokens: int, at_least: int = 1) -> tuple[MicroBatch, ...]:
+        return cut(self.ids, self.lengths, self.num_labels, micro_batch_tokens, at_least=at_least)
+
+    def filled(self, ranks: Sequence[tuple[MicroBatch, ...]]) -> tuple[tuple[MicroBatch, ...], ...]:
+        """Every rank with as many micro-batches as the one that has most: the shortest sample again, without loss."""
+        shortest = self.lengths.index(min(self.lengths))
+        filler = MicroBatch((self.ids[shortest],), self.lengths[shortest], 0, is_filler=True)
+        most = max(map(len, ranks))
+        return tuple(batches + (filler,) * (most - len(batches)) for batches in ranks)
+
     def step(self, index: int, epoch: int, ranks: tuple[tuple[MicroBatch, ...], ...], balance: float) -> StepPlan:
         return StepPlan(index, epoch, tuple(self.ids), sum(self.lengths), sum(self.num_labels), ranks, balance)
 
 
 def _step(index: int, epoch: int, group: _Group, costs: list[float], layout: Layout) -> StepPlan:
     shares = partition(costs, layout.num_ranks)
-    ranks = tuple(
-        cut(
-            [group.ids[item] for item in share],
-            [group.lengths[item] for item in share],
-            [group.num_labels[item] for item in share],
-            layout.micro_batch_tokens,
-        )
-        for share in shares
-    )
+    groups = [group.take(share) for share in shares]
+    ranks = tuple(part.cut(layout.micro_batch_tokens) for part in groups)
+    if layout.lockstep:
+        # ranks wait for each other at every micro-batch: smaller ones cost less than fillers
+        most = max(map(len, ranks))
+        ranks = group.filled([part.cut(layout.micro_batch_tokens, at_least=most) for part in groups])
     return group.step(index, epoch, ranks, _balance([sum([costs[item] for item in share]) for share in shares]))
 
 

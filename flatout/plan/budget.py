@@ -12,6 +12,7 @@ from flatout.errors import ResourceError
 from flatout.plan.devices import GIB, Device
 from flatout.plan.memory import MemoryEstimate, MemoryModel, MicroBatchSize, Precision, head_tile_rows
 from flatout.plan.shape import ModelShape
+from flatout.plan.spread import ALONE, Spread, spread_of
 from flatout.plan.steps import RunPlan
 
 # without a GPU: enough for full matrix products, little enough for any computer
@@ -74,16 +75,23 @@ class MemoryDecision:
         return self.model.estimate(size, self.recompute) if self.model else None
 
 
-def memory_model(config: Config, shape: ModelShape, device: Device) -> MemoryModel:
-    """The memory of this run on this GPU: precision `auto` as the GPU computes, compiled where the run will be."""
+def memory_model(config: Config, shape: ModelShape, device: Device, spread: Spread = ALONE) -> MemoryModel:
+    """The memory of this run on one of its GPUs: precision `auto` as it computes, compiled where the run will be."""
     chosen = config.model.precision
     precision: Precision = ("bf16" if device.has_bf16 else "fp32") if chosen == "auto" else chosen
     half = precision in ("bf16", "fp16")
     compiled = config.compile == "auto" and half and not config.deterministic and not shape.num_experts
-    return MemoryModel(config, shape, precision, compiled)
+    compiled = compiled and spread.compiles
+    return MemoryModel(config, shape, precision, compiled, spread)
 
 
-def choose(config: Config, shape: ModelShape, tokens: TokenStatistics, device: Device | None) -> MemoryDecision:
+def choose(
+    config: Config,
+    shape: ModelShape,
+    tokens: TokenStatistics,
+    device: Device | None,
+    spread: Spread = ALONE,
+) -> MemoryDecision:
     """The largest useful micro-batch, and the lightest level that holds one which keeps the GPU busy.
 
     Levels are tried from the lightest on until micro-batches of `BUSY_TOKENS` fit, or the longest sample where it is
@@ -96,7 +104,7 @@ def choose(config: Config, shape: ModelShape, tokens: TokenStatistics, device: D
         level = _without_compiler(config.recompute) if config.recompute != "auto" else "none"
         num_tokens = given or max(CPU_MICRO_BATCH_TOKENS, tokens.longest_sample)
         return MemoryDecision(num_tokens, level, f"{num_tokens:,} tokens a micro-batch, recompute {level}: no GPU")
-    model = memory_model(config, shape, device)
+    model = memory_model(config, shape, device, spread)
     budget = budget_bytes(config, device)
     most = min(given or tokens.rank_step_tokens, tokens.rank_step_tokens)
     whole_step = config.full.update == "backward"
@@ -117,6 +125,30 @@ def choose(config: Config, shape: ModelShape, tokens: TokenStatistics, device: D
     return MemoryDecision(num_tokens, level, reason, model, budget)
 
 
+def choose_spread(
+    config: Config, shape: ModelShape, tokens: TokenStatistics, device: Device | None, *, num_ranks: int, num_nodes: int
+) -> Spread:
+    """The strategy that is asked for, or with `auto`: ddp where a GPU holds all state beside a busy micro-batch
+    without `offload`; else hsdp with a replica a node, or fsdp on one node. Raises UsageError as `spread_of`."""
+    ranks = {"num_ranks": num_ranks, "num_nodes": num_nodes}
+    if config.strategy != "auto" or num_ranks == 1:
+        asked = "single" if config.strategy == "auto" else config.strategy
+        return spread_of(config, asked, **ranks, why="as asked")
+    if device is None:
+        return spread_of(config, "ddp", **ranks, why="no GPU whose memory could be short")
+    if why := config.reason_against_sharding:
+        return spread_of(config, "ddp", **ranks, why=f"sharding does not work with {why}")
+    model, budget = memory_model(config, shape, device), budget_bytes(config, device)
+    enough = min(tokens.rank_step_tokens, max(BUSY_TOKENS, tokens.longest_sample))
+    state = model.estimate(MicroBatchSize(0, 0, 0), "layers")
+    facts = f"weights, gradients and optimizer take {state.state_bytes / GIB:.1f} GiB"
+    beside = f"{enough:,} tokens on {device.name}"
+    if largest_fit(model, "layers", tokens, budget, enough) >= enough:
+        return spread_of(config, "ddp", **ranks, why=f"{facts}, which fit beside {beside}")
+    even = num_nodes > 1 and num_ranks > num_nodes
+    return spread_of(config, "hsdp" if even else "fsdp", **ranks, why=f"{facts}, which do not fit beside {beside}")
+
+
 def budget_bytes(config: Config, device: Device) -> int:
     """Bytes that tensors may take: the device's, or fewer by `memory`, less the margin."""
     limit = device.memory_bytes if config.memory == "auto" else min(device.memory_bytes, int(config.memory * GIB))
@@ -131,9 +163,15 @@ def largest_fit(model: MemoryModel, recompute: Recompute, tokens: TokenStatistic
     return max(size // TOKENS_MULTIPLE * TOKENS_MULTIPLE, min(size, tokens.longest_sample))
 
 
-def longest_document_tokens(config: Config, shape: ModelShape, device: Device, label_share: float) -> int:
+def longest_document_tokens(
+    config: Config,
+    shape: ModelShape,
+    device: Device,
+    label_share: float,
+    spread: Spread = ALONE,
+) -> int:
     """The longest single document that the run could train on with this GPU, at the heaviest level it may use."""
-    model = memory_model(config, shape, device)
+    model = memory_model(config, shape, device, spread)
     tokens = TokenStatistics(1, LONGEST_TOKENS, label_share, float(LONGEST_TOKENS))
     return largest_fit(model, _levels(config, model)[-1], tokens, budget_bytes(config, device), LONGEST_TOKENS)
 

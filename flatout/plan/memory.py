@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flatout.config.schema import Config, Recompute
 from flatout.plan.cost import target_matcher
 from flatout.plan.shape import Linear, ModelShape, num_lora_params, num_params
+from flatout.plan.spread import ALONE, Spread
 
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
 
@@ -52,7 +53,7 @@ class MicroBatchSize:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes allocated at the peak of one step on one rank, every rank holding all of the model.
+    """Bytes allocated at the peak of one step on one rank.
 
     `activations_bytes` wait for the backward pass; `working_bytes` is the larger of what the head and what one layer's
     backward pass need for themselves. The CUDA context and the allocator's waste come on top.
@@ -66,9 +67,12 @@ class MemoryEstimate:
     working_bytes: int
 
     @property
+    def state_bytes(self) -> int:
+        return self.weights_bytes + self.adapter_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
     def total_bytes(self) -> int:
-        states = self.weights_bytes + self.adapter_bytes + self.gradients_bytes + self.optimizer_bytes
-        return states + self.activations_bytes + self.working_bytes
+        return self.state_bytes + self.activations_bytes + self.working_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,11 @@ class MemoryModel:
                      the backward pass of one layer: 0.75 fat a token, what is computed again of it, and one weight
                      group unpacked (nf4) or transposed (fp8); whichever is larger
 
+    State that `spread` cuts into n parts counts 1/n, or nothing where it waits on the host (`sharding.offload`). On top
+    come what is whole for a while: gathered weights, of all layers or of those in flight, and of the embedding and
+    head; gradients of two layers before they are summed, or all of them (zero1). Frozen weights, quantised or not, are
+    cut where a layer's are freed after its pass, and whole where they would never be freed.
+
     Attention that writes its score matrix out (model.attention: plain) is not counted.
     """
 
@@ -99,6 +108,7 @@ class MemoryModel:
     shape: ModelShape
     precision: Precision
     compiled: bool
+    spread: Spread = ALONE
 
     def estimate(self, size: MicroBatchSize, recompute: Recompute) -> MemoryEstimate:
         """The peak with micro-batches of this size."""
@@ -109,7 +119,7 @@ class MemoryModel:
         optimizer = {"adamw": 2.0 * moment, "adamw8bit": ADAM_8BIT_BYTES, "sgd": moment}
         one_at_a_time = self.config.full.update == "backward"
         num_gradients = self._num_largest_tensor if one_at_a_time else num_trained
-        return MemoryEstimate(
+        whole = MemoryEstimate(
             weights_bytes=self._frozen_bytes(num_base) - self._embedding_on_host_bytes(recompute)
             if is_lora
             else num_base * (self._trained_bytes + self._copies),
@@ -119,6 +129,36 @@ class MemoryModel:
             activations_bytes=self._kept_bytes(size, recompute),
             working_bytes=CONSTANT_BYTES
             + max(self._head_bytes(size, recompute), self._backward_bytes(size, recompute)),
+        )
+        return self._cut(whole) if self.spread.lockstep else whole
+
+    def _cut(self, whole: MemoryEstimate) -> MemoryEstimate:
+        """The same with state cut into parts, and what is gathered of it."""
+        is_full = self.config.method == "full"
+        part = 0.0 if self.spread.offload else 1 / self.spread.num_shards
+        num_root = self.shape.vocab_size * self.shape.hidden_size * (1 if self.shape.tied else 2)
+        num_in_flight = 2 + self.config.sharding.prefetch
+        share = min(1.0, num_in_flight / self.shape.num_layers) if self.spread.frees_weights else 1.0
+        num_blocks = num_params(self.shape) - num_root
+        root = num_root * self._trained_bytes
+        if is_full:
+            weights = (root + num_blocks * self._trained_bytes) * part + num_blocks * self._element * share + root
+        else:
+            # frozen weights that are not freed stay whole
+            blocks = self._frozen_bytes(num_params(self.shape)) - num_root * self._element
+            weights = whole.weights_bytes - (blocks * (1 - part - share) if self.spread.frees_weights else 0)
+        adapter = self._num_adapter_params * self._trained_bytes
+        # summed in the trained weights' width, before which two layers' gradients wait in their own
+        two_layers = (num_blocks if is_full else self._num_adapter_params) * 2 / self.shape.num_layers
+        unsummed = two_layers * (self._element + self._trained_bytes) + (root if is_full else 0)
+        if self.spread.sums_late:
+            unsummed = whole.gradients_bytes
+        return replace(
+            whole,
+            weights_bytes=int(weights),
+            adapter_bytes=int(adapter * (part + share)),
+            gradients_bytes=int(whole.gradients_bytes * part + unsummed),
+            optimizer_bytes=int(whole.optimizer_bytes * part),
         )
 
     def inputs_bytes(self, num_tokens: int) -> int:
@@ -156,16 +196,23 @@ class MemoryModel:
         shape = self.shape
         return max(shape.vocab_size * shape.hidden_size, *(linear.num_params for linear in _linears(shape)))
 
+    @property
+    def _block_linears(self) -> list[Linear]:
+        return [linear for layer in range(self.shape.num_layers) for linear in self.shape.layer_linears(layer)]
+
     def _frozen_bytes(self, num_base: int) -> int:
-        storage = self.config.base.storage
-        linears = [linear for layer in range(self.shape.num_layers) for linear in self.shape.layer_linears(layer)]
-        num_linear = sum(linear.num_in * linear.num_out for linear in linears)
-        if storage == "model":
+        if self.config.base.storage == "model":
             return num_base * self._element
-        rest = (num_base - num_linear) * self._element
-        if storage == "fp8":
-            return rest + num_linear + 4 * sum(linear.num_out for linear in linears)
-        return rest + int(num_linear * NF4_BYTES)
+        num_linear = sum(linear.num_in * linear.num_out for linear in self._block_linears)
+        return (num_base - num_linear) * self._element + self._quantised_bytes
+
+    @property
+    def _quantised_bytes(self) -> int:
+        """Bytes of the blocks' linear layers where they are stored quantised; 0 where not."""
+        storage, linears = self.config.base.storage, self._block_linears
+        num_linear = sum(linear.num_in * linear.num_out for linear in linears)
+        by_storage = {"fp8": num_linear + 4 * sum(linear.num_out for linear in linears), "nf4": num_linear * NF4_BYTES}
+        return int(by_storage.get(storage, 0))
 
     def _embedding_on_host_bytes(self, recompute: Recompute) -> int:
         # a tied one is the head as well, and a scaled one (Gemma's, always tied) is no plain lookup

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from flatout.plan.partition import level, partition
 
 
-def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
+def pack(lengths: Sequence[int], budget_tokens: int, *, at_least: int = 1) -> list[list[int]]:
     """Indices of `lengths` in micro-batches of at most `budget_tokens` tokens, ascending in each, largest one first.
 
     As few micro-batches as fit, made equal: 19 k tokens under a budget of 16 k are 2 x 9.5 k, not 16 + 3. Few: each
     count from ceil(sum / budget) up is tried with longest-processing-time-first and exchanges, then with best-fit
     decreasing (Johnson 1974), whose 11/9 bound holds for the result. Equal: within one longest sample of each other.
-    The largest comes first, so that a budget that does not fit in memory shows at once.
+    The largest comes first, so that a budget that does not fit in memory shows at once. `at_least` so many where there
+    are as many lengths.
     Raises ValueError for a length over the budget; `flatout.plan.steps` checks the whole data set beforehand.
     """
     if not lengths:
@@ -21,10 +22,11 @@ def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
     longest, total = max(lengths), sum(lengths)
     if longest > budget_tokens:
         raise ValueError(f"a sample of {longest} tokens does not fit in {budget_tokens}")
-    if total <= budget_tokens:
+    at_least = min(at_least, len(lengths))
+    if total <= budget_tokens and at_least <= 1:
         return [list(range(len(lengths)))]
     fitted: list[list[int]] | None = None
-    num_parts = -(-total // budget_tokens)
+    num_parts = max(at_least, -(-total // budget_tokens))
     while True:
         parts = partition(lengths, num_parts)
         if _heaviest(parts, lengths) <= budget_tokens:

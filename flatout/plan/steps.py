@@ -93,10 +93,10 @@ class RunPlan:
         places = self.samples.places_of(step.sample_ids)
         return float(self.layout.cost.flops(self.samples.lengths[places], self.samples.num_labels[places]).sum())
 
-    def laid_out(self, micro_batch_tokens: int, cost: CostModel) -> RunPlan:
+    def laid_out(self, micro_batch_tokens: int, cost: CostModel, *, lockstep: bool = False) -> RunPlan:
         """The same steps under another token budget and cost. Raises UsageError for a sample longer than the budget."""
         check_fits(self.samples, micro_batch_tokens)
-        return replace(self, layout=Layout(self.layout.num_ranks, micro_batch_tokens, cost))
+        return replace(self, layout=Layout(self.layout.num_ranks, micro_batch_tokens, cost, lockstep))
 
     def cut_again(self, step: StepPlan, rank: int, micro_batch_tokens: int) -> tuple[MicroBatch, ...]:
         """One rank's samples of a step in smaller micro-batches, as a plan with this token budget cuts them.
@@ -187,17 +187,19 @@ def make_eval_plan(
     micro_batch_tokens: int,
     num_ranks: int,
     cost: CostModel = COST_BY_TOKENS,
+    lockstep: bool = False,
 ) -> StepPlan:
     """One pass over the given samples (all by default) as one step: micro-batches in the order of the ids.
 
-    The micro-batches are the same for any number of ranks; ranks get equal cost. `num_label_tokens` is the divisor of
-    the evaluation loss. Raises UsageError and DataError as `make_plan` does.
+    The micro-batches are the same for any number of ranks; ranks get equal cost, and in `lockstep` equally many
+    micro-batches. `num_label_tokens` is the divisor of the evaluation loss. Raises UsageError and DataError as
+    `make_plan` does.
     """
     samples = select_samples(lengths, num_labels, sample_ids)
     check_fits(samples, micro_batch_tokens)
     if not samples.num_labels.any():
         raise DataError(f"none of the {len(samples)} evaluation samples has a label token, so there is no loss")
-    return assemble_eval(samples, Layout(num_ranks, micro_batch_tokens, cost))
+    return assemble_eval(samples, Layout(num_ranks, micro_batch_tokens, cost, lockstep))
 
 
 def split_held_out(num_samples: int, fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass on one rank: the samples flattened into one stream of tokens, in this order."""
+    """One forward pass on one rank: the samples flattened into one stream of tokens, in this order.
+
+    A filler only keeps step with other ranks: its sample counts elsewhere, so here it carries no loss.
+    """
 
     sample_ids: tuple[int, ...]
     num_tokens: int
     num_label_tokens: int
+    is_filler: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,8 @@ class StepPlan:
 
     `index` counts steps from 0 over the whole run, `epoch` counts passes from 0. `num_label_tokens` is the divisor of
     the summed loss, on every rank. `ranks[r]` are rank r's micro-batches (empty when there are fewer samples than
-    ranks). `balance` is mean / max of the ranks' FLOP cost (1.0 is perfect).
+    ranks; in lockstep every rank has equally many, fillers included). `balance` is mean / max of the ranks' FLOP cost
+    without fillers (1.0 is perfect).
     """
 
     index: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from threading import RLock
 from typing import Any, Protocol
 
 
@@ -16,7 +17,8 @@ class StepRecord:
     `data_wait_s` how long the host was blocked for tokens. `flops_per_s` are achieved over all ranks: real tokens,
     attention by document, the head on label tokens only, no gradient of frozen weights, nothing recomputed; `mfu` is
     their share of the devices' nominal peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), None where no peak
-    is known.
+    is known. `balance` is the planned mean / max of the ranks' FLOPs; `busy_min_s` and `busy_max_s` are what the
+    least and the most busy rank measured in the passes of one of the last steps, None for one rank.
     """
 
     step: int
@@ -40,6 +42,8 @@ class StepRecord:
     balance: float
     peak_memory_bytes: int
     elapsed_s: float
+    busy_min_s: float | None = None
+    busy_max_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +83,28 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Several trackers as one."""
+    """Several trackers as one, for several threads: a save in the background tells its events too."""
 
     def __init__(self, *trackers: Tracker) -> None:
         self._trackers = trackers
+        self._lock = RLock()
 
     def stage(self, name: str, text: str) -> None:
-        for tracker in self._trackers:
-            tracker.stage(name, text)
+        with self._lock:
+            for tracker in self._trackers:
+                tracker.stage(name, text)
 
     def record(self, record: Record) -> None:
-        for tracker in self._trackers:
-            tracker.record(record)
+        with self._lock:
+            for tracker in self._trackers:
+                tracker.record(record)
 
     def event(self, kind: str, facts: Mapping[str, Any]) -> None:
-        for tracker in self._trackers:
-            tracker.event(kind, facts)
+        with self._lock:
+            for tracker in self._trackers:
+                tracker.event(kind, facts)
 
     def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+        with self._lock:
+            for tracker in self._trackers:
+                tracker.close()

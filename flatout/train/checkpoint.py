@@ -1,20 +1,29 @@
-"""Checkpoints, whole or not there: written aside, hashed, read back, renamed once, rotated, verified on load."""
+"""Checkpoints, whole or not there: written aside, hashed, read back, renamed once, rotated, verified on load.
+
+Every rank writes its own part; the first one opens, publishes and rotates, and all learn whether it succeeded.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from flatout.errors import CheckpointError, ResourceError
+from flatout.parallel.messages import Messages
+from flatout.train.integrity import refuse_other_save, verify_files
 from flatout.train.manifest import (
     MANIFEST_NAME,
     RUN_NAME,
+    SHARDED_FORMAT_VERSION,
+    WHOLE_FORMAT_VERSION,
     Manifest,
     NewerFormatError,
     encode_manifest,
@@ -24,15 +33,15 @@ from flatout.train.manifest import (
     versions,
     write_identity,
 )
-from flatout.train.storage import FileFacts, Storage, digest, encode_json, read_json
-from flatout.train.tensor_file import encode_tensors, read_metadata, read_tensors
+from flatout.train.storage import FileFacts, Storage, encode_json, read_json
+from flatout.train.stored import PLACES, Stored, StoredTensors, kind_of, open_tensors
+from flatout.train.tensor_file import TENSOR_SUFFIX, encode_tensors
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
 
 STATE_NAME = "state.json"
-TENSOR_SUFFIX = ".safetensors"
-REQUIRED_STEMS = ("model", "optimizer", "rng-0")
-REQUIRED_FILES = (*(stem + TENSOR_SUFFIX for stem in REQUIRED_STEMS), STATE_NAME)
+REQUIRED_KINDS = ("model", "optimizer", "rng-0")
+Encoded = dict[str, tuple[int, Iterator[memoryview]]]
 
 # step-N.old-X is the previous save of step N while a new one takes its place: still a checkpoint
 _CHECKPOINT = re.compile(r"step-(\d+)(\.old-[0-9a-f]+)?")
@@ -42,15 +51,18 @@ _DEBRIS = re.compile(r"step-\d+\.(tmp|gone)-[0-9a-f]+")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run's whole resumable state.
+    """What this rank writes of a run's resumable state.
 
-    `step` counts completed optimizer steps. `tensors` is file stem -> name -> tensor and has at least the stems
-    "model", "optimizer" and "rng-0". `facts` are JSON values (config, fingerprints, counters, scaler, ...).
+    `step` counts completed optimizer steps. `tensors` is file stem -> name -> tensor; over all ranks there are at least
+    the kinds "model", "optimizer" and "rng-0", whole under these stems or in parts under stems such as "model-rank-2".
+    `places` is, for a stem of parts, name -> (whole shape, offset); a name that is not there is whole. `facts` are JSON
+    values (config, fingerprints, counters, scaler, ...), the same on every rank.
     """
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
     facts: Mapping[str, Any]
+    places: Mapping[str, Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +77,25 @@ class Entry:
 class Checkpoints:
     """The checkpoints of one run folder, in `<run_dir>/checkpoints/step-N/`.
 
-    Only the process that holds the run's lock may save; loading changes nothing on disk and needs no lock.
-    `keep` is how many of the newest to keep besides the best. `on_event(kind, facts)` is told every fallback,
-    removal and failed removal.
+    Saving and loading are collective over the ranks of `messages`, which all see the same folder. Only with the run's
+    lock held may a run save; loading changes nothing on disk and needs no lock. `keep` is how many of the newest to
+    keep besides the best. `on_event(kind, facts)` is told every fallback, removal and failed removal.
     """
 
     def __init__(
-        self, run_dir: Path, *, keep: int, on_event: OnEvent, world_size: int = 1, storage: Storage | None = None
+        self,
+        run_dir: Path,
+        *,
+        keep: int,
+        on_event: OnEvent,
+        messages: Messages | None = None,
+        storage: Storage | None = None,
     ) -> None:
         self.folder = run_dir / "checkpoints"
+        self.messages = messages or Messages()
         self._run_dir = run_dir
         self._keep = keep
         self._on_event = on_event
-        self._world_size = world_size
         self._storage = storage or Storage()
         self._run_id: str | None = None
         self._verified: dict[Path, Manifest] = {}
@@ -90,28 +108,27 @@ class Checkpoints:
         """Write a checkpoint, verify it, give it its name by one rename, and remove those that rotation lets go.
 
         The last checkpoint saved as `best` outlives the rotation. A second save of the same step replaces the first.
-        Raises ResourceError when the disk is full or refuses; older checkpoints are then as they were. Raises
-        ValueError for a snapshot without a required stem or with facts that are no JSON values.
+        Raises ResourceError, on every rank, when the disk of one is full or refuses; older checkpoints are then as they
+        were. Raises ValueError for a snapshot without a required kind or with facts that are no JSON values, and
+        PeerLostError when a rank dies, which leaves only debris.
         """
-        if missing := [stem for stem in REQUIRED_STEMS if stem not in snapshot.tensors]:
-            raise ValueError(f"the snapshot of step {snapshot.step} lacks {', '.join(missing)}")
-        self._open_folder()
-        self._sweep()
-        save_id = secrets.token_hex(8)
-        temp = self.folder / f"step-{snapshot.step}.tmp-{save_id}"
+        identity = self.messages.first(lambda: self._begin(snapshot))
+        temp = self.folder / f"step-{snapshot.step}.tmp-{identity['save_id']}"
         try:
-            manifest = self._write(temp, snapshot, save_id, best)
-            verify_files(temp, manifest)
-            path = self._publish(temp, snapshot.step, save_id)
+            manifest = self._write(temp, snapshot, identity, best)
+            self.messages.first(lambda: self._publish(temp, snapshot.step, identity["save_id"]))
         except (ResourceError, CheckpointError):
-            self._discard(temp)
+            if self.messages.rank.is_first:
+                self._discard(temp)
             raise
-        self._verified[path] = manifest
-        self._rotate(path)
+        path = self.folder / f"step-{snapshot.step}"
+        if self.messages.rank.is_first:
+            self._verified[path] = manifest
+            self._rotate(path)
         return path
 
-    def newest(self) -> Snapshot | None:
-        """Load the newest valid checkpoint; None when the run has none yet.
+    def newest(self) -> Stored | None:
+        """Open the newest valid checkpoint; None when the run has none yet.
 
         A damaged one is told as an event with its reason, and the one before it is tried. Raises CheckpointError with
         every reason when there are checkpoints but none is valid, and NewerFormatError rather than falling back
@@ -120,18 +137,20 @@ class Checkpoints:
         reasons: list[str] = []
         for path in self._debris():
             self._on_event("unfinished", {"path": str(path), "why": "a save or removal did not finish; not used"})
-        for entry in self._entries():
+        # one rank looks: the others may see a folder of another moment
+        for name in self.messages.first(lambda: [entry.path.name for entry in self._entries()]):
+            path = self.folder / name
             try:
-                snapshot = self.load(entry.path)
+                stored = self.load(path)
             except NewerFormatError:
                 raise
             except CheckpointError as error:
                 reasons.append(str(error))
-                self._on_event("refused", {"path": str(entry.path), "why": str(error)})
+                self._on_event("refused", {"path": str(path), "why": str(error)})
                 continue
             if reasons:
-                self._on_event("fallback", {"path": str(entry.path), "step": entry.step, "why": reasons[-1]})
-            return snapshot
+                self._on_event("fallback", {"path": str(path), "step": stored.step, "why": reasons[-1]})
+            return stored
         if reasons:
             lines = "".join(f"\n  - {reason}" for reason in reasons)
             raise CheckpointError(
@@ -140,21 +159,25 @@ class Checkpoints:
             )
         return None
 
-    def load(self, path: Path) -> Snapshot:
-        """Load one checkpoint, every file verified. Raises CheckpointError naming the file and what is wrong."""
-        manifest = self._check(path)
-        tensors: dict[str, Mapping[str, Tensor]] = {}
-        for name in manifest.files:
-            if name.endswith(TENSOR_SUFFIX):
-                content, metadata = read_tensors(path / name)
-                _refuse_other_save(path / name, metadata, manifest)
-                tensors[name.removesuffix(TENSOR_SUFFIX)] = content
-        state = read_json(path / STATE_NAME)
-        if not isinstance(state, dict) or not isinstance(state.get("facts"), dict):
-            raise CheckpointError(f"{path / STATE_NAME}: facts: expected an object")
-        _refuse_other_save(path / STATE_NAME, state.get("save"), manifest)
-        self._verified[path] = manifest
-        return Snapshot(manifest.step, tensors, state["facts"])
+    def load(self, path: Path) -> Stored:
+        """Open one checkpoint, every file verified by one of the ranks.
+
+        Raises CheckpointError, on every rank, naming the file and what is wrong.
+        """
+        opened: list[Stored] = []
+
+        def verify() -> None:
+            manifest = self._check(path)
+            verify_files(path, manifest, index=self.messages.rank.index, world=self.messages.rank.world)
+            opened.append(_open(path, manifest))
+            self._verified[path] = manifest
+
+        try:
+            self.messages.agree(verify)
+        except CheckpointError:
+            self._verified.pop(path, None)
+            raise
+        return opened[0]
 
     def _check(self, path: Path) -> Manifest:
         manifest = read_manifest(path)
@@ -167,48 +190,82 @@ class Checkpoints:
                 f"{path}: it belongs to run {manifest.run_id}, this folder to run {run_id}; move a run by copying its "
                 "whole folder"
             )
-        if missing := [name for name in REQUIRED_FILES if name not in manifest.files]:
+        kinds = {kind_of(name.removesuffix(TENSOR_SUFFIX)) for name in manifest.files}
+        required = (*REQUIRED_KINDS, STATE_NAME)
+        if missing := [name + TENSOR_SUFFIX * (name in REQUIRED_KINDS) for name in required if name not in kinds]:
             raise CheckpointError(f"{path / MANIFEST_NAME}: files: {', '.join(missing)} missing; not resumable without")
-        verify_files(path, manifest)
         return manifest
 
-    def _write(self, temp: Path, snapshot: Snapshot, save_id: str, best: bool) -> Manifest:
-        run_id = self._identity()
-        identity = {"run_id": run_id, "save_id": save_id, "step": str(snapshot.step)}
-        encoded = {
-            stem + TENSOR_SUFFIX: encode_tensors(tensors, identity) for stem, tensors in snapshot.tensors.items()
-        }
-        state = encode_json({"save": identity, "facts": dict(snapshot.facts)})
-        encoded[STATE_NAME] = (len(state), iter([memoryview(state)]))
-        self._storage.require_free(self.folder, sum(size_bytes for size_bytes, _ in encoded.values()))
-        self._storage.make_dir(temp)
-        files = {
+    def _begin(self, snapshot: Snapshot) -> dict[str, str]:
+        """The identity that every file of a new save carries."""
+        kinds = {kind_of(stem) for stem in snapshot.tensors}
+        if missing := [kind for kind in REQUIRED_KINDS if kind not in kinds]:
+            raise ValueError(f"the snapshot of step {snapshot.step} lacks {', '.join(missing)}")
+        self._open_folder()
+        self._sweep()
+        return {"run_id": self._identity(), "save_id": secrets.token_hex(8), "step": str(snapshot.step)}
+
+    def _write(self, temp: Path, snapshot: Snapshot, identity: Mapping[str, str], best: bool) -> Manifest:
+        encoded: Encoded = {}
+
+        def lay_out() -> int:
+            encoded.update(self._encode(snapshot, identity))
+            return sum(size_bytes for size_bytes, _ in encoded.values())
+
+        def make_room() -> None:
+            self._storage.require_free(self.folder, sum(sizes))
+            self._storage.make_dir(temp)
+
+        def write_manifest() -> None:
+            content = encode_manifest(manifest)
+            self._storage.create(temp / MANIFEST_NAME, [memoryview(content)], len(content))
+            self._storage.fsync_dir(temp)
+
+        sizes = self.messages.agree(lay_out)
+        self.messages.first(make_room)
+        written = self.messages.agree(lambda: self._write_files(temp, encoded))
+        is_whole = "model" + TENSOR_SUFFIX in written[0]
+        manifest = Manifest(
+            run_id=identity["run_id"],
+            save_id=identity["save_id"],
+            step=snapshot.step,
+            best=best,
+            world_size=self.messages.rank.world,
+            files={name: FileFacts(**facts) for files in written for name, facts in files.items()},
+            versions=versions(),
+            created=now_utc(),
+            format_version=WHOLE_FORMAT_VERSION if is_whole else SHARDED_FORMAT_VERSION,
+        )
+        self.messages.first(write_manifest)
+        self.messages.agree(
+            lambda: verify_files(temp, manifest, index=self.messages.rank.index, world=self.messages.rank.world)
+        )
+        return manifest
+
+    def _encode(self, snapshot: Snapshot, identity: Mapping[str, str]) -> Encoded:
+        encoded: Encoded = {}
+        for stem, tensors in snapshot.tensors.items():
+            places = {PLACES: json.dumps(snapshot.places[stem])} if stem in snapshot.places else {}
+            encoded[stem + TENSOR_SUFFIX] = encode_tensors(tensors, {**identity, **places})
+        if self.messages.rank.is_first:
+            state = encode_json({"save": dict(identity), "facts": dict(snapshot.facts)})
+            encoded[STATE_NAME] = (len(state), iter([memoryview(state)]))
+        return encoded
+
+    def _write_files(self, temp: Path, encoded: Encoded) -> dict[str, dict[str, Any]]:
+        facts = {
             name: self._storage.create(temp / name, chunks, size_bytes)
             for name, (size_bytes, chunks) in encoded.items()
         }
-        manifest = Manifest(
-            run_id=run_id,
-            save_id=save_id,
-            step=snapshot.step,
-            best=best,
-            world_size=self._world_size,
-            files=files,
-            versions=versions(),
-            created=now_utc(),
-        )
-        content = encode_manifest(manifest)
-        self._storage.create(temp / MANIFEST_NAME, [memoryview(content)], len(content))
-        self._storage.fsync_dir(temp)
-        return manifest
+        return {name: dataclasses.asdict(fact) for name, fact in facts.items()}
 
-    def _publish(self, temp: Path, step: int, save_id: str) -> Path:
+    def _publish(self, temp: Path, step: int, save_id: str) -> None:
         path = self.folder / f"step-{step}"
         if path.exists():
             # a folder cannot replace a folder in one rename; in between, the old one still counts as a checkpoint
             self._storage.rename(path, self.folder / f"step-{step}.old-{save_id}")
             self._verified.pop(path, None)
         self._storage.rename(temp, path)
-        return path
 
     def _rotate(self, saved: Path) -> None:
         entries = self._entries()
@@ -220,9 +277,11 @@ class Checkpoints:
         """The manifest of a valid checkpoint, hashed once in the life of this object; None for any other."""
         if path not in self._verified:
             try:
-                self._verified[path] = self._check(path)
+                manifest = self._check(path)
+                verify_files(path, manifest)
             except CheckpointError:
                 return None
+            self._verified[path] = manifest
         return self._verified[path]
 
     def _remove(self, path: Path) -> None:
@@ -301,41 +360,11 @@ def rotation(
     return doomed
 
 
-def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Check every file that a manifest names: there, of its size, of its hash. Raises CheckpointError."""
-    for name, facts in manifest.files.items():
-        path = folder / name
-        try:
-            found = digest(path)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: the file is missing; the checkpoint is not resumable without it") from error
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-        if found != facts:
-            raise CheckpointError(f"{path}: {_damage(path, found, facts, manifest)}")
-
-
-def _damage(path: Path, found: FileFacts, expected: FileFacts, manifest: Manifest) -> str:
-    if path.name.endswith(TENSOR_SUFFIX):
-        try:
-            other = other_save(read_metadata(path), manifest)
-        except CheckpointError:
-            other = None  # not even its header can be read: the size or the hash tells what happened
-        if other:
-            return other
-    if found.size_bytes != expected.size_bytes:
-        return f"found {found.size_bytes:,} bytes, expected {expected.size_bytes:,}; it was cut off or replaced"
-    return f"its content does not match its hash (found xxh3 {found.xxh3}, expected {expected.xxh3})"
-
-
-def other_save(identity: Any, manifest: Manifest) -> str | None:
-    """How a file's own identity (run_id, save_id, step) differs from its manifest's; None when it does not."""
-    expected = {"run_id": manifest.run_id, "save_id": manifest.save_id, "step": str(manifest.step)}
-    if identity == expected:
-        return None
-    return f"it is of another save: found {identity}, expected {expected}"
-
-
-def _refuse_other_save(path: Path, identity: Any, manifest: Manifest) -> None:
-    if other := other_save(identity, manifest):
-        raise CheckpointError(f"{path}: {other}")
+def _open(path: Path, manifest: Manifest) -> Stored:
+    """A checkpoint's facts and lazily read tensors; every file must carry the manifest's identity."""
+    tensors: dict[str, StoredTensors] = open_tensors(path, manifest)
+    state = read_json(path / STATE_NAME)
+    if not isinstance(state, dict) or not isinstance(state.get("facts"), dict):
+        raise CheckpointError(f"{path / STATE_NAME}: facts: expected an object")
+    refuse_other_save(path / STATE_NAME, state.get("save"), manifest)
+    return Stored(path, manifest.step, tensors, state["facts"])

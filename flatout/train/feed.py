@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
 
+import numpy as np
 import torch
 
 from flatout.data.store import TokenStore
@@ -87,6 +88,8 @@ class Feed:
 
     def _stage(self, micro_batch: MicroBatch) -> Staged:
         samples = [self._store.sample(sample_id) for sample_id in micro_batch.sample_ids]
+        if micro_batch.is_filler:
+            samples = [(ids, np.zeros(len(ids), bool)) for ids, _ in samples]
         batch = pack(samples, num_borders=self.num_borders, coarse=self._coarse)
         if self._copies is None:
             return batch.to(self._device), None

@@ -65,7 +65,7 @@ def owners(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) 
     Raises KeyError when the optimizer does not hold one of them.
     """
     held: set[nn.Parameter] = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    flats = {flat.untyped_storage().data_ptr(): flat for flat in held}
+    flats = {flat.untyped_storage().data_ptr(): flat for flat in held.difference(named.values())}
     places: dict[str, tuple[nn.Parameter, int]] = {}
     for name, parameter in named.items():
         if parameter in held:

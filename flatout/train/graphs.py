@@ -33,7 +33,7 @@ def reason_against(config: Config, planned: Planned, device: torch.device) -> st
         return "as asked"
     if device.type != "cuda":
         return "only on CUDA"
-    if config.method != "lora" or config.optim.name == "adamw8bit":
+    if config.method != "lora" or config.optim.name == "adamw8bit" or planned.spread.lockstep:
         return "gradients have no fixed place"
     if config.lora.dropout or planned.memory.recompute not in ("none", "lean"):
         return "dropout and recompute need the host"
@@ -79,5 +79,5 @@ def record_graphs(run: Run) -> str:
             num_recorded += 1
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
-    run.decoder = decoder
+    run.loss.decoder = decoder
     return f"{num_recorded} of {len(sizes)} sizes recorded, {sizes[-1].num_tokens:,} to {sizes[0].num_tokens:,} tokens"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flatout.errors import NumericError, ResourceError
+from flatout.parallel.strategy import local_part
 from flatout.train.storage import Storage
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -60,9 +61,9 @@ class StopRequest:
 
 
 def first_non_finite(named: Mapping[str, Tensor]) -> str | None:
-    """Name of the first parameter whose gradient has a NaN or an infinity; None when all are finite."""
+    """Name of the first parameter whose gradient has a NaN or an infinity on this rank; None when all are finite."""
     for name, parameter in named.items():
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+        if parameter.grad is not None and not bool(torch.isfinite(local_part(parameter.grad)).all()):
             return name
     return None
 

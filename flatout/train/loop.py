@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from flatout.errors import PreemptedError, ResourceError
+from flatout.errors import PreemptedError
 from flatout.plan.types import StepPlan
 from flatout.track.record import EvalRecord
 from flatout.train.memory import MemoryWatch
@@ -30,6 +30,7 @@ def run_steps(run: Run) -> None:
     for step in run.feed.ahead(run.plan.steps(start=run.progress.step), run.rank.index):
         if run.progress.stopped_early:
             break
+        run.watch.at("step", step.index)
         launched.append((step, launch(run, step)))
         # a step under way is finished once the next one is launched, so that the device never waits for the host
         num_under_way = 1 if run.num_in_flight and not is_border(run, step) else 0
@@ -72,6 +73,7 @@ def evaluate_now(run: Run) -> bool:
     if run.eval_plan is None:
         return False
     started = time.perf_counter()
+    run.watch.at("evaluate", run.progress.step)
     loss, accuracy = evaluate(run)
     progress = run.progress
     if progress.first_eval_loss is None:
@@ -92,19 +94,10 @@ def evaluate_now(run: Run) -> bool:
 
 
 def save(run: Run, *, best: bool = False, required: bool = False) -> None:
-    """Write a checkpoint of the completed steps. One rank writes; replicas hold the same state.
+    """Write a checkpoint of the completed steps; every rank writes its part. A `required` one is waited for.
 
     A full disk stops only a `required` save, with ResourceError; otherwise it is told, older checkpoints stay as they
     are, and the next save that is due tries again.
     """
-    if not run.rank.is_first:
-        return
-    started = time.perf_counter()
-    try:
-        path = run.checkpoints.save(take_snapshot(run), best=best)
-    except ResourceError as error:
-        if required:
-            raise
-        run.tracker.event("not_saved", {"step": run.progress.step, "why": str(error)})
-        return
-    run.tracker.event("saved", {"path": str(path), "best": best, "save_s": round(time.perf_counter() - started, 3)})
+    run.watch.at("save", run.progress.step)
+    run.saver.save(take_snapshot(run), best=best, required=required)

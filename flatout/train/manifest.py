@@ -22,7 +22,9 @@ from flatout import __version__
 from flatout.errors import CheckpointError
 from flatout.train.storage import FileFacts, Storage, encode_json, read_json
 
-FORMAT_VERSION = 1
+# version 2 is of ranks that each wrote their part; a flatout that knows only whole files must not pass it over
+WHOLE_FORMAT_VERSION, SHARDED_FORMAT_VERSION = 1, 2
+FORMAT_VERSION = SHARDED_FORMAT_VERSION
 MANIFEST_NAME = "manifest.json"
 RUN_NAME = "run.json"
 
@@ -48,7 +50,7 @@ class Manifest:
     files: Mapping[_FileName, FileFacts]
     versions: Mapping[str, str]
     created: str
-    format_version: int = FORMAT_VERSION
+    format_version: int = WHOLE_FORMAT_VERSION
 
 
 _ADAPTER = TypeAdapter(Manifest)

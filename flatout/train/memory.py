@@ -26,7 +26,7 @@ def gpu_of(config: Config, rank: Rank) -> Device | None:
     Free memory for a process alone. All of it (less the context) for several ranks, which must cut alike, and for
     deterministic runs, whose cutting must not depend on what else runs. Raises ResourceError as `choose_device` does.
     """
-    device = choose_device(config.device, rank)
+    device = choose_device(config.wanted_device, rank)
     if device.type != "cuda":
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -97,7 +97,7 @@ class MemoryWatch:
 
     def _with_recordings(self, size: MicroBatchSize) -> MicroBatchSize:
         """Recorded graphs ran at their largest size before the first step."""
-        num_tokens = self._run.decoder.largest_tokens if self._run.decoder else 0
+        num_tokens = self._run.loss.decoder.largest_tokens if self._run.loss.decoder else 0
         if num_tokens <= size.num_tokens:
             return size
         share = num_tokens / size.num_tokens

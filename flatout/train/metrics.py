@@ -13,6 +13,7 @@ from flatout.plan.types import StepPlan
 from flatout.track.record import StepRecord
 from flatout.train.state import Run
 from flatout.train.step import StepOutcome
+from flatout.train.stragglers import Stragglers
 
 _ARITHMETIC = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -27,6 +28,7 @@ class Meter:
             run.tracker.stage("mfu", f"MFU against {self._peak.describe()}; recomputation does not count")
         self._clock = StepClock(run.device)
         self._wait_before_s = 0.0
+        self._stragglers = Stragglers(run.tracker.event)
         self._num_tokens = self._num_label_tokens = self._num_steps = 0
         self._busy_s = self._flops = 0.0
 
@@ -44,6 +46,7 @@ class Meter:
         self._flops += useful_flops(self._run, step)
         self._run.progress.elapsed_s += step_s
         completed = step.index + 1
+        self._stragglers.look(completed, outcome.busy_s)
         if completed % self._run.config.log_every_steps and completed != self._run.plan.num_steps:
             return
         self._run.tracker.record(self._record(step, outcome))
@@ -77,6 +80,8 @@ class Meter:
             balance=step.balance,
             peak_memory_bytes=peak_memory_bytes(self._run.device),
             elapsed_s=self._run.progress.elapsed_s,
+            busy_min_s=min(outcome.busy_s, default=None),
+            busy_max_s=max(outcome.busy_s, default=None),
         )
 
 

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError, UsageError
+from flatout.parallel.shards import is_sharded, part_of
+from flatout.parallel.strategy import KeepsState
 from flatout.train.flat import FlatAdamW, FlatSGD, flatten, owners
 from flatout.train.optim_lean import LeanAdamW
+from flatout.train.stored import StoredTensors
 
 
 def split_by_decay(named: Mapping[str, nn.Parameter]) -> tuple[list[str], list[str]]:
@@ -54,10 +57,29 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def state_bytes(named: Mapping[str, nn.Parameter], config: OptimConfig) -> int:
+    """Bytes of this rank's parts of the parameters and, once it is there, of their optimizer state."""
+    total = 0
+    for parameter in named.values():
+        local = part_of(parameter).local
+        widest = max(local.element_size(), 4)
+        moments = {"adamw": 2 * widest, "adamw8bit": 2.1, "sgd": local.element_size()}[config.name]
+        total += int(local.numel() * (local.element_size() + moments))
+    return total
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], *, keep: bool = True
+) -> dict[str, Tensor]:
     """The state as tensors named `<parameter>/<key>`, such as `q_proj.lora_a/exp_avg`, whether parameters are flat
-    or not; the tensors are the live ones."""
+    or not; the tensors are the live ones. Collective where the optimizer keeps the state itself: then they are copies
+    in host memory, on ranks with `keep` only."""
     tensors: dict[str, Tensor] = {}
+    if isinstance(optimizer, KeepsState):
+        for name, parameter in named.items():
+            state = optimizer.state_of(parameter)
+            tensors |= {f"{name}/{key}": value.cpu() for key, value in state.items() if keep}
+        return tensors
     for name, (owner, offset) in owners(named, optimizer).items():
         parameter = named[name]
         for key, value in optimizer.state.get(owner, {}).items():
@@ -73,27 +95,41 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
     """Put back what `optimizer_state` gave. Raises CheckpointError when it belongs to other parameters."""
-    states: dict[str, dict[str, Tensor]] = {}
-    for full_name, tensor in tensors.items():
-        name, _, key = full_name.rpartition("/")
-        if name not in named:
-            raise CheckpointError(f"the saved optimizer has state for {name}, which this run does not train")
-        states.setdefault(name, {})[key] = tensor
-    if states and (missing := sorted(set(named) - set(states))):
-        raise CheckpointError(f"the saved optimizer has no state for {missing[0]} ({len(missing)} parameters)")
+    states = _keys_by_parameter(named, tensors)
+    if isinstance(optimizer, KeepsState):
+        for name, state in states.items():
+            for key in state:
+                optimizer.set_state(named[name], key, tensors[f"{name}/{key}"])
+        return
     places = owners(named, optimizer)
     for name, state in states.items():
         (owner, offset), parameter = places[name], named[name]
         if isinstance(optimizer, LeanAdamW) and set(state) != set(optimizer.state_names(parameter)):
             raise CheckpointError(f"the saved optimizer keeps {', '.join(sorted(state))} for {name}; this one does not")
-        for key, tensor in state.items():
+        for key in state:
+            # read only now: all parameters' states together may be larger than this host's memory
+            full_name = f"{name}/{key}"
             if key == "step":
                 # torch's fused AdamW and ours count on the GPU, all others on the host
                 on_device = optimizer.defaults.get("fused") or isinstance(optimizer, LeanAdamW)
                 device = parameter.device if on_device else "cpu"
-                optimizer.state[owner][key] = tensor.to(device, copy=True)
+                optimizer.state[owner][key] = tensors[full_name].to(device, copy=True)
+            elif isinstance(tensors, StoredTensors) and is_sharded(parameter):
+                optimizer.state[owner][key] = tensors.like(full_name, parameter)
             elif owner is parameter:
-                optimizer.state[owner][key] = tensor.to(parameter.device, copy=True)
+                optimizer.state[owner][key] = tensors[full_name].to(parameter.device, copy=True)
             else:
                 whole = optimizer.state[owner].setdefault(key, torch.zeros_like(owner))
-                whole[offset : offset + parameter.numel()].view(parameter.shape).copy_(tensor)
+                whole[offset : offset + parameter.numel()].view(parameter.shape).copy_(tensors[full_name])
+
+
+def _keys_by_parameter(named: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    states: dict[str, list[str]] = {}
+    for full_name in tensors:
+        name, _, key = full_name.rpartition("/")
+        if name not in named:
+            raise CheckpointError(f"the saved optimizer has state for {name}, which this run does not train")
+        states.setdefault(name, []).append(key)
+    if states and (missing := sorted(set(named) - set(states))):
+        raise CheckpointError(f"the saved optimizer has no state for {missing[0]} ({len(missing)} parameters)")
+    return states

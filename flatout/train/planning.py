@@ -15,10 +15,11 @@ from flatout.data.store import TokenStore
 from flatout.data.tokenizer import check_vocabulary
 from flatout.models.source import read_model_config
 from flatout.parallel.rank import Rank
-from flatout.plan.budget import MemoryDecision, TokenStatistics, choose
+from flatout.plan.budget import MemoryDecision, TokenStatistics, choose, choose_spread
 from flatout.plan.cost import CostModel, make_cost
 from flatout.plan.devices import Device
 from flatout.plan.shape import ModelShape
+from flatout.plan.spread import Spread
 from flatout.plan.steps import RunPlan, make_eval_plan, make_plan, split_held_out
 from flatout.plan.types import StepPlan
 from flatout.track.record import Tracker
@@ -37,6 +38,7 @@ class Planned:
     plan: RunPlan
     eval_store: TokenStore | None
     eval_plan: StepPlan | None
+    spread: Spread
     memory: MemoryDecision
     fingerprints: Mapping[str, Any]
 
@@ -68,7 +70,8 @@ def plan_run(
     train_ids = eval_ids = None
     if config.eval.fraction:
         train_ids, eval_ids = split_held_out(store.num_samples, config.eval.fraction, config.seed)
-    plan, memory = _fitting_plan(config, shape, store, train_ids, rank.world, device_of())
+    plan, spread, memory = _fitting_plan(config, shape, store, train_ids, rank, device_of())
+    tracker.stage("strategy", spread.reason)
     tracker.stage("memory", memory.reason)
     if config.full.update == "backward":
         check_backward_update(config, plan, rank)
@@ -83,12 +86,13 @@ def plan_run(
             micro_batch_tokens=_eval_tokens(config, memory, eval_store.lengths[eval_ids]),
             num_ranks=rank.world,
             cost=plan.layout.cost,
+            lockstep=spread.lockstep,
         )
         _tell_eval(store.hashes if train_ids is None else store.hashes[train_ids], eval_store, eval_plan, tracker)
     fingerprints = {"data": _identity(store), "plan": plan.fingerprint}
     if eval_store is not None:
         fingerprints["eval_data"] = _identity(eval_store)
-    return Planned(shape, store, plan, eval_store, eval_plan, memory, fingerprints)
+    return Planned(shape, store, plan, eval_store, eval_plan, spread, memory, fingerprints)
 
 
 def _fitting_plan(
@@ -96,9 +100,9 @@ def _fitting_plan(
     shape: ModelShape,
     store: TokenStore,
     train_ids: NDArray[np.int64] | None,
-    num_ranks: int,
+    rank: Rank,
     device: Device | None,
-) -> tuple[RunPlan, MemoryDecision]:
+) -> tuple[RunPlan, Spread, MemoryDecision]:
     """The plan under the token budget that the memory allows; which samples a step holds does not depend on it."""
     whole_steps = make_plan(
         store.lengths,
@@ -106,12 +110,15 @@ def _fitting_plan(
         config.batch,
         micro_batch_tokens=int(store.lengths.max()) * config.batch.samples_per_step,
         seed=config.seed,
-        num_ranks=num_ranks,
+        num_ranks=rank.world,
         cost=cost_model(config, shape, "none"),
         sample_ids=train_ids,
     )
-    memory = choose(config, shape, TokenStatistics.of(whole_steps), device)
-    return whole_steps.laid_out(memory.micro_batch_tokens, cost_model(config, shape, memory.recompute)), memory
+    tokens = TokenStatistics.of(whole_steps)
+    spread = choose_spread(config, shape, tokens, device, num_ranks=rank.world, num_nodes=rank.num_nodes)
+    memory = choose(config, shape, tokens, device, spread)
+    cost = cost_model(config, shape, memory.recompute)
+    return whole_steps.laid_out(memory.micro_batch_tokens, cost, lockstep=spread.lockstep), spread, memory
 
 
 def cost_model(config: Config, shape: ModelShape, recompute: Recompute) -> CostModel:

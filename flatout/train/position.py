@@ -6,12 +6,13 @@ from flatout.config.read import make_config
 from flatout.config.schema import Config
 from flatout.errors import CheckpointError
 from flatout.track.record import Tracker
-from flatout.train.checkpoint import Checkpoints, Snapshot
+from flatout.train.checkpoint import Checkpoints
 from flatout.train.planning import Planned
 from flatout.train.resume import config_changes, is_complete, refuse_changes, refuse_other_data
+from flatout.train.stored import Stored
 
 
-def find_checkpoint(config: Config, planned: Planned, checkpoints: Checkpoints, tracker: Tracker) -> Snapshot | None:
+def find_checkpoint(config: Config, planned: Planned, checkpoints: Checkpoints, tracker: Tracker) -> Stored | None:
     """The snapshot to go on from; None to start at step 0.
 
     Raises CheckpointError when none of the folder's checkpoints is valid, or when settings or data that change the

@@ -2,57 +2,72 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Literal, cast
+
 import torch
 from transformers import PreTrainedModel
 
 from flatout.config.schema import Config, Recompute
 from flatout.errors import CheckpointError
 from flatout.models.blocks import decoder_layers
-from flatout.models.compile import compile_layers, start_compiler
+from flatout.models.compile import compile_layers, mark_layers, start_compiler
 from flatout.models.export import load_adapter
 from flatout.models.fp8_training import use_fp8_products
+from flatout.models.head import PackedLoss
 from flatout.models.joined import JoinedLayers, join_layers
-from flatout.models.load import LoadedModel, load_model
+from flatout.models.load import LoadedModel, load_model, weight_dtype_of
 from flatout.models.lora import add_lora, freeze, trainable_parameters
 from flatout.models.recompute import HostEmbedding, apply_recompute, compiling_with
 from flatout.models.selftest import check_packing
+from flatout.models.shard_load import WaitingWeights
 from flatout.parallel.connect import choose_device, connect
 from flatout.parallel.rank import Rank, ask_for_deterministic_cublas, keep_compiled_kernels
+from flatout.parallel.shards import is_sharded, local_box, whole_shape
+from flatout.parallel.strategy import KeepsState, Strategy
+from flatout.parallel.watch import Watch
+from flatout.plan.shape import num_params
+from flatout.plan.spread import CUTS_WEIGHTS, Spread
 from flatout.track.record import Tracker
-from flatout.train.checkpoint import Checkpoints, Snapshot
+from flatout.train.busy import BusyClock
+from flatout.train.checkpoint import Checkpoints
 from flatout.train.feed import Feed
 from flatout.train.graphs import reason_against, record_graphs
-from flatout.train.optim import load_optimizer_state, make_optimizer
+from flatout.train.optim import load_optimizer_state, make_optimizer, state_bytes
 from flatout.train.planning import Planned, tokenizer_name
 from flatout.train.rng import load_rng_state
+from flatout.train.saver import Saver, available_host_bytes, choose_saver
 from flatout.train.state import Progress, Run
+from flatout.train.stored import Stored
 
 
 def set_up(
-    config: Config, planned: Planned, checkpoints: Checkpoints, snapshot: Snapshot | None, tracker: Tracker, rank: Rank
+    config: Config,
+    planned: Planned,
+    checkpoints: Checkpoints,
+    snapshot: Stored | None,
+    tracker: Tracker,
+    rank: Rank,
+    watch: Watch | None = None,
 ) -> Run:
     """Model, adapter, self-test, strategy, optimizer, resume position. Raises a FlatoutError naming what is wrong."""
-    device = choose_device(config.device, rank)
+    watch = watch or Watch(config.faults, tracker.event)
+    device = choose_device(config.wanted_device, rank)
     make_deterministic(config, device)
-    compiler = None
-    if device.type == "cuda" and config.compile == "auto":
-        tracker.stage("compile", f"kernels are kept in {keep_compiled_kernels()}")
-        compiler = start_compiler(device)
-    loaded = prepare_model(config, device, tracker)
-    joined = join_adapters(loaded.model, config, tracker)
+    compiler_ready = warm_compiler(config, device, tracker)
+    loaded = prepare_model(config, device, tracker, in_parts=loads_in_parts(config, planned, device))
+    joined = join_adapters(loaded.model, config, planned.spread, tracker)
     no_graphs = reason_against(config, planned, device)
-    coarse = no_graphs is None
-    feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, coarse=coarse)
-    if compiler is not None:
-        compiler.join()
-    compiled = compile_with_recompute(loaded, config, planned.memory.recompute, feed.num_borders)
+    feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, coarse=no_graphs is None)
+    compiler_ready()
+    compile_mode = config.compile if planned.spread.compiles else "off"
+    compiled = compile_with_recompute(loaded, config, planned.memory.recompute, feed.num_borders, compile_mode)
     tracker.stage("compile", compiled)
-    strategy = connect(rank, device)
-    strategy.prepare(loaded.model, decoder_layers(loaded.model))
-    tracker.stage("strategy", f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}")
+    loss = PackedLoss(loaded.model, tile_rows=planned.memory.head_tile_rows)
+    strategy, loss, optimizer = spread_state(loss, loaded, config, planned.spread, rank, device, tracker)
     named = trainable_parameters(loaded.model)
-    optimizer = make_optimizer(named, config.optim, seed=config.seed, flat=config.method == "lora")
-    num_trained = sum(parameter.numel() for parameter in named.values())
+    num_trained = sum(torch.Size(whole_shape(parameter)).numel() for parameter in named.values())
     tracker.stage("optimizer", f"{config.optim.name} over {num_trained:,} parameters, {config.schedule.kind} schedule")
     run = Run(
         config=config,
@@ -64,6 +79,7 @@ def set_up(
         eval_plan=planned.eval_plan,
         eval_feed=eval_feed(planned, device),
         model=loaded.model,
+        loss=loss,
         dtype=loaded.dtype,
         autocast=loaded.autocast,
         tokenizer_name=tokenizer_name(config),
@@ -72,34 +88,109 @@ def set_up(
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=loaded.dtype == torch.float16),
         checkpoints=checkpoints,
+        saver=saver_of(config, checkpoints, tracker, device, named),
         fingerprints=planned.fingerprints,
         memory=planned.memory,
         joined=joined,
+        watch=watch,
+        busy=BusyClock(device),
     )
     if snapshot is not None:
         restore(run, snapshot)
     run.model.train()
-    if no_graphs is None and compiled.startswith("off"):
-        no_graphs = "layers are not compiled"
+    no_graphs = no_graphs or ("layers are not compiled" if compiled.startswith("off") else None)
     tracker.stage("graphs", f"off: {no_graphs}" if no_graphs else record_graphs(run))
     return run
 
 
-def join_adapters(model: PreTrainedModel, config: Config, tracker: Tracker) -> JoinedLayers:
-    """LoRA layers of one input as one product; nothing for full fine-tuning."""
+def warm_compiler(config: Config, device: torch.device, tracker: Tracker) -> Callable[[], None]:
+    """Start the compiler, with its kernels in the cache folder, where layers are compiled; what to wait for it with."""
+    if device.type != "cuda" or config.compile == "off":
+        return lambda: None
+    tracker.stage("compile", f"kernels are kept in {keep_compiled_kernels()}")
+    return start_compiler(device).join
+
+
+def saver_of(
+    config: Config,
+    checkpoints: Checkpoints,
+    tracker: Tracker,
+    device: torch.device,
+    named: Mapping[str, torch.nn.Parameter],
+) -> Saver:
+    """How this run saves; replicas other than the first have nothing to copy."""
+    writes = checkpoints.messages.rank.is_first or any(map(is_sharded, named.values()))
+    return choose_saver(
+        config.checkpoint.asynchronous,
+        checkpoints,
+        tracker,
+        device=device,
+        num_bytes=state_bytes(named, config.optim) if writes else 0,
+        available_bytes=available_host_bytes(),
+    )
+
+
+def spread_state(
+    loss: PackedLoss,
+    loaded: LoadedModel,
+    config: Config,
+    spread: Spread,
+    rank: Rank,
+    device: torch.device,
+    tracker: Tracker,
+) -> tuple[Strategy, PackedLoss, torch.optim.Optimizer]:
+    """Join the other ranks, give each its part of the state, in place, and make the optimizer over it."""
+    strategy = connect(
+        rank,
+        device,
+        config,
+        strategy=spread.strategy,
+        num_replicas=spread.num_replicas,
+        frees_weights=spread.frees_weights,
+        compute=loaded.dtype if loaded.autocast else None,
+        dtype=loaded.dtype,
+    )
+
+    def optimizer_of_parts() -> torch.optim.Optimizer:
+        if loaded.waiting is not None:
+            loaded.waiting.load(local_box, offload=spread.offload)
+            tracker.stage("model", "each rank read its part of the weights")
+        flat = config.method == "lora" and not spread.lockstep
+        return make_optimizer(trainable_parameters(loaded.model), config.optim, seed=config.seed, flat=flat)
+
+    forward, optimizer = strategy.prepare(loss, decoder_layers(loaded.model), optimizer_of_parts)
+    line = f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}"
+    if spread.lockstep and config.base.storage != "model":
+        cut = f"cut into {spread.num_shards} parts and gathered layer by layer"
+        line += f"; {config.base.storage} weights are {cut if spread.frees_weights else 'whole on every rank'}"
+    tracker.stage("strategy", line)
+    # a wrapper is called and answers as the loss itself
+    return strategy, cast(PackedLoss, forward), optimizer
+
+
+def join_adapters(model: PreTrainedModel, config: Config, spread: Spread, tracker: Tracker) -> JoinedLayers:
+    """LoRA layers of one input as one product; nothing for full fine-tuning and for weights that are cut."""
     if config.method == "full":
+        return JoinedLayers([])
+    if spread.lockstep:
+        tracker.stage("joined", f"off: {spread.strategy} cuts each layer's weights for itself")
         return JoinedLayers([])
     joined = join_layers(model, fp8=config.base.computes_in_fp8)
     tracker.stage("joined", joined.report)
     return joined
 
 
-def compile_with_recompute(loaded: LoadedModel, config: Config, recompute: Recompute, num_borders: int | None) -> str:
+def compile_with_recompute(
+    loaded: LoadedModel, config: Config, recompute: Recompute, num_borders: int | None, mode: Literal["auto", "off"]
+) -> str:
     """Compile the layers at this level; where nothing is compiled, lean and partial become layers, as the line says."""
     apply_recompute(loaded.model, recompute)
     with compiling_with(recompute):
         fp8 = config.base.computes_in_fp8 or config.full.compute == "fp8"
-        line = compile_layers(loaded, config.compile, num_borders=num_borders, fp8=fp8)
+        with loaded.present():
+            line = compile_layers(loaded, mode, num_borders=num_borders, fp8=fp8)
+        if loaded.waiting is not None and not line.startswith("off"):
+            mark_layers(decoder_layers(loaded.model))
     if isinstance(loaded.model.get_input_embeddings(), HostEmbedding):
         line += "; the embedding waits on the host"
     if recompute in ("lean", "partial") and line.startswith("off"):
@@ -124,14 +215,61 @@ def make_deterministic(config: Config, device: torch.device) -> None:
     torch.use_deterministic_algorithms(on_gpu)
 
 
-def prepare_model(config: Config, device: torch.device, tracker: Tracker) -> LoadedModel:
-    """Load the model, put adapters in or freeze what is asked, and prove that packing is exact on it."""
+def loads_in_parts(config: Config, planned: Planned, device: torch.device) -> bool:
+    """Whether a GPU is given only its rank's part of the weights: where they are cut and might not fit on it whole.
+
+    Quantised weights that are cut always wait in host memory, layer by layer. Float8 and DoRA layers are made from
+    whole ones on the GPU, and random weights that are not quantised are drawn whole.
+    """
+    if planned.spread.strategy not in CUTS_WEIGHTS or planned.memory.recompute == "offload":
+        return False
+    if config.method == "lora" and config.base.storage != "model":
+        return not config.lora.dora
+    if config.model.init != "pretrained" or config.full.compute != "model":
+        return False
+    bytes_each = 4 if config.method == "full" and config.full.weights == "fp32" else 2
+    return (
+        device.type != "cuda"
+        or 2 * bytes_each * num_params(planned.shape) > torch.cuda.get_device_properties(device).total_memory
+    )
+
+
+def prepare_model(config: Config, device: torch.device, tracker: Tracker, *, in_parts: bool = False) -> LoadedModel:
+    """Load the model, put adapters in or freeze what is asked, and prove that packing is exact on it.
+
+    `in_parts` leaves its weights in their files and proves it on the first layers.
+    """
     loaded = load_model(
-        config.model, method=config.method, device=device, seed=config.seed, full=config.full, base=config.base
+        config.model,
+        method=config.method,
+        device=device,
+        seed=config.seed,
+        full=config.full,
+        base=config.base,
+        on_host=in_parts,
     )
     for line in loaded.report:
         tracker.stage("model", line)
+    if in_parts:
+        return _leave_in_files(loaded, config, device, tracker)
     tracker.stage("self-test", check_packing(loaded))
+    return _put_trained_parts_in(loaded, config, tracker)
+
+
+def _leave_in_files(loaded: LoadedModel, config: Config, device: torch.device, tracker: Tracker) -> LoadedModel:
+    dtype = weight_dtype_of(config.method, config.full, loaded.dtype)
+    if config.method == "lora" and loaded.model.dtype != dtype:
+        # adapters are made in what follows from the base's precision
+        loaded.model.to(dtype)
+    _put_trained_parts_in(loaded, config, tracker)
+    loaded = dataclasses.replace(loaded, waiting=WaitingWeights(loaded.model, device=device, dtype=dtype))
+    with loaded.present():
+        shown = len(decoder_layers(loaded.model))
+        tracker.stage("self-test", f"first {shown} layers: {check_packing(loaded)}")
+    return loaded
+
+
+def _put_trained_parts_in(loaded: LoadedModel, config: Config, tracker: Tracker) -> LoadedModel:
     if config.method == "full":
         if config.freeze:
             tracker.stage("freeze", freeze(loaded.model, config.freeze))
@@ -146,7 +284,7 @@ def prepare_model(config: Config, device: torch.device, tracker: Tracker) -> Loa
     return loaded
 
 
-def restore(run: Run, snapshot: Snapshot) -> None:
+def restore(run: Run, snapshot: Stored) -> None:
     """Put a snapshot's whole state into the run. Raises CheckpointError when it belongs to other parameters."""
     restore_weights(run, snapshot)
     run.progress = Progress(**snapshot.facts["progress"])
@@ -159,7 +297,7 @@ def restore(run: Run, snapshot: Snapshot) -> None:
     run.scaler.load_state_dict(snapshot.facts["scaler"])
 
 
-def restore_weights(run: Run, snapshot: Snapshot) -> None:
+def restore_weights(run: Run, snapshot: Stored) -> None:
     """Put a snapshot's weights into the model. Raises CheckpointError when names or shapes differ."""
     weights = snapshot.tensors["model"]
     if odd := sorted(set(weights) ^ set(run.named_parameters)):
@@ -168,9 +306,12 @@ def restore_weights(run: Run, snapshot: Snapshot) -> None:
             f"({len(odd)} differ); use the settings it was made with, or another run_dir"
         )
     for name, parameter in run.named_parameters.items():
-        if weights[name].shape != parameter.shape:
+        if weights.shape(name) != (shape := whole_shape(parameter)):
             raise CheckpointError(
-                f"{name} has shape {tuple(weights[name].shape)} in the checkpoint of step {snapshot.step}, "
-                f"{tuple(parameter.shape)} in this run; use the settings it was made with, or another run_dir"
+                f"{name} has shape {weights.shape(name)} in the checkpoint of step {snapshot.step}, "
+                f"{shape} in this run; use the settings it was made with, or another run_dir"
             )
-        parameter.data.copy_(weights[name])
+        if isinstance(run.optimizer, KeepsState):
+            run.optimizer.set_weight(parameter, weights[name])
+        else:
+            weights.copy_into(name, parameter)

@@ -12,17 +12,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flatout.config.schema import Config
-from flatout.models.graphs import GraphedDecoder
+from flatout.models.head import PackedLoss
 from flatout.models.joined import JoinedLayers
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategy import Strategy
+from flatout.parallel.watch import Watch
 from flatout.plan.budget import MemoryDecision
 from flatout.plan.steps import RunPlan
 from flatout.plan.types import StepPlan
 from flatout.track.record import Tracker
+from flatout.train.busy import BusyClock
 from flatout.train.checkpoint import Checkpoints
 from flatout.train.feed import Feed
 from flatout.train.guards import StopRequest
+from flatout.train.saver import Saver
 
 
 @dataclass(slots=True)
@@ -71,6 +74,7 @@ class Run:
     eval_plan: StepPlan | None
     eval_feed: Feed | None
     model: PreTrainedModel
+    loss: PackedLoss
     dtype: torch.dtype
     autocast: bool
     tokenizer_name: str
@@ -79,11 +83,12 @@ class Run:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     checkpoints: Checkpoints
+    saver: Saver
     fingerprints: Mapping[str, Any]
     memory: MemoryDecision
     joined: JoinedLayers
-    # gives hidden states by recorded graphs; None: as the model runs by itself
-    decoder: GraphedDecoder | None = None
+    watch: Watch
+    busy: BusyClock
     # what running out of memory taught: no micro-batch of this rank is larger from then on
     cap_tokens: int | None = None
     # updates launched whose figures the host has not read

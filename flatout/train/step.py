@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from flatout.models.head import packed_loss
+from flatout.parallel.strategy import local_grads
 from flatout.plan.types import MicroBatch, StepPlan
 from flatout.train.ahead import can_hold_back, hold_back, let_go, read_later
 from flatout.train.guards import require_finite
@@ -26,6 +26,7 @@ from flatout.train.state import Run
 class StepOutcome:
     """What one step did. `grad_norm` is the global L2 norm before clipping; `skipped` names why nothing was updated.
 
+    `busy_s` are each rank's seconds in the passes of the newest step that its device had done; empty for one rank.
     `ended` is where the step ends in the device's work, for a step that the host did not wait for.
     """
 
@@ -34,6 +35,7 @@ class StepOutcome:
     grad_norm: float
     lr: float
     skipped: str | None = None
+    busy_s: tuple[float, ...] = field(default=(), compare=False)
     ended: torch.cuda.Event | None = field(default=None, compare=False)
 
 
@@ -60,20 +62,35 @@ def launch_step(run: Run, step: StepPlan) -> Pending:
     run.optimizer.zero_grad(set_to_none=True)
     if step.num_label_tokens == 0:
         return lambda: NOTHING_TO_LEARN
+    run.busy.start()
     loss_sum, num_correct = accumulate_gradients(run, step)
-    stop = torch.full_like(loss_sum, float(run.stop.requested))
-    totals = run.strategy.sum_values(torch.stack([loss_sum, num_correct, stop]))
+    run.busy.stop()
+    run.watch.at("sum")
+    # first, since ranks may have started these sums in their backward passes
+    run.strategy.sum_gradients(run.parameters)
+    totals = run.strategy.sum_values(_figures(run, loss_sum, num_correct))
     if can_hold_back(run.optimizer) and not run.scaler.is_enabled():
         return _update_ahead(run, step, totals)
     done = _update_after_reading(run, step, totals)
     return lambda: done
 
 
+def _figures(run: Run, loss_sum: Tensor, num_correct: Tensor) -> Tensor:
+    """What ranks add up in a step: loss, correct tokens, requests to stop, and each rank's busy seconds in its place.
+
+    Filled in on the device: the host does not wait.
+    """
+    stop = torch.full_like(loss_sum, float(run.stop.requested))
+    busy = torch.zeros(run.rank.world if run.rank.world > 1 else 0, dtype=loss_sum.dtype, device=loss_sum.device)
+    busy[run.rank.index : run.rank.index + 1] = run.busy.seconds()
+    return torch.cat([torch.stack([loss_sum, num_correct, stop]), busy])
+
+
 def accumulate_gradients(run: Run, step: StepPlan) -> tuple[Tensor, Tensor]:
     """Forward and backward of this rank's micro-batches: summed loss and number of correct label tokens, 0-d fp64.
 
     When memory runs out, gradients are dropped and the same samples are taken again in smaller micro-batches, with the
-    same divisor. Raises ResourceError when they cannot become smaller.
+    same divisor. Raises ResourceError when they cannot become smaller, or other ranks could not follow.
     """
     while True:
         micro_batches = within_cap(run, step)
@@ -92,17 +109,17 @@ def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]
     index = 0
     try:
         for index, batch in enumerate(run.feed.batches(micro_batches)):
-            if run.stop.requested:
+            # in lockstep other ranks wait for every pass of this one
+            if run.stop.requested and not run.plan.layout.lockstep:
                 break
             seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
             with run.strategy.accumulate(last=index == len(micro_batches) - 1):
                 with autocast(run):
-                    tile_rows = run.memory.head_tile_rows
-                    sums = packed_loss(run.model, batch, decoder=run.decoder, tile_rows=tile_rows)
+                    batch_loss, batch_correct = run.loss(batch)
                 # the plan knew this divisor before step 0, so no rank has to ask the others
-                run.scaler.scale(sums.loss_sum / step.num_label_tokens).backward()
-            loss_sum += sums.loss_sum.detach()
-            num_correct += sums.num_correct
+                run.scaler.scale(batch_loss / step.num_label_tokens).backward()
+            loss_sum += batch_loss.detach()
+            num_correct += batch_correct
     except torch.OutOfMemoryError:
         return micro_batches[index]
     return loss_sum, num_correct
@@ -120,8 +137,8 @@ def evaluate(run: Run) -> tuple[float, float]:
     with torch.compiler.set_stance("force_eager"):
         for batch in run.eval_feed.batches(run.eval_plan.ranks[run.rank.index]):
             with autocast(run):
-                sums = packed_loss(run.model, batch)
-            totals += torch.stack([sums.loss_sum.double(), sums.num_correct.double()])
+                sums = run.loss(batch)
+            totals += torch.stack([value.double() for value in sums])
     run.model.train()
     loss_total, correct_total = run.strategy.sum_values(totals).tolist()
     return loss_total / run.eval_plan.num_label_tokens, correct_total / run.eval_plan.num_label_tokens
@@ -134,7 +151,7 @@ def autocast(run: Run) -> AbstractContextManager[object]:
 
 def _update_ahead(run: Run, step: StepPlan, totals: Tensor) -> Pending:
     """Update if the figures, known on the device only, are good."""
-    norm = _summed_norm(run)
+    norm = _norm(run)
     figures = torch.cat([totals, norm.to(totals.dtype)[None]])
     hold_back(run.optimizer, ~figures.isfinite().all() | (totals[2] > 0))
     lr = next_lr(run)
@@ -147,7 +164,7 @@ def _update_ahead(run: Run, step: StepPlan, totals: Tensor) -> Pending:
 
     def outcome() -> StepOutcome | None:
         run.num_in_flight -= 1
-        loss_total, correct_total, num_stopping, grad_norm = read()
+        loss_total, correct_total, num_stopping, *busy_s, grad_norm = read()
         if num_stopping:
             _leave_out(run)
             return None
@@ -158,19 +175,20 @@ def _update_ahead(run: Run, step: StepPlan, totals: Tensor) -> Pending:
             accumulate_gradients(run, step)
             run.strategy.sum_gradients(run.parameters)
             check_finite(run, step, loss, grad_norm)
-        return StepOutcome(loss, correct_total / step.num_label_tokens, grad_norm, lr, ended=ended)
+        accuracy = correct_total / step.num_label_tokens
+        return StepOutcome(loss, accuracy, grad_norm, lr, busy_s=tuple(busy_s), ended=ended)
 
     return outcome
 
 
 def _update_after_reading(run: Run, step: StepPlan, totals: Tensor) -> StepOutcome | None:
     """Update once the host knows that the figures are good."""
-    loss_total, correct_total, num_stopping = totals.tolist()
+    loss_total, correct_total, num_stopping, *busy_s = totals.tolist()
     if num_stopping:
         _leave_out(run)
         return None
     loss = loss_total / step.num_label_tokens
-    norm = _summed_norm(run)
+    norm = _norm(run)
     grad_norm = norm.item()
     overflow = run.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm)
     if not overflow:
@@ -183,18 +201,20 @@ def _update_after_reading(run: Run, step: StepPlan, totals: Tensor) -> StepOutco
         run.scaler.step(run.optimizer)
     run.scaler.update()
     skipped = "fp16 overflow" if overflow else None
-    return StepOutcome(loss, correct_total / step.num_label_tokens, 0.0 if overflow else grad_norm, lr, skipped)
+    accuracy = correct_total / step.num_label_tokens
+    return StepOutcome(loss, accuracy, 0.0 if overflow else grad_norm, lr, skipped, tuple(busy_s))
 
 
-def _summed_norm(run: Run) -> Tensor:
-    run.strategy.sum_gradients(run.parameters)
+def _norm(run: Run) -> Tensor:
     run.scaler.unscale_(run.optimizer)
     return run.strategy.grad_norm(run.parameters)
 
 
 def _clip(run: Run, norm: Tensor) -> None:
-    if run.config.optim.max_grad_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(run.parameters, run.config.optim.max_grad_norm, norm)
+    if run.config.optim.max_grad_norm is not None and (grads := local_grads(run.parameters)):
+        # as torch.nn.utils.clip_grads_with_norm_, on this rank's parts
+        factor = (run.config.optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(grads, factor.to(grads[0].device))
 
 
 def next_lr(run: Run) -> float:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 
 from flatout.errors import NumericError
-from flatout.models.head import packed_loss
 from flatout.plan.types import StepPlan
 from flatout.train.optim_backward import BackwardUpdate
 from flatout.train.rng import seed_micro_batch
@@ -45,12 +44,12 @@ def take_step_in_backward(update: BackwardUpdate, run: Run, step: StepPlan) -> S
     (batch,) = run.feed.batches(step.ranks[run.rank.index])
     seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=0)
     with autocast(run):
-        sums = packed_loss(run.model, batch, tile_rows=run.memory.head_tile_rows)
-    loss_sum, num_correct = torch.stack([sums.loss_sum.detach().double(), sums.num_correct.double()]).tolist()
+        batch_loss, batch_correct = run.loss(batch)
+    loss_sum, num_correct = torch.stack([batch_loss.detach().double(), batch_correct.double()]).tolist()
     check_finite(run, step, loss_sum, 0.0)
     lr = next_lr(run)
     update.start(lr)
-    (sums.loss_sum / step.num_label_tokens).backward()
+    (batch_loss / step.num_label_tokens).backward()
     grad_norm = update.grad_norm().item()
     if not math.isfinite(grad_norm):
         raise NumericError(

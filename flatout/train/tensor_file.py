@@ -34,6 +34,8 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+TENSOR_SUFFIX = ".safetensors"
 
 
 def encode_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[int, Iterator[memoryview]]:
@@ -80,7 +82,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises CheckpointError, naming the file, for anything that is not a whole and sound safetensors file.
     """
     try:
-        _bound_header(path)
+        bound_header(path)
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = dict(file.metadata() or {})
             # cloned: the reader maps the file, and a mapped tensor changes or faults when the file does
@@ -92,14 +94,15 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def read_metadata(path: Path) -> dict[str, str]:
     """Read only the metadata of a safetensors file. Raises CheckpointError, naming the file."""
     try:
-        _bound_header(path)
+        bound_header(path)
         with safe_open(path, framework="pt", device="cpu") as file:
             return dict(file.metadata() or {})
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
 
 
-def _bound_header(path: Path) -> None:
+def bound_header(path: Path) -> None:
+    """Raise CheckpointError for a header longer than its file or than 100 MB, before anything reads it."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(8)

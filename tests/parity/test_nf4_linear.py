@@ -33,7 +33,7 @@ def test_equals_a_dense_layer(num_rows, num_columns, bias, dtype, device):
         outcomes.append((output, *torch.autograd.grad(output, x, upstream)))
     for ours, theirs in zip(*outcomes, strict=True):
         assert torch.equal(ours, theirs)
-    assert not list(layer.parameters())
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
 
 
 def test_a_normal_weight_loses_a_tenth():

@@ -163,3 +163,28 @@ def test_streams_lose_nothing_and_ignore_ranks(windows, samples_per_step, seed):
     assert all(len(step.sample_ids) == samples_per_step for step in steps[:-1])
     others = plan_stream(windows, batch, micro_batch_tokens=BUDGET, seed=seed, num_ranks=4, cost=COST)
     assert [step.sample_ids for step in others] == [step.sample_ids for step in steps]
+
+
+@given(samples, batches, seeds, st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_in_lockstep_every_rank_takes_equally_many_micro_batches(data, batch, seed, num_ranks):
+    free = plan_of(data, batch, seed, num_ranks)
+    plan = free.laid_out(BUDGET, COST, lockstep=True)
+    assert plan.fingerprint == free.fingerprint
+    for step, without in zip(plan.steps(), free.steps(), strict=True):
+        counts = {len(rank) for rank in step.ranks}
+        # never more passes than the busiest rank needs
+        assert counts == {max(len(rank) for rank in without.ranks)}
+        real = [b for rank in step.ranks for b in rank if not b.is_filler]
+        fillers = [b for rank in step.ranks for b in rank if b.is_filler]
+        assert Counter(i for b in real for i in b.sample_ids) == Counter(without.sample_ids)
+        assert sum(b.num_label_tokens for b in real) == step.num_label_tokens == without.num_label_tokens
+        assert step.balance == without.balance
+        for filler in fillers:
+            (sample,) = filler.sample_ids
+            assert sample in step.sample_ids
+            assert filler.num_label_tokens == 0
+            assert filler.num_tokens == data[0][sample] == min(data[0][list(step.sample_ids)])
+    evaluated = make_eval_plan(*data, micro_batch_tokens=BUDGET, num_ranks=num_ranks, cost=COST, lockstep=True)
+    assert len({len(rank) for rank in evaluated.ranks}) == 1
+    assert sum(b.num_label_tokens for rank in evaluated.ranks for b in rank) == evaluated.num_label_tokens

@@ -7,7 +7,7 @@ import pytest
 
 from flatout.bench.inputs import MAX_ID, chat_lengths, chat_samples, digest, write_model, write_store
 from flatout.bench.measure import figures
-from flatout.bench.ours import load_s, stage_lines, step_ends
+from flatout.bench.ours import balance_of, load_s, stage_lines, step_ends
 from flatout.bench.protocol import Settings, in_turns, run_rows
 from flatout.bench.report import markdown, ratios, svg
 from flatout.bench.rows import OURS, Row, Target, choose, mode_of, read_parity, read_peers
@@ -228,3 +228,10 @@ def test_a_ratio_is_of_pairs_of_one_repeat():
     )
     for target in missed:
         assert "| missed |" in markdown(results, [target])
+
+
+def test_the_measured_balance_stands_beside_the_planned_one():
+    figures = ((0.99, 1.0, 2.0), (0.97, 3.0, 3.0))
+    steps = [dict(zip(("balance", "busy_min_s", "busy_max_s"), values, strict=True)) for values in figures]
+    assert balance_of(steps) == pytest.approx({"planned_balance": 0.98, "least_by_most_busy": 0.75, "busy_max_s": 2.5})
+    assert balance_of([{"balance": 1.0, "busy_min_s": None, "busy_max_s": None}]) == {}

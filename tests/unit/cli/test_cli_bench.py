@@ -25,7 +25,7 @@ def test_the_tiny_row_is_measured(capsys, tmp_path):
     assert main([*argv, "--parity", str(gate)]) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     (run,) = results["runs"]
-    assert run["digest"] == results["inputs"]["tiny"]["digest"]
+    assert run["digest"] == results["inputs"]["tiny, 32 samples a step"]["digest"]
     assert len(run["losses"]) == len(run["steps_s"]) == 4
     # random weights over 1,024 tokens: the loss is near ln 1024
     assert run["losses"][0] == pytest.approx(6.93, abs=0.1)

@@ -24,13 +24,20 @@ def test_errors_are_one_line_with_their_exit_code(capsys: pytest.CaptureFixture[
     assert "Traceback" not in error
 
 
+def test_a_device_map_for_training_names_the_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "run.yaml", "--device-map", "auto"]) == 2
+    assert "strategy=fsdp" in capsys.readouterr().err
+
+
 def test_an_unknown_verb_is_a_usage_error() -> None:
     with pytest.raises(SystemExit) as caught:
         main(["trian"])
     assert caught.value.code == 2
 
 
-@pytest.mark.parametrize("verb", ["bench", "demo", "init", "data", "plan", "train", "chat", "merge"])
+@pytest.mark.parametrize(
+    "verb", ["bench", "demo", "init", "data", "plan", "verify", "doctor", "launch", "train", "chat", "merge"]
+)
 def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([verb, "--help"])

@@ -39,6 +39,11 @@ def linear_names(model):
     return [name for name, module in model.named_modules() if module in inside]
 
 
+def bits(tensor):
+    """Codes may be a NaN's, which is equal to nothing."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
 def dequantised(model):
     """The dense model that the quantised one stands for."""
     for name in linear_names(model):
@@ -154,8 +159,8 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path, family):
         load_model(config, method="lora", device=CPU, seed=seed, base=base).model.state_dict() for seed in (5, 5, 6)
     )
     assert torch.equal(before, torch.get_rng_state())
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert any(not torch.equal(first[name], other[name]) for name in first if name.endswith("packed"))
+    assert all(torch.equal(bits(first[name]), bits(second[name])) for name in first)
+    assert any(not torch.equal(bits(first[name]), bits(other[name])) for name in first if name.endswith("packed"))
     dense = load_model(config, method="lora", device=CPU, seed=5).model.state_dict()
     # what is no draw must be what transformers starts with
     for name in set(dense) & set(first):

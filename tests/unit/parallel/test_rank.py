@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from flatout.errors import ResourceError, UsageError
-from flatout.parallel.connect import choose_device, connect
+from flatout.parallel.connect import choose_device
 from flatout.parallel.rank import Rank, keep_compiled_kernels
 from flatout.parallel.single import Single
 
@@ -30,9 +30,14 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
             choose_device("cuda", Rank())
 
 
+def test_nodes_are_counted_where_they_hold_equally_many_ranks() -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}
+    nodes = [Rank.from_env({**env, "LOCAL_WORLD_SIZE": size}).num_nodes for size in ("4", "8", "3", "0")]
+    assert nodes == [2, 1, 1, 1]
+
+
 def test_single_does_nothing_and_measures_the_norm() -> None:
-    strategy = connect(Rank(), torch.device("cpu"))
-    assert isinstance(strategy, Single)
+    strategy = Single(Rank())
     parameters = [nn.Parameter(torch.zeros(2, dtype=torch.float64)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
     strategy.sum_gradients(parameters)

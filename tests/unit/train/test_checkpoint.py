@@ -279,8 +279,8 @@ def rewrite(path: Path, **changes: Any) -> None:
 def test_a_newer_format_is_refused_not_passed_over(tmp_path: Path, events: Events) -> None:
     saves = checkpoints(tmp_path, events)
     saves.save(snapshot_of(1))
-    rewrite(saves.save(snapshot_of(2)), format_version=2)
-    with pytest.raises(NewerFormatError, match=r"step-2.*format 2, this one reads up to 1.*upgrade flatout"):
+    rewrite(saves.save(snapshot_of(2)), format_version=3)
+    with pytest.raises(NewerFormatError, match=r"step-2.*format 3, this one reads up to 2.*upgrade flatout"):
         checkpoints(tmp_path, events).newest()
 
 

@@ -26,7 +26,8 @@ def make_run(records: list[Any], stages: list[str], **changes: Any) -> Any:
     plan = SimpleNamespace(
         samples=samples, layout=layout, num_steps=2, epoch_after=lambda _: 1.0, naive_tokens=lambda _: 20
     )
-    tracker = SimpleNamespace(record=records.append, stage=lambda name, text: stages.append(text))
+    told = {"record": records.append, "stage": lambda name, text: stages.append(text), "event": lambda *told: None}
+    tracker = SimpleNamespace(**told)
     config = SimpleNamespace(
         log_every_steps=1, base=SimpleNamespace(computes_in_fp8=False), full=SimpleNamespace(compute="model")
     )

@@ -233,7 +233,7 @@ def test_the_event_is_written_in_the_run_folder(tiny: Any, tmp_path: Path, monke
             raise torch.OutOfMemoryError("planted")
         return packed_loss(model, batch, **options)
 
-    monkeypatch.setattr("flatout.train.step.packed_loss", fail_once)
+    monkeypatch.setattr("flatout.models.head.packed_loss", fail_once)
     result = train(config)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     told = [event for event in events if event["kind"] == "out_of_memory"]

@@ -1,0 +1,60 @@
+"""`flatout launch run.yaml --slurm | --kubernetes`: writes what to submit; submits nothing."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument("config", type=Path, help="the run's YAML file, at the path the cluster sees")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--slurm", action="store_true", help="an sbatch script")
+    where.add_argument("--kubernetes", action="store_true", help="a PyTorchJob, or with --train-job a TrainJob")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where it is written; without it, it is printed")
+    parser.add_argument("--name", help="the job's name (the run's)")
+    parser.add_argument("--nodes", type=int, default=1, help="how many nodes (1)")
+    parser.add_argument("--gpus-per-node", type=int, default=None, metavar="N", help="GPUs a node (as in gpus, or 1)")
+    parser.add_argument("--partition", help="Slurm's partition")
+    parser.add_argument("--account", help="Slurm's account")
+    parser.add_argument("--time", default="24:00:00", help="Slurm's time limit (24:00:00)")
+    parser.add_argument("--image", default="flatout:latest", help="Kubernetes: the container image")
+    parser.add_argument("--claim", default="work", help="Kubernetes: the volume claim with data and runs")
+    parser.add_argument("--mount", default="/work", help="Kubernetes: where the claim is mounted (/work)")
+    parser.add_argument("--train-job", action="store_true", help="Kubernetes: a TrainJob of the newer trainer")
+    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="as for flatout train")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write or print it; the configuration is checked first."""
+    from flatout.config.read import load_config
+    from flatout.errors import UsageError
+    from flatout.launch.kubernetes import PYTORCH_JOB, TRAIN_JOB, KubernetesJob, manifest
+    from flatout.launch.slurm import SlurmJob, sbatch_script
+
+    config = load_config(args.config, args.overrides)
+    gpus = args.gpus_per_node or len(config.gpus or [0])
+    if args.nodes < 1 or gpus < 1:
+        raise UsageError(f"--nodes {args.nodes} and --gpus-per-node {gpus} must be at least 1")
+    words = ["train", str(args.config), *args.overrides]
+    name = args.name or config.name
+    if args.slurm:
+        folder = Path.cwd()
+        job = SlurmJob(
+            name, args.nodes, gpus, words, folder, folder / config.folder, sys.executable,
+            max_restarts=config.faults.max_restarts, partition=args.partition, account=args.account, time=args.time,
+        )  # fmt: skip
+        text = sbatch_script(job)
+    else:
+        name = args.name or config.name.lower().replace("_", "-").replace(".", "-")
+        job_kind = TRAIN_JOB if args.train_job else PYTORCH_JOB
+        text = manifest(KubernetesJob(name, args.nodes, gpus, words, args.image, args.claim, args.mount, job_kind))
+    if args.out is None:
+        print(text, end="")
+        return 0
+    args.out.write_text(text, encoding="utf-8")
+    submit = "sbatch" if args.slurm else "kubectl apply -f"
+    print(f"{args.out} is written and nothing is submitted; read it, then: {submit} {args.out}")
+    return 0

@@ -1,0 +1,216 @@
+"""A user's DeepSpeed JSON beside our settings: they fill what it leaves open; what contradicts them is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flatout.config.schema import Config
+
+AUTO = "auto"
+DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 2}}
+
+# DeepSpeed's own ways for what flatout does, or for steps that are not the planned ones: dotted name -> what to do
+_REFUSED = {
+    "activation_checkpointing": "set recompute instead",
+    "autotuning": "leave it out; micro-batches are planned from memory",
+    "compression_training": "leave it out",
+    "curriculum_learning": "leave it out; the order of samples is batch.shuffle's",
+    "data_efficiency": "leave it out; the order of samples is batch.shuffle's",
+    "expert_parallel": "leave it out",
+    "pipeline": "leave it out",
+    "sequence_parallel_size": "leave it out",
+    "tensor_parallel": "leave it out",
+    "compile": "set compile instead",
+    "zero_optimization.zenflow": "leave it out; its updates come later than their step",
+}
+_OPTIMIZERS = {"adamw": ("adam", "adamw"), "sgd": ("sgd",)}
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """An entry that our settings decide: it is `sent`; the JSON may leave it out, or say auto or one of `same`."""
+
+    name: str
+    ours: str
+    sent: Any
+    same: tuple[Any, ...] = ()
+
+
+def stage_of(given: Mapping[str, Any] | None) -> int:
+    """The ZeRO stage of a JSON's content."""
+    stage = (DEFAULT if given is None else given).get("zero_optimization", DEFAULT["zero_optimization"])
+    return stage.get("stage", 0) if isinstance(stage, Mapping) else 0
+
+
+def offloads(given: Mapping[str, Any] | None) -> bool:
+    """Whether optimizer state waits outside of the GPU."""
+    zero = (given or {}).get("zero_optimization") or {}
+    return bool((zero.get("offload_optimizer") or {}).get("device", "none") != "none")
+
+
+def check(config: Config) -> None:
+    """Raise ValueError, naming each entry that contradicts a setting, before anything is read or loaded."""
+    if config.strategy != "deepspeed":
+        raise ValueError(f"deepspeed needs strategy: deepspeed; got {config.strategy}")
+    if config.sharding != type(config.sharding)():
+        raise ValueError("sharding is not for strategy: deepspeed; say it in the DeepSpeed JSON")
+    precision = config.model.precision
+    if precision == "fp64":
+        raise ValueError("strategy: deepspeed keeps fp32 weights; set model.precision: fp32 or bf16")
+    given = DEFAULT if config.deepspeed is None else config.deepspeed
+    if precision == "auto":
+        # what the device has is not known yet: the JSON's own word stands until then
+        is_bf16 = _get(given, "bf16.enabled") is True or _get(given, "torch_autocast.enabled")
+        precision = "bf16" if is_bf16 else "fp32"
+    fill(given, config, num_ranks=1, precision=precision)
+
+
+def fill(given: Mapping[str, Any] | None, config: Config, *, num_ranks: int, precision: str) -> dict[str, Any]:
+    """The content that DeepSpeed gets: every value of ours in it, `auto` elsewhere left to DeepSpeed's defaults.
+
+    `precision` is fp32 or bf16. Raises ValueError naming each entry that contradicts a setting, and both values.
+    """
+    given = DEFAULT if given is None else given
+    if found := list(_problems(given, config, num_ranks, precision)):
+        raise ValueError("; ".join(found))
+    filled = _without_auto(given)
+    for name in ("optimizer", "scheduler"):
+        filled.pop(name, None)
+    for entry in _owned(given, config, num_ranks, precision):
+        _put(filled, entry.name, entry.sent)
+    for name, value in (("log_level", "warning"), ("timers.throughput.enabled", False)):
+        if _get(filled, name) is None:
+            _put(filled, name, value)
+    filled.setdefault("zero_optimization", dict(DEFAULT["zero_optimization"]))
+    # sums over micro-batches: the JSON may choose a narrower dtype, DeepSpeed's own default is the weights'
+    if _get(filled, "data_types.grad_accum_dtype") is None:
+        _put(filled, "data_types.grad_accum_dtype", "fp32")
+    return filled
+
+
+def _owned(given: Mapping[str, Any], config: Config, num_ranks: int, precision: str) -> list[Owned]:
+    optim, cuts = config.optim, "batch.micro_batch_tokens"
+    clip = optim.max_grad_norm or 0.0
+    autocast = bool(_get(given, "torch_autocast.enabled"))
+    sent = "bf16" if config.comm.compress == "bf16" else "fp32"
+    sums = "the loss, divided by the step's label tokens,"
+    return [
+        # DeepSpeed only reports with these three; each rank's number of micro-batches differs from step to step
+        Owned("train_batch_size", "batch.samples_per_step", num_ranks, (config.batch.samples_per_step,)),
+        Owned("train_micro_batch_size_per_gpu", cuts, 1),
+        Owned("gradient_accumulation_steps", cuts, 1),
+        Owned("managed_gradient_accumulation", cuts, True, (True,)),
+        Owned("gradient_clipping", "optim.max_grad_norm", clip, (clip,)),
+        # averaged, over losses multiplied by the number of ranks: stage 3 has no sum
+        Owned("gradient_allreduce_op", sums, "mean", ("mean",)),
+        Owned("prescale_gradients", sums, False, (False,)),
+        Owned("gradient_predivide_factor", sums, 1.0, (1.0,)),
+        Owned("communication_data_type", "comm.compress", sent, (sent,)),
+        Owned("bf16.enabled", "model.precision", precision == "bf16" and not autocast, (precision == "bf16",)),
+        Owned("fp16.enabled", "model.precision", False, (False,)),
+        Owned("zero_allow_untested_optimizer", "optim.name", True, (True,)),
+        Owned("zero_force_ds_cpu_optimizer", "optim.name", False, (False,)),
+    ]
+
+
+def _problems(given: Mapping[str, Any], config: Config, num_ranks: int, precision: str) -> Iterator[str]:
+    stage = stage_of(given)
+    if stage not in (1, 2, 3):
+        yield f"zero_optimization.stage is {stage!r}; write 1, 2 or 3, or set strategy: ddp"
+    for name, remedy in _REFUSED.items():
+        if _get(given, name) not in (None, False, {}, 1):
+            yield f"{name} is not for flatout; {remedy}"
+    for entry in _owned(given, config, num_ranks, precision):
+        value = _get(given, entry.name)
+        if value not in (None, AUTO) and not entry.same:
+            yield f'{entry.name} is {value!r}, but {entry.ours} decides it; write "auto", or leave it out'
+        elif value not in (None, AUTO, *entry.same):
+            yield _contradiction(entry.name, value, entry.ours, _shown(entry, config, precision))
+    if _get(given, "torch_autocast.enabled"):
+        dtype = str(_get(given, "torch_autocast.dtype")).removeprefix("torch.")
+        if precision != "bf16" or dtype not in ("bfloat16", "bf16"):
+            yield _contradiction("torch_autocast.dtype", dtype, "model.precision", precision)
+    yield from _optimizer_problems(given.get("optimizer") or {}, config)
+    yield from _scheduler_problems(given.get("scheduler") or {}, config)
+
+
+def _optimizer_problems(section: Mapping[str, Any], config: Config) -> Iterator[str]:
+    optim = config.optim
+    kind = section.get("type", AUTO)
+    if kind != AUTO and str(kind).lower() not in _OPTIMIZERS.get(optim.name, ()):
+        yield _contradiction("optimizer.type", kind, "optim.name", optim.name)
+    betas = [optim.beta1, optim.beta2]
+    same = {
+        "lr": ("optim.lr", optim.lr),
+        "betas": ("optim.beta1 and beta2", betas),
+        "momentum": ("optim.beta1", optim.beta1),
+        "eps": ("optim.eps", optim.eps),
+        "weight_decay": ("optim.weight_decay", optim.weight_decay),
+        "adam_w_mode": ("optim.name: adamw", True),
+        "torch_adam": ("optim.name: adamw", True),
+    }
+    for name, value in (section.get("params") or {}).items():
+        ours, expected = same.get(name, ("flatout's optimizer", "without it"))
+        if value not in (AUTO, expected):
+            yield _contradiction(f"optimizer.params.{name}", value, ours, expected)
+
+
+def _scheduler_problems(section: Mapping[str, Any], config: Config) -> Iterator[str]:
+    kind, schedule = section.get("type", AUTO), config.schedule
+    if kind != AUTO and _SCHEDULES.get(kind) != schedule.kind:
+        yield _contradiction("scheduler.type", kind, "schedule.kind", schedule.kind)
+    same = {
+        "warmup_max_lr": ("optim.lr", config.optim.lr),
+        "warmup_min_lr": ("the warm-up's start", 0),
+        "warmup_num_steps": ("schedule.warmup_steps", schedule.warmup_steps),
+        "total_num_steps": ("batch.max_steps", config.batch.max_steps),
+        "warmup_type": ("the warm-up", "linear"),
+    }
+    for name, value in (section.get("params") or {}).items():
+        ours, expected = same.get(name, ("flatout's schedule", "without it"))
+        if value not in (AUTO, expected):
+            yield _contradiction(f"scheduler.params.{name}", value, ours, expected)
+
+
+def _contradiction(name: str, value: Any, ours: str, expected: Any) -> str:
+    return f'{name} is {value!r}, but {ours} is {expected!r}; write "auto", or leave it out'
+
+
+def _shown(entry: Owned, config: Config, precision: str) -> Any:
+    """Our setting as the user wrote it."""
+    shown = {
+        "optim.max_grad_norm": config.optim.max_grad_norm,
+        "batch.samples_per_step": config.batch.samples_per_step,
+        "comm.compress": config.comm.compress,
+        "model.precision": precision,
+        "optim.name": config.optim.name,
+    }
+    return shown.get(entry.ours, entry.sent)
+
+
+def _get(content: Mapping[str, Any], name: str) -> Any:
+    """The value at a dotted name; None without one."""
+    place: Any = content
+    for part in name.split("."):
+        place = place.get(part) if isinstance(place, Mapping) else None
+    return place
+
+
+def _put(content: dict[str, Any], name: str, value: Any) -> None:
+    *sections, last = name.split(".")
+    for section in sections:
+        content = content.setdefault(section, {})
+    content[last] = value
+
+
+def _without_auto(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which `auto` is left out, which gives DeepSpeed's default."""
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in content.items()
+        if value != AUTO
+    }

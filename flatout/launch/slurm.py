@@ -1,0 +1,81 @@
+"""An sbatch script for a run: to read, change and submit by hand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout.errors import UsageError
+
+PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmJob:
+    """What a job asks for. `time` is Slurm's, such as 12:00:00 or 2-00:00:00; `folder` is where it runs."""
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    words: Sequence[str]
+    folder: Path
+    log_dir: Path
+    python: str
+    partition: str | None = None
+    account: str | None = None
+    time: str = "24:00:00"
+    cpus_per_gpu: int = 8
+    max_restarts: int = 3
+
+
+def sbatch_script(job: SlurmJob) -> str:
+    """The script. One task a GPU; srun tells each its rank; a warning signal makes the run save before its time ends.
+
+    Raises UsageError for a name, a time or a path that #SBATCH lines cannot hold.
+    """
+    for option, text in (("--name", job.name), ("--partition", job.partition), ("--account", job.account)):
+        if text is not None and not PLAIN.fullmatch(text):
+            raise UsageError(f"{option} {text!r}: expected letters, digits, dot, _ and -")
+    if not TIME.fullmatch(job.time):
+        raise UsageError(f"--time {job.time!r}: expected Slurm's form, such as 12:00:00 or 2-00:00:00")
+    # #SBATCH lines are no shell: quotes do not help there
+    if re.search(r"[\s\"'\\%]", str(job.log_dir)):
+        raise UsageError(f"run_dir {job.log_dir}: Slurm's log path cannot hold spaces, quotes, % or backslashes")
+    options = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.gpus_per_node,
+        "gpus-per-node": job.gpus_per_node,
+        "cpus-per-task": job.cpus_per_gpu,
+        "time": job.time,
+        "partition": job.partition,
+        "account": job.account,
+        "output": f"{job.log_dir}/slurm-%j.log",
+        # five minutes before the end every rank is asked to stop; the run saves and exits 75
+        "signal": "TERM@300",
+    }
+    lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
+    run = shlex.join([job.python, "-m", "flatout", *job.words])
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            "#SBATCH --requeue",
+            "",
+            "set -u",
+            f"cd -- {shlex.quote(str(job.folder))}",
+            f"srun --kill-on-bad-exit=1 -- {run}",
+            "code=$?",
+            "# 75: stopped and saved; 7: a rank was lost; both go on from the newest checkpoint",
+            'if [ "$code" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+            f'if [ "$code" -eq 7 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ]; then',
+            '  scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+            'exit "$code"',
+            "",
+        ]
+    )

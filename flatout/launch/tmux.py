@@ -1,0 +1,72 @@
+"""A run in tmux: a session with a window for the run and one for each rank's log, as commands to run or to print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from flatout.errors import ResourceError, UsageError
+
+SESSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+# columns and lines while nobody is attached, equal for all, or the lines would wrap anew
+SIZE = ("-x", "200", "-y", "50")
+# a tmux server that runs already has an environment of its own; a command line is no place for secrets
+PASSED_ON = re.compile(r"(CUDA|NCCL|GLOO|OMP|TORCH|PYTHON|TRITON)[A-Z0-9_]*|(HF_HOME|HF_HUB_OFFLINE|PATH|VIRTUAL_ENV)")
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY")
+
+
+def commands(
+    name: str, run: Sequence[str], logs: Sequence[Path], folder: Path, env: Mapping[str, str]
+) -> list[list[str]]:
+    """tmux commands for session `name`: window `run` with the command, `NAME_gpu_N` following the N-th log.
+
+    Each GPU's window is also a session of its own name, so `tmux attach -t NAME_gpu_0` opens it. `folder` is where
+    the command runs. Raises UsageError for a name that tmux would change or read as a target.
+    """
+    if not SESSION.fullmatch(name):
+        raise UsageError(
+            f"--tmux {name!r}: a name is up to 64 letters, digits, _ and -, and begins with a letter or digit"
+        )
+    variables = [
+        word
+        for key, value in sorted(env.items())
+        if PASSED_ON.fullmatch(key) and not SECRET.search(key)
+        for word in ("-e", f"{key}={value}")
+    ]
+    start = ["tmux", "new-session", "-d", "-s", name, "-n", "run", "-c", str(folder), *SIZE]
+    # kept open after the end, so that its last lines can be read
+    keep = [";", "set-option", "-w", "-t", f"={name}:run", "remain-on-exit", "on"]
+    made = [[*start, *variables, "--", *(_escaped(word) for word in run), *keep]]
+    for number, log in enumerate(logs):
+        window = f"{name}_gpu_{number}"
+        follow = ["tail", "-n", "+1", "-F", _escaped(str(log))]
+        made.append(["tmux", "new-window", "-d", "-t", f"={name}:", "-n", window, "--", *follow])
+        made.append(["tmux", "new-session", "-d", "-t", f"={name}", "-s", window, *SIZE])
+        made.append(["tmux", "select-window", "-t", f"={window}:{window}"])
+    return made
+
+
+def shown(made: Sequence[Sequence[str]]) -> str:
+    """The commands as lines for a shell."""
+    return "\n".join(shlex.join(command) for command in made)
+
+
+def start(made: Sequence[Sequence[str]], name: str) -> None:
+    """Run the commands. Raises ResourceError without tmux, UsageError when the session exists already."""
+    if shutil.which("tmux") is None:
+        raise ResourceError("--tmux needs tmux, which is not installed here; install it, or leave --tmux out")
+    if subprocess.run(["tmux", "has-session", "-t", f"={name}"], capture_output=True, check=False).returncode == 0:
+        raise UsageError(f"tmux has a session {name} already; attach with `tmux attach -t {name}`, or choose a name")
+    for command in made:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ResourceError(f"{shlex.join(command[:2])} failed: {done.stderr.strip()}; nothing more was started")
+
+
+def _escaped(word: str) -> str:
+    """tmux reads a word that ends in ; as the end of its command."""
+    return f"{word[:-1]}\\;" if word.endswith(";") else word

@@ -1,0 +1,37 @@
+"""Starting `flatout train` and waiting for it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from flatout.config.read import dump_config
+
+DEADLINE_S = 120
+
+
+def launch(config: Any, folder: Path) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "run.yaml").write_text(dump_config(config))
+    command = [sys.executable, "-m", "flatout", "train", str(folder / "run.yaml")]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def settings(tiny: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "gpus": [0, 1],
+        "model": {"name": str(tiny.model_dir), "precision": "fp64"},
+        "batch": {"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 12},
+        **more,
+    }
+
+
+def wait_for_steps(run_dir: Path, num_steps: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        metrics = run_dir / "metrics.jsonl"
+        if metrics.exists() and metrics.read_text().count('"kind": "step"') >= num_steps:
+            return
+        time.sleep(0.02)
+    raise TimeoutError(f"{run_dir} made no {num_steps} steps in {DEADLINE_S} s")

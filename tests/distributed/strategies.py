@@ -1,0 +1,234 @@
+"""One worker for all strategies: every rank builds and steps each case in turn; the first rank compares with one
+process. Started by test_strategies.py (gloo, CPU) and test_strategies_gpu.py (NCCL)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.config.read import make_config
+from flatout.errors import NumericError
+from flatout.parallel.rank import Rank
+from flatout.parallel.shards import whole_tensors
+from flatout.parallel.strategy import KeepsState, local_part
+from flatout.plan.types import MicroBatch
+from flatout.track.record import Trackers
+from flatout.train.checkpoint import Checkpoints
+from flatout.train.planning import plan_run
+from flatout.train.setup import set_up
+from flatout.train.state import Run
+from flatout.train.step import evaluate, take_step
+
+
+def build(values: dict[str, Any], folder: Path, rank: Rank) -> Run:
+    """A Run by the public functions, without its loop and checkpoints."""
+    config = make_config({**values, "run_dir": str(folder)})
+    tracker = Trackers()
+    planned = plan_run(config, tracker, rank)
+    checkpoints = Checkpoints(folder, keep=1, on_event=tracker.event)
+    return set_up(config, planned, checkpoints, None, tracker, rank)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on the CPU; every rank must call it."""
+    found = whole_tensors({"it": tensor}, keep=True)
+    return found["it"].cpu().clone()
+
+
+def weight_of(run: Run, parameter: Tensor) -> Tensor:
+    """The weight where it lies."""
+    return run.optimizer.weight(parameter) if isinstance(run.optimizer, KeepsState) else parameter
+
+
+def take(run: Run, num_steps: int) -> dict[str, Any]:
+    """Loss and norm of each step, gradients of the first, weights and evaluation after the last."""
+    losses, norms, grads = [], [], {}
+    for index, step in enumerate(run.plan.steps()):
+        if index == num_steps:
+            break
+        outcome = take_step(run, step)
+        assert outcome is not None
+        run.progress.advance(step, updated=True, num_naive_tokens=1)
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+        if index == 0:
+            named = run.named_parameters.items()
+            # after the clip, which scales all alike
+            grads = {name: whole(parameter.grad) for name, parameter in named if parameter.grad is not None}
+    return {
+        "loss": torch.tensor(losses, dtype=torch.float64),
+        "norm": torch.tensor(norms, dtype=torch.float64),
+        "grads": grads,
+        "weights": {name: whole(weight_of(run, parameter)) for name, parameter in run.named_parameters.items()},
+        "eval": torch.tensor(evaluate(run), dtype=torch.float64) if run.eval_plan is not None else torch.zeros(0),
+    }
+
+
+def take_masked(run: Run) -> dict[str, Any]:
+    """Loss and gradients of a step whose only label tokens are the first rank's; the others' passes carry no loss."""
+    first = run.plan.step(0)
+    lengths = run.plan.samples.lengths[run.plan.samples.places_of(first.sample_ids)].tolist()
+    (kept_length, kept), (other_length, other) = sorted(zip(lengths, first.sample_ids, strict=True))[-2:]
+    labelled = MicroBatch((kept,), kept_length, 1)
+    silent = MicroBatch((other,), other_length, 0, is_filler=True)
+    ranks = ((labelled,), *((silent,),) * (run.rank.world - 1))
+    outcome = take_step(run, replace(first, num_label_tokens=7, ranks=ranks))
+    assert outcome is not None
+    named = run.named_parameters.items()
+    return {
+        "loss": torch.tensor([outcome.loss], dtype=torch.float64),
+        "grads": {name: whole(parameter.grad) for name, parameter in named if parameter.grad is not None},
+    }
+
+
+def difference(got: Any, expected: Any, *, rms: bool) -> float:
+    """Largest difference, relative to the largest value, or `rms` both as root mean squares: AdamW divides a gradient
+    by its own size, so single weights show the rounding of gradients near 0. The worst tensor of a dict."""
+    if isinstance(expected, dict):
+        assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
+        return max((difference(got[name], expected[name], rms=rms) for name in expected), default=0.0)
+    if not expected.numel():
+        return 0.0
+    assert got.shape == expected.shape, (got.shape, expected.shape)
+    got, expected = got.double(), expected.double()
+    size = torch.linalg.vector_norm if rms else lambda tensor: tensor.abs().max()
+    error = float(size(got - expected)) / (float(size(expected)) or 1.0)
+    return error if error == error else float("inf")
+
+
+def take_stopped(run: Run) -> dict[str, Any]:
+    """Weights after a step during which the last rank alone was asked to stop: those of before, on all ranks."""
+    if run.rank.index == run.rank.world - 1:
+        run.stop.__enter__()
+        signal.raise_signal(signal.SIGTERM)
+        run.stop.__exit__(None, None, None)
+    outcome = take_step(run, run.plan.step(0))
+    # one process alone stops as well
+    assert outcome is None
+    return {"weights": {name: whole(parameter) for name, parameter in run.named_parameters.items()}}
+
+
+def take_poisoned(run: Run) -> dict[str, Any]:
+    """Weights after a step whose loss is not finite, the weight that made it so put back: no other one has moved."""
+    last = list(run.named_parameters.values())[-1]
+    kept = last.detach().clone()
+    local_part(last.data).fill_(float("nan"))
+    try:
+        take_step(run, run.plan.step(0))
+    except NumericError:
+        last.data.copy_(kept)
+        return {"weights": {name: whole(parameter) for name, parameter in run.named_parameters.items()}}
+    raise AssertionError("a loss of NaN was trained on")
+
+
+def measure(run: Run, case: dict[str, Any]) -> dict[str, Any]:
+    """What a case compares."""
+    others = {"masked": take_masked, "stopped": take_stopped, "poisoned": take_poisoned}
+    kind = case["kind"]
+    return others[kind](run) if kind in others else take(run, case["num_steps"])
+
+
+def held_share(run: Run) -> float:
+    """The share of the quantised bytes that this rank holds; 1.0 where nothing is quantised."""
+    stored = [parameter for parameter in run.model.parameters() if parameter.itemsize == 1]
+    num_bytes = sum(parameter.numel() for parameter in stored)
+    return sum(local_part(parameter).numel() for parameter in stored) / num_bytes if num_bytes else 1.0
+
+
+def main(spec_path: str) -> None:
+    spec = json.loads(Path(spec_path).read_text())
+    torch.set_num_threads(1)
+    rank = Rank.from_env()
+    report = []
+    for index, case in enumerate(spec["cases"]):
+        run = build(case["values"], Path(spec["folder"]) / f"case-{index}", rank)
+        got = measure(run, case)
+        run.feed.close()
+        if rank.is_first:
+            expected = torch.load(case["reference"], weights_only=True)
+            if isinstance(run.optimizer, KeepsState):
+                # it keeps the gradients to itself; the norm and the updates show them
+                expected["grads"] = {}
+            differences = {key: difference(got[key], expected[key], rms=key == "weights") for key in expected}
+            num_fillers = sum(b.is_filler for step in run.plan.steps() for micro in step.ranks for b in micro)
+            num_accumulated = max(len(micro) for step in run.plan.steps() for micro in step.ranks)
+            facts = {"num_fillers": num_fillers, "num_accumulated": num_accumulated, "held": held_share(run)}
+            report.append({"name": case["name"], **facts, **differences})
+    if rank.is_first:
+        Path(spec["report"]).write_text(json.dumps(report))
+    run.strategy.close()
+
+
+def reference(values: dict[str, Any], case: dict[str, Any], folder: Path, name: str) -> str:
+    """One process's figures for a case, in a file."""
+    run = build(values, folder / f"one-{name}", Rank())
+    path = folder / f"{name}.pt"
+    torch.save(measure(run, case), path)
+    run.feed.close()
+    return str(path)
+
+
+def run_cases(cases: list[dict[str, Any]], folder: Path, num_ranks: int, timeout_s: float) -> dict[str, dict[str, Any]]:
+    """Spawn the ranks once for all cases; the first rank's differences by the case's name."""
+    report = folder / "report.json"
+    spec = {"cases": cases, "folder": str(folder), "report": str(report)}
+    spawn(Path(__file__), spec, folder, num_ranks, timeout_s)
+    return {entry["name"]: entry for entry in json.loads(report.read_text())}
+
+
+def spawn(script: Path, spec: dict[str, Any], folder: Path, num_ranks: int, timeout_s: float) -> None:
+    """Run `script` as so many ranks with `spec` in a file; all must end well. Logs are `rank-N.log` in `folder`."""
+    spec_path = folder / "spec.json"
+    spec_path.write_text(json.dumps(spec))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(spec_path)],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=(folder / f"rank-{rank}.log").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        wait_for(processes, timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+    logs = "\n---\n".join((folder / f"rank-{rank}.log").read_text()[-4000:] for rank in range(num_ranks))
+    assert [process.wait() for process in processes] == [0] * num_ranks, logs
+
+
+def wait_for(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    """Until all ended, or one failed: the others would wait for it for ever."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes):
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"ranks still run after {timeout_s} s: {[process.poll() for process in processes]}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,66 @@
+"""Ranks that are killed or stopped in mid-run: named in time, started again, and the same weights at the end."""
+
+import json
+import os
+import signal
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import DEADLINE_S, launch, settings, wait_for_steps
+from safetensors.torch import load_file
+
+from flatout.launch.reports import RankReport
+
+HANG_S = 3.0
+
+
+def strike(run_dir: Path, attempt: int, rank: int, number: int) -> float:
+    """Send a rank of this attempt a signal once the run has gone on; seconds since 1970."""
+    metrics = run_dir / "metrics.jsonl"
+    folder = run_dir / "logs" / f"attempt-{attempt}"
+    deadline = time.monotonic() + DEADLINE_S
+    while len(RankReport.read_all(folder)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    before = metrics.read_text().count("\n") if metrics.exists() else 0
+    wait_for_steps(run_dir, before + 3)
+    os.kill(RankReport.read_all(folder)[rank].pid, number)
+    return time.time()
+
+
+@pytest.mark.slow
+def test_a_killed_and_a_stopped_rank(tiny: Any, tmp_path: Path) -> None:
+    """SIGKILL rank 0, which holds the watch; then SIGSTOP rank 1; the run ends by itself where one process ends."""
+    from flatout.train.run import train
+
+    made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 120})
+    made["checkpoint"] = {"every_steps": 5}
+    run_dir = tmp_path / "run"
+    process = launch(tiny.config(run_dir, **made, faults={"hang_s": HANG_S, "max_restarts": 2}), tmp_path)
+    strike(run_dir, 0, rank=0, number=signal.SIGKILL)
+    stopped_at = strike(run_dir, 1, rank=1, number=signal.SIGSTOP)
+    train(tiny.config(tmp_path / "alone", **{**made, "gpus": None}))
+    output = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 0, output
+    assert "restart 1 of 2" in output
+    (killed,) = (r for r in RankReport.read_all(run_dir / "logs" / "attempt-0") if r.exit_code == 7)
+    assert killed.lost_rank == 0
+    assert "died in step" in str(killed.error)
+    (stopped,) = (r for r in RankReport.read_all(run_dir / "logs" / "attempt-1") if r.exit_code == 7)
+    assert stopped.lost_rank == 1
+    assert "rank 1 on" in output
+    assert "has been silent for" in output
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    (lost,) = (event for event in events if event["kind"] == "peer_lost")
+    assert lost["rank"] == 1
+    # as last heard of, which may be a few short steps ago
+    assert lost["phase"] in ("start", "step", "sum", "save")
+    named_at = datetime.fromisoformat(lost["time"]).timestamp()
+    # generous for a loaded machine; hang_s itself is proved with a clock in test_heartbeat
+    assert named_at - stopped_at < HANG_S + 4
+    weights = [load_file(f / "checkpoints/step-120/model.safetensors") for f in (run_dir, tmp_path / "alone")]
+    for name, tensor in weights[1].items():
+        torch.testing.assert_close(weights[0][name], tensor, rtol=1e-6, atol=1e-9)

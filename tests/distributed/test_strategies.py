@@ -1,0 +1,189 @@
+"""Every strategy over 2 and 4 gloo ranks equals one process: loss, norm, every gradient, weights after 20 steps."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from strategies import reference, run_cases
+
+SHARDED = ("zero1", "zero2", "zero3")
+
+
+def values(tiny: Any, method: str, precision: str = "fp64", **sections: Any) -> dict[str, Any]:
+    """20 steps of 8 samples, every fourth of 1; clipping is active; the model's embeddings are tied."""
+    given: dict[str, Any] = {
+        "device": "cpu",
+        "seed": 7,
+        "method": method,
+        "model": {"name": str(tiny.model_dir), "precision": precision},
+        "data": {
+            "name": "few",
+            "root": str(tiny.root / "data"),
+            "sources": [{"path": str(tiny.chats)}],
+            "max_tokens": 250,
+            "num_samples": 28,
+        },
+        "batch": {"samples_per_step": 8, "micro_batch_tokens": 500, "max_steps": 20},
+        "optim": {"lr": 1e-3, "max_grad_norm": 0.1, "weight_decay": 0.1},
+        "checkpoint": {"every_steps": None},
+        "eval": {"fraction": 0.1},
+    }
+    if method == "lora":
+        given["lora"] = {"rank": 4, "alpha": 8}
+    for name, section in sections.items():
+        given[name] = {**given.get(name, {}), **section} if isinstance(section, dict) else section
+    return given
+
+
+class Cases:
+    """Cases with their references, each reference computed once."""
+
+    def __init__(self, tiny: Any, folder: Path) -> None:
+        self.tiny, self.folder = tiny, folder
+        self.cases: list[dict[str, Any]] = []
+        self.references: dict[str, str] = {}
+
+    def add(
+        self,
+        name: str,
+        num_steps: int,
+        given: dict[str, Any],
+        *,
+        like: dict[str, Any] | None = None,
+        kind: str = "steps",
+    ) -> None:
+        """A case beside one process of the same settings, or of those of `like`."""
+        alone = ("strategy", "sharding", "comm", "deepspeed")
+        truth = {key: value for key, value in (like or given).items() if key not in alone}
+        case = {"name": name, "kind": kind, "num_steps": num_steps, "values": given}
+        key = json.dumps([kind, num_steps, truth], sort_keys=True)
+        if key not in self.references:
+            self.references[key] = reference(truth, case, self.folder, str(len(self.references)))
+        self.cases.append({**case, "reference": self.references[key]})
+
+
+def add_quantised(cases: Cases, random: dict[str, str]) -> None:
+    for storage in ("nf4", "fp8"):
+        for strategy in ("ddp", "zero2", "zero3"):
+            given = values(cases.tiny, "lora", "fp32", strategy=strategy, base={"storage": storage})
+            cases.add(f"{storage} fp32 {strategy}", 2, given)
+        again = {**given, "recompute": "layers", "model": {**random, "precision": "fp32"}}
+        cases.add(f"{storage} fp32 zero3 random", 2, again)
+
+
+@pytest.fixture(scope="module")
+def untied(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny model with a head of its own."""
+    folder = tmp_path_factory.mktemp("untied") / "model"
+    shutil.copytree(tiny.model_dir, folder)
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**shape, "tie_word_embeddings": False}))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny: Any, untied: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    cases = Cases(tiny, tmp_path_factory.mktemp("two"))
+    for method in ("lora", "full"):
+        for strategy in ("ddp", *SHARDED):
+            given = values(tiny, method, strategy=strategy)
+            cases.add(f"fp64 {method} {strategy}", 20 if method == "full" or strategy == "zero3" else 4, given)
+        cases.add(f"fp64 {method} zero3 masked", 1, given, kind="masked")
+        cases.add(f"fp64 {method} ddp masked", 1, {**given, "strategy": "ddp"}, kind="masked")
+        for strategy in ("ddp", "zero3"):
+            for kind in ("stopped", "poisoned"):
+                cases.add(f"fp64 {method} {strategy} {kind}", 1, {**given, "strategy": strategy}, kind=kind)
+    for strategy in ("ddp", "zero3"):
+        cases.add(f"fp32 full {strategy}", 20, values(tiny, "full", "fp32", strategy=strategy))
+    for strategy in ("ddp", *SHARDED):
+        for tokens in (250, 5000):
+            given = values(tiny, "full", strategy=strategy, batch={"micro_batch_tokens": tokens})
+            cases.add(f"fp64 full {strategy} {tokens} tokens", 2, given, like=values(tiny, "full"))
+    offload = {"offload": True, "prefetch": 2, "reshard_after_forward": False}
+    cases.add("fp64 full zero3 offload", 2, values(tiny, "full", strategy="zero3", sharding=offload))
+    cases.add(
+        "fp64 lora zero2 freed", 2, values(tiny, "lora", strategy="zero2", sharding={"reshard_after_forward": True})
+    )
+    cases.add("fp64 full zero3 recompute", 2, values(tiny, "full", strategy="zero3", recompute="layers"))
+    random = {"name": untied, "init": "random"}
+    for strategy in ("ddp", "zero3"):
+        cases.add(f"fp64 full {strategy} untied", 2, values(tiny, "full", strategy=strategy, model=random))
+        dora = {"dora": True, "targets": ["q_proj", "down_proj"]}
+        cases.add(f"fp64 lora {strategy} dora", 2, values(tiny, "lora", strategy=strategy, lora=dora))
+        for method in ("lora", "full"):
+            sent = values(tiny, method, strategy=strategy, comm={"compress": "bf16"})
+            cases.add(f"bf16 sums {method} {strategy}", 1, sent)
+    add_quantised(cases, random)
+    return run_cases(cases.cases, cases.folder, 2, 200)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    cases = Cases(tiny, tmp_path_factory.mktemp("four"))
+    for method in ("lora", "full"):
+        for strategy in ("ddp", "zero1", "zero3", "hsdp"):
+            sharding = {"replicas": 2} if strategy == "hsdp" else {}
+            given = values(tiny, method, strategy=strategy, sharding=sharding)
+            cases.add(f"fp64 {method} {strategy}", 4, given)
+        cases.add(f"fp64 {method} {strategy} masked", 1, given, kind="masked")
+    quantised = {"base": {"storage": "nf4"}, "sharding": {"replicas": 2, "offload": True}}
+    cases.add("nf4 fp32 hsdp offload", 2, values(tiny, "lora", "fp32", strategy="hsdp", **quantised))
+    return run_cases(cases.cases, cases.folder, 4, 200)
+
+
+def assert_close(report: dict[str, dict[str, Any]], prefix: str, limits: dict[str, float]) -> None:
+    chosen = {name: entry for name, entry in report.items() if name.startswith(prefix)}
+    assert chosen
+    wrong = {
+        name: {key: entry[key] for key in limits if entry.get(key, 0.0) > limits[key]} for name, entry in chosen.items()
+    }
+    assert not {name: over for name, over in wrong.items() if over}
+
+
+EXACT = {"loss": 1e-10, "norm": 1e-10, "grads": 1e-10, "weights": 1e-10, "eval": 1e-10}
+
+
+def test_two_ranks_equal_one_in_fp64(two_ranks: dict[str, dict[str, Any]]) -> None:
+    assert_close(two_ranks, "fp64", EXACT)
+    # one sample on two ranks: strategies that gather in their passes took fillers, DDP none
+    assert two_ranks["fp64 full zero3"]["num_fillers"] > 0
+    assert two_ranks["fp64 full ddp"]["num_fillers"] == 0
+    counts = [
+        two_ranks[f"fp64 full zero3{tokens}"]["num_accumulated"] for tokens in (" 5000 tokens", "", " 250 tokens")
+    ]
+    assert counts == [1, 2, 4]
+
+
+def test_two_ranks_equal_one_in_fp32(two_ranks: dict[str, dict[str, Any]]) -> None:
+    assert_close(two_ranks, "fp32", {"loss": 1e-6, "norm": 1e-6, "grads": 1e-6, "weights": 1e-6, "eval": 1e-6})
+
+
+def test_a_quantised_base_is_cut_and_exact(two_ranks: dict[str, dict[str, Any]]) -> None:
+    # after two steps from zero, B is little more than the signs of its gradients
+    assert_close(two_ranks, "nf4", {"loss": 1e-6, "norm": 1e-6, "grads": 1e-6, "weights": 1e-4})
+    # a last bit of difference before quantising to float8 may move a value by a sixteenth
+    assert_close(two_ranks, "fp8", {"loss": 1e-6, "norm": 1e-5, "grads": 1e-5, "weights": 1e-3})
+    for storage in ("nf4", "fp8"):
+        whole, cut = (two_ranks[f"{storage} fp32 {strategy}"] for strategy in ("zero2", "zero3"))
+        assert (whole["held"], cut["held"]) == (1.0, 0.5)
+        assert two_ranks[f"{storage} fp32 zero3 random"]["held"] == 0.5
+        # where the bytes wait changes no bit
+        assert [whole[key] for key in EXACT] == [cut[key] for key in EXACT]
+
+
+def test_sums_sent_in_bf16_are_near(two_ranks: dict[str, dict[str, Any]]) -> None:
+    assert_close(two_ranks, "bf16 sums", {"loss": 1e-10, "norm": 1e-2, "grads": 1e-2})
+    # they were rounded indeed
+    assert all(entry["grads"] > 1e-6 for name, entry in two_ranks.items() if name.startswith("bf16 sums"))
+
+
+def test_four_ranks_equal_one(four_ranks: dict[str, dict[str, Any]]) -> None:
+    assert_close(four_ranks, "fp64", EXACT)
+    assert_close(four_ranks, "nf4", {"loss": 1e-6, "norm": 1e-6, "grads": 1e-6, "weights": 1e-4})
+    assert four_ranks["nf4 fp32 hsdp offload"]["held"] == 0.5

@@ -1,0 +1,62 @@
+"""Every strategy over 2 and 4 GPUs (NCCL) equals one GPU: `pytest -m gpu tests/distributed/test_strategies_gpu.py`."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from strategies import run_cases
+from test_strategies import Cases, assert_close, values
+
+pytestmark = pytest.mark.gpu
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+# sums in another order: fp32 kernels on a GPU round as often as the CPU's, bf16 products in every layer
+LIMITS = {
+    "fp32": {"loss": 1e-5, "norm": 1e-4, "grads": 1e-3, "weights": 1e-2, "eval": 1e-5},
+    "bf16": {"loss": 5e-3, "norm": 5e-2, "grads": 1e-1, "weights": 2e-1, "eval": 5e-3},
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gpus_equal_one(tiny: Any, tmp_path: Path, num_ranks: int) -> None:
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs")
+    cases = Cases(tiny, tmp_path)
+    gpu = {"device": "cuda", "compile": "off"}
+    for precision in LIMITS:
+        for method in ("lora", "full"):
+            for strategy in STRATEGIES:
+                if strategy == "hsdp" and num_ranks < 4:
+                    continue
+                sharding = {"replicas": 2} if strategy == "hsdp" else {}
+                given = values(tiny, method, precision, strategy=strategy, sharding=sharding, **gpu)
+                cases.add(f"{precision} {method} {strategy}", 20, given)
+            cases.add(
+                f"{precision} {method} {strategy} masked",
+                1,
+                {**given, "strategy": "zero3", "sharding": {}},
+                kind="masked",
+            )
+            for kind in ("stopped", "poisoned"):
+                cases.add(
+                    f"{precision} {method} zero3 {kind}", 1, {**given, "strategy": "zero3", "sharding": {}}, kind=kind
+                )
+        offload = {"offload": True, "prefetch": 2}
+        given = values(tiny, "full", precision, strategy="zero3", sharding=offload, **gpu)
+        cases.add(f"{precision} full zero3 offload", 4, given)
+    compiled = values(tiny, "full", "bf16", strategy="zero3", device="cuda")
+    cases.add("bf16 full zero3 compiled", 4, compiled, like={**compiled, "compile": "off"})
+    for compile_mode in ("off", "auto"):
+        four_bit = {"base": {"storage": "nf4"}, "device": "cuda", "compile": compile_mode}
+        given = values(tiny, "lora", "bf16", strategy="zero3", **four_bit)
+        cases.add(f"bf16 lora zero3 nf4 compile {compile_mode}", 4, given, like={**given, "compile": "off"})
+    report = run_cases(cases.cases, cases.folder, num_ranks, 600)
+    for entry in report.values():
+        print(entry)
+    assert report["bf16 lora zero3 nf4 compile auto"]["held"] == pytest.approx(1 / num_ranks, rel=0.1)
+    for precision, limits in LIMITS.items():
+        assert_close(report, precision, limits)

@@ -1,0 +1,86 @@
+"""Two nodes on one machine: network namespaces with addresses of their own, and a link that is cut in mid-run."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import DEADLINE_S, settings, wait_for_steps
+
+from flatout.config.read import dump_config
+from flatout.launch.reports import RankReport
+
+HANG_S = 4.0
+HOST = "10.213.77.1"
+TAG = f"fl{os.getpid() % 100_000}"
+NODES = (f"{TAG}a", f"{TAG}b")
+
+
+def ip(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[str, str]]:
+    made = [ip("netns", "add", name) for name in NODES]
+    try:
+        made.append(ip("link", "add", NODES[0], "type", "veth", "peer", "name", NODES[1]))
+        for number, name in enumerate(NODES):
+            made.append(ip("link", "set", name, "netns", name))
+            made.append(ip("-n", name, "addr", "add", f"10.213.77.{number + 1}/24", "dev", name))
+            made += [ip("-n", name, "link", "set", device, "up") for device in ("lo", name)]
+        failed = [done.stderr.strip() for done in made if done.returncode]
+        if failed:
+            pytest.skip(f"network namespaces are not permitted here: {failed[0]}")
+        yield NODES
+    finally:
+        for name in NODES:
+            ip("netns", "del", name)
+
+
+def start(config: Path, number: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "flatout", "train", str(config), "--nnodes=2", f"--node-rank={number}"]
+    return subprocess.Popen(
+        ["ip", "netns", "exec", NODES[number], *command, f"--rdzv={HOST}:29400"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="network namespaces need root")
+def test_a_node_is_cut_off(nodes: tuple[str, str], tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    made = settings(tiny, gpus=None, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 150})
+    faults = {"hang_s": HANG_S, "max_restarts": 0}
+    run_dir = tmp_path / "run"
+    config = tmp_path / "run.yaml"
+    config.write_text(dump_config(tiny.config(run_dir, **made, faults=faults, checkpoint={"every_steps": 10})))
+    running = [start(config, number) for number in range(2)]
+    wait_for_steps(run_dir, 12)
+    cut_at = time.time()
+    assert ip("-n", nodes[0], "link", "set", nodes[0], "down").returncode == 0
+    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in running]
+    assert [process.returncode for process in running] == [7, 7], outputs
+    lost = set()
+    for number in range(2):
+        (report,) = RankReport.read_all(run_dir / "logs" / f"node-{number}" / "attempt-0")
+        assert report.exit_code == 7
+        assert report.ended_at is not None
+        # each side is silent to the other; leaving takes two seconds more, a loaded machine longer
+        assert report.ended_at - cut_at < HANG_S + 6
+        assert "has been silent for" in str(report.error)
+        assert report.lost_rank != report.rank
+        lost.add(report.lost_rank)
+    assert lost == {0, 1}
+    # the link is back: the same two commands go on
+    assert ip("-n", nodes[0], "link", "set", nodes[0], "up").returncode == 0
+    running = [start(config, number) for number in range(2)]
+    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], outputs
+    assert any("resume     from step" in output for output in outputs)
+    assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, 151))

@@ -1,0 +1,80 @@
+"""`flatout verify` must see three bugs of this field in its own figures, each planted in a copy of the package."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bugs import BUGS, ROOT, Bug, plant
+
+from flatout.config.read import dump_config
+
+KNOWN = {bug.name: bug for bug in BUGS}
+# the self-test at start-up sees leaks as well; without it verify has to see them by itself
+NO_SELF_TEST = Bug(
+    "no self-test",
+    "models/selftest.py",
+    "    was_training = model.training\n",
+    '    return "not looked at"\n    was_training = model.training\n',
+    "",
+)
+SHARDS_AVERAGED = Bug(
+    "shards averaged",
+    "parallel/sharded.py",
+    "module.set_gradient_divide_factor(1.0)",
+    "module.set_gradient_divide_factor(2.0)",
+    "",
+)
+
+
+def verify_with(bugs: list[Bug], tiny: Any, folder: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    shutil.copytree(ROOT / "flatout", folder / "flatout", ignore=shutil.ignore_patterns("__pycache__"))
+    for bug in bugs:
+        plant(bug, folder)
+    config = tiny.config(folder / "run")
+    (folder / "run.yaml").write_text(dump_config(config))
+    command = [sys.executable, "-m", "flatout", "verify", str(folder / "run.yaml"), "--ranks", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert (folder / "run" / "verify.json").exists(), done.stderr
+    report = json.loads((folder / "run" / "verify.json").read_text())
+    return done.returncode, {row["case"]: row for row in report["rows"]}
+
+
+def failed(rows: dict[str, dict[str, Any]]) -> set[str]:
+    return {case for case, row in rows.items() if row["verdict"] == "FAIL"}
+
+
+def test_mean_of_means_is_seen_where_there_are_several_micro_batches(tiny: Any, tmp_path: Path) -> None:
+    code, rows = verify_with([KNOWN["mean of means"]], tiny, tmp_path)
+    assert code == 5
+    assert failed(rows) >= {"packed, 2 micro-batches", "each sample alone", "ddp", "fsdp"}
+    assert rows["packed"]["verdict"] == "ok"
+
+
+def test_a_missing_factor_of_the_world_size_is_seen_over_ranks_only(tiny: Any, tmp_path: Path) -> None:
+    code, rows = verify_with([KNOWN["ranks averaged"], SHARDS_AVERAGED], tiny, tmp_path)
+    assert code == 5
+    assert failed(rows) == {"ddp", "zero1", "zero2", "zero3", "fsdp"}
+    for case in failed(rows):
+        assert rows[case]["worst_difference"] == pytest.approx(0.5, rel=1e-3)
+        # the loss is right and so is the direction: only the size tells
+        assert rows[case]["loss_difference"] < 1e-6
+        assert rows[case]["cosine"] > 0.999999
+
+
+def test_an_all_ones_mask_while_packing_is_seen_wherever_samples_meet(tiny: Any, tmp_path: Path) -> None:
+    code, rows = verify_with([KNOWN["documents see each other"], NO_SELF_TEST], tiny, tmp_path)
+    assert code == 5
+    assert failed(rows) >= {"packed", "packed, 2 micro-batches", "ddp", "fsdp"}
+    assert rows["each sample alone"]["verdict"] == "ok"
+
+
+def test_a_failed_self_test_is_a_row_of_the_table(tiny: Any, tmp_path: Path) -> None:
+    code, rows = verify_with([KNOWN["documents see each other"]], tiny, tmp_path)
+    assert code == 5
+    assert "packed logits differ" in rows["packed"]["note"]

@@ -1,0 +1,103 @@
+"""What is written for clusters, read back by the shell and by a YAML reader."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flatout.cli.main import main
+from flatout.errors import UsageError
+from flatout.launch.kubernetes import TRAIN_JOB, KubernetesJob, manifest
+from flatout.launch.nodes import Nodes
+from flatout.launch.place import Start, decide
+from flatout.launch.slurm import SlurmJob, sbatch_script
+
+WORDS = ["train", "it's; $(touch x).yaml", "model.name=a b"]
+
+
+def slurm(**more: Any) -> SlurmJob:
+    values = {"name": "run", "nodes": 2, "gpus_per_node": 4, "words": WORDS, "python": "/venv/bin/python"}
+    return SlurmJob(**{**values, "folder": Path("/my work"), "log_dir": Path("/runs/a"), **more})
+
+
+def test_the_script_runs_exactly_the_words(tmp_path: Path) -> None:
+    folder = tmp_path / "my work"
+    folder.mkdir()
+    script = sbatch_script(slurm(folder=folder))
+    assert "#SBATCH --ntasks-per-node=4\n" in script
+    assert "#SBATCH --signal=TERM@300\n" in script
+    assert "partition" not in script
+    # a srun that tells its words, and a scontrol that tells it was called
+    for name, body in {"srun": 'printf "%s\\n" "$PWD" "$@"; exit 75', "scontrol": 'echo "scontrol $*"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, check=False)
+    run = ["--kill-on-bad-exit=1", "--", "/venv/bin/python", "-m", "flatout", *WORDS]
+    assert done.stdout.splitlines() == [str(folder), *run, "scontrol requeue 7"]
+    assert (done.returncode, done.stderr) == (75, "")
+    assert not (folder / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"name": "a b"}, {"partition": "p\n#SBATCH --uid=0"}, {"time": "1h"}, {"log_dir": Path("/a b")}]
+)
+def test_what_sbatch_lines_cannot_hold_is_refused(wrong: Any) -> None:
+    with pytest.raises(UsageError):
+        sbatch_script(slurm(**wrong))
+
+
+def test_a_pytorch_job() -> None:
+    body = yaml.safe_load(manifest(KubernetesJob("run", 3, 8, WORDS, "img:1", "claim")))
+    assert (body["kind"], body["spec"]["nprocPerNode"]) == ("PyTorchJob", "8")
+    replicas = body["spec"]["pytorchReplicaSpecs"]
+    assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 2)
+    container = replicas["Master"]["template"]["spec"]["containers"][0]
+    assert container["name"] == "pytorch"
+    assert container["command"] == ["python", "-m", "flatout", *WORDS]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+
+
+def test_a_train_job_and_what_its_pods_do() -> None:
+    body = yaml.safe_load(manifest(KubernetesJob("run", 2, 4, WORDS, "img:1", "claim", kind=TRAIN_JOB)))
+    trainer = body["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
+    env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "run-node-0-0.run"}
+    expected = Start("4", Nodes(2, 2, 0, "run-node-0-0.run:29400"))
+    assert decide(env, gpus=None, on_cpu=False, nodes=None) == expected
+
+
+@pytest.mark.parametrize("wrong", [{"name": "Run"}, {"claim": "a_b"}, {"image": "a b"}, {"mount": "work"}])
+def test_names_that_kubernetes_refuses(wrong: Any) -> None:
+    values = {"name": "run", "nodes": 1, "gpus_per_node": 1, "words": WORDS, "image": "i", "claim": "c"}
+    with pytest.raises(UsageError):
+        manifest(KubernetesJob(**{**values, **wrong}))
+
+
+def test_the_verb_writes_and_submits_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("name: My_run\nmodel: {name: x}\ngpus: [0, 1]\n")
+    out = tmp_path / "job.yaml"
+    assert main(["launch", str(config), "--kubernetes", "--out", str(out), "lora.rank=8"]) == 0
+    body = yaml.safe_load(out.read_text())
+    assert body["metadata"]["name"] == "my-run"
+    assert body["spec"]["nprocPerNode"] == "2"
+    assert "nothing is submitted" in capsys.readouterr().out
+    assert main(["launch", str(config), "--slurm", "--nodes", "2"]) == 0
+    assert "#SBATCH --nodes=2" in capsys.readouterr().out
+    assert main(["launch", str(config), "--slurm", "--name", "a b"]) == 2
+
+
+def test_train_in_tmux_dry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"run_dir: {tmp_path / 'run'}\nmodel: {{name: x}}\ndevice: cpu\n")
+    assert main(["train", str(config), "--tmux", "job", "--dry-run", "gpus=[0,1]"]) == 0
+    printed = capsys.readouterr().out
+    assert "job_gpu_1" in printed
+    assert f"{tmp_path}/run/logs/latest/rank-1.log" in printed
+    assert "'gpus=[0,1]'" in printed
+    assert not (tmp_path / "run").exists()
+    assert main(["train", str(config), "--tmux", "no.dots", "--dry-run"]) == 2
+    assert main(["train", str(config), "--dry-run"]) == 2

@@ -1,0 +1,48 @@
+"""What an attempt's reports say together."""
+
+from pathlib import Path
+
+import pytest
+
+from flatout.errors import DataError, PeerLostError
+from flatout.launch.reports import RankLog, RankReport, judge
+
+
+def report(rank: int, code: int | None, ended_at: float = 1.0, error: str = "e", lost: int | None = None) -> RankReport:
+    return RankReport(rank, 1, 0.0, None if code is None else ended_at, code, error, lost)
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 6, 8])
+def test_the_first_failure_of_its_own_decides(code: int) -> None:
+    reports = [report(0, 7, 1.0), report(1, code, 3.0, "mine"), report(2, 3, 4.0), report(3, None), report(4, 75)]
+    verdict = judge(reports)
+    assert (verdict.exit_code, verdict.rank, verdict.why) == (code, 1, "mine")
+    assert verdict.is_curable == (code == 1)
+
+
+def test_saved_and_stopped_comes_before_lost() -> None:
+    assert judge([report(0, 75), report(1, None)]).exit_code == 75
+    assert not judge([report(0, 75), report(1, None)]).is_curable
+
+
+def test_a_lost_rank_is_named_by_who_told_first() -> None:
+    verdict = judge([report(0, 7, 2.0, "later", 2), report(1, 7, 1.0, "rank 3 died", 3), report(3, None)])
+    assert (verdict.exit_code, verdict.rank, verdict.why) == (7, 3, "rank 3 died")
+    assert verdict.is_curable
+    assert judge([report(0, None), report(1, 130)]).rank == 0
+
+
+def test_all_done_and_nobody_there() -> None:
+    assert judge([report(0, 0), report(1, 0)]).exit_code == 0
+    assert judge([]).exit_code == 7
+    assert judge([report(0, 0), report(1, None)]).exit_code == 7
+
+
+def test_reports_are_written_and_read(tmp_path: Path) -> None:
+    for rank, error in enumerate([None, DataError("a.jsonl:3: bad"), PeerLostError("rank 1 died", 1), OSError("x")]):
+        code = {None: 0}.get(error, getattr(error, "exit_code", 1))
+        RankLog(tmp_path, rank).end(code, error)
+    reports = RankReport.read_all(tmp_path)
+    assert [r.exit_code for r in reports] == [0, 3, 7, 1]
+    assert [r.error for r in reports] == [None, "a.jsonl:3: bad", "rank 1 died", "OSError('x')"]
+    assert reports[2].lost_rank == 1

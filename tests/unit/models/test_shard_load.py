@@ -1,0 +1,93 @@
+"""Weights that wait in their files: the same model as transformers loads, though it was without memory in between."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, save_tiny_model
+from torch import Tensor
+
+from flatout.config.schema import BaseConfig, ModelConfig
+from flatout.models.blocks import decoder_layers
+from flatout.models.load import load_model
+from flatout.models.selftest import check_packing
+from flatout.models.shard_load import WaitingWeights, num_shown
+
+CPU = torch.device("cpu")
+
+
+def whole(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    return tensor, (0,) * tensor.ndim
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_model_is_the_one_that_transformers_loads(tmp_path: Path, family: str, precision: Any) -> None:
+    """fp64: wider than the files (fp32); bf16: fp32 masters from bf16 files, so that buffers must not be rounded."""
+    save_tiny_model(tmp_path, family, torch.bfloat16 if precision == "bf16" else torch.float32, num_hidden_layers=3)
+    config = ModelConfig(name=str(tmp_path), precision=precision)
+    expected = load_model(config, method="full", device=CPU, seed=0)
+    loaded = load_model(config, method="full", device=CPU, seed=0, on_host=True)
+    waiting = WaitingWeights(loaded.model, device=CPU, dtype=expected.model.dtype)
+    assert all(parameter.is_meta for parameter in loaded.model.parameters())
+    with waiting.first_layers():
+        assert len(decoder_layers(loaded.model)) == num_shown(loaded.model.config) < 3 or "gemma" in family
+        check_packing(loaded)
+    assert all(parameter.is_meta for parameter in loaded.model.parameters())
+    waiting.load(whole)
+    got, want = loaded.model.state_dict(keep_vars=True), expected.model.state_dict(keep_vars=True)
+    assert list(got) == list(want)
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype
+        assert torch.equal(got[name], tensor), name
+    assert len(list(loaded.model.parameters())) == len(list(expected.model.parameters()))
+    buffers = dict(loaded.model.named_buffers())
+    for name, buffer in expected.model.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        # packed attention needs borders: transformers' own is enough to compare
+        for model in (loaded.model, expected.model):
+            model.set_attn_implementation("eager")
+        assert torch.equal(loaded.model(ids, use_cache=False).logits, expected.model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("storage", ["nf4", "fp8"])
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_quantised_weights_wait_as_well(tmp_path: Path, init: Any, storage: Any) -> None:
+    save_tiny_model(tmp_path, "qwen2", torch.bfloat16, num_hidden_layers=3)
+    config, base = ModelConfig(name=str(tmp_path), init=init, precision="fp32"), BaseConfig(storage=storage)
+    expected = load_model(config, method="lora", device=CPU, seed=0, base=base).model.state_dict()
+    loaded = load_model(config, method="lora", device=CPU, seed=0, base=base, on_host=True)
+    waiting = WaitingWeights(loaded.model, device=CPU, dtype=torch.float32)
+    assert all(parameter.is_meta for parameter in loaded.model.parameters())
+    with waiting.first_layers():
+        check_packing(loaded)
+    waiting.load(whole)
+    got = loaded.model.state_dict()
+    assert list(got) == list(expected)
+    assert torch.float8_e4m3fn in {tensor.dtype for tensor in got.values()}
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype
+        # codes may be a NaN's bits
+        assert torch.equal(got[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_a_gpu_holds_one_layer_while_the_others_wait(tmp_path: Path, init: Any) -> None:
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "head_dim": 128}
+    model = save_tiny_model(tmp_path, "llama", torch.bfloat16, **shape)
+    num_bytes = sum(parameter.nbytes for parameter in decoder_layers(model)[0].parameters())
+    config, base = ModelConfig(name=str(tmp_path), init=init), BaseConfig(storage="nf4")
+    device = torch.device("cuda", 0)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loaded = load_model(config, method="lora", device=device, seed=0, base=base, on_host=True)
+    # quantising a weight takes some fp32 copies of it
+    assert torch.cuda.max_memory_allocated() - before < 5 * num_bytes
+    assert torch.cuda.memory_allocated() - before < num_bytes / 10
+    assert {parameter.device.type for parameter in loaded.model.parameters()} == {"cpu"}

@@ -1,0 +1,141 @@
+"""Saves beside training: what is written is the state of the moment of the call, and no failure is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty_disk import BROKEN_DISK, FULL_DISK, FaultyDisk, QuickDisk, same, snapshot_of
+
+from flatout.errors import CheckpointError, ResourceError
+from flatout.train.checkpoint import Checkpoints
+from flatout.train.saver import Saver, Staging, choose_saver
+from flatout.train.storage import Disk, Storage
+
+CPU = torch.device("cpu")
+
+
+class Told:
+    """A tracker that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.lines: list[str] = []
+
+    def stage(self, name: str, text: str) -> None:
+        self.lines.append(text)
+
+    def record(self, record: Any) -> None:
+        raise AssertionError("a save makes no records")
+
+    def event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        self.events.append((kind, dict(facts)))
+
+    def close(self) -> None:
+        pass
+
+
+class WaitingDisk(QuickDisk):
+    """Every write waits for `go`."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def write(self, fd: int, content: memoryview) -> int:
+        assert self.go.wait(20)
+        return super().write(fd, content)
+
+
+def saver_on(run_dir: Path, told: Told, disk: Disk) -> Saver:
+    checkpoints = Checkpoints(run_dir, keep=2, on_event=told.event, storage=Storage(disk))
+    return Saver(checkpoints, told, Staging(CPU))
+
+
+def newest(run_dir: Path) -> Any:
+    return Checkpoints(run_dir, keep=2, on_event=lambda kind, facts: None).newest()
+
+
+def test_the_state_of_the_call_is_written_though_it_changes_meanwhile(tmp_path: Path) -> None:
+    told, disk = Told(), WaitingDisk()
+    saver = saver_on(tmp_path, told, disk)
+    disk.go.set()
+    saver.save(snapshot_of(1))
+    saver.wait()
+    disk.go.clear()
+    live = snapshot_of(2)
+    saver.save(live, best=True)
+    for tensors in live.tensors.values():
+        for tensor in tensors.values():
+            tensor.zero_()
+    assert [kind for kind, _ in told.events] == ["saved"]
+    disk.go.set()
+    saver.wait()
+    assert same(newest(tmp_path), snapshot_of(2))
+    kind, facts = told.events[-1]
+    assert (kind, facts["best"]) == ("saved", True)
+    assert 0 <= facts["staged_s"] <= facts["save_s"]
+
+
+def test_the_next_save_and_a_required_one_wait(tmp_path: Path) -> None:
+    told, disk = Told(), WaitingDisk()
+    saver = saver_on(tmp_path, told, disk)
+    saver.save(snapshot_of(1))
+    threading.Timer(0.2, disk.go.set).start()
+    # the memory of the first copy is used again, which would show in its files had the second not waited
+    saver.save(snapshot_of(2), required=True)
+    assert [facts["path"][-6:] for _, facts in told.events] == ["step-1", "step-2"]
+    checkpoints = Checkpoints(tmp_path, keep=2, on_event=told.event)
+    for step in (1, 2):
+        assert same(checkpoints.load(tmp_path / "checkpoints" / f"step-{step}"), snapshot_of(step))
+
+
+@pytest.mark.parametrize("error", [FULL_DISK, BROKEN_DISK])
+def test_a_disk_that_refuses_is_told_and_stops_only_a_required_save(tmp_path: Path, error: int) -> None:
+    told = Told()
+    saver = saver_on(tmp_path, told, FaultyDisk(6, error, lasting=True))
+    saver.save(snapshot_of(1))
+    saver.wait()
+    assert [kind for kind, _ in told.events if kind != "not removed"] == ["not_saved"]
+    with pytest.raises(ResourceError):
+        saver.save(snapshot_of(2), required=True)
+
+
+def test_any_other_failure_is_told_at_once_and_raised_at_the_next_save(tmp_path: Path) -> None:
+    class LyingDisk(QuickDisk):
+        def write(self, fd: int, content: memoryview) -> int:
+            return super().write(fd, memoryview(bytes(content[:-1]) + b"?"))
+
+    told = Told()
+    saver = saver_on(tmp_path, told, LyingDisk())
+    saver.save(snapshot_of(1))
+    saver.close()
+    assert "does not match its hash" in told.events[0][1]["why"]
+    with pytest.raises(CheckpointError, match="does not match its hash"):
+        saver.save(snapshot_of(2))
+    saver.close()
+
+
+def test_the_choice_is_told(tmp_path: Path) -> None:
+    told = Told()
+    checkpoints = Checkpoints(tmp_path, keep=1, on_event=told.event)
+
+    def choose(wanted: bool | str, device: str, available_bytes: int | None) -> None:
+        choose_saver(
+            wanted,
+            checkpoints,
+            told,
+            device=torch.device(device),
+            num_bytes=2**20,
+            available_bytes=available_bytes,
+        )
+
+    choose("auto", "cpu", None)
+    choose("auto", "cuda", 2**20)
+    choose(False, "cuda", None)
+    choose(True, "cpu", 0)
+    assert [line.partition(":")[0] for line in told.lines] == ["training waits for each save"] * 3 + ["asynchronous"]
+    assert "0.0 GiB free" in told.lines[1]
