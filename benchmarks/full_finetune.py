@@ -19,31 +19,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from flatout.bench.inputs import LABEL_SHARE, chat_lengths, write_store, write_tokenizer
-from flatout.bench.measure import WARMUP_STEPS, figures, gpu_memory
-from flatout.bench.ours import base_values, step_ends, step_records
+from whole_steps import prepare, spread_over, take_steps
+
+from flatout.bench.inputs import LABEL_SHARE, chat_lengths
+from flatout.bench.measure import WARMUP_STEPS, gpu_memory
 from flatout.bench.rows import SAMPLES_PER_STEP
 from flatout.bench.shapes import SHAPES, shape_config
-from flatout.config.read import make_config
-from flatout.parallel.connect import choose_device
-from flatout.parallel.group import join_group
-from flatout.parallel.messages import Messages
 from flatout.parallel.rank import Rank
-from flatout.track.console import ConsoleTracker
-from flatout.track.jsonl import RunFolderTracker
-from flatout.track.record import Trackers
-from flatout.train.checkpoint import Checkpoints
-from flatout.train.loop import run_steps, save
-from flatout.train.memory import gpu_of
-from flatout.train.planning import plan_run
-from flatout.train.setup import set_up
+from flatout.train.loop import save
+from flatout.train.state import Run
 
 TFLOPS = 790
 BF16 = ["full.weights=bf16", "model.precision=bf16"]
@@ -72,50 +62,25 @@ def bound_tok_s(shape: dict[str, Any], lengths: list[int]) -> float:
     return TFLOPS * 1e12 / (6 * linears + 6 * head * LABEL_SHARE + 3.5 * attention)
 
 
-def prepare(args: argparse.Namespace) -> None:
-    """The shape's folder without weights, and the tokens."""
-    out = args.out / args.mode
-    shutil.rmtree(out, ignore_errors=True)
-    (out / "model").mkdir(parents=True)
-    (out / "model" / "config.json").write_text(json.dumps(shape_config(args.shape)))
-    write_tokenizer(out / "model")
-    write_store(out / "data", out / "model", args.steps * args.samples // SAMPLES_PER_STEP, None)
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     """This process's part of the run; the figures on the first rank."""
-    launched_s, out, shape, rank = time.time(), args.out / args.mode, shape_config(args.shape), Rank.from_env()
-    job = {
-        "run_dir": str(out / "run"),
-        "model_dir": str(out / "model"),
-        "data_root": str(out / "data"),
-        "num_steps": args.steps,
-        "samples_per_step": args.samples,
-    }
+    launched_s, shape, rank = time.time(), shape_config(args.shape), Rank.from_env()
     budget = [f"batch.micro_batch_tokens={args.budget}"] if args.budget else []
     overrides = ["method=full", "optim.lr=1e-5", "model.init=random", *budget, *MODES[args.mode], *args.overrides]
-    config = make_config(base_values(job), overrides)
-    tracker = Trackers(*((ConsoleTracker(), RunFolderTracker(config.folder)) if rank.is_first else ()))
-    planned = plan_run(config, tracker, rank, lambda: gpu_of(config, rank))
-    join_group(rank, choose_device(config.wanted_device, rank))
-    checkpoints = Checkpoints(config.folder, keep=1, on_event=tracker.event, messages=Messages(rank))
-    run = set_up(config, planned, checkpoints, None, tracker, rank)
-    with run.stop:
-        run_steps(run)
-    if args.save:
-        save(run)
-        run.saver.wait()
-    tracker.close()
-    run.strategy.close()
+
+    def save_if_asked(run: Run) -> None:
+        if args.save:
+            save(run)
+            run.saver.wait()
+
+    taken = take_steps(args.out / args.mode, overrides, args.steps, args.samples, after=save_if_asked)
     if not rank.is_first:
         return None
-    steps = step_records(config.folder)
-    num_tokens, num_labels = ([step[name] for step in steps] for name in ("num_tokens", "num_label_tokens"))
-    found = figures(step_ends(config.folder), launched_s, num_tokens, num_labels)
+    steps, found = taken.records, taken.rates(launched_s)
     per_step = args.samples // SAMPLES_PER_STEP
     timed = [n for index in range(WARMUP_STEPS * per_step, args.steps * per_step) for n in chat_lengths(index)]
     bound = bound_tok_s(shape, timed) * rank.world
-    told = config.folder / "events.jsonl"
+    told = taken.folder / "events.jsonl"
     events = map(json.loads, told.read_text().splitlines() if told.exists() else ())
     saves = [{key: event[key] for key in ("staged_s", "save_s")} for event in events if event["kind"] == "saved"]
     peak_gib = gpu_memory().get("peak_allocated_gib", max(step["peak_memory_bytes"] for step in steps) / 2**30)
@@ -151,10 +116,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
     if args.mode and not args.part:
-        prepare(args)
+        prepare(args.out / args.mode, shape_config(args.shape), args.steps, args.samples)
         if args.gpus > 1:
-            spread = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}")
-            sys.exit(subprocess.run([sys.executable, *spread, *sys.argv, "--part"], check=False).returncode)
+            spread_over(args.gpus)
     if args.mode:
         if (found := measure(args)) is not None:
             print(json.dumps(found), flush=True)

@@ -84,6 +84,3 @@ class DDP:
     def sum_values(self, values: Tensor) -> Tensor:
         dist.all_reduce(values)
         return values
-
-    def close(self) -> None:
-        dist.destroy_process_group()

@@ -78,9 +78,6 @@ class DeepSpeed:
         dist.all_reduce(values)
         return values
 
-    def close(self) -> None:
-        dist.destroy_process_group()
-
 
 def keep_codes_whole(model: nn.Module) -> None:
     """Make frozen one-byte parameters (codes of quantised weights) buffers, which DeepSpeed neither cuts nor casts.

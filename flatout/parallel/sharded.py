@@ -105,9 +105,6 @@ class Sharded:
         dist.all_reduce(values)
         return values
 
-    def close(self) -> None:
-        dist.destroy_process_group()
-
     def _set_last(self, last: bool) -> None:
         if self._last == last:
             return

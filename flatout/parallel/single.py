@@ -34,6 +34,3 @@ class Single:
 
     def sum_values(self, values: Tensor) -> Tensor:
         return values
-
-    def close(self) -> None:
-        return None

@@ -49,9 +49,6 @@ class Strategy(Protocol):
     def sum_values(self, values: Tensor) -> Tensor:
         """Element-wise sum of a small tensor over ranks."""
 
-    def close(self) -> None:
-        """Leave the group of ranks."""
-
 
 @runtime_checkable
 class KeepsState(Protocol):

@@ -41,13 +41,10 @@ def set_up_quietly(config: Config, planned: Planned, rank: Rank, folder: Path) -
         if isinstance(module, torch.nn.Dropout):
             module.eval()
     try:
-        # ends the watch over the other ranks: the next row has one of its own
-        with run.watch.guard():
-            yield run
+        yield run
     finally:
         for feed in filter(None, (run.feed, run.eval_feed)):
             feed.close()
-        run.strategy.close()
         del run
         free_memory()
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from flatout.config.read import make_config
 from flatout.errors import FlatoutError, PeerLostError, ResourceError, UsageError
 from flatout.parallel.connect import choose_device
+from flatout.parallel.group import leave_group
 from flatout.parallel.rank import Rank
 from flatout.train.storage import Storage, read_json
 from flatout.train.verify_compare import Reference, Row
@@ -117,8 +118,7 @@ def run_process(folder: Path, index: int) -> None:
             # every rank reads the same settings, so all of them refuse
             row = Row(case.name, num_ranks=case.num_ranks, verdict="left out", note=str(error))
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            leave_group()
         if rank.is_first:
             Storage().write_json(folder / f"row-{place}.json", row.to_json())
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flatout.config.read import make_config
 from flatout.errors import NumericError
+from flatout.parallel.group import leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import whole_tensors
 from flatout.parallel.strategy import KeepsState, local_part
@@ -167,7 +168,7 @@ def main(spec_path: str) -> None:
             report.append({"name": case["name"], **facts, **differences})
     if rank.is_first:
         Path(spec["report"]).write_text(json.dumps(report))
-    run.strategy.close()
+    leave_group()
 
 
 def reference(values: dict[str, Any], case: dict[str, Any], folder: Path, name: str) -> str:

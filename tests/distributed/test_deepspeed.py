@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from strategies import difference, reference, run_cases, spawn
 from test_strategies import Cases, assert_close, values
-from test_strategies_gpu import LIMITS
+from test_strategies_gpu import LIMITS, run_near_one
 
 pytestmark = [
     pytest.mark.skipif(
@@ -103,8 +103,4 @@ def test_gpus_equal_one(tiny: Any, tmp_path: Path, num_ranks: int) -> None:
         cases.add(f"{precision} full 3 offload", 4, values(tiny, "full", precision, **offload, **gpu))
     compiled = values(tiny, "full", "bf16", **zero(2), device="cuda")
     cases.add("bf16 full 2 compiled", 4, compiled, like={**compiled, "compile": "off"})
-    report = run_cases(cases.cases, cases.folder, num_ranks, 600)
-    for entry in report.values():
-        print(entry)
-    for precision, limits in LIMITS.items():
-        assert_close(report, precision, limits)
+    run_near_one(cases, num_ranks)

@@ -5,12 +5,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launching import wait_for_steps
 from safetensors.torch import load_file
 
 from flatout.config.read import dump_config
@@ -104,16 +104,6 @@ def test_a_signal_to_one_rank_saves_once_and_stops_all(one_rank: Any, tmp_path: 
     assert finish(start(alone, tmp_path, 1)) == [0]
     steps = [record["step"] for record in metrics_of(tmp_path / "many")]
     assert steps == list(range(1, stopped_at + 3))
-
-
-def wait_for_steps(run_dir: Path, num_steps: int) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        metrics = run_dir / "metrics.jsonl"
-        if metrics.exists() and metrics.read_text().count('"kind": "step"') >= num_steps:
-            return
-        time.sleep(0.02)
-    raise TimeoutError(f"{run_dir} made no {num_steps} steps in 120 s")
 
 
 def test_repeated_preemption_ends_bit_equal(tiny: Any, tmp_path: Path) -> None:

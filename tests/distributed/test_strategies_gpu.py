@@ -14,11 +14,22 @@ from test_strategies import Cases, assert_close, values
 
 pytestmark = pytest.mark.gpu
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
-# sums in another order: fp32 kernels on a GPU round as often as the CPU's, bf16 products in every layer
+# sums in another order: fp32 kernels on a GPU round as often as the CPU's (two H200s: loss 9e-8, norm 3e-7, gradients
+# 6e-7, weights 6e-7), bf16 products in every layer
 LIMITS = {
-    "fp32": {"loss": 1e-5, "norm": 1e-4, "grads": 1e-3, "weights": 1e-2, "eval": 1e-5},
+    "fp32": {"loss": 1e-6, "norm": 1e-5, "grads": 1e-5, "weights": 1e-4, "eval": 1e-6},
     "bf16": {"loss": 5e-3, "norm": 5e-2, "grads": 1e-1, "weights": 2e-1, "eval": 5e-3},
 }
+
+
+def run_near_one(cases: Cases, num_ranks: int) -> dict[str, dict[str, Any]]:
+    """All cases over so many GPUs, each within its precision's limits of one GPU; the differences are printed."""
+    report = run_cases(cases.cases, cases.folder, num_ranks, 600)
+    for entry in report.values():
+        print(entry)
+    for precision, limits in LIMITS.items():
+        assert_close(report, precision, limits)
+    return report
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -54,9 +65,5 @@ def test_gpus_equal_one(tiny: Any, tmp_path: Path, num_ranks: int) -> None:
         four_bit = {"base": {"storage": "nf4"}, "device": "cuda", "compile": compile_mode}
         given = values(tiny, "lora", "bf16", strategy="zero3", **four_bit)
         cases.add(f"bf16 lora zero3 nf4 compile {compile_mode}", 4, given, like={**given, "compile": "off"})
-    report = run_cases(cases.cases, cases.folder, num_ranks, 600)
-    for entry in report.values():
-        print(entry)
+    report = run_near_one(cases, num_ranks)
     assert report["bf16 lora zero3 nf4 compile auto"]["held"] == pytest.approx(1 / num_ranks, rel=0.1)
-    for precision, limits in LIMITS.items():
-        assert_close(report, precision, limits)

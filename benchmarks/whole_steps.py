@@ -1,0 +1,91 @@
+"""Steps of a random model through flatout's own plan, set-up and loop, on one GPU or several: what benchmarks share."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatout.bench.inputs import write_store, write_tokenizer
+from flatout.bench.measure import figures
+from flatout.bench.ours import base_values, step_ends, step_records
+from flatout.bench.rows import SAMPLES_PER_STEP
+from flatout.config.read import make_config
+from flatout.parallel.connect import choose_device
+from flatout.parallel.group import join_group, leave_group
+from flatout.parallel.messages import Messages
+from flatout.parallel.rank import Rank
+from flatout.track.console import ConsoleTracker
+from flatout.track.jsonl import RunFolderTracker
+from flatout.track.record import Trackers
+from flatout.train.checkpoint import Checkpoints
+from flatout.train.loop import run_steps
+from flatout.train.memory import gpu_of
+from flatout.train.planning import plan_run
+from flatout.train.setup import set_up
+from flatout.train.state import Run
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What was run, on every rank: its folder, and of each step the record and the wall time of its end."""
+
+    run: Run
+    folder: Path
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The step records; only the first rank writes them down."""
+        return step_records(self.folder)
+
+    def rates(self, launched_s: float) -> dict[str, Any]:
+        """The bench's figures of the steps after its warm-up."""
+        num_tokens, num_labels = ([step[name] for step in self.records] for name in ("num_tokens", "num_label_tokens"))
+        return figures(step_ends(self.folder), launched_s, num_tokens, num_labels)
+
+
+def prepare(out: Path, shape: Mapping[str, Any], num_steps: int, samples_per_step: int = SAMPLES_PER_STEP) -> None:
+    """The shape's folder without weights, and the tokens of `flatout bench`, in a new folder."""
+    shutil.rmtree(out, ignore_errors=True)
+    (out / "model").mkdir(parents=True)
+    (out / "model" / "config.json").write_text(json.dumps(shape))
+    write_tokenizer(out / "model")
+    write_store(out / "data", out / "model", num_steps * samples_per_step // SAMPLES_PER_STEP, None)
+
+
+def spread_over(num_gpus: int) -> None:
+    """Run this script's command once more as so many ranks, with `--part`, and exit as they do."""
+    spread = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}")
+    sys.exit(subprocess.run([sys.executable, *spread, *sys.argv, "--part"], check=False).returncode)
+
+
+def take_steps(
+    out: Path,
+    overrides: Sequence[str],
+    num_steps: int,
+    samples_per_step: int = SAMPLES_PER_STEP,
+    *,
+    before: Callable[[Run], None] = lambda run: None,
+    after: Callable[[Run], None] = lambda run: None,
+) -> Steps:
+    """This process's part of a run in a prepared folder; `before` and `after` its steps all ranks are still joined."""
+    paths = {"run_dir": str(out / "run"), "model_dir": str(out / "model"), "data_root": str(out / "data")}
+    job = {**paths, "num_steps": num_steps, "samples_per_step": samples_per_step}
+    config, rank = make_config(base_values(job), list(overrides)), Rank.from_env()
+    tracker = Trackers(*((ConsoleTracker(), RunFolderTracker(config.folder)) if rank.is_first else ()))
+    planned = plan_run(config, tracker, rank, lambda: gpu_of(config, rank))
+    join_group(rank, choose_device(config.wanted_device, rank))
+    checkpoints = Checkpoints(config.folder, keep=1, on_event=tracker.event, messages=Messages(rank))
+    run = set_up(config, planned, checkpoints, None, tracker, rank)
+    before(run)
+    with run.stop:
+        run_steps(run)
+    after(run)
+    tracker.close()
+    leave_group()
+    return Steps(run, config.folder)
