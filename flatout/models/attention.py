@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
@@ -19,6 +19,7 @@ from flatout.kernels.attention import (
     make_flash_attention,
     make_varlen_attention,
     plain_attention,
+    prepare_cudnn_attention,
     sdpa_attention,
     varlen_problem,
 )
@@ -149,6 +150,14 @@ def register(implementation: Implementation = "varlen") -> None:
     for name, form in forms.items():
         AttentionInterface.register(PREFIX + name, _entry(form))
         AttentionMaskInterface.register(PREFIX + name, window_marker)
+
+
+def prepare(implementation: Implementation, sizes: Collection[tuple[int, int]], num_borders: int) -> str:
+    """Make now what a kernel makes at its first call of a size, for batches of (tokens, max_seqlen) with so many
+    borders, once a model ran with that; what to add to a line for the console."""
+    if implementation != "cudnn":
+        return ""
+    return f"; {prepare_cudnn_attention(sizes, num_borders)} cudnn graphs for the plan's sizes"
 
 
 def _kernel_form(name: str, kernel: Callable[..., torch.Tensor]) -> Callable[[_Call], torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import Any, Literal, TypeAlias
@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flatout.models.blocks import decoder_layers
-from flatout.models.head import hidden_states, packed_loss
+from flatout.models.head import PackedLoss
 from flatout.models.load import LoadedModel
 from flatout.models.lora import lora_layers, trainable_parameters
 from flatout.models.packed import PackedBatch, pack
@@ -23,6 +23,7 @@ from flatout.models.selftest import has_experts
 # two sizes, so that the graph is dynamic in tokens and documents before the first step
 _WARM_UP_LENGTHS = ((200, 31, 150), (700, 300, 129, 16, 5))
 _LayerCall: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+_Forward: TypeAlias = Callable[[PackedBatch], tuple[torch.Tensor, torch.Tensor]]
 # a last bit of difference before quantising moves a value by a whole step of 1/16: 0.9895 seen on a sound layer
 _SMALLEST_FP8_COSINE = 0.97
 _SMALLEST_COSINE = {torch.bfloat16: 0.99, torch.float16: 0.99, torch.float32: 0.99999}
@@ -45,15 +46,22 @@ def start_compiler(device: torch.device) -> Thread:
 
 
 def compile_layers(
-    loaded: LoadedModel, mode: Literal["auto", "off"], *, num_borders: int | None, fp8: bool = False
+    loaded: LoadedModel,
+    mode: Literal["auto", "off"],
+    *,
+    num_borders: int | None,
+    fp8: bool = False,
+    forward: _Forward | None = None,
 ) -> str:
     """Compile every decoder layer, prove each against eager on two small batches, and warm the whole model up.
 
     `num_borders` is what every batch of the run will have (`kernel_borders`); None on the CPU. `fp8` says that products
-    are in float8. Returns a line for the console: what was done, or why nothing was. Off on the CPU, in fp64 and for
-    experts, whose routing is no static graph. A model whose layers cannot be compiled, or give other gradients, runs
-    eagerly, and the line says so. With dropout the comparison is made without it, and the graph with it is compiled
-    as well, so that no step compiles anything. Random state, gradients, weights and mode are left as found.
+    are in float8. `forward` is the loss that training calls, where a strategy has cut the model around it: cutting
+    changes a layer's class and the dtype of its weights, so what was compiled before would be compiled again. All ranks
+    must then call this alike. Returns a line for the console: what was done, or why nothing was. Off on the CPU, in
+    fp64 and for experts, whose routing is no static graph. A model whose layers cannot be compiled, or give other
+    gradients, runs eagerly, and the line says so. With dropout the comparison is made without it, and the graph with it
+    is compiled as well, so that no step compiles anything. Random state, gradients, weights and mode are left as found.
     """
     model = loaded.model
     if (why := _reason_against(loaded, mode)) is not None:
@@ -61,31 +69,38 @@ def compile_layers(
     assert num_borders is not None
     was_training = model.training
     with torch.random.fork_rng(devices=[model.device]):
-        line = _compile(loaded, num_borders, _SMALLEST_FP8_COSINE if fp8 else _SMALLEST_COSINE[loaded.dtype])
+        smallest = _SMALLEST_FP8_COSINE if fp8 else _SMALLEST_COSINE[loaded.dtype]
+        line = _compile(loaded, num_borders, smallest, forward or PackedLoss(loaded.model))
     model.train(was_training)
     return line
 
 
-def _compile(loaded: LoadedModel, num_borders: int, smallest_cosine: float) -> str:
+def _compile(loaded: LoadedModel, num_borders: int, smallest_cosine: float, forward: _Forward) -> str:
     # importing the compiler takes a second, and only runs on a GPU need it
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import InductorError
 
     model = loaded.model
     layers = decoder_layers(model)
+    # as they lie between steps: in its passes a cut layer has others
+    trained = {layer: list(trainable_parameters(layer).values()) for layer in layers}
+    every = list(trainable_parameters(model).values())
     batches = [_batch(model, lengths, num_borders) for lengths in _WARM_UP_LENGTHS]
     # a graph belongs to a mode; without dropout both compute the same, so training's own is the one compared
     model.train(not _has_dropout(model))
     # the first layer's input needs a gradient like the others', or it would be a graph of its own
     model.enable_input_require_grads()
-    calls = [_layer_calls(loaded, layers, batch) for batch in batches]
-    mark_layers(layers)
+    calls = [call for batch in batches for call in _layer_calls(loaded, layers, batch, forward)]
+    for layer in layers:
+        layer.compile(fullgraph=True, dynamic=True)
     try:
         with _compiler_settings():
-            cosine = min(_layer_cosine(loaded, *call) for batch_calls in calls for call in batch_calls)
+            cosine = min(_layer_cosine(loaded, trained[call[0]], *call) for call in calls)
             model.train()
             for batch in batches:
-                _train_on(loaded, batch)
+                with _autocast(loaded):
+                    loss_sum, _ = forward(batch)
+                _gradients(loss_sum, every, None)
     except (TorchDynamoException, InductorError) as error:
         torch.compiler.set_stance("force_eager")
         return f"off: this model's layers do not compile ({str(error).splitlines()[0]})"
@@ -93,12 +108,6 @@ def _compile(loaded: LoadedModel, num_borders: int, smallest_cosine: float) -> s
         torch.compiler.set_stance("force_eager")
         return f"off: a compiled layer's gradients differ from the eager one's (cosine {cosine:.6f})"
     return f"{len(layers)} layers as one graph; gradients equal eager ones (smallest cosine {cosine:.6f})"
-
-
-def mark_layers(layers: Sequence[nn.Module]) -> None:
-    """Let the next call of each layer take the one graph of all layers, compiled where it is not there yet."""
-    for layer in layers:
-        layer.compile(fullgraph=True, dynamic=True)
 
 
 @contextmanager
@@ -147,7 +156,9 @@ def _batch(model: PreTrainedModel, lengths: tuple[int, ...], num_borders: int) -
     return pack(documents, num_borders=num_borders).to(model.device)
 
 
-def _layer_calls(loaded: LoadedModel, layers: list[nn.Module], batch: PackedBatch) -> list[_LayerCall]:
+def _layer_calls(
+    loaded: LoadedModel, layers: list[nn.Module], batch: PackedBatch, forward: _Forward
+) -> list[_LayerCall]:
     """What every layer is called with in one forward pass of the whole model."""
     calls: list[_LayerCall] = []
 
@@ -156,16 +167,19 @@ def _layer_calls(loaded: LoadedModel, layers: list[nn.Module], batch: PackedBatc
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     with torch.no_grad(), _autocast(loaded):
-        hidden_states(loaded.model, batch)
+        forward(batch)
     for hook in hooks:
         hook.remove()
     return calls
 
 
-def _layer_cosine(loaded: LoadedModel, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def _layer_cosine(
+    loaded: LoadedModel, trained: list[nn.Parameter], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float:
     """The smallest cosine between the compiled layer's and the eager one's output, input gradient, trained gradients.
 
-    One layer at a time, each on its own true input: over many layers rounding grows until it says nothing.
+    One layer at a time, each on its own true input: over many layers rounding grows until it says nothing. Of a layer
+    that is cut, each rank compares its part.
     """
     direction = torch.randn_like(args[0])
 
@@ -174,11 +188,11 @@ def _layer_cosine(loaded: LoadedModel, layer: nn.Module, args: tuple[Any, ...], 
         with _autocast(loaded):
             result = layer(x, *args[1:], **kwargs)
         output = result[0] if isinstance(result, tuple) else result
-        inputs = [x, *trainable_parameters(layer).values()]
-        x_grad, *grads = torch.autograd.grad(output, inputs, direction.to(output.dtype), allow_unused=True)
+        x_grad, *grads = _gradients(output, [x, *trained], direction.to(output.dtype))
+        assert x_grad is not None
         # together: a single tensor's gradient may be nothing but rounding
-        trained = torch.cat([x_grad.new_zeros(1), *(grad.flatten() for grad in grads if grad is not None)])
-        return [output.detach(), x_grad, trained]
+        flat = torch.cat([x_grad.new_zeros(1), *(grad.flatten().to(x.device) for grad in grads if grad is not None)])
+        return [output.detach(), x_grad, flat]
 
     with torch.compiler.set_stance("force_eager"):
         eager = run()
@@ -188,11 +202,20 @@ def _layer_cosine(loaded: LoadedModel, layer: nn.Module, args: tuple[Any, ...], 
     return min(cosines)
 
 
-def _train_on(loaded: LoadedModel, batch: PackedBatch) -> None:
-    parameters = list(trainable_parameters(loaded.model).values())
-    with _autocast(loaded):
-        loss = packed_loss(loaded.model, batch).loss_sum
-    torch.autograd.grad(loss, parameters, allow_unused=True)
+def _gradients(
+    output: torch.Tensor, inputs: Sequence[torch.Tensor], direction: torch.Tensor | None
+) -> list[torch.Tensor | None]:
+    """Gradients of `inputs`, of cut ones this rank's part; none stays in `.grad`."""
+    if not any(hasattr(tensor, "to_local") for tensor in inputs):
+        return list(torch.autograd.grad(output, inputs, direction, allow_unused=True))
+    # the graph knows a cut weight only as it was gathered; its own gradient comes from the strategy's hooks
+    output.backward(direction)
+    grads: list[torch.Tensor | None] = []
+    for tensor in inputs:
+        grad: Any = tensor.grad
+        grads.append(grad.to_local() if hasattr(grad, "to_local") else grad)
+        tensor.grad = None
+    return grads
 
 
 def _autocast(loaded: LoadedModel) -> torch.autocast:

@@ -36,7 +36,7 @@ class Feed:
         # one number of borders for the whole run, or compiled graphs would be made again
         self.num_borders = kernel_borders(max_documents) if device.type == "cuda" else None
         self.wait_s = 0.0
-        self._coarse = coarse
+        self.coarse = coarse
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flatout-feed")
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staged: dict[MicroBatch, Future[Staged]] = {}
@@ -90,7 +90,7 @@ class Feed:
         samples = [self._store.sample(sample_id) for sample_id in micro_batch.sample_ids]
         if micro_batch.is_filler:
             samples = [(ids, np.zeros(len(ids), bool)) for ids, _ in samples]
-        batch = pack(samples, num_borders=self.num_borders, coarse=self._coarse)
+        batch = pack(samples, num_borders=self.num_borders, coarse=self.coarse)
         if self._copies is None:
             return batch.to(self._device), None
         with torch.cuda.stream(self._copies):

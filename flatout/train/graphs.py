@@ -54,13 +54,19 @@ def is_host_bound(plan: RunPlan, shape: ModelShape, flops_per_s: float) -> bool:
     return gpu_s < shape.num_layers * HOST_S_PER_LAYER
 
 
-def sizes_of(plan: RunPlan, rank: int) -> list[StreamSize]:
-    """The sizes that one rank's micro-batches have most often, the largest first."""
+def count_sizes(plan: RunPlan, rank: int, *, coarse: bool) -> Counter[StreamSize]:
+    """How often each size is among one rank's micro-batches, in steps spread over the run."""
     counts: Counter[StreamSize] = Counter()
     for step in plan.sampled_steps(NUM_STEPS_SEEN):
         for batch in step.ranks[rank]:
             lengths = plan.samples.lengths[plan.samples.places_of(batch.sample_ids)]
-            counts[stream_size(lengths.tolist(), coarse=True)] += 1
+            counts[stream_size(lengths.tolist(), coarse=coarse)] += 1
+    return counts
+
+
+def sizes_of(plan: RunPlan, rank: int) -> list[StreamSize]:
+    """The sizes that one rank's micro-batches have most often, the largest first."""
+    counts = count_sizes(plan, rank, coarse=True)
     return sorted((size for size, _ in counts.most_common(MAX_RECORDINGS)), reverse=True)
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
 
-from flatout.config.schema import Config, Recompute
+from flatout.config.schema import Config
 from flatout.errors import CheckpointError
+from flatout.models.attention import prepare as prepare_attention
 from flatout.models.blocks import decoder_layers
-from flatout.models.compile import compile_layers, mark_layers, start_compiler
+from flatout.models.compile import compile_layers, start_compiler
 from flatout.models.export import load_adapter
 from flatout.models.fp8_training import use_fp8_products
 from flatout.models.head import PackedLoss
@@ -33,7 +34,7 @@ from flatout.track.record import Tracker
 from flatout.train.busy import BusyClock
 from flatout.train.checkpoint import Checkpoints
 from flatout.train.feed import Feed
-from flatout.train.graphs import reason_against, record_graphs
+from flatout.train.graphs import count_sizes, reason_against, record_graphs
 from flatout.train.optim import load_optimizer_state, make_optimizer, state_bytes
 from flatout.train.planning import Planned, tokenizer_name
 from flatout.train.rng import load_rng_state
@@ -60,13 +61,13 @@ def set_up(
     joined = join_adapters(loaded.model, config, planned.spread, tracker)
     no_graphs = reason_against(config, planned, device)
     feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, coarse=no_graphs is None)
-    compiler_ready()
-    compile_mode = config.compile if planned.spread.compiles else "off"
-    compiled = compile_with_recompute(loaded, config, planned.memory.recompute, feed.num_borders, compile_mode)
-    tracker.stage("compile", compiled)
-    loss = PackedLoss(loaded.model, tile_rows=planned.memory.head_tile_rows)
-    strategy, loss, optimizer = spread_state(loss, loaded, config, planned.spread, rank, device, tracker)
+    apply_recompute(loaded.model, planned.memory.recompute)
+    whole = PackedLoss(loaded.model, tile_rows=planned.memory.head_tile_rows)
+    strategy, loss, optimizer = spread_state(whole, loaded, config, planned.spread, rank, device, tracker)
     named = trainable_parameters(loaded.model)
+    compiler_ready()
+    compiled = compile_with_recompute(loaded, whole, config, planned, feed, rank)
+    tracker.stage("compile", compiled)
     num_trained = sum(torch.Size(whole_shape(parameter)).numel() for parameter in named.values())
     tracker.stage("optimizer", f"{config.optim.name} over {num_trained:,} parameters, {config.schedule.kind} schedule")
     run = Run(
@@ -181,16 +182,20 @@ def join_adapters(model: PreTrainedModel, config: Config, spread: Spread, tracke
 
 
 def compile_with_recompute(
-    loaded: LoadedModel, config: Config, recompute: Recompute, num_borders: int | None, mode: Literal["auto", "off"]
+    loaded: LoadedModel, loss: PackedLoss, config: Config, planned: Planned, feed: Feed, rank: Rank
 ) -> str:
-    """Compile the layers at this level; where nothing is compiled, lean and partial become layers, as the line says."""
-    apply_recompute(loaded.model, recompute)
+    """Compile the layers as they were cut; where nothing is compiled, lean and partial become layers, as the line says.
+
+    `loss` is the module that a strategy cut, not its wrapper. What attention makes for each size is made here too.
+    """
+    recompute = planned.memory.recompute
+    mode = config.compile if planned.spread.compiles else "off"
+    fp8 = config.base.computes_in_fp8 or config.full.compute == "fp8"
     with compiling_with(recompute):
-        fp8 = config.base.computes_in_fp8 or config.full.compute == "fp8"
-        with loaded.present():
-            line = compile_layers(loaded, mode, num_borders=num_borders, fp8=fp8)
-        if loaded.waiting is not None and not line.startswith("off"):
-            mark_layers(decoder_layers(loaded.model))
+        line = compile_layers(loaded, mode, num_borders=feed.num_borders, fp8=fp8, forward=loss)
+    if feed.num_borders is not None and not line.startswith("off"):
+        sizes = count_sizes(planned.plan, rank.index, coarse=feed.coarse)
+        line += prepare_attention(loaded.attention, sizes, feed.num_borders)
     if isinstance(loaded.model.get_input_embeddings(), HostEmbedding):
         line += "; the embedding waits on the host"
     if recompute in ("lean", "partial") and line.startswith("off"):

@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from flatout.config.read import make_config
 from flatout.errors import NumericError
+from flatout.models import compile as compiling
 from flatout.parallel.group import leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import whole_tensors
@@ -52,13 +55,23 @@ def weight_of(run: Run, parameter: Tensor) -> Tensor:
     return run.optimizer.weight(parameter) if isinstance(run.optimizer, KeepsState) else parameter
 
 
+def never_recompiling(run: Run) -> AbstractContextManager[object]:
+    """Within, a layer that start-up compiled for other weights than the strategy's raises."""
+    if run.device.type == "cpu":
+        return nullcontext()
+    import torch._dynamo.config as dynamo_config
+
+    return dynamo_config.patch(error_on_recompile=True)
+
+
 def take(run: Run, num_steps: int) -> dict[str, Any]:
     """Loss and norm of each step, gradients of the first, weights and evaluation after the last."""
     losses, norms, grads = [], [], {}
     for index, step in enumerate(run.plan.steps()):
         if index == num_steps:
             break
-        outcome = take_step(run, step)
+        with never_recompiling(run):
+            outcome = take_step(run, step)
         assert outcome is not None
         run.progress.advance(step, updated=True, num_naive_tokens=1)
         losses.append(outcome.loss)
@@ -133,9 +146,25 @@ def take_poisoned(run: Run) -> dict[str, Any]:
     raise AssertionError("a loss of NaN was trained on")
 
 
+def take_proved(run: Run, num_steps: int) -> dict[str, Any]:
+    """Steps after start-up's proof of compiled layers, which leaves nothing behind; here both sides run eagerly."""
+    kept = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda self, *args, **kwargs: None  # type: ignore[method-assign]
+    try:
+        loaded: Any = SimpleNamespace(model=run.model, autocast=run.autocast, dtype=run.dtype)
+        line = compiling._compile(loaded, run.feed.num_borders, 0.999, run.loss)  # type: ignore[arg-type]
+    finally:
+        torch.nn.Module.compile = kept  # type: ignore[method-assign]
+    assert line.endswith("gradients equal eager ones (smallest cosine 1.000000)"), line
+    assert not any(local_part(parameter.grad).any() for parameter in run.parameters if parameter.grad is not None)
+    return take(run, num_steps)
+
+
 def measure(run: Run, case: dict[str, Any]) -> dict[str, Any]:
     """What a case compares."""
     others = {"masked": take_masked, "stopped": take_stopped, "poisoned": take_poisoned}
+    if case["kind"] == "proved":
+        return take_proved(run, case["num_steps"])
     kind = case["kind"]
     return others[kind](run) if kind in others else take(run, case["num_steps"])
 

@@ -77,6 +77,13 @@ def add_quantised(cases: Cases, random: dict[str, str]) -> None:
         cases.add(f"{storage} fp32 zero3 random", 2, again)
 
 
+def add_proved(cases: Cases) -> None:
+    for method in ("lora", "full"):
+        for strategy in ("ddp", *SHARDED):
+            given = values(cases.tiny, method, strategy=strategy)
+            cases.add(f"fp64 {method} {strategy} proved", 2, given, kind="proved")
+
+
 @pytest.fixture(scope="module")
 def untied(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The tiny model with a head of its own."""
@@ -119,6 +126,7 @@ def two_ranks(tiny: Any, untied: str, tmp_path_factory: pytest.TempPathFactory) 
         for method in ("lora", "full"):
             sent = values(tiny, method, strategy=strategy, comm={"compress": "bf16"})
             cases.add(f"bf16 sums {method} {strategy}", 1, sent)
+    add_proved(cases)
     add_quantised(cases, random)
     return run_cases(cases.cases, cases.folder, 2, 200)
 

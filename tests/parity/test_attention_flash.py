@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +14,8 @@ from test_attention_forms import borders, both, inputs
 from tiny_models import tiny_config
 
 from flatout.errors import UsageError
-from flatout.kernels.attention import flash as flash_module
 from flatout.kernels.attention import (
+    cudnn,
     flash_disagreement,
     flash_problem,
     make_flash_attention,
@@ -22,6 +23,7 @@ from flatout.kernels.attention import (
     packed_attention,
     plain_attention,
 )
+from flatout.kernels.attention import flash as flash_module
 from flatout.kernels.attention.reference import document_mask
 from flatout.models import attention as models_attention
 from flatout.models.attention import choose_attention
@@ -264,6 +266,46 @@ def test_a_disagreement_names_what_errs() -> None:
     assert "key gradients" in judge(nan_gradient)
     assert "values" in judge(without_window)
     assert judge(without_window, window=None) is None
+
+
+def test_planned_sizes_find_their_graphs_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs that steps ask for are those made ahead: by room and longest document, for the run's borders alone."""
+    made: list[tuple[Any, ...]] = []
+
+    class Graph:
+        def __init__(self, *key: Any) -> None:
+            made.append(key)
+
+        def run(self, tensors: Any, cu_seqlens: Any) -> None:
+            pass
+
+    for name in ("_forward_graph", "_backward_graph"):
+        monkeypatch.setattr(cudnn, name, cache(lambda *key, which=name: Graph(which, *key)))
+    monkeypatch.setattr(cudnn, "_layers", set())
+    forward, backward = cudnn._passes(None)
+
+    def step(num_tokens: int, max_seqlen: int, num_borders: int = 64) -> None:
+        query, key = torch.zeros(num_tokens, 4, 8), torch.zeros(num_tokens, 2, 8)
+        rest = torch.zeros(num_borders, dtype=torch.int32), max_seqlen, 1.0
+        for left in (None, 255):
+            output, log_sums = forward(query, key, key, *rest, left)
+            backward(output, query, key, key, output, log_sums, *rest, left)
+
+    step(100, 128, num_borders=10)
+    step(700, 512)
+    made.clear()
+    # of 512 tokens: with and without the window, which 128 do not reach; of 128 in two rooms
+    assert cudnn.prepare_cudnn_attention([(4096, 128), (100, 128), (5000, 128), (900, 512)], 64) == (2 + 1) + (2 + 2)
+    assert len(made) == 1 + 2
+    made.clear()
+    for size in ((4000, 128), (8192, 128), (4000, 512)):
+        step(*size)
+    assert made == []
+    step(4097, 512)
+    assert len(made) == 2
+    made.clear()
+    step(4000, 128, num_borders=128)
+    assert len(made) == 2
 
 
 @pytest.mark.gpu

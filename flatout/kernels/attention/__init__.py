@@ -1,6 +1,6 @@
 """Packed causal attention: varlen, cudnn, fa3, fa4 (CUDA), sdpa and plain (by document); reference.py is the truth."""
 
-from flatout.kernels.attention.cudnn import cudnn_problem, make_cudnn_attention
+from flatout.kernels.attention.cudnn import cudnn_problem, make_cudnn_attention, prepare_cudnn_attention
 from flatout.kernels.attention.documents import plain_attention, sdpa_attention
 from flatout.kernels.attention.flash import FlashName, flash_disagreement, flash_problem, make_flash_attention
 from flatout.kernels.attention.reference import packed_attention
@@ -16,6 +16,7 @@ __all__ = [
     "make_varlen_attention",
     "packed_attention",
     "plain_attention",
+    "prepare_cudnn_attention",
     "sdpa_attention",
     "varlen_problem",
 ]

@@ -6,7 +6,7 @@ torch brings cuDNN itself; its own binding builds cuDNN's graph anew at every ca
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -22,6 +22,8 @@ _MIN_BACKEND = 90600
 # the backward pass's scratch memory is sized for this many tokens, rounded up, so few graphs serve a whole run
 _TOKENS_MULTIPLE = 4096
 _MAX_GRAPHS = 512
+# what layers were called with, apart from sizes
+_layers: set[tuple[Any, ...]] = set()
 
 
 def cudnn_problem(device: torch.device) -> str | None:
@@ -46,44 +48,59 @@ def make_cudnn_attention() -> Attention:
     return form_of(packed_operator("flatout::cudnn", *passes, log_sums_by_token=True))
 
 
+def prepare_cudnn_attention(sizes: Collection[tuple[int, int]], num_borders: int) -> int:
+    """Make cuDNN's graphs of every layer that was called with so many borders for streams of (tokens, max_seqlen).
+
+    Returns how many there are. Making one takes the host about 50 ms, in which the first step of a size would leave
+    the GPU idle.
+    """
+    exact = torch.are_deterministic_algorithms_enabled()
+    layers = [layer for layer in _layers if layer[4] == num_borders - 1]
+    wanted = {(_key(layer, max_seqlen), _room(num_tokens)) for layer in layers for num_tokens, max_seqlen in sizes}
+    forward_keys = {key for key, _ in wanted}
+    for key in forward_keys:
+        _forward_graph(*key)
+    for key, room in wanted:
+        _backward_graph(*key, room, exact)
+    return len(forward_keys) + len(wanted)
+
+
 def _passes(cudnn: Any) -> tuple[Any, Any]:
+    def layer_of(q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float, left: int | None) -> tuple[Any, ...]:
+        heads = (q.shape[1], k.shape[1], q.shape[2])
+        return cudnn, q.device, q.dtype, heads, len(cu_seqlens) - 1, scale, left
+
     def forward(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, left: int | None
     ) -> tuple[Tensor, Tensor]:
-        graph = _forward_graph(*_key(cudnn, q, k, cu_seqlens, max_seqlen, scale, left))
+        layer = layer_of(q, k, cu_seqlens, scale, left)
+        _layers.add(layer)
         output, log_sums = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-        graph.run([q, k, v, output, log_sums], cu_seqlens)
+        _forward_graph(*_key(layer, max_seqlen)).run([q, k, v, output, log_sums], cu_seqlens)
         return output, log_sums
 
     def backward(
         output_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, cu_seqlens: Tensor,
         max_seqlen: int, scale: float, left: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        room = -(-len(q) // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE
         exact = torch.are_deterministic_algorithms_enabled()
-        graph = _backward_graph(*_key(cudnn, q, k, cu_seqlens, max_seqlen, scale, left), room, exact)
+        key = _key(layer_of(q, k, cu_seqlens, scale, left), max_seqlen)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        graph.run([q, k, v, output, output_grad, log_sums, *grads], cu_seqlens)
+        _backward_graph(*key, _room(len(q)), exact).run([q, k, v, output, output_grad, log_sums, *grads], cu_seqlens)
         return grads
 
     return forward, backward
 
 
-def _key(
-    cudnn: Any, q: Tensor, k: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, left: int | None
-) -> tuple[Any, ...]:
+def _key(layer: tuple[Any, ...], max_seqlen: int) -> tuple[Any, ...]:
     """What one of cuDNN's graphs is made for; the number of tokens is not among it."""
+    *shape, scale, left = layer
     window = None if left is None or left + 1 >= max_seqlen else left + 1
-    return (
-        cudnn,
-        q.device,
-        q.dtype,
-        (q.shape[1], k.shape[1], q.shape[2]),
-        len(cu_seqlens) - 1,
-        max_seqlen,
-        scale,
-        window,
-    )
+    return *shape, max_seqlen, scale, window
+
+
+def _room(num_tokens: int) -> int:
+    return -(-num_tokens // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE
 
 
 @cache

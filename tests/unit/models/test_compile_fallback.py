@@ -6,7 +6,7 @@ from tiny_models import save_tiny_model
 
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.models import compile as compiling
-from flatout.models.head import packed_loss
+from flatout.models.head import PackedLoss, packed_loss
 from flatout.models.load import load_model
 from flatout.models.lora import add_lora
 from flatout.models.packed import pack
@@ -32,7 +32,7 @@ def test_a_layer_that_is_no_graph_runs_eagerly_and_says_so(loaded):
     """The per-document loop of the sdpa form reads borders on the host, so no layer with it is one graph."""
     batch = pack([(torch.arange(9).numpy(), torch.ones(9, dtype=torch.bool).numpy())])
     before = packed_loss(loaded.model, batch).loss_sum
-    line = compiling._compile(loaded, 64, 0.99)
+    line = compiling._compile(loaded, 64, 0.99, PackedLoss(loaded.model))
     assert line.startswith("off: this model's layers do not compile (")
     assert torch.equal(packed_loss(loaded.model, batch).loss_sum, before)
     assert all(parameter.grad is None for parameter in loaded.model.parameters())
