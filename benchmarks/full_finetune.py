@@ -82,7 +82,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     bound = bound_tok_s(shape, timed) * rank.world
     told = taken.folder / "events.jsonl"
     events = map(json.loads, told.read_text().splitlines() if told.exists() else ())
-    saves = [{key: event[key] for key in ("staged_s", "save_s")} for event in events if event["kind"] == "saved"]
+    timings = ("staged_s", "copied_s", "save_s")
+    saves = [{key: event[key] for key in timings} for event in events if event["kind"] == "saved"]
     peak_gib = gpu_memory().get("peak_allocated_gib", max(step["peak_memory_bytes"] for step in steps) / 2**30)
     return {
         "shape": args.shape,

@@ -253,8 +253,8 @@ class CheckpointConfig(Section):
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest valid checkpoint of the run folder; never: refuse a folder that has some."""
     asynchronous: Literal["auto"] | bool = "auto"
-    """true: training waits only until the state is copied to host memory, the rest of a save runs beside it; auto:
-    true on a GPU whose host has room for that."""
+    """true: a save runs beside training, from a copy of the state in host memory, for which only the next update waits
+    (on the CPU: training); auto: true on a GPU whose host has room for that."""
     allow_change: list[str] = []
     """Settings that may differ from the checkpoint's though they change the maths, such as optim.lr."""
 

@@ -2,86 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from flatout.errors import ResourceError
 from flatout.track.record import Tracker
 from flatout.train.checkpoint import Checkpoints, Snapshot
-
-# powers of two, since pinned memory is given out in such sizes
-BLOCK_BYTES, SMALL_BLOCK_BYTES = 2**30, 2**26
-_LINE_BYTES = 128
+from flatout.train.staging import Copying, Staging
 
 
-class Staging:
-    """Host memory that a state is copied to while training waits; kept for the next save, pinned for a GPU's."""
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """One save under way; `staged_s` is what training waited in the call, None where it waits to the end."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._blocks: list[Tensor] = []
-        self._reserving: threading.Thread | None = None
-
-    def reserve(self, num_bytes: int) -> None:
-        """Get memory in the background (pinning takes seconds), so that the first save does not wait for it."""
-
-        def get() -> None:
-            with suppress(ResourceError):  # the save that needs it raises it again
-                self._grow(num_bytes)
-
-        self._reserving = threading.Thread(target=get, daemon=True)
-        self._reserving.start()
-
-    def copy(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot in this memory; once it returns, the live tensors may change. It holds until the next copy."""
-        if self._reserving is not None:
-            self._reserving.join()
-        used = [0] * len(self._blocks)
-        tensors = {
-            stem: {name: self._copy(tensor, used) for name, tensor in held.items()}
-            for stem, held in snapshot.tensors.items()
-        }
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        return dataclasses.replace(snapshot, tensors=tensors)
-
-    def _copy(self, tensor: Tensor, used: list[int]) -> Tensor:
-        tensor = tensor.detach()
-        room_bytes = -(-tensor.nbytes // _LINE_BYTES) * _LINE_BYTES
-        fits = (index for index, block in enumerate(self._blocks) if used[index] + room_bytes <= block.nbytes)
-        index = next(fits, len(self._blocks))
-        if index == len(self._blocks):
-            self._grow(max(room_bytes, 1), whole=True)
-            used.append(0)
-        begin = used[index]
-        used[index] += room_bytes
-        place = self._blocks[index][begin : begin + tensor.nbytes]
-        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-
-    def _grow(self, num_bytes: int, *, whole: bool = False) -> None:
-        """More blocks; `whole` in one piece."""
-        while num_bytes > 0:
-            smallest = SMALL_BLOCK_BYTES if whole or num_bytes < BLOCK_BYTES // 2 else BLOCK_BYTES
-            size_bytes = max(num_bytes, smallest) if whole else smallest
-            try:
-                block = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-            except RuntimeError as error:
-                raise ResourceError(
-                    f"no {size_bytes:,} bytes of host memory to copy the state to; set checkpoint.asynchronous: false"
-                ) from error
-            self._blocks.append(block)
-            num_bytes -= size_bytes
+    snapshot: Snapshot
+    best: bool
+    required: bool
+    started_s: float
+    staged_s: float | None = None
 
 
 class Saver:
     """Saves of one run, collective over its ranks, told to `tracker`. With `staging` they run in the background.
+
+    The copy of the state may run beside the passes of the next step, which only read it: whoever changes weights or
+    optimizer state calls `before_update` first.
 
     A save that fails because a disk is full or refuses is told as an event, on every rank, and training goes on; any
     other failure is told and raised by the next `save` or `wait`, where all ranks stand at the same place.
@@ -89,45 +39,53 @@ class Saver:
 
     def __init__(self, checkpoints: Checkpoints, tracker: Tracker, staging: Staging | None = None) -> None:
         self._checkpoints, self._tracker, self._staging = checkpoints, tracker, staging
+        self._copying: Copying | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     def save(self, snapshot: Snapshot, *, best: bool = False, required: bool = False) -> None:
-        """Save; returns when it is published, or in the background as soon as it is staged and not `required`.
+        """Save; returns when it is published, or as soon as its copy has begun when it is staged and not `required`.
 
         Raises ResourceError on every rank when a `required` save fails.
         """
-        self.wait()
         started_s = time.perf_counter()
+        self.wait()
         if self._staging is None:
-            self._write(snapshot, best, required, started_s)
+            self._write(_Save(snapshot, best, required, started_s))
             return
-        staged = self._staged(snapshot, required)
+        staged = self._laid_out(self._staging, snapshot, required)
         if staged is None:
             return
+        self._copying = self._staging.copy(snapshot, staged)
+        staged_s = None if required else time.perf_counter() - started_s
+        save = _Save(staged, best, required, started_s, staged_s)
         self._thread = threading.Thread(
-            target=self._write_kept, args=(staged, best, required, started_s), name="checkpoint", daemon=True
+            target=self._write_copied, args=(save, self._copying), name="checkpoint", daemon=True
         )
         self._thread.start()
         if required:
             self.wait()
 
-    def _staged(self, snapshot: Snapshot, required: bool) -> Snapshot | None:
-        """The copy, once every rank has its own; None when one of them could not, which is told."""
-        copies: list[Snapshot] = []
+    def before_update(self) -> None:
+        """To be called before weights or optimizer state change: the device then first ends the copy under way.
 
-        def copy() -> None:
-            assert self._staging is not None
-            copies.append(self._staging.copy(snapshot))
+        The host does not wait.
+        """
+        if self._copying is not None:
+            self._copying.hold_device()
+            self._copying = None
 
+    def _laid_out(self, staging: Staging, snapshot: Snapshot, required: bool) -> Snapshot | None:
+        """The places for the copy, once every rank has its own; None when one of them could not, which is told."""
+        places: list[Snapshot] = []
         try:
-            self._checkpoints.messages.agree(copy)
+            self._checkpoints.messages.agree(lambda: places.append(staging.lay_out(snapshot)))
         except ResourceError as error:
             self._tell(snapshot, error)
             if required:
                 raise
             return None
-        return copies[0]
+        return places[0]
 
     def _tell(self, snapshot: Snapshot, error: BaseException) -> None:
         self._tracker.event("not_saved", {"step": snapshot.step, "why": str(error) or type(error).__name__})
@@ -146,29 +104,27 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
 
-    def _write_kept(self, snapshot: Snapshot, best: bool, required: bool, started_s: float) -> None:
-        staged_s = time.perf_counter() - started_s
+    def _write_copied(self, save: _Save, copying: Copying) -> None:
         try:
-            self._write(snapshot, best, required, started_s, staged_s)
+            self._write(save, copying.wait())
         except BaseException as error:  # noqa: BLE001  (it would be lost with its thread: `wait` raises it)
             self._failure = error
-            self._tell(snapshot, error)
+            self._tell(save.snapshot, error)
 
-    def _write(
-        self, snapshot: Snapshot, best: bool, required: bool, started_s: float, staged_s: float | None = None
-    ) -> None:
+    def _write(self, save: _Save, copied_s: float = 0.0) -> None:
         try:
-            path = self._checkpoints.save(snapshot, best=best)
+            path = self._checkpoints.save(save.snapshot, best=save.best)
         except ResourceError as error:
-            if required:
+            if save.required:
                 raise
-            self._tell(snapshot, error)
+            self._tell(save.snapshot, error)
             return
-        save_s = time.perf_counter() - started_s
+        save_s = time.perf_counter() - save.started_s
         facts = {
             "path": str(path),
-            "best": best,
-            "staged_s": _rounded(save_s if staged_s is None else staged_s),
+            "best": save.best,
+            "staged_s": _rounded(save_s if save.staged_s is None else save.staged_s),
+            "copied_s": _rounded(copied_s),
             "save_s": _rounded(save_s),
         }
         self._tracker.event("saved", facts)

@@ -156,6 +156,7 @@ def _update_ahead(run: Run, step: StepPlan, totals: Tensor) -> Pending:
     hold_back(run.optimizer, ~figures.isfinite().all() | (totals[2] > 0))
     lr = next_lr(run)
     set_lr(run.optimizer, lr)
+    run.saver.before_update()
     with record_function("flatout::optimizer"):
         _clip(run, norm)
         run.optimizer.step()
@@ -196,6 +197,7 @@ def _update_after_reading(run: Run, step: StepPlan, totals: Tensor) -> StepOutco
         _clip(run, norm)
     lr = next_lr(run)
     set_lr(run.optimizer, lr)
+    run.saver.before_update()
     # the scaler leaves the weights alone and halves its scale when a gradient overflowed
     with record_function("flatout::optimizer"):
         run.scaler.step(run.optimizer)

@@ -49,6 +49,8 @@ def take_step_in_backward(update: BackwardUpdate, run: Run, step: StepPlan) -> S
     check_finite(run, step, loss_sum, 0.0)
     lr = next_lr(run)
     update.start(lr)
+    # weights change inside the backward pass
+    run.saver.before_update()
     (batch_loss / step.num_label_tokens).backward()
     grad_norm = update.grad_norm().item()
     if not math.isfinite(grad_norm):

@@ -30,7 +30,8 @@ from flatout.parallel.shards import share_of, whole_tensors
 from flatout.track.record import Trackers
 from flatout.train.checkpoint import Checkpoints, Snapshot
 from flatout.train.optim import load_optimizer_state, make_optimizer, optimizer_state
-from flatout.train.saver import Saver, Staging
+from flatout.train.saver import Saver
+from flatout.train.staging import Staging
 from flatout.train.storage import Storage
 from flatout.train.stored import Stored
 

@@ -13,7 +13,8 @@ from faulty_disk import BROKEN_DISK, FULL_DISK, FaultyDisk, QuickDisk, same, sna
 
 from flatout.errors import CheckpointError, ResourceError
 from flatout.train.checkpoint import Checkpoints
-from flatout.train.saver import Saver, Staging, choose_saver
+from flatout.train.saver import Saver, choose_saver
+from flatout.train.staging import Staging
 from flatout.train.storage import Disk, Storage
 
 CPU = torch.device("cpu")
@@ -78,6 +79,7 @@ def test_the_state_of_the_call_is_written_though_it_changes_meanwhile(tmp_path: 
     kind, facts = told.events[-1]
     assert (kind, facts["best"]) == ("saved", True)
     assert 0 <= facts["staged_s"] <= facts["save_s"]
+    assert 0 <= facts["copied_s"] <= facts["save_s"]
 
 
 def test_the_next_save_and_a_required_one_wait(tmp_path: Path) -> None:
@@ -117,6 +119,24 @@ def test_any_other_failure_is_told_at_once_and_raised_at_the_next_save(tmp_path:
     with pytest.raises(CheckpointError, match="does not match its hash"):
         saver.save(snapshot_of(2))
     saver.close()
+
+
+def test_a_host_without_memory_for_the_copy_skips_a_save_that_is_not_required(tmp_path: Path) -> None:
+    class Full(Staging):
+        def lay_out(self, snapshot: Any) -> Any:
+            raise ResourceError("no 7 bytes of host memory")
+
+        def copy(self, snapshot: Any, staged: Any) -> Any:
+            raise AssertionError("nothing may be copied unless every rank has its memory")
+
+    told = Told()
+    saver = Saver(Checkpoints(tmp_path, keep=2, on_event=told.event), told, Full(CPU))
+    saver.save(snapshot_of(1))
+    saver.before_update()
+    saver.close()
+    assert told.events == [("not_saved", {"step": 1, "why": "no 7 bytes of host memory"})]
+    with pytest.raises(ResourceError, match="no 7 bytes"):
+        saver.save(snapshot_of(2), required=True)
 
 
 def test_the_choice_is_told(tmp_path: Path) -> None:
