@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -32,8 +33,6 @@ from flatout.bench.measure import WARMUP_STEPS, gpu_memory
 from flatout.bench.rows import SAMPLES_PER_STEP
 from flatout.bench.shapes import SHAPES, shape_config
 from flatout.parallel.rank import Rank
-from flatout.train.loop import save
-from flatout.train.state import Run
 
 TFLOPS = 790
 BF16 = ["full.weights=bf16", "model.precision=bf16"]
@@ -62,18 +61,23 @@ def bound_tok_s(shape: dict[str, Any], lengths: list[int]) -> float:
     return TFLOPS * 1e12 / (6 * linears + 6 * head * LABEL_SHARE + 3.5 * attention)
 
 
+def waited_for(saved: dict[str, Any], steps: list[dict[str, Any]], after: int) -> dict[str, Any]:
+    """What one save made training wait: in its call, and by how much the step after it took longer than its tokens."""
+    usual = statistics.median(step["step_s"] / step["num_tokens"] for step in steps[WARMUP_STEPS:])
+    late_s = steps[after]["step_s"] - usual * steps[after]["num_tokens"]
+    figures = {key: saved[key] for key in ("staged_s", "copied_s", "save_s")}
+    return {"save": {**figures, "next_step_late_s": round(late_s, 3)}}
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     """This process's part of the run; the figures on the first rank."""
     launched_s, shape, rank = time.time(), shape_config(args.shape), Rank.from_env()
     budget = [f"batch.micro_batch_tokens={args.budget}"] if args.budget else []
     overrides = ["method=full", "optim.lr=1e-5", "model.init=random", *budget, *MODES[args.mode], *args.overrides]
-
-    def save_if_asked(run: Run) -> None:
-        if args.save:
-            save(run)
-            run.saver.wait()
-
-    taken = take_steps(args.out / args.mode, overrides, args.steps, args.samples, after=save_if_asked)
+    if args.save:
+        overrides += ["checkpoint.asynchronous=true", f"checkpoint.every_steps={args.steps // 2 + 1}"]
+    out = args.out / args.mode
+    taken = take_steps(out, overrides, args.steps, args.samples, after=lambda run: run.saver.wait())
     if not rank.is_first:
         return None
     steps, found = taken.records, taken.rates(launched_s)
@@ -82,8 +86,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     bound = bound_tok_s(shape, timed) * rank.world
     told = taken.folder / "events.jsonl"
     events = map(json.loads, told.read_text().splitlines() if told.exists() else ())
-    timings = ("staged_s", "copied_s", "save_s")
-    saves = [{key: event[key] for key in timings} for event in events if event["kind"] == "saved"]
+    saves = [event for event in events if event["kind"] == "saved"]
     peak_gib = gpu_memory().get("peak_allocated_gib", max(step["peak_memory_bytes"] for step in steps) / 2**30)
     return {
         "shape": args.shape,
@@ -98,7 +101,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         "step_p50_s": round(found["step_p50_s"], 4),
         "micro_batches": [step["num_micro_batches"] for step in steps[WARMUP_STEPS:]],
         "peak_gib": round(peak_gib, 2),
-        "saves": saves,
+        **(waited_for(saves[0], steps, args.steps // 2 + 1) if saves else {}),
         "losses": [round(step["loss"], 4) for step in steps],
     }
 
@@ -111,7 +114,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--samples", type=int, default=SAMPLES_PER_STEP, help="samples a step, over all GPUs")
-    parser.add_argument("--save", action="store_true", help="save the state at the end, and tell what training waited")
+    parser.add_argument(
+        "--save", action="store_true", help="save the state once beside training, and tell what it waited"
+    )
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("/tmp/full_finetune"))
     parser.add_argument("overrides", nargs="*")

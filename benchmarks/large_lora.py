@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from whole_steps import prepare, spread_over, take_steps
+from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
 
 from flatout.bench.measure import WARMUP_STEPS
 from flatout.bench.ours import stage_lines
@@ -29,18 +29,6 @@ from flatout.bench.shapes import SHAPES, shape_config
 from flatout.models.quantised_load import num_stored_weights
 from flatout.parallel.rank import Rank
 from flatout.train.state import Run
-
-
-def on_each_rank(run: Run, value: float) -> list[float]:
-    """Every rank's value, two places."""
-    values = torch.zeros(run.rank.world, dtype=torch.float64, device=run.device)
-    values[run.rank.index] = value
-    return [round(found, 2) for found in run.strategy.sum_values(values).tolist()]
-
-
-def gib(name: str) -> float:
-    """A figure of torch.cuda in GiB; 0 without a GPU."""
-    return float(getattr(torch.cuda, name)()) / 2**30 if torch.cuda.is_available() else 0.0
 
 
 def load_s(stages: list[tuple[float, str]]) -> float:

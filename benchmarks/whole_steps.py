@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flatout.bench.inputs import write_store, write_tokenizer
 from flatout.bench.measure import figures
 from flatout.bench.ours import base_values, step_ends, step_records
@@ -72,9 +74,14 @@ def take_steps(
     *,
     before: Callable[[Run], None] = lambda run: None,
     after: Callable[[Run], None] = lambda run: None,
+    run_name: str = "run",
+    leave: bool = True,
 ) -> Steps:
-    """This process's part of a run in a prepared folder; `before` and `after` its steps all ranks are still joined."""
-    paths = {"run_dir": str(out / "run"), "model_dir": str(out / "model"), "data_root": str(out / "data")}
+    """This process's part of a run in a prepared folder; `before` and `after` its steps all ranks are still joined.
+
+    Without `leave` they stay so, for another run in the same processes.
+    """
+    paths = {"run_dir": str(out / run_name), "model_dir": str(out / "model"), "data_root": str(out / "data")}
     job = {**paths, "num_steps": num_steps, "samples_per_step": samples_per_step}
     config, rank = make_config(base_values(job), list(overrides)), Rank.from_env()
     tracker = Trackers(*((ConsoleTracker(), RunFolderTracker(config.folder)) if rank.is_first else ()))
@@ -87,5 +94,19 @@ def take_steps(
         run_steps(run)
     after(run)
     tracker.close()
-    leave_group()
+    run.feed.close()
+    if leave:
+        leave_group()
     return Steps(run, config.folder)
+
+
+def on_each_rank(run: Run, value: float) -> list[float]:
+    """Every rank's value, two places."""
+    values = torch.zeros(run.rank.world, dtype=torch.float64, device=run.device)
+    values[run.rank.index] = value
+    return [round(found, 2) for found in run.strategy.sum_values(values).tolist()]
+
+
+def gib(name: str) -> float:
+    """A figure of torch.cuda in GiB; 0 without a GPU."""
+    return float(getattr(torch.cuda, name)()) / 2**30 if torch.cuda.is_available() else 0.0

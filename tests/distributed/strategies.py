@@ -41,6 +41,9 @@ def build(values: dict[str, Any], folder: Path, rank: Rank) -> Run:
     tracker = Trackers()
     planned = plan_run(config, tracker, rank)
     checkpoints = Checkpoints(folder, keep=1, on_event=tracker.event)
+    if torch.cuda.is_available():
+        # graphs of another case, made under another autocast, are no graphs of this one
+        torch._dynamo.reset()
     return set_up(config, planned, checkpoints, None, tracker, rank)
 
 
@@ -57,7 +60,7 @@ def weight_of(run: Run, parameter: Tensor) -> Tensor:
 
 def never_recompiling(run: Run) -> AbstractContextManager[object]:
     """Within, a layer that start-up compiled for other weights than the strategy's raises."""
-    if run.device.type == "cpu":
+    if run.device.type == "cpu" or run.config.compile == "off":
         return nullcontext()
     import torch._dynamo.config as dynamo_config
 

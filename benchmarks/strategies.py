@@ -1,0 +1,102 @@
+"""The same steps of one model under every strategy, over several GPUs: tokens a second and memory a GPU, side by side.
+
+One JSON line a strategy, all of them in the same processes:
+
+    python benchmarks/strategies.py --gpus 2 --shape qwen3-1.7b                            # full fine-tuning
+    python benchmarks/strategies.py --gpus 2 --shape qwen3-8b --strategies zero2,fsdp
+    python benchmarks/strategies.py --gpus 2 --shape qwen3-8b method=lora                  # frozen weights in bf16
+
+The tokens are those of `flatout bench`: chat lengths, 32 samples a step; the first 3 steps are left out. deepspeed-1 to
+-3 need DeepSpeed. `held_gib` is what a GPU holds between steps once the optimizer has its state, `peak_gib` the most
+within a step, on each rank; a strategy that does not fit says so and ends the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
+
+from flatout.bench.measure import WARMUP_STEPS
+from flatout.bench.shapes import SHAPES, shape_config
+from flatout.parallel.group import leave_group
+from flatout.parallel.rank import Rank
+from flatout.train.state import Run
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "deepspeed-1", "deepspeed-2", "deepspeed-3")
+
+
+def settings(strategy: str) -> list[str]:
+    """Overrides for one strategy; DeepSpeed's stage is in its name."""
+    name, _, stage = strategy.partition("-")
+    if not stage:
+        return [f"strategy={name}"]
+    given = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": int(stage)}}
+    return [f"strategy={name}", f"deepspeed={json.dumps(given)}"]
+
+
+def measure(args: argparse.Namespace, strategy: str) -> dict[str, Any] | None:
+    """This process's part of one strategy's steps; the figures on the first rank."""
+    launched_s, rank = time.time(), Rank.from_env()
+    overrides = ["method=full", "optim.lr=1e-5", "model.init=random", *settings(strategy), *args.overrides]
+    found: dict[str, Any] = {"left_over_gib": round(gib("memory_allocated"), 2)}
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+    def after(run: Run) -> None:
+        found["peak_gib"] = on_each_rank(run, gib("max_memory_allocated"))
+        run.optimizer.zero_grad(set_to_none=True)
+        found["held_gib"] = on_each_rank(run, gib("memory_allocated"))
+
+    taken = take_steps(args.out, overrides, args.steps, after=after, run_name=strategy, leave=False)
+    if not rank.is_first:
+        return None
+    steps, rates = taken.records, taken.rates(launched_s)
+    return {
+        "strategy": strategy,
+        "shape": args.shape,
+        "gpus": rank.world,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "overrides": args.overrides,
+        "useful_tok_s": round(rates["useful_tok_s"]),
+        "step_p50_s": round(rates["step_p50_s"], 4),
+        **found,
+        "first_step_s": round(steps[0]["step_s"], 2),
+        "recompute": taken.run.memory.recompute,
+        "micro_batches": [step["num_micro_batches"] for step in steps[WARMUP_STEPS:]],
+        "losses": [round(step["loss"], 4) for step in steps],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
+    parser.add_argument("--strategies", type=lambda text: text.split(","), default=list(STRATEGIES))
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("/tmp/strategies"))
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_intermixed_args()
+    if not args.part:
+        prepare(args.out, shape_config(args.shape), args.steps)
+        spread_over(args.gpus)
+    for strategy in args.strategies:
+        if (found := measure(args, strategy)) is not None:
+            print(json.dumps(found), flush=True)
+        # the next strategy starts from an empty GPU, and compiles for itself
+        torch._dynamo.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    leave_group()
+
+
+if __name__ == "__main__":
+    main()
