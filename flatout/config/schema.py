@@ -381,6 +381,11 @@ class Config(Section):
         return None
 
     @property
+    def computes_in_fp8(self) -> bool:
+        """Whether the blocks' products run in float8: over a quantised base, or those of full fine-tuning."""
+        return self.base.computes_in_fp8 or self.full.compute == "fp8"
+
+    @property
     def wanted_device(self) -> Literal["auto", "cpu", "cuda"]:
         """`device`; a run that names GPUs never falls back to the CPU by itself."""
         return "cuda" if self.gpus is not None and self.device == "auto" else self.device

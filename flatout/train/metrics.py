@@ -123,8 +123,7 @@ def device_peak(run: Run) -> Peak | None:
     """The nominal peak of the run's device in the arithmetic of its large products; None where none is known."""
     if run.device.type != "cuda":
         return None
-    in_fp8 = run.config.base.computes_in_fp8 or run.config.full.compute == "fp8"
-    arithmetic = "fp8" if in_fp8 else _ARITHMETIC.get(run.dtype, "")
+    arithmetic = "fp8" if run.config.computes_in_fp8 else _ARITHMETIC.get(run.dtype, "")
     return nominal_peak(torch.cuda.get_device_name(run.device), arithmetic)
 
 

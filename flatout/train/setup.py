@@ -190,9 +190,8 @@ def compile_with_recompute(
     """
     recompute = planned.memory.recompute
     mode = config.compile if planned.spread.compiles else "off"
-    fp8 = config.base.computes_in_fp8 or config.full.compute == "fp8"
     with compiling_with(recompute):
-        line = compile_layers(loaded, mode, num_borders=feed.num_borders, fp8=fp8, forward=loss)
+        line = compile_layers(loaded, mode, num_borders=feed.num_borders, fp8=config.computes_in_fp8, forward=loss)
     if feed.num_borders is not None and not line.startswith("off"):
         sizes = count_sizes(planned.plan, rank.index, coarse=feed.coarse)
         line += prepare_attention(loaded.attention, sizes, feed.num_borders)

@@ -305,7 +305,7 @@ def _own_rows(
     del plain
     free_memory()
     yield replace(noise, verdict="noise")
-    fp8 = config.base.computes_in_fp8 or config.base.storage == "fp8" or config.full.compute == "fp8"
+    fp8 = config.computes_in_fp8 or config.base.storage == "fp8"
     least = LIMITS["fp32"] if name in ("float32", "float64") else LEAST_LIMIT
     limit = max(TIMES_PLAIN * noise.largest, FP8_LIMIT if fp8 else least)
     with set_up_quietly(config, planned, Rank(), trained.folder) as run:

@@ -73,7 +73,7 @@ def test_text_holds_the_numbers(plan):
     assert "working" not in text
     assert "balance, 3 ranks" in text
     assert " h " in text
-    assert "time " not in render(explain(plan))
+    assert "\ntime " not in render(explain(plan))
 
 
 def test_a_step_is_told_rank_by_rank(plan):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from flatout.config.read import make_config
 from flatout.plan.assemble import Layout, Samples, assemble
 from flatout.plan.cost import CostModel
 from flatout.plan.peak import nominal_peak
@@ -28,9 +29,7 @@ def make_run(records: list[Any], stages: list[str], **changes: Any) -> Any:
     )
     told = {"record": records.append, "stage": lambda name, text: stages.append(text), "event": lambda *told: None}
     tracker = SimpleNamespace(**told)
-    config = SimpleNamespace(
-        log_every_steps=1, base=SimpleNamespace(computes_in_fp8=False), full=SimpleNamespace(compute="model")
-    )
+    config = SimpleNamespace(log_every_steps=1)
     values = {
         "plan": plan, "tracker": tracker, "config": config, "device": torch.device("cpu"), "dtype": torch.bfloat16,
         "rank": SimpleNamespace(world=2), "feed": SimpleNamespace(wait_s=0.0), "progress": SimpleNamespace(elapsed_s=0),
@@ -78,20 +77,20 @@ def test_no_utilisation_where_no_peak_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "base_fp8", "full", "arithmetic"),
+    ("dtype", "sections", "arithmetic"),
     [
-        (torch.bfloat16, False, "model", "bf16"),
-        (torch.bfloat16, True, "model", "fp8"),
-        (torch.bfloat16, False, "fp8", "fp8"),
-        (torch.float16, False, "model", "fp16"),
+        (torch.bfloat16, {}, "bf16"),
+        (torch.bfloat16, {"base": {"storage": "fp8"}}, "fp8"),
+        (torch.bfloat16, {"method": "full", "full": {"compute": "fp8"}}, "fp8"),
+        (torch.float16, {}, "fp16"),
     ],
 )
 def test_the_peak_is_that_of_the_large_products(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, base_fp8: bool, full: str, arithmetic: str
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, sections: dict[str, Any], arithmetic: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    config = SimpleNamespace(base=SimpleNamespace(computes_in_fp8=base_fp8), full=SimpleNamespace(compute=full))
+    config = make_config({"model": {"name": "m"}, **sections})
     run = make_run([], [], device=torch.device("cuda", 0), dtype=dtype, config=config)
     assert device_peak(run) == nominal_peak("NVIDIA H200", arithmetic)
-    run.dtype, run.config.base.computes_in_fp8, run.config.full.compute = torch.float32, False, "model"
+    run.dtype, run.config = torch.float32, make_config({"model": {"name": "m"}})
     assert device_peak(run) is None
