@@ -91,6 +91,7 @@ def device_values(decision: MemoryDecision, longest_document: int | None) -> dic
     return {
         "micro_batch_tokens": decision.micro_batch_tokens,
         "recompute": decision.recompute,
+        "turned_weights": decision.turned_weights,
         "memory_budget_bytes": decision.budget_bytes,
         "longest_document_tokens": longest_document,
         "decision": decision.reason,

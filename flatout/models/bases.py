@@ -91,10 +91,11 @@ class FrozenProduct:
     backward: Callable[..., Tensor]
 
 
-def join_bases(bases: Sequence[FrozenLinear], *, fp8: bool) -> tuple[FrozenProduct, list[Tensor]]:
+def join_bases(bases: Sequence[FrozenLinear], *, fp8: bool, turned: bool = False) -> tuple[FrozenProduct, list[Tensor]]:
     """One product for several frozen layers of one input, and the tensors it works on; the layers share their memory.
 
-    `fp8` multiplies NF4 weights in float8; float8 weights always are. Raises UsageError for layers of mixed storage,
+    `fp8` multiplies NF4 weights in float8; float8 weights always are, and `turned` keeps a second, turned copy of their
+    bytes for the backward pass. Raises UsageError for layers of mixed storage,
     and ResourceError where the device or a layer's size has no float8 products.
     """
     sizes, in_features = [base.out_features for base in bases], bases[0].in_features
@@ -104,7 +105,7 @@ def join_bases(bases: Sequence[FrozenLinear], *, fp8: bool) -> tuple[FrozenProdu
             if problem := fp8_problem(device, size, in_features):
                 raise ResourceError(f"base.compute: {problem}; use base.storage: nf4 with base.compute: model")
     if all(isinstance(base, Fp8Linear) for base in bases):
-        return _join_fp8(cast(Sequence[Fp8Linear], bases), sizes)
+        return _join_fp8(cast(Sequence[Fp8Linear], bases), sizes, turned=turned)
     if all(isinstance(base, Nf4Linear) for base in bases):
         return _join_nf4(cast(Sequence[Nf4Linear], bases), sizes, in_features, fp8=fp8)
     if not all(isinstance(base, nn.Linear) for base in bases):
@@ -127,18 +128,24 @@ def _join_dense(bases: Sequence[nn.Linear], sizes: list[int]) -> tuple[FrozenPro
     return FrozenProduct("dense", forward, backward), [whole]
 
 
-def _join_fp8(bases: Sequence[Fp8Linear], sizes: list[int]) -> tuple[FrozenProduct, list[Tensor]]:
+def _join_fp8(bases: Sequence[Fp8Linear], sizes: list[int], *, turned: bool) -> tuple[FrozenProduct, list[Tensor]]:
     storage = [torch.cat([base.bytes.detach() for base in bases]), torch.cat([base.row_scale for base in bases])]
     for base, weight, scale in zip(bases, storage[0].split(sizes), storage[1].split(sizes), strict=True):
         base.bytes, base.row_scale = nn.Parameter(weight, requires_grad=False), scale
 
-    def forward(x: Tensor, weight: Tensor, scale: Tensor) -> Sequence[Tensor]:
+    def forward(x: Tensor, weight: Tensor, scale: Tensor, *_: Tensor) -> Sequence[Tensor]:
         return _split(_fp8_forward(x, weight, scale), sizes)
 
     def backward(grads: Sequence[Tensor], weight: Tensor, scale: Tensor) -> Tensor:
-        # turned in scratch memory, one layer at a time: a second copy would cost half of what float8 saves
+        # turned in scratch memory, one layer at a time: for when the plan found no room for a second copy
         return _fp8_backward(grads, weight.t().contiguous(), scale)
 
+    def backward_turned(grads: Sequence[Tensor], weight: Tensor, scale: Tensor, kept: Tensor) -> Tensor:
+        return _fp8_backward(grads, kept, scale)
+
+    if turned:
+        storage.append(storage[0].t().contiguous())
+        return FrozenProduct("float8, turned once", forward, backward_turned), storage
     return FrozenProduct("float8", forward, backward), storage
 
 

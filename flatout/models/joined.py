@@ -72,7 +72,7 @@ class JoinedLora(nn.Module):
 
     narrow: Tensor
 
-    def __init__(self, members: Sequence[LoraLinear], *, fp8: bool) -> None:
+    def __init__(self, members: Sequence[LoraLinear], *, fp8: bool, turned: bool) -> None:
         super().__init__()
         first = members[0]
         self.scaling = first.scaling
@@ -82,7 +82,7 @@ class JoinedLora(nn.Module):
         bases = [member.base for member in members]
         self.biases = [base.bias for base in bases]
         options: dict[str, Any] = {"dtype": first.compute_dtype, "device": first.lora_a.device}
-        self.product, storage = join_bases(bases, fp8=fp8)
+        self.product, storage = join_bases(bases, fp8=fp8, turned=turned)
         self._num_storage = len(storage)
         for index, tensor in enumerate(storage):
             self.register_buffer(f"storage_{index}", tensor, persistent=False)
@@ -154,19 +154,20 @@ def _sides(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[T
     return [copy for copy, _ in both], [master for _, master in both]
 
 
-def join_layers(model: PreTrainedModel, *, fp8: bool = False) -> JoinedLayers:
+def join_layers(model: PreTrainedModel, *, fp8: bool = False, turned: bool = False) -> JoinedLayers:
     """Join every LoRA layer of the decoder with those of the same module that read the same input tensor.
 
     Which ones do is seen in one small forward pass, so it holds for any architecture. Layers with dropout or DoRA,
     and those outside the decoder (an adapted head), keep their own products. `fp8` multiplies with 8-bit storage in
-    float8. Changes no result beyond rounding.
+    float8; `turned` keeps float8 weights turned as well, for the backward pass, to the same bits. Changes no result
+    beyond rounding.
     """
     groups: dict[tuple[str, int], list[LoraLinear]] = {}
     with _inputs_of(model) as inputs:
         for name, layer in lora_layers(model).items():
             if name in inputs and not layer.dropout and layer.magnitude is None:
                 groups.setdefault((name.rpartition(".")[0], inputs[name]), []).append(layer)
-    joined = JoinedLayers([JoinedLora(members, fp8=fp8) for members in groups.values()])
+    joined = JoinedLayers([JoinedLora(members, fp8=fp8, turned=turned) for members in groups.values()])
     joined.refresh()
     return joined
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -70,6 +70,11 @@ class MemoryDecision:
     def head_tile_rows(self) -> int:
         return head_tile_rows(self.recompute)
 
+    @property
+    def turned_weights(self) -> bool:
+        """Whether fp8 weights are kept turned as well, instead of being turned in every backward pass."""
+        return self.model is not None and self.model.turned_weights
+
     def estimate(self, size: MicroBatchSize) -> MemoryEstimate | None:
         """The peak with micro-batches of this size; None without a GPU."""
         return self.model.estimate(size, self.recompute) if self.model else None
@@ -106,16 +111,55 @@ def choose(
         return MemoryDecision(num_tokens, level, f"{num_tokens:,} tokens a micro-batch, recompute {level}: no GPU")
     model = memory_model(config, shape, device, spread)
     budget = budget_bytes(config, device)
-    most = min(given or tokens.rank_step_tokens, tokens.rank_step_tokens)
     whole_step = config.full.update == "backward"
-    enough = most if given or whole_step else min(most, max(BUSY_TOKENS, tokens.longest_sample))
+    most, enough = _most_and_enough(config, tokens)
     for level in _levels(config, model):
         fits = largest_fit(model, level, tokens, budget, most)
         if fits >= enough:
             break
     if not given and (fits < tokens.longest_sample or (whole_step and fits < most)):
         raise _too_small(model, level, tokens.micro_batch(most if whole_step else tokens.longest_sample), device)
-    num_tokens = given or max(fits, tokens.longest_sample)
+    return _decision(model, level, fits, tokens, device)
+
+
+def keep_turned(
+    decision: MemoryDecision, config: Config, tokens: TokenStatistics, device: Device | None, plan: RunPlan
+) -> MemoryDecision:
+    """The same with fp8 weights kept turned, one byte a weight more, where that memory is left.
+
+    It is where the level stays, micro-batches of it still keep the GPU busy, and the smaller token budget cuts the
+    steps of `plan` (laid out by `decision`) into no more of them.
+    """
+    if decision.model is None or device is None or not decision.model.turnable_bytes:
+        return decision
+    model, level = replace(decision.model, turned_weights=True), decision.recompute
+    most, enough = _most_and_enough(config, tokens)
+    fits = largest_fit(model, level, tokens, budget_bytes(config, device), most)
+    turned = _decision(model, level, fits, tokens, device)
+    if fits < enough or _num_micro_batches(plan, turned) > _num_micro_batches(plan, decision):
+        return replace(decision, reason=f"{decision.reason}; fp8 weights are turned in every pass")
+    return replace(turned, reason=f"{turned.reason}; fp8 weights turned once, {model.turnable_bytes / GIB:.1f} GiB")
+
+
+def _num_micro_batches(plan: RunPlan, decision: MemoryDecision) -> int:
+    laid_out = plan.laid_out(decision.micro_batch_tokens, plan.layout.cost, lockstep=plan.layout.lockstep)
+    return sum(len(rank) for step in laid_out.sampled_steps(NUM_STEPS_SEEN) for rank in step.ranks)
+
+
+def _most_and_enough(config: Config, tokens: TokenStatistics) -> tuple[int, int]:
+    """The most tokens that a micro-batch of this run needs to hold, and how many are enough for a level."""
+    given = config.batch.micro_batch_tokens
+    most = min(given or tokens.rank_step_tokens, tokens.rank_step_tokens)
+    if given or config.full.update == "backward":
+        return most, most
+    return most, min(most, max(BUSY_TOKENS, tokens.longest_sample))
+
+
+def _decision(
+    model: MemoryModel, level: Recompute, fits: int, tokens: TokenStatistics, device: Device
+) -> MemoryDecision:
+    num_tokens = model.config.batch.micro_batch_tokens or max(fits, tokens.longest_sample)
+    budget = budget_bytes(model.config, device)
     reason = (
         f"{num_tokens:,} tokens a micro-batch, recompute {level}: {budget / GIB:.1f} GiB of {device.name} hold "
         f"{fits:,} tokens, a step has at most {tokens.rank_step_tokens:,} a rank"

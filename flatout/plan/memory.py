@@ -83,9 +83,9 @@ class MemoryModel:
     weights, fat = `activation_elements` * e + 4 a head (attention's log-sum) bytes a token and layer, D the hidden size
     and L the number of layers:
 
-        weights      lora: e a parameter, or fp8 and nf4 for the blocks' linear layers, without an untied embedding
-                     under offload; full: m, and e more for autocast's copies when e < m (full.weights bf16: 2 and
-                     no copies)
+        weights      lora: e a parameter, or fp8 and nf4 for the blocks' linear layers (with `turned_weights` one byte
+                     more for those that LoRA joins), without an untied embedding under offload; full: m, and e more
+                     for autocast's copies when e < m (full.weights bf16: 2 and no copies)
         adapter      m + e an adapter parameter
         gradients    as wide as the trained weights; one tensor's only with full.update backward
         optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes a trained parameter
@@ -94,7 +94,7 @@ class MemoryModel:
                      offload: 3 D s; and 10 D a token around the last norm
         working      the head: `head_tile_rows` of logits and their gradient, the label rows and their gradient; or
                      the backward pass of one layer: 0.75 fat a token, what is computed again of it, and one weight
-                     group unpacked (nf4) or transposed (fp8); whichever is larger
+                     group unpacked (nf4) or transposed (fp8, unless it is kept so); whichever is larger
 
     State that `spread` cuts into n parts counts 1/n, or nothing where it waits on the host (`sharding.offload`). On top
     come what is whole for a while: gathered weights, of all layers or of those in flight, and of the embedding and
@@ -109,6 +109,7 @@ class MemoryModel:
     precision: Precision
     compiled: bool
     spread: Spread = ALONE
+    turned_weights: bool = False
 
     def estimate(self, size: MicroBatchSize, recompute: Recompute) -> MemoryEstimate:
         """The peak with micro-batches of this size."""
@@ -166,6 +167,27 @@ class MemoryModel:
         return self.shape.num_layers * num_tokens * self.shape.hidden_size * self._stream_bytes
 
     @property
+    def turnable_bytes(self) -> int:
+        """A second, turned copy of all float8 weights that LoRA layers multiply joined; 0 where there are none."""
+        if self.config.method == "full" or self.config.base.storage != "fp8" or not self._joins:
+            return 0
+        return sum(
+            linear.num_in * linear.num_out
+            for layer in range(self.shape.num_layers)
+            for linear in self.shape.layer_linears(layer)
+            if self._is_target(layer, linear)
+        )
+
+    @property
+    def _joins(self) -> bool:
+        """Whether LoRA layers of one input run as one product: `flatout.models.joined` says which do."""
+        return not (self.spread.lockstep or self.config.lora.dropout or self.config.lora.dora)
+
+    def _is_target(self, layer: int, linear: Linear) -> bool:
+        name = f"{self.shape.family.layers_path}.{layer}.{linear.name}"
+        return target_matcher(self.config.lora.targets)(name)
+
+    @property
     def _element(self) -> int:
         return _ELEMENT_BYTES[self.precision]
 
@@ -204,7 +226,8 @@ class MemoryModel:
         if self.config.base.storage == "model":
             return num_base * self._element
         num_linear = sum(linear.num_in * linear.num_out for linear in self._block_linears)
-        return (num_base - num_linear) * self._element + self._quantised_bytes
+        turned = self.turnable_bytes if self.turned_weights else 0
+        return (num_base - num_linear) * self._element + self._quantised_bytes + turned
 
     @property
     def _quantised_bytes(self) -> int:
@@ -240,9 +263,7 @@ class MemoryModel:
         lora = self.config.lora
         if self.config.method == "full" or not (lora.dropout or lora.dora):
             return 0
-        is_target = target_matcher(lora.targets)
-        name = f"{self.shape.family.layers_path}.0."
-        targets = [linear for linear in _linears(self.shape) if is_target(name + linear.name)]
+        targets = [linear for linear in _linears(self.shape) if self._is_target(0, linear)]
         dropped = sum(linear.num_in for linear in targets) if lora.dropout else 0
         return dropped + (2 * sum(linear.num_out for linear in targets) if lora.dora else 0)
 
@@ -284,10 +305,13 @@ class MemoryModel:
         # linear layers that read the same input are unpacked as one group
         groups: dict[tuple[str, int], int] = {}
         for linear in _linears(self.shape):
+            if self.turned_weights and self._is_target(0, linear):
+                continue
             key = (linear.name.partition(".")[0], linear.num_in)
             groups[key] = groups.get(key, 0) + linear.num_in * linear.num_out
-        transposed = max(groups.values()) if self.config.base.computes_in_fp8 else 0
-        return transposed + (max(groups.values()) * self._element if storage == "nf4" else 0)
+        largest = max(groups.values(), default=0)
+        transposed = largest if self.config.base.computes_in_fp8 else 0
+        return transposed + (largest * self._element if storage == "nf4" else 0)
 
 
 def _linears(shape: ModelShape) -> tuple[Linear, ...]:

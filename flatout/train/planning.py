@@ -15,7 +15,7 @@ from flatout.data.store import TokenStore
 from flatout.data.tokenizer import check_vocabulary
 from flatout.models.source import read_model_config
 from flatout.parallel.rank import Rank
-from flatout.plan.budget import MemoryDecision, TokenStatistics, choose, choose_spread
+from flatout.plan.budget import MemoryDecision, TokenStatistics, choose, choose_spread, keep_turned
 from flatout.plan.cost import CostModel, make_cost
 from flatout.plan.devices import Device
 from flatout.plan.shape import ModelShape
@@ -118,7 +118,9 @@ def _fitting_plan(
     spread = choose_spread(config, shape, tokens, device, num_ranks=rank.world, num_nodes=rank.num_nodes)
     memory = choose(config, shape, tokens, device, spread)
     cost = cost_model(config, shape, memory.recompute)
-    return whole_steps.laid_out(memory.micro_batch_tokens, cost, lockstep=spread.lockstep), spread, memory
+    plan = whole_steps.laid_out(memory.micro_batch_tokens, cost, lockstep=spread.lockstep)
+    memory = keep_turned(memory, config, tokens, device, plan)
+    return plan.laid_out(memory.micro_batch_tokens, cost, lockstep=spread.lockstep), spread, memory
 
 
 def cost_model(config: Config, shape: ModelShape, recompute: Recompute) -> CostModel:

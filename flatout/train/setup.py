@@ -58,7 +58,7 @@ def set_up(
     make_deterministic(config, device)
     compiler_ready = warm_compiler(config, device, tracker)
     loaded = prepare_model(config, device, tracker, in_parts=loads_in_parts(config, planned, device))
-    joined = join_adapters(loaded.model, config, planned.spread, tracker)
+    joined = join_adapters(loaded.model, config, planned, tracker)
     no_graphs = reason_against(config, planned, device)
     feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, coarse=no_graphs is None)
     apply_recompute(loaded.model, planned.memory.recompute)
@@ -169,14 +169,14 @@ def spread_state(
     return strategy, cast(PackedLoss, forward), optimizer
 
 
-def join_adapters(model: PreTrainedModel, config: Config, spread: Spread, tracker: Tracker) -> JoinedLayers:
+def join_adapters(model: PreTrainedModel, config: Config, planned: Planned, tracker: Tracker) -> JoinedLayers:
     """LoRA layers of one input as one product; nothing for full fine-tuning and for weights that are cut."""
     if config.method == "full":
         return JoinedLayers([])
-    if spread.lockstep:
-        tracker.stage("joined", f"off: {spread.strategy} cuts each layer's weights for itself")
+    if planned.spread.lockstep:
+        tracker.stage("joined", f"off: {planned.spread.strategy} cuts each layer's weights for itself")
         return JoinedLayers([])
-    joined = join_layers(model, fp8=config.base.computes_in_fp8)
+    joined = join_layers(model, fp8=config.base.computes_in_fp8, turned=planned.memory.turned_weights)
     tracker.stage("joined", joined.report)
     return joined
 

@@ -1,10 +1,13 @@
 """Float8 and 4-bit products: what the bytes stand for, values and gradients, alone and joined."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_models import save_tiny_model, tiny_samples
 from torch import nn
 
+from flatout.config.read import make_config
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.errors import ResourceError
 from flatout.kernels.fp8 import fp8_problem, quantise_rows, scaled_product
@@ -17,6 +20,11 @@ from flatout.models.load import load_model
 from flatout.models.lora import add_lora, lora_layers, trainable_parameters
 from flatout.models.nf4 import Nf4Linear
 from flatout.models.packed import pack
+from flatout.plan.memory import MemoryModel, MicroBatchSize
+from flatout.plan.shape import ModelShape
+from flatout.plan.spread import ALONE
+from flatout.track.record import Trackers
+from flatout.train.setup import join_adapters
 
 CPU = torch.device("cpu")
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -72,18 +80,24 @@ def test_an_fp8_layer_computes_what_it_stands_for(shape):
     assert relative(weight, draw(32, 48).double()) < 0.036
 
 
-def stored_model(folder, make, *, fp8):
-    """A tiny model whose linear layers have another storage, with adapters; loss and gradients alone and joined."""
+def adapted_model(folder, make, targets="all-linear"):
+    """A tiny model whose linear layers have another storage, with adapters."""
     save_tiny_model(folder, "qwen3", hidden_size=64, intermediate_size=96)
     model = load_model(ModelConfig(name=str(folder), precision="fp32"), method="lora", device=CPU, seed=0).model
     for layer in decoder_layers(model):
         for name, linear in list(layer.named_modules()):
             if isinstance(linear, nn.Linear):
                 replace_module(layer, name, make(linear.weight.detach(), linear.bias))
-    add_lora(model, LoraConfig(rank=4), seed=0)
+    add_lora(model, LoraConfig(rank=4, targets=targets), seed=0)
     generator = torch.Generator().manual_seed(1)
     for adapted in lora_layers(model).values():
         adapted.lora_b.data.normal_(0, 0.1, generator=generator)
+    return model
+
+
+def stored_model(folder, make, *, fp8):
+    """Loss and gradients of an adapted model alone and joined, and how the products describe themselves."""
+    model = adapted_model(folder, make)
     alone = loss_and_gradient(model)
     join_layers(model, fp8=fp8)
     kinds = {module.product.describe for module in model.modules() if isinstance(module, JoinedLora)}
@@ -103,6 +117,57 @@ def test_joined_products_equal_those_alone(make, kind, tmp_path):
     # float8 falls on the other side of a step where fp32 sums differ in the last bit
     assert joined_loss == pytest.approx(loss, rel=1e-3 if kind == "float8" else 1e-5)
     assert relative(joined, truth) < (0.1 if kind == "float8" else 1e-4)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "down_proj"]])
+def test_weights_turned_once_give_the_same_bits(targets, tmp_path):
+    models = {turned: adapted_model(tmp_path, Fp8Linear.from_dense, targets) for turned in (False, True)}
+    weights = {name: layer.weight for name, layer in lora_layers(models[True]).items()}
+    reports = {turned: join_layers(model, turned=turned).report for turned, model in models.items()}
+    assert "(float8, turned once)" in reports[True]
+    assert "(float8)" in reports[False]
+    (loss, gradient), (turned_loss, turned_gradient) = (loss_and_gradient(model) for model in models.values())
+    assert turned_loss == loss
+    assert torch.equal(turned_gradient, gradient)
+    # one byte more for each joined weight, as the plan counts it, and in nothing that is saved
+    (buffers, turned_buffers) = (dict(model.named_buffers()) for model in models.values())
+    kept = [turned_buffers[name] for name in turned_buffers if name not in buffers]
+    config = make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}, "lora": {"rank": 4, "targets": targets}})
+    shape = ModelShape.from_config(models[True].config.to_dict())
+    planned, more = (MemoryModel(config, shape, "fp32", False, turned_weights=turned) for turned in (False, True))
+    size = MicroBatchSize(32, 16, 4)
+    difference = more.estimate(size, "none").weights_bytes - planned.estimate(size, "none").weights_bytes
+    assert sum(buffer.nbytes for buffer in kept) == difference == planned.turnable_bytes > 0
+    assert models[True].state_dict().keys() == models[False].state_dict().keys()
+    for name, layer in lora_layers(models[True]).items():
+        assert torch.equal(layer.weight, weights[name])
+        assert torch.equal(layer.merged_weight(), lora_layers(models[False])[name].merged_weight())
+
+
+def test_weights_turned_once_compile_as_one_graph(tmp_path):
+    """Traced, forward and backward, with the copy as an input like any other storage."""
+    gradients = []
+    for turned in (False, True):
+        model = adapted_model(tmp_path, Fp8Linear.from_dense)
+        join_layers(model, turned=turned)
+        mlp = decoder_layers(model)[0].mlp
+        x = draw(11, 64).requires_grad_()
+        compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True, dynamic=True)
+        gradients.append(torch.autograd.grad(compiled(x), x, draw(11, 64, seed=5))[0])
+    assert torch.equal(*gradients)
+
+
+def test_4_bit_weights_are_never_kept_turned(tmp_path):
+    model = adapted_model(tmp_path, Nf4Linear.from_dense)
+    assert join_layers(model, turned=True).report.endswith("(4-bit)")
+
+
+def test_the_run_keeps_weights_turned_where_the_plan_says(tmp_path):
+    for turned in (False, True):
+        model = adapted_model(tmp_path, Fp8Linear.from_dense)
+        planned = SimpleNamespace(spread=ALONE, memory=SimpleNamespace(turned_weights=turned))
+        config = make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}})
+        assert ("turned once" in join_adapters(model, config, planned, Trackers()).report) == turned
 
 
 def test_4_bit_weights_in_float8_products_are_close_to_dense_ones(tmp_path):

@@ -1,13 +1,16 @@
 """The choice of micro-batch and recompute level: its limits, its order, and what it refuses."""
 
+import numpy as np
 import pytest
 from qwen3_8b import QWEN3_8B
 
 from flatout.config.read import make_config
 from flatout.errors import ResourceError
-from flatout.plan.budget import MARGIN, TokenStatistics, choose, longest_document_tokens, memory_model
+from flatout.plan.budget import MARGIN, TokenStatistics, choose, keep_turned, longest_document_tokens, memory_model
 from flatout.plan.devices import DEVICES, GIB, Device
+from flatout.plan.memory import MicroBatchSize
 from flatout.plan.shape import ModelShape
+from flatout.plan.spread import ALONE, Spread
 from flatout.plan.steps import make_plan
 
 SHAPE = ModelShape.from_config(QWEN3_8B)
@@ -122,6 +125,61 @@ def test_longest_documents_grow_with_memory_and_shrink_with_precision():
     assert longest_document_tokens(four_bit, SHAPE, DEVICES["4090"], 0.6) > lengths["4090"]
     assert longest_document_tokens(config_of(recompute="none"), SHAPE, DEVICES["h200"], 0.6) < lengths["h200"]
     assert longest_document_tokens(config_of(), SHAPE, DEVICES["t4"], 0.6) == 0
+
+
+RNG = np.random.default_rng(0)
+LENGTHS = np.clip(np.exp(RNG.normal(6.0, 0.8, 32 * 60)), 32, 2048).astype(int)
+
+
+def decided(gib, *, spread=ALONE, **sections):
+    """The decision before and after weights may be kept turned, and the plan laid out by each."""
+    config = config_of(**{"base": {"storage": "fp8"}, "batch": {"samples_per_step": 32}, **sections})
+    device = Device("a GPU", int(gib * GIB))
+    whole = make_plan(LENGTHS, LENGTHS // 2, config.batch, micro_batch_tokens=10**6, seed=0, num_ranks=1)
+    tokens = TokenStatistics.of(whole)
+    before = choose(config, SHAPE, tokens, device, spread)
+    plan = whole.laid_out(before.micro_batch_tokens, whole.layout.cost)
+    after = keep_turned(before, config, tokens, device, plan)
+    return before, after, plan, plan.laid_out(after.micro_batch_tokens, whole.layout.cost)
+
+
+@pytest.mark.parametrize("gib", [20, 28, 36, 44, 52, 60, 68, 79, 90, 100, 120, 139])
+def test_turned_weights_cost_no_level_and_no_micro_batch(gib):
+    before, after, plan, plan_after = decided(gib)
+    assert not before.turned_weights
+    assert after.recompute == before.recompute
+    assert ("fp8 weights turned once, 6.5 GiB" in after.reason) == after.turned_weights
+    assert ("fp8 weights are turned in every pass" in after.reason) != after.turned_weights
+    if not after.turned_weights:
+        assert (after.micro_batch_tokens, after.model) == (before.micro_batch_tokens, before.model)
+    for step, step_after in zip(plan.steps(), plan_after.steps(), strict=True):
+        assert len(step.ranks[0]) == len(step_after.ranks[0])
+        for batch in step_after.ranks[0]:
+            size = MicroBatchSize(batch.num_tokens, batch.num_label_tokens, len(batch.sample_ids))
+            # documents count little: a typical micro-batch of the budget stands for all
+            assert after.estimate(size).total_bytes <= after.budget_bytes * 1.005
+
+
+def test_turned_weights_need_memory_that_is_left():
+    kept = {gib: decided(gib)[1].turned_weights for gib in (139, 100, 52, 40)}
+    assert kept[139]
+    assert not kept[40]
+    # where the level just fits, the memory is the level's
+    assert not all(decided(gib)[1].turned_weights for gib in range(60, 100, 4))
+    given = decided(139, batch={"samples_per_step": 32, "micro_batch_tokens": 4096})
+    assert given[1].turned_weights
+    assert given[1].micro_batch_tokens == 4096
+
+
+def test_only_joined_float8_weights_are_kept_turned():
+    for sections in ({"base": {"storage": "nf4"}}, {"base": {}}, {"lora": {"dropout": 0.1}}, {"lora": {"dora": True}}):
+        before, after, *_ = decided(139, **sections)
+        assert after is before
+    before, after, *_ = decided(139, spread=Spread("fsdp", 2, 1, frees_weights=True))
+    assert after is before
+    assert decided(139, spread=Spread("ddp", 1, 2))[1].turned_weights
+    on_cpu = choose(config_of(base={"storage": "fp8"}), SHAPE, TOKENS, None)
+    assert keep_turned(on_cpu, config_of(base={"storage": "fp8"}), TOKENS, None, decided(139)[2]) is on_cpu
 
 
 def test_a_gpu_without_bf16_computes_in_fp32():

@@ -152,6 +152,30 @@ def test_quantised_bases():
     assert (eight - plain, four - plain) == (group, 2 * group)
 
 
+def test_float8_weights_kept_turned():
+    linears = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+    few_labels = MicroBatchSize(16384, 100, 32)
+
+    def both(**sections):
+        config = make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}, **sections})
+        models = [MemoryModel(config, SHAPE, "bf16", True, turned_weights=turned) for turned in (False, True)]
+        return models[0].turnable_bytes, *(model.estimate(few_labels, "none") for model in models)
+
+    turnable, plain, turned = both()
+    assert turnable == turned.weights_bytes - plain.weights_bytes == linears
+    # nothing is turned in scratch memory any more
+    assert plain.working_bytes - turned.working_bytes == 2 * 4096 * 12288
+    assert turned.activations_bytes == plain.activations_bytes
+    # weights without adapters are turned in every pass, gate and up one by one but counted as one group
+    turnable, plain, turned = both(lora={"targets": ["down_proj"]})
+    assert turnable == turned.weights_bytes - plain.weights_bytes == 36 * 4096 * 12288
+    assert plain.working_bytes == turned.working_bytes
+    for alone in ({"dropout": 0.1}, {"dora": True}):
+        assert both(lora=alone)[0] == 0
+    for storage in ("model", "nf4"):
+        assert both(base={"storage": storage})[0] == 0
+
+
 def test_the_head_holds_one_tile():
     short = ModelShape.from_config(QWEN3_8B | {"num_hidden_layers": 1})
 
