@@ -48,7 +48,9 @@ class TokenStatistics:
             for rank in step.ranks
         )
         label_share = int(plan.samples.num_labels.sum()) / num_tokens
-        return cls(int(np.max(lengths)), largest, label_share, num_tokens / len(lengths))
+        longest = int(np.max(lengths))
+        # the step of the longest sample need not be among those seen
+        return cls(longest, max(largest, longest), label_share, num_tokens / len(lengths))
 
     def micro_batch(self, num_tokens: int) -> MicroBatchSize:
         """A typical micro-batch of so many tokens."""

@@ -6,7 +6,15 @@ from qwen3_8b import QWEN3_8B
 
 from flatout.config.read import make_config
 from flatout.errors import ResourceError
-from flatout.plan.budget import MARGIN, TokenStatistics, choose, keep_turned, longest_document_tokens, memory_model
+from flatout.plan.budget import (
+    MARGIN,
+    NUM_STEPS_SEEN,
+    TokenStatistics,
+    choose,
+    keep_turned,
+    longest_document_tokens,
+    memory_model,
+)
 from flatout.plan.devices import DEVICES, GIB, Device
 from flatout.plan.memory import MicroBatchSize
 from flatout.plan.shape import ModelShape
@@ -180,6 +188,18 @@ def test_only_joined_float8_weights_are_kept_turned():
     assert decided(139, spread=Spread("ddp", 1, 2))[1].turned_weights
     on_cpu = choose(config_of(base={"storage": "fp8"}), SHAPE, TOKENS, None)
     assert keep_turned(on_cpu, config_of(base={"storage": "fp8"}), TOKENS, None, decided(139)[2]) is on_cpu
+
+
+def test_a_longest_sample_in_a_step_that_is_not_seen_is_no_error():
+    lengths = np.full(5000, 100)
+    # one sample a step: 500 of 5,000 steps are looked at, and this is not one of them
+    lengths[1] = 3000
+    config = config_of(batch={"samples_per_step": 1, "shuffle": False})
+    plan = make_plan(lengths, lengths // 2, config.batch, micro_batch_tokens=3000, seed=0, num_ranks=1)
+    assert max(step.num_tokens for step in plan.sampled_steps(NUM_STEPS_SEEN)) == 100
+    tokens = TokenStatistics.of(plan)
+    assert tokens.rank_step_tokens == 3000
+    assert choose(config, SHAPE, tokens, Device("a GPU", 139 * GIB)).micro_batch_tokens == 3000
 
 
 def test_a_gpu_without_bf16_computes_in_fp32():
