@@ -23,7 +23,8 @@ from flatout.models.selftest import has_experts
 # two sizes, so that the graph is dynamic in tokens and documents before the first step; one fills a tile of the head,
 # whose graph otherwise takes the number of labels for that of a tile's rows
 _WARM_UP_LENGTHS = ((200, 31, 150), (1100, 700, 300, 129, 16, 5))
-_LayerCall: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+# a layer, its arguments, and whether autocast was on around it: a strategy may turn it off
+_LayerCall: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any], bool]
 _Forward: TypeAlias = Callable[[PackedBatch], tuple[torch.Tensor, torch.Tensor]]
 # a last bit of difference before quantising moves a value by a whole step of 1/16: 0.9895 seen on a sound layer
 _SMALLEST_FP8_COSINE = 0.97
@@ -52,17 +53,19 @@ def compile_layers(
     *,
     num_borders: int | None,
     fp8: bool = False,
-    forward: _Forward | None = None,
+    loss: _Forward | None = None,
+    wrapper: _Forward | None = None,
 ) -> str:
     """Compile every decoder layer, prove each against eager on two small batches, and warm the whole model up.
 
     `num_borders` is what every batch of the run will have (`kernel_borders`); None on the CPU. `fp8` says that products
-    are in float8. `forward` is the loss that training calls, where a strategy has cut the model around it: cutting
-    changes a layer's class and the dtype of its weights, so what was compiled before would be compiled again. All ranks
-    must then call this alike. Returns a line for the console: what was done, or why nothing was. Off on the CPU, in
-    fp64 and for experts, whose routing is no static graph. A model whose layers cannot be compiled, or give other
-    gradients, runs eagerly, and the line says so. With dropout the comparison is made without it, and the graph with it
-    is compiled as well, so that no step compiles anything. Random state, gradients, weights and mode are left as found.
+    are in float8. `loss` is the one that a strategy has changed: cutting changes a layer's class and the dtype of its
+    weights, so what was compiled before would be compiled again. `wrapper` is what training calls, where that is
+    another; it is asked how it calls the layers, without gradients. All ranks must call this alike. Returns a line for
+    the console: what was done, or why nothing was. Off on the CPU, in fp64 and for experts, whose routing is no static
+    graph. A model whose layers cannot be compiled, or give other gradients, runs eagerly, and the line says so. With
+    dropout the comparison is made without it, and the graph with it is compiled as well, so that no step compiles
+    anything. Random state, gradients, weights and mode are left as found.
     """
     model = loaded.model
     if (why := _reason_against(loaded, mode)) is not None:
@@ -71,12 +74,13 @@ def compile_layers(
     was_training = model.training
     with torch.random.fork_rng(devices=[model.device]):
         smallest = _SMALLEST_FP8_COSINE if fp8 else _SMALLEST_COSINE[loaded.dtype]
-        line = _compile(loaded, num_borders, smallest, forward or PackedLoss(loaded.model))
+        loss = loss or PackedLoss(loaded.model)
+        line = _compile(loaded, num_borders, smallest, loss, wrapper or loss)
     model.train(was_training)
     return line
 
 
-def _compile(loaded: LoadedModel, num_borders: int, smallest_cosine: float, forward: _Forward) -> str:
+def _compile(loaded: LoadedModel, num_borders: int, smallest_cosine: float, loss: _Forward, wrapper: _Forward) -> str:
     # importing the compiler takes a second, and only runs on a GPU need it
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import InductorError
@@ -91,7 +95,7 @@ def _compile(loaded: LoadedModel, num_borders: int, smallest_cosine: float, forw
     model.train(not _has_dropout(model))
     # the first layer's input needs a gradient like the others', or it would be a graph of its own
     model.enable_input_require_grads()
-    calls = [call for batch in batches for call in _layer_calls(loaded, layers, batch, forward)]
+    calls = [call for batch in batches for call in _layer_calls(loaded, layers, batch, wrapper)]
     for layer in layers:
         layer.compile(fullgraph=True, dynamic=True)
     try:
@@ -99,8 +103,8 @@ def _compile(loaded: LoadedModel, num_borders: int, smallest_cosine: float, forw
             cosine = min(_layer_cosine(loaded, trained[call[0]], *call) for call in calls)
             model.train()
             for batch in batches:
-                with _autocast(loaded):
-                    loss_sum, _ = forward(batch)
+                with _autocast(loaded, calls[0][-1]):
+                    loss_sum, _ = loss(batch)
                 _gradients(loss_sum, every, None)
     except (TorchDynamoException, InductorError) as error:
         torch.compiler.set_stance("force_eager")
@@ -158,24 +162,29 @@ def _batch(model: PreTrainedModel, lengths: tuple[int, ...], num_borders: int) -
 
 
 def _layer_calls(
-    loaded: LoadedModel, layers: list[nn.Module], batch: PackedBatch, forward: _Forward
+    loaded: LoadedModel, layers: list[nn.Module], batch: PackedBatch, wrapper: _Forward
 ) -> list[_LayerCall]:
     """What every layer is called with in one forward pass of the whole model."""
     calls: list[_LayerCall] = []
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((layer, args, kwargs))
+        calls.append((layer, args, kwargs, torch.is_autocast_enabled(loaded.model.device.type)))
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    with torch.no_grad(), _autocast(loaded):
-        forward(batch)
+    with torch.no_grad(), _autocast(loaded, loaded.autocast):
+        wrapper(batch)
     for hook in hooks:
         hook.remove()
     return calls
 
 
 def _layer_cosine(
-    loaded: LoadedModel, trained: list[nn.Parameter], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    loaded: LoadedModel,
+    trained: list[nn.Parameter],
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    autocast: bool,
 ) -> float:
     """The smallest cosine between the compiled layer's and the eager one's output, input gradient, trained gradients.
 
@@ -186,7 +195,7 @@ def _layer_cosine(
 
     def run() -> list[torch.Tensor]:
         x = args[0].detach().requires_grad_()
-        with _autocast(loaded):
+        with _autocast(loaded, autocast):
             result = layer(x, *args[1:], **kwargs)
         output = result[0] if isinstance(result, tuple) else result
         x_grad, *grads = _gradients(output, [x, *trained], direction.to(output.dtype))
@@ -219,5 +228,5 @@ def _gradients(
     return grads
 
 
-def _autocast(loaded: LoadedModel) -> torch.autocast:
-    return torch.autocast(loaded.model.device.type, dtype=loaded.dtype, enabled=loaded.autocast)
+def _autocast(loaded: LoadedModel, enabled: bool) -> torch.autocast:
+    return torch.autocast(loaded.model.device.type, dtype=loaded.dtype, enabled=enabled)

@@ -66,7 +66,7 @@ def set_up(
     strategy, loss, optimizer = spread_state(whole, loaded, config, planned.spread, rank, device, tracker)
     named = trainable_parameters(loaded.model)
     compiler_ready()
-    compiled = compile_with_recompute(loaded, whole, config, planned, feed, rank)
+    compiled = compile_with_recompute(loaded, whole, loss, config, planned, feed, rank)
     tracker.stage("compile", compiled)
     num_trained = sum(torch.Size(whole_shape(parameter)).numel() for parameter in named.values())
     tracker.stage("optimizer", f"{config.optim.name} over {num_trained:,} parameters, {config.schedule.kind} schedule")
@@ -182,16 +182,24 @@ def join_adapters(model: PreTrainedModel, config: Config, planned: Planned, trac
 
 
 def compile_with_recompute(
-    loaded: LoadedModel, loss: PackedLoss, config: Config, planned: Planned, feed: Feed, rank: Rank
+    loaded: LoadedModel,
+    loss: PackedLoss,
+    wrapper: PackedLoss,
+    config: Config,
+    planned: Planned,
+    feed: Feed,
+    rank: Rank,
 ) -> str:
     """Compile the layers as they were cut; where nothing is compiled, lean and partial become layers, as the line says.
 
-    `loss` is the module that a strategy cut, not its wrapper. What attention makes for each size is made here too.
+    `loss` and `wrapper` are as for `compile_layers`. What attention makes for each size is made here too.
     """
     recompute = planned.memory.recompute
     mode = config.compile if planned.spread.compiles else "off"
     with compiling_with(recompute):
-        line = compile_layers(loaded, mode, num_borders=feed.num_borders, fp8=config.computes_in_fp8, forward=loss)
+        line = compile_layers(
+            loaded, mode, num_borders=feed.num_borders, fp8=config.computes_in_fp8, loss=loss, wrapper=wrapper
+        )
     if feed.num_borders is not None and not line.startswith("off"):
         sizes = count_sizes(planned.plan, rank.index, coarse=feed.coarse)
         line += prepare_attention(loaded.attention, sizes, feed.num_borders)

@@ -149,13 +149,18 @@ def take_poisoned(run: Run) -> dict[str, Any]:
     raise AssertionError("a loss of NaN was trained on")
 
 
+def inner_loss(loss: Any) -> Any:
+    """The loss that DeepSpeed's engine wraps, or the loss itself."""
+    return loss.engine.module if hasattr(loss, "engine") else loss
+
+
 def take_proved(run: Run, num_steps: int) -> dict[str, Any]:
     """Steps after start-up's proof of compiled layers, which leaves nothing behind; here both sides run eagerly."""
     kept = torch.nn.Module.compile
     torch.nn.Module.compile = lambda self, *args, **kwargs: None  # type: ignore[method-assign]
     try:
         loaded: Any = SimpleNamespace(model=run.model, autocast=run.autocast, dtype=run.dtype)
-        line = compiling._compile(loaded, run.feed.num_borders, 0.999, run.loss)  # type: ignore[arg-type]
+        line = compiling._compile(loaded, 64, 0.999, inner_loss(run.loss), run.loss)
     finally:
         torch.nn.Module.compile = kept  # type: ignore[method-assign]
     assert line.endswith("gradients equal eager ones (smallest cosine 1.000000)"), line

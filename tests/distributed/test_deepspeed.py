@@ -47,6 +47,10 @@ def two_ranks(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     autocast = {"zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     for stage in (1, 2, 3):
         cases.add(f"bf16 full {stage}", 4, values(tiny, "full", "bf16", **zero(stage)))
+    for stage in (1, 2):
+        # the engine turns autocast off around the layers, and so must the proof of compiled ones
+        given = values(tiny, "full", "bf16", **zero(stage))
+        cases.add(f"bf16 full {stage} proved", 4, given, kind="proved")
     cases.add("bf16 lora 3", 4, values(tiny, "lora", "bf16", **zero(3)))
     cases.add("bf16 full autocast", 4, values(tiny, "full", "bf16", strategy="deepspeed", deepspeed=autocast))
     nf4 = values(tiny, "lora", "fp32", **zero(3), base={"storage": "nf4"})

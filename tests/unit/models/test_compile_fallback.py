@@ -32,7 +32,8 @@ def test_a_layer_that_is_no_graph_runs_eagerly_and_says_so(loaded):
     """The per-document loop of the sdpa form reads borders on the host, so no layer with it is one graph."""
     batch = pack([(torch.arange(9).numpy(), torch.ones(9, dtype=torch.bool).numpy())])
     before = packed_loss(loaded.model, batch).loss_sum
-    line = compiling._compile(loaded, 64, 0.99, PackedLoss(loaded.model))
+    loss = PackedLoss(loaded.model)
+    line = compiling._compile(loaded, 64, 0.99, loss, loss)
     assert line.startswith("off: this model's layers do not compile (")
     assert torch.equal(packed_loss(loaded.model, batch).loss_sum, before)
     assert all(parameter.grad is None for parameter in loaded.model.parameters())
