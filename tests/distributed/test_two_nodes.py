@@ -18,6 +18,7 @@ HANG_S = 4.0
 HOST = "10.213.77.1"
 TAG = f"fl{os.getpid() % 100_000}"
 NODES = (f"{TAG}a", f"{TAG}b")
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="network namespaces need root")
 
 
 def ip(*words: str) -> subprocess.CompletedProcess[str]:
@@ -42,8 +43,8 @@ def nodes() -> Iterator[tuple[str, str]]:
             ip("netns", "del", name)
 
 
-def start(config: Path, number: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "flatout", "train", str(config), "--nnodes=2", f"--node-rank={number}"]
+def start(config: Path, number: int, nnodes: str = "2") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "flatout", "train", str(config), f"--nnodes={nnodes}", f"--node-rank={number}"]
     return subprocess.Popen(
         ["ip", "netns", "exec", NODES[number], *command, f"--rdzv={HOST}:29400"],
         stdout=subprocess.PIPE,
@@ -52,18 +53,63 @@ def start(config: Path, number: int) -> subprocess.Popen[str]:
     )
 
 
+def link(node: str, state: str) -> None:
+    assert ip("-n", node, "link", "set", node, state).returncode == 0
+
+
+def write_config(tiny: Any, folder: Path, *, max_restarts: int, max_steps: int) -> Path:
+    made = settings(tiny, gpus=None, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": max_steps})
+    faults = {"hang_s": HANG_S, "max_restarts": max_restarts}
+    config = folder / "run.yaml"
+    config.write_text(dump_config(tiny.config(folder / "run", **made, faults=faults, checkpoint={"every_steps": 10})))
+    return config
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(os.getuid() != 0, reason="network namespaces need root")
+@needs_root
+def test_both_nodes_start_again_once_the_link_is_back(
+    nodes: tuple[str, str], tiny: Any, tmp_path: Path, metrics_of: Any
+) -> None:
+    config = write_config(tiny, tmp_path, max_restarts=3, max_steps=50)
+    running = [start(config, number) for number in range(2)]
+    wait_for_steps(tmp_path / "run", 12)
+    link(nodes[0], "down")
+    time.sleep(HANG_S + 6)
+    link(nodes[0], "up")
+    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], outputs
+    assert all("has been silent for" in output and "restart 1 of 3" in output for output in outputs), outputs
+    assert [record["step"] for record in metrics_of(tmp_path / "run")] == list(range(1, 51))
+
+
+@pytest.mark.slow
+@needs_root
+def test_one_node_goes_on_without_the_other(nodes: tuple[str, str], tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    config = write_config(tiny, tmp_path, max_restarts=3, max_steps=50)
+    running = [start(config, number, "1:2") for number in range(2)]
+    try:
+        wait_for_steps(tmp_path / "run", 12)
+        link(nodes[0], "down")
+        output = running[0].communicate(timeout=DEADLINE_S)[0]
+    finally:
+        # it looks for the other node until it is told to stop
+        running[1].terminate()
+        lost = running[1].communicate(timeout=DEADLINE_S)[0]
+    assert running[0].returncode == 0, output
+    assert "2 rank(s)" in output
+    assert "1 rank(s)" in output
+    assert running[1].returncode != 0, lost
+    assert [record["step"] for record in metrics_of(tmp_path / "run")] == list(range(1, 51))
+
+
+@pytest.mark.slow
+@needs_root
 def test_a_node_is_cut_off(nodes: tuple[str, str], tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
-    made = settings(tiny, gpus=None, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 150})
-    faults = {"hang_s": HANG_S, "max_restarts": 0}
-    run_dir = tmp_path / "run"
-    config = tmp_path / "run.yaml"
-    config.write_text(dump_config(tiny.config(run_dir, **made, faults=faults, checkpoint={"every_steps": 10})))
+    config, run_dir = write_config(tiny, tmp_path, max_restarts=0, max_steps=150), tmp_path / "run"
     running = [start(config, number) for number in range(2)]
     wait_for_steps(run_dir, 12)
     cut_at = time.time()
-    assert ip("-n", nodes[0], "link", "set", nodes[0], "down").returncode == 0
+    link(nodes[0], "down")
     outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in running]
     assert [process.returncode for process in running] == [7, 7], outputs
     lost = set()
@@ -78,7 +124,7 @@ def test_a_node_is_cut_off(nodes: tuple[str, str], tiny: Any, tmp_path: Path, me
         lost.add(report.lost_rank)
     assert lost == {0, 1}
     # the link is back: the same two commands go on
-    assert ip("-n", nodes[0], "link", "set", nodes[0], "up").returncode == 0
+    link(nodes[0], "up")
     running = [start(config, number) for number in range(2)]
     outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], outputs
