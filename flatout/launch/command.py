@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,12 @@ class Attempt:
 def launcher_argv(attempt: Attempt, python: str) -> list[str]:
     """torch's launcher with a store of its own on a free loopback port, or at the endpoint of several nodes.
 
-    It restarts nothing itself: every attempt is a new launcher, so no address of a dead rank outlives it.
+    It restarts nothing itself: every attempt is a new launcher, so no address of a dead rank outlives it. It stops when
+    this process dies.
     """
     nodes = attempt.start.nodes
-    argv = [python, "-m", "torch.distributed.run", f"--nproc-per-node={attempt.start.num_procs}"]
+    argv = [python, "-m", "flatout.launch.agent", str(os.getpid()), "torch.distributed.run"]
+    argv += [f"--nproc-per-node={attempt.start.num_procs}"]
     argv += [f"--nnodes={nodes.num_min}:{nodes.num_max}", "--max-restarts=0", f"--rdzv-id={attempt.run_id}"]
     if nodes.num_max == 1:
         argv += ["--rdzv-backend=c10d", f"--rdzv-endpoint={LOOPBACK}:0"]

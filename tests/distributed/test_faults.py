@@ -64,3 +64,26 @@ def test_a_killed_and_a_stopped_rank(tiny: Any, tmp_path: Path) -> None:
     weights = [load_file(f / "checkpoints/step-120/model.safetensors") for f in (run_dir, tmp_path / "alone")]
     for name, tensor in weights[1].items():
         torch.testing.assert_close(weights[0][name], tensor, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_a_killed_supervisor_leaves_no_rank_and_loses_no_step(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    """Its launcher is told by the kernel, the ranks save once and stop, and the same command goes on from there."""
+    made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 60})
+    run_dir = tmp_path / "run"
+    config = tiny.config(run_dir, **made, checkpoint={"every_steps": None})
+    process = launch(config, tmp_path)
+    wait_for_steps(run_dir, 5)
+    process.kill()
+    process.communicate(timeout=DEADLINE_S)
+    ranks = RankReport.read_all(run_dir / "logs" / "attempt-0")
+    deadline = time.monotonic() + DEADLINE_S
+    while any(Path(f"/proc/{rank.pid}").exists() for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ranks = RankReport.read_all(run_dir / "logs" / "attempt-0")
+    assert [rank.exit_code for rank in ranks] == [75, 75], ranks
+    again = launch(config, tmp_path)
+    output = again.communicate(timeout=DEADLINE_S)[0]
+    assert again.returncode == 0, output
+    assert "resume     from step" in output
+    assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, 61))

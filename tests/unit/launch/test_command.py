@@ -1,5 +1,6 @@
 """The launcher's command line and environment, read back by torch's own parser."""
 
+import os
 from pathlib import Path
 
 from torch.distributed.run import get_args_parser
@@ -13,8 +14,8 @@ WORDS = ["train", "odd name; $(x).yaml", "model.name=a b"]
 
 def test_torchs_launcher_understands_the_command() -> None:
     argv = launcher_argv(Attempt(Start("2", Nodes()), WORDS, "run"), "python")
-    assert argv[:3] == ["python", "-m", "torch.distributed.run"]
-    args = get_args_parser().parse_args(argv[3:])
+    assert argv[:5] == ["python", "-m", "flatout.launch.agent", str(os.getpid()), "torch.distributed.run"]
+    args = get_args_parser().parse_args(argv[5:])
     assert (args.nproc_per_node, args.nnodes, args.max_restarts) == ("2", "1:1", 0)
     assert (args.rdzv_backend, args.rdzv_endpoint, args.local_addr) == ("c10d", "127.0.0.1:0", "127.0.0.1")
     assert args.module
@@ -23,7 +24,7 @@ def test_torchs_launcher_understands_the_command() -> None:
 
 def test_several_nodes_meet_at_the_endpoint() -> None:
     nodes = Nodes(1, 2, 1, "10.0.0.1:29400")
-    args = get_args_parser().parse_args(launcher_argv(Attempt(Start("gpu", nodes), WORDS, "r", "10.0.0.2"), "p")[3:])
+    args = get_args_parser().parse_args(launcher_argv(Attempt(Start("gpu", nodes), WORDS, "r", "10.0.0.2"), "p")[5:])
     assert (args.nnodes, args.nproc_per_node, args.rdzv_endpoint) == ("1:2", "gpu", "10.0.0.1:29400")
     assert args.local_addr == "10.0.0.2"
     assert args.rdzv_conf.startswith("is_host=0,")
