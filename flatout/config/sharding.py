@@ -14,7 +14,8 @@ class ShardingConfig(Section):
 
     reshard_after_forward: Literal["auto"] | bool = "auto"
     """Free a layer's gathered weights after its forward pass and gather them again for the backward pass: less
-    memory, more communication. auto: true for zero3, fsdp and hsdp, false for zero1 and zero2."""
+    memory, more communication. auto: false for zero1 and zero2; true for zero3, fsdp and hsdp, but false for full
+    fine-tuning that has the memory."""
     prefetch: int = Field(default=1, ge=0)
     """Layers whose weights are gathered while an earlier one computes; each holds one more layer's weights."""
     offload: bool = False

@@ -12,7 +12,7 @@ from flatout.errors import ResourceError
 from flatout.plan.devices import GIB, Device
 from flatout.plan.memory import MemoryEstimate, MemoryModel, MicroBatchSize, Precision, head_tile_rows
 from flatout.plan.shape import ModelShape
-from flatout.plan.spread import ALONE, Spread, spread_of
+from flatout.plan.spread import ALONE, CUTS_WEIGHTS, Spread, spread_of
 from flatout.plan.steps import RunPlan
 
 # without a GPU: enough for full matrix products, little enough for any computer
@@ -124,23 +124,35 @@ def choose(
     return _decision(model, level, fits, tokens, device)
 
 
-def keep_turned(
+def use_spare(
     decision: MemoryDecision, config: Config, tokens: TokenStatistics, device: Device | None, plan: RunPlan
 ) -> MemoryDecision:
-    """The same with fp8 weights kept turned, one byte a weight more, where that memory is left.
+    """The same with something kept that saves time, where memory is left for it: turned copies of fp8 weights (one byte
+    a weight), or the gathered weights of a sharded full fine-tuning until its step's last backward pass (all of them).
 
-    It is where the level stays, micro-batches of it still keep the GPU busy, and the smaller token budget cuts the
-    steps of `plan` (laid out by `decision`) into no more of them.
+    Memory is left where the level stays, micro-batches of it still keep the GPU busy, and the smaller token budget cuts
+    the steps of `plan` (laid out by `decision`) into no more of them.
     """
-    if decision.model is None or device is None or not decision.model.turnable_bytes:
+    model = decision.model
+    if model is None or device is None:
         return decision
-    model, level = replace(decision.model, turned_weights=True), decision.recompute
-    most, enough = _most_and_enough(config, tokens)
-    fits = largest_fit(model, level, tokens, budget_bytes(config, device), most)
-    turned = _decision(model, level, fits, tokens, device)
-    if fits < enough or _num_micro_batches(plan, turned) > _num_micro_batches(plan, decision):
-        return replace(decision, reason=f"{decision.reason}; fp8 weights are turned in every pass")
-    return replace(turned, reason=f"{turned.reason}; fp8 weights turned once, {model.turnable_bytes / GIB:.1f} GiB")
+
+    def keeping(other: MemoryModel) -> MemoryDecision | None:
+        most, enough = _most_and_enough(config, tokens)
+        fits = largest_fit(other, decision.recompute, tokens, budget_bytes(config, device), most)
+        kept = _decision(other, decision.recompute, fits, tokens, device)
+        return None if fits < enough or _num_micro_batches(plan, kept) > _num_micro_batches(plan, decision) else kept
+
+    if model.turnable_bytes:
+        if (kept := keeping(replace(model, turned_weights=True))) is None:
+            return replace(decision, reason=f"{decision.reason}; fp8 weights are turned in every pass")
+        return replace(kept, reason=f"{kept.reason}; fp8 weights turned once, {model.turnable_bytes / GIB:.1f} GiB")
+    frees = model.spread.strategy in CUTS_WEIGHTS and model.spread.frees_weights
+    if frees and config.method == "full" and config.sharding.reshard_after_forward == "auto":
+        kept = keeping(replace(model, spread=replace(model.spread, frees_weights=False)))
+        if kept is not None:
+            return replace(kept, reason=f"{kept.reason}; gathered weights stay within a step")
+    return decision
 
 
 def _num_micro_batches(plan: RunPlan, decision: MemoryDecision) -> int:

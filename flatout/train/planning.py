@@ -15,7 +15,7 @@ from flatout.data.store import TokenStore
 from flatout.data.tokenizer import check_vocabulary
 from flatout.models.source import read_model_config
 from flatout.parallel.rank import Rank
-from flatout.plan.budget import MemoryDecision, TokenStatistics, choose, choose_spread, keep_turned
+from flatout.plan.budget import MemoryDecision, TokenStatistics, choose, choose_spread, use_spare
 from flatout.plan.cost import CostModel, make_cost
 from flatout.plan.devices import Device
 from flatout.plan.shape import ModelShape
@@ -119,7 +119,8 @@ def _fitting_plan(
     memory = choose(config, shape, tokens, device, spread)
     cost = cost_model(config, shape, memory.recompute)
     plan = whole_steps.laid_out(memory.micro_batch_tokens, cost, lockstep=spread.lockstep)
-    memory = keep_turned(memory, config, tokens, device, plan)
+    memory = use_spare(memory, config, tokens, device, plan)
+    spread = memory.model.spread if memory.model else spread
     return plan.laid_out(memory.micro_batch_tokens, cost, lockstep=spread.lockstep), spread, memory
 
 

@@ -11,9 +11,9 @@ from flatout.plan.budget import (
     NUM_STEPS_SEEN,
     TokenStatistics,
     choose,
-    keep_turned,
     longest_document_tokens,
     memory_model,
+    use_spare,
 )
 from flatout.plan.devices import DEVICES, GIB, Device
 from flatout.plan.memory import MicroBatchSize
@@ -147,7 +147,7 @@ def decided(gib, *, spread=ALONE, **sections):
     tokens = TokenStatistics.of(whole)
     before = choose(config, SHAPE, tokens, device, spread)
     plan = whole.laid_out(before.micro_batch_tokens, whole.layout.cost)
-    after = keep_turned(before, config, tokens, device, plan)
+    after = use_spare(before, config, tokens, device, plan)
     return before, after, plan, plan.laid_out(after.micro_batch_tokens, whole.layout.cost)
 
 
@@ -187,7 +187,33 @@ def test_only_joined_float8_weights_are_kept_turned():
     assert after is before
     assert decided(139, spread=Spread("ddp", 1, 2))[1].turned_weights
     on_cpu = choose(config_of(base={"storage": "fp8"}), SHAPE, TOKENS, None)
-    assert keep_turned(on_cpu, config_of(base={"storage": "fp8"}), TOKENS, None, decided(139)[2]) is on_cpu
+    assert use_spare(on_cpu, config_of(base={"storage": "fp8"}), TOKENS, None, decided(139)[2]) is on_cpu
+
+
+def test_gathered_weights_stay_where_memory_is_left():
+    """Full fine-tuning of 8B, cut in two: 16 GB of gathered weights beside 108 GiB."""
+    full = {"base": {}, "method": "full", "strategy": "fsdp"}
+    halves = Spread("fsdp", 2, 1, frees_weights=True)
+    kept = {}
+    for gib in (90, 110, 139, 200):
+        before, after, plan, plan_after = decided(gib, spread=halves, **full)
+        assert after.recompute == before.recompute
+        kept[gib] = not after.model.spread.frees_weights
+        assert ("gathered weights stay within a step" in after.reason) == kept[gib]
+        assert kept[gib] or after is before
+        num_micro_batches = [[len(step.ranks[0]) for step in one.steps()] for one in (plan, plan_after)]
+        assert num_micro_batches[0] == num_micro_batches[1]
+        size = TOKENS.micro_batch(after.micro_batch_tokens)
+        more_bytes = after.estimate(size).weights_bytes - before.estimate(size).weights_bytes
+        # all layers' weights in bf16, less the three layers' that are in flight anyway
+        assert more_bytes == (pytest.approx(33 / 36 * 2 * 6.95e9, rel=0.01) if kept[gib] else 0)
+    assert kept == {90: False, 110: False, 139: False, 200: True}
+    for sections in ({**full, "sharding": {"reshard_after_forward": True}}, {**full, "method": "lora"}):
+        before, after, *_ = decided(200, spread=halves, **sections)
+        assert after is before
+    whole = Spread("zero2", 2, 1)
+    before, after, *_ = decided(200, spread=whole, **{**full, "strategy": "zero2"})
+    assert after is before
 
 
 def test_a_longest_sample_in_a_step_that_is_not_seen_is_no_error():
