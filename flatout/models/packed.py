@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -27,17 +28,18 @@ class StreamSize(NamedTuple):
     max_seqlen: int
 
 
-def stream_size(lengths: Sequence[int], *, coarse: bool = False) -> StreamSize:
+def stream_size(lengths: Sequence[int], *, ladder: Sequence[int] = ()) -> StreamSize:
     """The size that suits kernels for documents of these lengths, in tokens, the tail's document included.
 
-    Tokens go up to a multiple of 128, or, `coarse`, to one of 16 sizes between a power of two and the next, so that
-    few sizes serve a whole run (3 % more tokens on average); the length goes up to a power of two.
+    Tokens go up to a multiple of 128, then to the next of `ladder` (ascending), if one is as large, so that few sizes
+    serve a whole run; the length goes up to a power of two.
     """
     num_tokens = sum(lengths)
-    multiple = max(TOKENS_MULTIPLE, 1 << (num_tokens.bit_length() - 5)) if coarse else TOKENS_MULTIPLE
-    tail = -num_tokens % multiple
-    longest = max(*lengths, tail, SMALLEST_MAX_SEQLEN)
-    return StreamSize(num_tokens + tail, 1 << (longest - 1).bit_length())
+    filled = num_tokens + -num_tokens % TOKENS_MULTIPLE
+    if (rung := bisect_left(ladder, filled)) < len(ladder):
+        filled = ladder[rung]
+    longest = max(*lengths, filled - num_tokens, SMALLEST_MAX_SEQLEN)
+    return StreamSize(filled, 1 << (longest - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def pack(
     samples: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
     *,
     num_borders: int | None = None,
-    coarse: bool = False,
+    ladder: Sequence[int] = (),
 ) -> PackedBatch:
     """Lay samples end to end, on the CPU.
 
@@ -113,7 +115,7 @@ def pack(
     max_seqlen = max(len(ids) for ids, _ in samples)
     if num_borders:
         given = [len(ids) for ids, _ in samples]
-        num_tokens, max_seqlen = stream_size(given, coarse=coarse)
+        num_tokens, max_seqlen = stream_size(given, ladder=ladder)
         if tail := num_tokens - sum(given):
             samples = [*samples, (np.zeros(tail, np.int64), np.zeros(tail, bool))]
     lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)

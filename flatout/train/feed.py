@@ -29,14 +29,16 @@ class Feed:
     that. Which micro-batches were foreseen changes no value, only the waiting. Call `close` at the end.
     """
 
-    def __init__(self, store: TokenStore, device: torch.device, *, max_documents: int, coarse: bool = False) -> None:
-        """`max_documents` is the most samples that a micro-batch holds; `coarse` as in `stream_size`."""
+    def __init__(
+        self, store: TokenStore, device: torch.device, *, max_documents: int, ladder: Sequence[int] = ()
+    ) -> None:
+        """`max_documents` is the most samples that a micro-batch holds; `ladder` as in `stream_size`."""
         self._store = store
         self._device = device
         # one number of borders for the whole run, or compiled graphs would be made again
         self.num_borders = kernel_borders(max_documents) if device.type == "cuda" else None
         self.wait_s = 0.0
-        self.coarse = coarse
+        self.ladder = ladder
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flatout-feed")
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staged: dict[MicroBatch, Future[Staged]] = {}
@@ -90,7 +92,7 @@ class Feed:
         samples = [self._store.sample(sample_id) for sample_id in micro_batch.sample_ids]
         if micro_batch.is_filler:
             samples = [(ids, np.zeros(len(ids), bool)) for ids, _ in samples]
-        batch = pack(samples, num_borders=self.num_borders, coarse=self.coarse)
+        batch = pack(samples, num_borders=self.num_borders, ladder=self.ladder)
         if self._copies is None:
             return batch.to(self._device), None
         with torch.cuda.stream(self._copies):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flatout.config.schema import Config
 from flatout.models.graphs import GraphedDecoder
@@ -23,7 +26,7 @@ FP8_SPEEDUP = 1.5
 # of a GPU whose peak is not known
 UNKNOWN_PEAK_FLOPS_PER_S = 400e12
 # each holds its share of the graph's memory and takes about a second to record
-MAX_RECORDINGS = 40
+MIN_RECORDINGS, MAX_RECORDINGS, RECORD_S = 16, 40, 1.0
 NUM_STEPS_SEEN = 400
 
 
@@ -39,11 +42,16 @@ def reason_against(config: Config, planned: Planned, device: torch.device) -> st
         return "dropout and recompute need the host"
     if config.compile == "off" or config.deterministic:
         return "layers are not compiled"
-    peak = nominal_peak(torch.cuda.get_device_name(device), "bf16")
-    reached = REACHED_SHARE * (peak.flops_per_s if peak else UNKNOWN_PEAK_FLOPS_PER_S)
-    if not is_host_bound(planned.plan, planned.shape, reached * (FP8_SPEEDUP if config.base.computes_in_fp8 else 1.0)):
+    if not is_host_bound(planned.plan, planned.shape, _reached_flops_per_s(config, device)):
         return "the GPU is slower than the host"
     return None
+
+
+def _reached_flops_per_s(config: Config, device: torch.device) -> float:
+    """FLOPs a second that a step of this run reaches at most."""
+    peak = nominal_peak(torch.cuda.get_device_name(device), "bf16")
+    reached = REACHED_SHARE * (peak.flops_per_s if peak else UNKNOWN_PEAK_FLOPS_PER_S)
+    return reached * (FP8_SPEEDUP if config.base.computes_in_fp8 else 1.0)
 
 
 def is_host_bound(plan: RunPlan, shape: ModelShape, flops_per_s: float) -> bool:
@@ -54,20 +62,45 @@ def is_host_bound(plan: RunPlan, shape: ModelShape, flops_per_s: float) -> bool:
     return gpu_s < shape.num_layers * HOST_S_PER_LAYER
 
 
-def count_sizes(plan: RunPlan, rank: int, *, coarse: bool) -> Counter[StreamSize]:
+def count_sizes(plan: RunPlan, rank: int, *, ladder: Sequence[int] = ()) -> Counter[StreamSize]:
     """How often each size is among one rank's micro-batches, in steps spread over the run."""
     counts: Counter[StreamSize] = Counter()
     for step in plan.sampled_steps(NUM_STEPS_SEEN):
         for batch in step.ranks[rank]:
             lengths = plan.samples.lengths[plan.samples.places_of(batch.sample_ids)]
-            counts[stream_size(lengths.tolist(), coarse=coarse)] += 1
+            counts[stream_size(lengths.tolist(), ladder=ladder)] += 1
     return counts
 
 
-def sizes_of(plan: RunPlan, rank: int) -> list[StreamSize]:
-    """The sizes that one rank's micro-batches have most often, the largest first."""
-    counts = count_sizes(plan, rank, coarse=True)
-    return sorted((size for size, _ in counts.most_common(MAX_RECORDINGS)), reverse=True)
+def planned_ladder(config: Config, planned: Planned, device: torch.device, rank: int) -> tuple[int, ...]:
+    """The ladder of a rank of a run that records graphs."""
+    plan, reached = planned.plan, _reached_flops_per_s(config, device)
+    steps = list(plan.sampled_steps(32))
+    step_s = sum(plan.flops(step) for step in steps) / len(steps) / plan.layout.num_ranks / reached
+    return make_ladder(count_sizes(plan, rank), plan.num_steps * step_s)
+
+
+def make_ladder(counts: Counter[StreamSize], run_s: float) -> tuple[int, ...]:
+    """The token counts, ascending, that the micro-batches of a run of about `run_s` go up to.
+
+    They are quantiles of the sizes in the plan. More of them fill up less (16 cost chat lengths 2.3 % more tokens, 40
+    cost 0.9 %; sixteen fixed ones from each power of two to the next 2.5 %) and take longer to record: as many as cost
+    the run least.
+    """
+    found = np.sort(np.repeat([size.num_tokens for size in counts], list(counts.values())))
+
+    def cost_s(rungs: NDArray[np.int64]) -> float:
+        filled = rungs[np.searchsorted(rungs, found)]
+        return len(rungs) * RECORD_S + run_s * float(filled.sum() / found.sum() - 1)
+
+    tried = [_quantiles(found, count) for count in range(MIN_RECORDINGS, MAX_RECORDINGS + 1, 4)]
+    return tuple(min(tried, key=cost_s).tolist())
+
+
+def _quantiles(ascending: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """At most so many of the values, the largest among them; equally many lie between one and the next."""
+    places = np.ceil(np.arange(1, count + 1) * len(ascending) / count).astype(np.int64) - 1
+    return np.unique(ascending[places])
 
 
 def record_graphs(run: Run) -> str:
@@ -78,7 +111,8 @@ def record_graphs(run: Run) -> str:
     assert run.feed.num_borders is not None
     places = [(parameter, parameter.grad) for parameter in run.named_parameters.values() if parameter.grad is not None]
     decoder = GraphedDecoder(run.model, *zip(*places, strict=True))
-    sizes, num_recorded = sizes_of(run.plan, run.rank.index), 0
+    counts = count_sizes(run.plan, run.rank.index, ladder=run.feed.ladder)
+    sizes, num_recorded = sorted((size for size, _ in counts.most_common(MAX_RECORDINGS)), reverse=True), 0
     try:
         for size in sizes:
             decoder.record(size, run.feed.num_borders)

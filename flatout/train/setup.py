@@ -34,7 +34,7 @@ from flatout.track.record import Tracker
 from flatout.train.busy import BusyClock
 from flatout.train.checkpoint import Checkpoints
 from flatout.train.feed import Feed
-from flatout.train.graphs import count_sizes, reason_against, record_graphs
+from flatout.train.graphs import count_sizes, planned_ladder, reason_against, record_graphs
 from flatout.train.optim import load_optimizer_state, make_optimizer, state_bytes
 from flatout.train.planning import Planned, tokenizer_name
 from flatout.train.rng import load_rng_state
@@ -60,7 +60,8 @@ def set_up(
     loaded = prepare_model(config, device, tracker, in_parts=loads_in_parts(config, planned, device))
     joined = join_adapters(loaded.model, config, planned, tracker)
     no_graphs = reason_against(config, planned, device)
-    feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, coarse=no_graphs is None)
+    ladder = planned_ladder(config, planned, device, rank.index) if no_graphs is None else ()
+    feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, ladder=ladder)
     apply_recompute(loaded.model, planned.memory.recompute)
     whole = PackedLoss(loaded.model, tile_rows=planned.memory.head_tile_rows)
     strategy, loss, optimizer = spread_state(whole, loaded, config, planned.spread, rank, device, tracker)
@@ -201,7 +202,7 @@ def compile_with_recompute(
             loaded, mode, num_borders=feed.num_borders, fp8=config.computes_in_fp8, loss=loss, wrapper=wrapper
         )
     if feed.num_borders is not None and not line.startswith("off"):
-        sizes = count_sizes(planned.plan, rank.index, coarse=feed.coarse)
+        sizes = count_sizes(planned.plan, rank.index, ladder=feed.ladder)
         line += prepare_attention(loaded.attention, sizes, feed.num_borders)
     if isinstance(loaded.model.get_input_embeddings(), HostEmbedding):
         line += "; the embedding waits on the host"

@@ -16,13 +16,14 @@ from flatout.models.packed import kernel_borders, pack, stream_size
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SHAPE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "max_position_embeddings": 4096}
+LADDER = (1024, 1152)
 LENGTHS = [[700, 31, 290], [512, 300, 150, 50, 5, 1], [1000], [900, 130]]
 
 
 def batch_of(lengths, num_borders):
     draw = np.random.default_rng(sum(lengths))
     documents = [(draw.integers(3, VOCAB_SIZE, length), draw.random(length) < 0.6) for length in lengths]
-    return pack(documents, num_borders=num_borders, coarse=True).to(torch.device("cuda"))
+    return pack(documents, num_borders=num_borders, ladder=LADDER).to(torch.device("cuda"))
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def gradients_of(model, parameters, batch, decoder=None):
 def test_replays_equal_plain_passes(trained):
     model, parameters, num_borders = trained
     decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters])
-    sizes = sorted({stream_size(lengths, coarse=True) for lengths in LENGTHS}, reverse=True)
+    sizes = sorted({stream_size(lengths, ladder=LADDER) for lengths in LENGTHS}, reverse=True)
     for size in sizes:
         decoder.record(size, num_borders)
     assert not any(parameter.grad.any() for parameter in parameters)
@@ -72,7 +73,7 @@ def test_replays_equal_plain_passes(trained):
 def test_gradients_add_up_over_replays(trained):
     model, parameters, num_borders = trained
     decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters])
-    decoder.record(stream_size(LENGTHS[0], coarse=True), num_borders)
+    decoder.record(stream_size(LENGTHS[0], ladder=LADDER), num_borders)
     batch = batch_of(LENGTHS[0], num_borders)
     _, once = gradients_of(model, parameters, batch, decoder)
     packed_loss(model, batch, decoder=decoder).loss_sum.backward()

@@ -1,14 +1,17 @@
 """When launching kernels takes longer than computing them: decided from the plan alone."""
 
+from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from flatout.config.schema import BatchConfig
+from flatout.models.packed import StreamSize, stream_size
 from flatout.plan.cost import make_cost
 from flatout.plan.shape import ModelShape
 from flatout.plan.steps import RunPlan, make_plan
-from flatout.train.graphs import HOST_S_PER_LAYER, is_host_bound
+from flatout.train.graphs import HOST_S_PER_LAYER, count_sizes, is_host_bound, make_ladder
 
 SIZES: dict[str, Any] = {
     "model_type": "qwen3",
@@ -46,3 +49,40 @@ def test_smaller_micro_batches_wait_for_the_host() -> None:
     flops_per_s = plan_of(16384).flops(whole) / (SHAPE.num_layers * HOST_S_PER_LAYER) / 4
     assert not is_host_bound(plan_of(16384), SHAPE, flops_per_s)
     assert is_host_bound(plan_of(1024), SHAPE, flops_per_s)
+
+
+def test_a_size_goes_up_to_the_next_rung() -> None:
+    ladder = (512, 1024)
+    assert [stream_size([n], ladder=ladder).num_tokens for n in (1, 512, 513, 1024, 1025)] == [
+        512,
+        512,
+        1024,
+        1024,
+        1152,
+    ]
+    # the tail's document counts for the longest one
+    assert stream_size([100, 413], ladder=ladder) == StreamSize(1024, 512)
+    assert stream_size([100, 413]) == StreamSize(640, 512)
+
+
+def test_a_ladder_fills_up_little_and_a_longer_run_gets_more_rungs() -> None:
+    draw = np.random.default_rng(0)
+    lengths = np.clip(np.exp(draw.normal(6.0, 0.8, 32 * 400)), 32, 2048).astype(int)
+    plan = make_plan(
+        lengths, lengths // 2, BatchConfig(samples_per_step=32, max_steps=5000),
+        micro_batch_tokens=2**20, seed=0, num_ranks=2,
+    )  # fmt: skip
+    counts = count_sizes(plan, 1)
+    ladders = [make_ladder(counts, run_s) for run_s in (10.0, 1000.0, 10_000.0)]
+    assert [len(ladder) for ladder in ladders] == sorted(len(ladder) for ladder in ladders)
+    assert len(ladders[0]) == 16 < len(ladders[-1]) <= 40
+    num_tokens = sum(size.num_tokens * count for size, count in counts.items())
+    for ladder, most in zip(ladders[::2], (0.03, 0.01), strict=True):
+        assert all(low < high and high % 128 == 0 for low, high in pairwise((0, *ladder)))
+        filled = count_sizes(plan, 1, ladder=ladder)
+        assert {size.num_tokens for size in filled} <= set(ladder)
+        assert 0 <= sum(size.num_tokens * count for size, count in filled.items()) / num_tokens - 1 < most
+
+
+def test_few_sizes_are_all_rungs() -> None:
+    assert make_ladder(Counter({StreamSize(640, 512): 3, StreamSize(128, 128): 1}), 1.0) == (128, 640)
