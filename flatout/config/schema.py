@@ -103,12 +103,15 @@ class BaseConfig(Section):
     """How they are kept: model (in model.precision), fp8 (e4m3, one scale a row), nf4 (4 bit, double quantised as
     bitsandbytes does; checkpoints already in that form are read as they are)."""
     compute: Literal["auto", "model", "fp8"] = "auto"
-    """Matrix products with them: model (in model.precision) or fp8 in both passes; auto: fp8 for fp8 storage."""
+    """Matrix products with them: model (in model.precision) or fp8 in both passes; auto: fp8 for fp8 storage, which has
+    no other."""
 
     @model_validator(mode="after")
-    def _fp8_needs_quantised_storage(self) -> Self:
+    def _storage_has_these_products(self) -> Self:
         if self.storage == "model" and self.compute == "fp8":
             raise ValueError("compute fp8 needs storage fp8 or nf4")
+        if self.storage == "fp8" and self.compute == "model":
+            raise ValueError("storage fp8 has only fp8 products; set compute auto, or storage nf4")
         return self
 
     @property

@@ -20,9 +20,8 @@ from flatout.models.lora import lora_layers, trainable_parameters
 from flatout.models.packed import PackedBatch, pack
 from flatout.models.selftest import has_experts
 
-# two sizes, so that the graph is dynamic in tokens and documents before the first step; one fills a tile of the head,
-# whose graph otherwise takes the number of labels for that of a tile's rows
-_WARM_UP_LENGTHS = ((200, 31, 150), (1100, 700, 300, 129, 16, 5))
+# two sizes, so that the graph is dynamic in tokens and documents before the first step
+_WARM_UP_LENGTHS = ((200, 31, 150), (700, 300, 129, 16, 5))
 # a layer, its arguments, and whether autocast was on around it: a strategy may turn it off
 _LayerCall: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any], bool]
 _Forward: TypeAlias = Callable[[PackedBatch], tuple[torch.Tensor, torch.Tensor]]

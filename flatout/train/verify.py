@@ -305,9 +305,8 @@ def _own_rows(
     del plain
     free_memory()
     yield replace(noise, verdict="noise")
-    fp8 = config.computes_in_fp8 or config.base.storage == "fp8"
     least = LIMITS["fp32"] if name in ("float32", "float64") else LEAST_LIMIT
-    limit = max(TIMES_PLAIN * noise.largest, FP8_LIMIT if fp8 else least)
+    limit = max(TIMES_PLAIN * noise.largest, FP8_LIMIT if config.computes_in_fp8 else least)
     with set_up_quietly(config, planned, Rank(), trained.folder) as run:
         yield measure(run, step, reference, f"packed in {name}, as the run computes").judged(limit)
 

@@ -42,7 +42,8 @@ class _TiledLoss(torch.autograd.Function):
             rows = slice(start, start + tile_rows)
             tile = hidden[rows].to(compute_dtype)
             logits = F.linear(tile, compute_weight)
-            tile_loss, tile_correct, logit_grad = tile_terms(logits, targets[rows], scale, softcap)
+            # no view: a compiled function is made for the size of what it views too, which may be the first tile's own
+            tile_loss, tile_correct, logit_grad = tile_terms(logits, targets[rows].clone(), scale, softcap)
             loss_sum += tile_loss
             num_correct += tile_correct
             if hidden_grad is not None:

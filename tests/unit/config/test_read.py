@@ -48,6 +48,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         (MINIMAL + "schedule: {warmup_steps: 3, warmup_ratio: 0.1}\n", "keep one"),
         (MINIMAL + "freeze: [embed]\n", "freeze is only for method: full"),
         (MINIMAL + "base: {compute: fp8}\n", "compute fp8 needs storage fp8 or nf4"),
+        (MINIMAL + "base: {storage: fp8, compute: model}\n", "storage fp8 has only fp8 products"),
         (MINIMAL + "method: full\nbase: {storage: nf4}\n", "base is only for method: lora"),
         (MINIMAL + "full: {weights: bf16}\n", "full is only for method: full"),
         (MINIMAL + "method: full\nfull: {update: backward}\n", "set optim.max_grad_norm: null"),
