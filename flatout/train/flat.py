@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # kernels read 16 bytes at once and memory comes in lines of 128; a parameter starts at such a line
 _LINE_BYTES = 128
@@ -14,8 +16,8 @@ _LINE_BYTES = 128
 def flatten(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Move parameters into one flat parameter (n,) for each dtype, with a flat gradient of zeros.
 
-    Each parameter keeps its identity and values, but its data and gradient become views of the flat ones; autograd
-    adds to such a gradient in place, so it must be zeroed (`KeepsGradients`), never set to None. Gaps between
+    Each parameter keeps its identity and values, but its data and gradient become views of the flat ones, which must be
+    zeroed (`KeepsGradients`), never set to None. Gaps between
     parameters are zeros with zero gradients, which AdamW and SGD leave at zero. Call it before a CUDA graph is
     recorded: the addresses change.
     """
@@ -44,11 +46,37 @@ def _flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
 class KeepsGradients(torch.optim.Optimizer):
     """An optimizer over flat parameters: gradients are views that outlive the step, so they are zeroed in place."""
 
+    _places: Sequence[tuple[nn.Parameter, Tensor]] = ()
+
+    def over(self, parameters: Iterable[nn.Parameter]) -> Self:
+        """Note whose gradients are parts of the flat ones, for `adding_at_once`."""
+        self._places = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        return self
+
+    @contextmanager
+    def adding_at_once(self) -> Iterator[None]:
+        """Around a backward pass: autograd would add each of hundreds of small gradients by a launch of its own."""
+        for parameter, _ in self._places:
+            parameter.grad = None
+        try:
+            yield
+            found = [(place, parameter.grad) for parameter, place in self._places if parameter.grad is not None]
+            if found:
+                torch._foreach_add_([place for place, _ in found], [grad for _, grad in found])
+        finally:
+            for parameter, place in self._places:
+                parameter.grad = place
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set every gradient to zero, whatever `set_to_none` says."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad.zero_()
+
+
+def adding_at_once(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """`KeepsGradients.adding_at_once` of an optimizer that has it."""
+    return optimizer.adding_at_once() if isinstance(optimizer, KeepsGradients) else nullcontext()
 
 
 class FlatAdamW(KeepsGradients, torch.optim.AdamW):

@@ -43,12 +43,16 @@ def make_optimizer(
         if held:
             groups.append({"params": flatten(held) if flat and not is_lean else held, "weight_decay": decay})
     if config.name == "sgd":
-        return (FlatSGD if flat else torch.optim.SGD)(groups, lr=config.lr, momentum=config.beta1)
+        if flat:
+            return FlatSGD(groups, lr=config.lr, momentum=config.beta1).over(named.values())
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1)
     options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     if is_lean:
         return LeanAdamW(groups, eight_bit=config.name == "adamw8bit", seed=seed, **options)
     on_gpu = all(parameter.is_cuda for parameter in named.values())
-    return (FlatAdamW if flat else torch.optim.AdamW)(groups, fused=on_gpu, **options)
+    if flat:
+        return FlatAdamW(groups, fused=on_gpu, **options).over(named.values())
+    return torch.optim.AdamW(groups, fused=on_gpu, **options)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from flatout.parallel.strategy import local_grads
 from flatout.plan.types import MicroBatch, StepPlan
 from flatout.train.ahead import can_hold_back, hold_back, let_go, read_later
+from flatout.train.flat import adding_at_once
 from flatout.train.guards import require_finite
 from flatout.train.memory import lower_cap, within_cap
 from flatout.train.optim import set_lr
@@ -113,7 +114,7 @@ def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]
             if run.stop.requested and not run.plan.layout.lockstep:
                 break
             seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
-            with run.strategy.accumulate(last=index == len(micro_batches) - 1):
+            with run.strategy.accumulate(last=index == len(micro_batches) - 1), adding_at_once(run.optimizer):
                 with autocast(run):
                     batch_loss, batch_correct = run.loss(batch)
                 # the plan knew this divisor before step 0, so no rank has to ask the others

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flatout.config.schema import OptimConfig
-from flatout.train.flat import flatten
+from flatout.train.flat import adding_at_once, flatten
 from flatout.train.optim import load_optimizer_state, make_optimizer, optimizer_state, set_lr
 
 SHAPES = {"a.lora_a": (4, 37), "a.lora_b": (129, 4), "b.lora_a": (1, 7), "b.magnitude": (33,), "b.lora_b": (5, 1)}
@@ -17,13 +17,14 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     return {n: nn.Parameter(torch.randn(s, generator=generator, dtype=dtype)) for n, s in SHAPES.items()}
 
 
-def backward(named: dict[str, nn.Parameter], seed: int) -> None:
+def backward(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, seed: int) -> None:
     """Two micro-batches of a loss whose gradient is random, through autograd."""
     for part in range(2):
         generator = torch.Generator().manual_seed(10 * seed + part)
         loss = sum((p * torch.randn(p.shape, generator=generator, dtype=p.dtype)).sum() for p in named.values())
         assert isinstance(loss, torch.Tensor)
-        loss.backward()
+        with adding_at_once(optimizer):
+            loss.backward()
 
 
 def train(
@@ -33,7 +34,7 @@ def train(
     norms = []
     for index in range(first, first + num_steps):
         optimizer.zero_grad(set_to_none=True)
-        backward(named, seed=index)
+        backward(named, optimizer, seed=index)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         norms.append(torch.nn.utils.clip_grad_norm_(held, 1e9).item())
         set_lr(optimizer, CONFIG.lr / (index + 1))
@@ -97,3 +98,22 @@ def test_gradients_stay_views_of_the_flat_one_and_gaps_stay_zero() -> None:
 def test_each_dtype_has_a_tensor_of_its_own() -> None:
     mixed = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.float32)]
     assert [flat.dtype for flat in flatten(mixed)] == [torch.float32, torch.float64]
+
+
+def test_a_pass_that_fails_adds_nothing_and_leaves_gradients_in_their_place() -> None:
+    named = parameters()
+    optimizer = make_optimizer(named, CONFIG, seed=0, flat=True)
+    backward(named, optimizer, seed=0)
+    places = {name: p.grad for name, p in named.items()}
+    before = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+
+    def fail_half_way() -> None:
+        with adding_at_once(optimizer):
+            assert all(p.grad is None for p in named.values())
+            sum(p.sum() for p in list(named.values())[:3]).backward()
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fail_half_way()
+    assert all(named[name].grad is place for name, place in places.items())
+    assert all(torch.equal(named[name].grad, before[name]) for name in named)
