@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
 
-from flatout.bench.measure import WARMUP_STEPS
 from flatout.bench.ours import stage_lines
 from flatout.bench.shapes import SHAPES, shape_config
 from flatout.models.quantised_load import num_stored_weights
@@ -56,22 +55,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     taken = take_steps(args.out, overrides, args.steps, before=held, after=peak)
     if not rank.is_first:
         return None
-    steps, rates = taken.records, taken.rates(launched_s)
     return {
         "shape": args.shape,
         "layers": taken.run.model.config.num_hidden_layers,
-        "gpus": rank.world,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "overrides": overrides,
         "quantised_weights": num_stored_weights(taken.run.model),
-        "useful_tok_s": round(rates["useful_tok_s"]),
-        "step_p50_s": round(rates["step_p50_s"], 4),
         **found,
         "load_s": round(load_s(stage_lines(taken.folder / "train.log")), 1),
-        "launch_to_first_step_s": round(rates["launch_to_first_step_s"], 1),
-        "recompute": taken.run.memory.recompute,
-        "micro_batches": [step["num_micro_batches"] for step in steps[WARMUP_STEPS:]],
-        "losses": [round(step["loss"], 4) for step in steps],
+        **taken.summary(launched_s),
     }
 
 

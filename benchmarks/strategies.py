@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
 
-from flatout.bench.measure import WARMUP_STEPS
 from flatout.bench.shapes import SHAPES, shape_config
 from flatout.parallel.group import leave_group
 from flatout.parallel.rank import Rank
@@ -57,21 +56,8 @@ def measure(args: argparse.Namespace, strategy: str) -> dict[str, Any] | None:
     taken = take_steps(args.out, overrides, args.steps, after=after, run_name=strategy, leave=False)
     if not rank.is_first:
         return None
-    steps, rates = taken.records, taken.rates(launched_s)
-    return {
-        "strategy": strategy,
-        "shape": args.shape,
-        "gpus": rank.world,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "overrides": args.overrides,
-        "useful_tok_s": round(rates["useful_tok_s"]),
-        "step_p50_s": round(rates["step_p50_s"], 4),
-        **found,
-        "first_step_s": round(steps[0]["step_s"], 2),
-        "recompute": taken.run.memory.recompute,
-        "micro_batches": [step["num_micro_batches"] for step in steps[WARMUP_STEPS:]],
-        "losses": [round(step["loss"], 4) for step in steps],
-    }
+    facts = {"strategy": strategy, "shape": args.shape, "overrides": args.overrides}
+    return {**facts, **found, **taken.summary(launched_s)}
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flatout.bench.inputs import write_store, write_tokenizer
-from flatout.bench.measure import figures
+from flatout.bench.measure import WARMUP_STEPS, figures
 from flatout.bench.ours import base_values, step_ends, step_records
 from flatout.bench.rows import SAMPLES_PER_STEP
 from flatout.config.read import make_config
@@ -49,6 +49,20 @@ class Steps:
         """The bench's figures of the steps after its warm-up."""
         num_tokens, num_labels = ([step[name] for step in self.records] for name in ("num_tokens", "num_label_tokens"))
         return figures(step_ends(self.folder), launched_s, num_tokens, num_labels)
+
+    def summary(self, launched_s: float) -> dict[str, Any]:
+        """What a benchmark tells of any steps; only on the first rank."""
+        steps, rates = self.records, self.rates(launched_s)
+        return {
+            "gpus": self.run.rank.world,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "useful_tok_s": round(rates["useful_tok_s"]),
+            "step_p50_s": round(rates["step_p50_s"], 4),
+            "launch_to_first_step_s": round(rates["launch_to_first_step_s"], 1),
+            "recompute": self.run.memory.recompute,
+            "micro_batches": [step["num_micro_batches"] for step in steps[WARMUP_STEPS:]],
+            "losses": [round(step["loss"], 4) for step in steps],
+        }
 
 
 def prepare(out: Path, shape: Mapping[str, Any], num_steps: int, samples_per_step: int = SAMPLES_PER_STEP) -> None:

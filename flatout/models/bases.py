@@ -95,8 +95,8 @@ def join_bases(bases: Sequence[FrozenLinear], *, fp8: bool, turned: bool = False
     """One product for several frozen layers of one input, and the tensors it works on; the layers share their memory.
 
     `fp8` multiplies NF4 weights in float8; float8 weights always are, and `turned` keeps a second, turned copy of their
-    bytes for the backward pass. Raises UsageError for layers of mixed storage,
-    and ResourceError where the device or a layer's size has no float8 products.
+    bytes for the backward pass. Raises UsageError for layers of mixed storage, and ResourceError where the device or a
+    layer's size has no float8 products.
     """
     sizes, in_features = [base.out_features for base in bases], bases[0].in_features
     if isinstance(bases[0], Fp8Linear) or (fp8 and isinstance(bases[0], Nf4Linear)):

@@ -141,7 +141,8 @@ def use_spare(
         most, enough = _most_and_enough(config, tokens)
         fits = largest_fit(other, decision.recompute, tokens, budget_bytes(config, device), most)
         kept = _decision(other, decision.recompute, fits, tokens, device)
-        return None if fits < enough or _num_micro_batches(plan, kept) > _num_micro_batches(plan, decision) else kept
+        cut = plan.laid_out(kept.micro_batch_tokens, plan.layout.cost, lockstep=plan.layout.lockstep)
+        return None if fits < enough or _num_micro_batches(cut) > _num_micro_batches(plan) else kept
 
     if model.turnable_bytes:
         if (kept := keeping(replace(model, turned_weights=True))) is None:
@@ -155,9 +156,8 @@ def use_spare(
     return decision
 
 
-def _num_micro_batches(plan: RunPlan, decision: MemoryDecision) -> int:
-    laid_out = plan.laid_out(decision.micro_batch_tokens, plan.layout.cost, lockstep=plan.layout.lockstep)
-    return sum(len(rank) for step in laid_out.sampled_steps(NUM_STEPS_SEEN) for rank in step.ranks)
+def _num_micro_batches(plan: RunPlan) -> int:
+    return sum(len(rank) for step in plan.sampled_steps(NUM_STEPS_SEEN) for rank in step.ranks)
 
 
 def _most_and_enough(config: Config, tokens: TokenStatistics) -> tuple[int, int]:
