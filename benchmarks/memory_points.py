@@ -70,7 +70,7 @@ def measure(name: str, shape: str, out: Path) -> dict[str, Any]:
     largest = max(batches, key=lambda batch: batch.num_tokens)
     size = MicroBatchSize(largest.num_tokens, largest.num_label_tokens, len(largest.sample_ids))
     model = planned.memory.model or memory_model(config, planned.shape, DEVICES["h200"])
-    predicted = model.estimate(size, planned.memory.recompute)
+    predicted = model.estimate(size, planned.memory.recompute, accumulates=planned.memory.accumulates)
     train(config)
     lines = map(json.loads, (out / "run" / "metrics.jsonl").read_text().splitlines())
     measured_bytes = max(line["peak_memory_bytes"] for line in lines if line["kind"] == "step")

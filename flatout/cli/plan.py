@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         plan,
         num_held_out=planned.store.num_samples - plan.num_samples,
         tokens_per_s=args.tokens_per_s,
-        memory_of=lambda size: model.estimate(size, decision.recompute),
+        memory_of=lambda size: model.estimate(size, decision.recompute, accumulates=decision.accumulates),
     )
     longest = longest_document_tokens(config, shape, device, report.label_share, planned.spread) if device else None
     if args.json:

@@ -60,13 +60,17 @@ class TokenStatistics:
 
 @dataclass(frozen=True, slots=True)
 class MemoryDecision:
-    """What was decided and why. `model` and `budget_bytes` are None without a GPU."""
+    """What was decided and why. `model` and `budget_bytes` are None without a GPU.
+
+    `accumulates`: some rank's step has several micro-batches.
+    """
 
     micro_batch_tokens: int
     recompute: Recompute
     reason: str
     model: MemoryModel | None = None
     budget_bytes: int | None = None
+    accumulates: bool = True
 
     @property
     def head_tile_rows(self) -> int:
@@ -79,7 +83,7 @@ class MemoryDecision:
 
     def estimate(self, size: MicroBatchSize) -> MemoryEstimate | None:
         """The peak with micro-batches of this size; None without a GPU."""
-        return self.model.estimate(size, self.recompute) if self.model else None
+        return self.model.estimate(size, self.recompute, accumulates=self.accumulates) if self.model else None
 
 
 def memory_model(config: Config, shape: ModelShape, device: Device, spread: Spread = ALONE) -> MemoryModel:
@@ -180,7 +184,7 @@ def _decision(
     )
     if level == "offload":
         reason += f"; {model.inputs_bytes(num_tokens) / GIB:.1f} GiB wait in host memory"
-    return MemoryDecision(num_tokens, level, reason, model, budget)
+    return MemoryDecision(num_tokens, level, reason, model, budget, num_tokens < tokens.rank_step_tokens)
 
 
 def choose_spread(
@@ -215,7 +219,13 @@ def budget_bytes(config: Config, device: Device) -> int:
 
 def largest_fit(model: MemoryModel, recompute: Recompute, tokens: TokenStatistics, budget: int, most: int) -> int:
     """The most tokens of one micro-batch, up to `most`, whose estimate is within the budget; 0 when none is."""
-    size = _most(lambda count: model.estimate(tokens.micro_batch(count), recompute).total_bytes <= budget, most)
+
+    def fits(count: int) -> bool:
+        accumulates = count < tokens.rank_step_tokens
+        return model.estimate(tokens.micro_batch(count), recompute, accumulates=accumulates).total_bytes <= budget
+
+    # a whole step at once may need less than parts of it, which add up their gradients
+    size = most if fits(most) else _most(fits, most - 1)
     if size == most:
         return size
     return max(size // TOKENS_MULTIPLE * TOKENS_MULTIPLE, min(size, tokens.longest_sample))

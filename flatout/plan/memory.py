@@ -17,8 +17,8 @@ _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 # What arithmetic does not give, fitted to peaks measured on one H200 (torch 2.11, LoRA rank 16, bf16, 32 chat-like
 # samples in one micro-batch; predicted beside measured in benchmarks/memory_points.py):
 #   Qwen3-8B compiled 115.7 to 116.8 GiB at 21.0 k to 21.3 k tokens; memory budget 0.5: 69.2, 0.25: 46.2 GiB
-#   at 17.4 k tokens bf16 97.9, fp8 91.4, NF4 with fp8 products 88.3 GiB; full with bf16 weights and 8-bit moments 101.9
-#   Qwen3-1.7B full at 17.4 k tokens: fp32 masters 59.5, bf16 weights 42.8, fp8 products 47.8 GiB
+#   at 17.4 k tokens bf16 97.9, fp8 91.4, NF4 with fp8 products 88.3 GiB; full with bf16 weights and 8-bit moments
+#   115.1 at 16.8 k; Qwen3-1.7B full at 20.8 k tokens: fp32 masters 67.5, bf16 weights 58.5, fp8 products 53.7 GiB
 #   Qwen3-0.6B compiled 26.4 GiB at 19.5 k and 28.3 GiB at 21.2 k tokens; eager 34.7 GiB at 19.5 k
 # kept by layers that run eagerly, of what compiled ones keep (norms and rotations in fp32, unfused products)
 EAGER_SHARE = 1.37
@@ -56,7 +56,8 @@ class MemoryEstimate:
     """Bytes allocated at the peak of one step on one rank.
 
     `activations_bytes` wait for the backward pass; `working_bytes` is the larger of what the head and what one layer's
-    backward pass need for themselves. The CUDA context and the allocator's waste come on top.
+    backward pass need for themselves. `in_turn`: gradients come only while activations go, so the larger of both
+    counts. The CUDA context and the allocator's waste come on top.
     """
 
     weights_bytes: int
@@ -65,6 +66,7 @@ class MemoryEstimate:
     optimizer_bytes: int
     activations_bytes: int
     working_bytes: int
+    in_turn: bool = False
 
     @property
     def state_bytes(self) -> int:
@@ -72,7 +74,8 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        return self.state_bytes + self.activations_bytes + self.working_bytes
+        never_together = min(self.gradients_bytes, self.activations_bytes) if self.in_turn else 0
+        return self.state_bytes + self.activations_bytes + self.working_bytes - never_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,8 @@ class MemoryModel:
                      more for those that LoRA joins), without an untied embedding under offload; full: m, and e more
                      for autocast's copies when e < m (full.weights bf16: 2 and no copies)
         adapter      m + e an adapter parameter
-        gradients    as wide as the trained weights; one tensor's only with full.update backward
+        gradients    as wide as the trained weights; one tensor's only with full.update backward. Full fine-tuning makes
+                     them while activations go, so in a step of one micro-batch only the larger of both counts
         optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes a trained parameter
         activations  none: L fat a token; lean: the norms' outputs and the MLP's product less; partial: the inputs
                      L D s and 0.47 of the rest; layers: L D s;
@@ -111,8 +115,8 @@ class MemoryModel:
     spread: Spread = ALONE
     turned_weights: bool = False
 
-    def estimate(self, size: MicroBatchSize, recompute: Recompute) -> MemoryEstimate:
-        """The peak with micro-batches of this size."""
+    def estimate(self, size: MicroBatchSize, recompute: Recompute, *, accumulates: bool = True) -> MemoryEstimate:
+        """The peak with micro-batches of this size, of which a step has several when it `accumulates`."""
         num_base, num_adapter = num_params(self.shape), self._num_adapter_params
         is_lora = self.config.method == "lora"
         num_trained = num_adapter if is_lora else num_base
@@ -130,6 +134,7 @@ class MemoryModel:
             activations_bytes=self._kept_bytes(size, recompute),
             working_bytes=CONSTANT_BYTES
             + max(self._head_bytes(size, recompute), self._backward_bytes(size, recompute)),
+            in_turn=not is_lora and not accumulates,
         )
         return self._cut(whole) if self.spread.lockstep else whole
 
@@ -152,14 +157,15 @@ class MemoryModel:
         # summed in the trained weights' width, before which two layers' gradients wait in their own
         two_layers = (num_blocks if is_full else self._num_adapter_params) * 2 / self.shape.num_layers
         unsummed = two_layers * (self._element + self._trained_bytes) + (root if is_full else 0)
-        if self.spread.sums_late:
-            unsummed = whole.gradients_bytes
+        late = self.spread.sums_late
         return replace(
             whole,
             weights_bytes=int(weights),
             adapter_bytes=int(adapter * (part + share)),
-            gradients_bytes=int(whole.gradients_bytes * part + unsummed),
+            gradients_bytes=int(whole.gradients_bytes * (part + (1 if late else 0))),
             optimizer_bytes=int(whole.optimizer_bytes * part),
+            # beside activations from the start of the backward pass
+            working_bytes=whole.working_bytes + (0 if late else int(unsummed)),
         )
 
     def inputs_bytes(self, num_tokens: int) -> int:
@@ -245,9 +251,6 @@ class MemoryModel:
     def _layer_bytes(self, num_tokens: int) -> float:
         """What one layer keeps for its backward pass when nothing is computed again."""
         elements = activation_elements(self.shape) + self._adapter_elements
-        if self.config.method == "full" and self.compiled:
-            # under autograd's own linear layers the compiler does what `lean` does by itself
-            elements -= self._lean_elements
         wider = 2 * self.shape.hidden_size * (self._stream_bytes - self._element)
         kept = num_tokens * (elements * self._element + wider + 4 * self.shape.num_heads)
         return kept if self.compiled else kept * EAGER_SHARE
@@ -270,7 +273,7 @@ class MemoryModel:
     def _kept_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
         inputs = self.inputs_bytes(size.num_tokens)
         everything = self.shape.num_layers * self._layer_bytes(size.num_tokens)
-        again = 0 if self.config.method == "full" else self._lean_elements * self._element
+        again = self._lean_elements * self._element
         kept = {
             "none": everything,
             "lean": everything - self.shape.num_layers * size.num_tokens * again,
@@ -287,8 +290,9 @@ class MemoryModel:
         states = 2 * size.num_labels * self.shape.hidden_size * self._element
         if self.config.method == "lora":
             return logits + states
-        # the head's weight gradient is summed in fp32 over a copy in the precision
-        return logits + states + self.shape.vocab_size * self.shape.hidden_size * (4 + self._copies)
+        # the head's weight gradient is summed in fp32, over a copy of the weight or beside its own narrower result
+        narrow = self._element if self._element < 4 else 0
+        return logits + states + self.shape.vocab_size * self.shape.hidden_size * (4 + narrow)
 
     def _backward_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
         again = {"none": 0.0, "lean": 0.0, "partial": 1 - PARTIAL_SHARE}.get(recompute, 1.0)
