@@ -30,9 +30,11 @@ from whole_steps import prepare, spread_over, take_steps
 
 from flatout.bench.inputs import LABEL_SHARE, chat_lengths
 from flatout.bench.measure import WARMUP_STEPS, gpu_memory
+from flatout.bench.ours import step_records
 from flatout.bench.rows import SAMPLES_PER_STEP
 from flatout.bench.shapes import SHAPES, shape_config
 from flatout.parallel.rank import Rank
+from flatout.train.state import Run
 
 TFLOPS = 790
 BF16 = ["full.weights=bf16", "model.precision=bf16"]
@@ -61,12 +63,10 @@ def bound_tok_s(shape: dict[str, Any], lengths: list[int]) -> float:
     return TFLOPS * 1e12 / (6 * linears + 6 * head * LABEL_SHARE + 3.5 * attention)
 
 
-def waited_for(saved: dict[str, Any], steps: list[dict[str, Any]], after: int) -> dict[str, Any]:
-    """What one save made training wait: in its call, and by how much the step after it took longer than its tokens."""
+def lateness(steps: list[dict[str, Any]], after: int) -> float:
+    """Seconds by which the step after a save took longer than its tokens do."""
     usual = statistics.median(step["step_s"] / step["num_tokens"] for step in steps[WARMUP_STEPS:])
-    late_s = steps[after]["step_s"] - usual * steps[after]["num_tokens"]
-    figures = {key: saved[key] for key in ("staged_s", "copied_s", "save_s")}
-    return {"save": {**figures, "next_step_late_s": round(late_s, 3)}}
+    return round(steps[after]["step_s"] - usual * steps[after]["num_tokens"], 3)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -74,19 +74,33 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     launched_s, shape, rank = time.time(), shape_config(args.shape), Rank.from_env()
     budget = [f"batch.micro_batch_tokens={args.budget}"] if args.budget else []
     overrides = ["method=full", "optim.lr=1e-5", "model.init=random", *budget, *MODES[args.mode], *args.overrides]
+    saved_step = args.steps // 2 + 1
     if args.save:
-        overrides += ["checkpoint.asynchronous=true", f"checkpoint.every_steps={args.steps // 2 + 1}"]
-    out = args.out / args.mode
-    taken = take_steps(out, overrides, args.steps, args.samples, after=lambda run: run.saver.wait())
+        overrides += ["checkpoint.asynchronous=true", f"checkpoint.every_steps={saved_step}"]
+    out, found = args.out / args.mode, {}
+
+    def before(run: Run) -> None:
+        # the few steps here save seconds after the start
+        run.saver.wait_reserved()
+
+    def after(run: Run) -> None:
+        if args.save and rank.is_first:
+            found["next_step_late_s"] = lateness(step_records(out / "run"), saved_step)
+            print(json.dumps(found), flush=True)  # writing the files takes minutes
+        run.saver.wait()
+
+    taken = take_steps(out, overrides, args.steps, args.samples, before=before, after=after)
     if not rank.is_first:
         return None
-    steps, found = taken.records, taken.rates(launched_s)
+    steps, rates = taken.records, taken.rates(launched_s)
     per_step = args.samples // SAMPLES_PER_STEP
     timed = [n for index in range(WARMUP_STEPS * per_step, args.steps * per_step) for n in chat_lengths(index)]
     bound = bound_tok_s(shape, timed) * rank.world
-    told = taken.folder / "events.jsonl"
-    events = map(json.loads, told.read_text().splitlines() if told.exists() else ())
-    saves = [event for event in events if event["kind"] == "saved"]
+    if args.save:
+        events = map(json.loads, (taken.folder / "events.jsonl").read_text().splitlines())
+        saved = next(event for event in events if event["kind"] == "saved")
+        found.update({key: saved[key] for key in ("staged_s", "copied_s", "save_s")})
+        found["save_made_wait_s"] = round(found["staged_s"] + found["next_step_late_s"], 3)
     peak_gib = gpu_memory().get("peak_allocated_gib", max(step["peak_memory_bytes"] for step in steps) / 2**30)
     return {
         "shape": args.shape,
@@ -94,14 +108,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         "gpus": rank.world,
         "samples_per_step": args.samples,
         "overrides": overrides,
-        "useful_tok_s": round(found["useful_tok_s"]),
+        "useful_tok_s": round(rates["useful_tok_s"]),
         "bound_tok_s": round(bound),
         "bound": f"(6N + 6VHf + 3.5A) at {TFLOPS} TFLOP/s bf16 a GPU",
-        "share_of_bound": round(found["useful_tok_s"] / bound, 3),
-        "step_p50_s": round(found["step_p50_s"], 4),
+        "share_of_bound": round(rates["useful_tok_s"] / bound, 3),
+        "step_p50_s": round(rates["step_p50_s"], 4),
         "micro_batches": [step["num_micro_batches"] for step in steps[WARMUP_STEPS:]],
         "peak_gib": round(peak_gib, 2),
-        **(waited_for(saves[0], steps, args.steps // 2 + 1) if saves else {}),
+        **found,
         "losses": [round(step["loss"], 4) for step in steps],
     }
 

@@ -14,6 +14,7 @@ from flatout.parallel.shards import is_sharded, part_of
 from flatout.parallel.strategy import KeepsState
 from flatout.train.flat import FlatAdamW, FlatSGD, flatten, owners
 from flatout.train.optim_lean import LeanAdamW
+from flatout.train.rounding import BLOCK_SIZE
 from flatout.train.stored import StoredTensors
 
 
@@ -61,15 +62,20 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def state_bytes(named: Mapping[str, nn.Parameter], config: OptimConfig) -> int:
-    """Bytes of this rank's parts of the parameters and, once it is there, of their optimizer state."""
-    total = 0
+def state_sizes(named: Mapping[str, nn.Parameter], config: OptimConfig) -> list[int]:
+    """About the bytes of each tensor of this rank's parts of the parameters and, once it is there, of their optimizer
+    state."""
+    sizes = []
     for parameter in named.values():
         local = part_of(parameter).local
         widest = max(local.element_size(), 4)
-        moments = {"adamw": 2 * widest, "adamw8bit": 2.1, "sgd": local.element_size()}[config.name]
-        total += int(local.numel() * (local.element_size() + moments))
-    return total
+        moments: dict[str, list[float]] = {
+            "adamw": [widest, widest],
+            "adamw8bit": [1, 1, 4 / BLOCK_SIZE, 4 / BLOCK_SIZE],
+            "sgd": [local.element_size()],
+        }
+        sizes += [int(local.numel() * width) for width in [local.element_size(), *moments[config.name]]]
+    return sizes
 
 
 def optimizer_state(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +65,19 @@ class Saver:
         self._thread.start()
         if required:
             self.wait()
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Get host memory for copies of tensors of about so many bytes, in the background.
+
+        A thread pins it, so this is not for when CUDA graphs are being recorded.
+        """
+        if self._staging is not None:
+            self._staging.reserve(sizes)
+
+    def wait_reserved(self) -> None:
+        """Wait until that memory is there; a usual first save comes minutes after it."""
+        if self._staging is not None:
+            self._staging.wait_reserved()
 
     def before_update(self) -> None:
         """To be called before weights or optimizer state change: the device then first ends the copy under way.
@@ -159,9 +172,7 @@ def choose_saver(
     tracker.stage("checkpoint", f"{'asynchronous' if wanted else 'training waits for each save'}: {why}")
     if not wanted:
         return Saver(checkpoints, tracker)
-    staging = Staging(device)
-    staging.reserve(num_bytes)
-    return Saver(checkpoints, tracker, staging)
+    return Saver(checkpoints, tracker, Staging(device))
 
 
 def available_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:

@@ -34,8 +34,8 @@ from flatout.track.record import Tracker
 from flatout.train.busy import BusyClock
 from flatout.train.checkpoint import Checkpoints
 from flatout.train.feed import Feed
-from flatout.train.graphs import count_sizes, planned_ladder, reason_against, record_graphs
-from flatout.train.optim import load_optimizer_state, make_optimizer, state_bytes
+from flatout.train.graphs import NOT_COMPILED, count_sizes, planned_ladder, reason_against, record_graphs
+from flatout.train.optim import load_optimizer_state, make_optimizer, state_sizes
 from flatout.train.planning import Planned, tokenizer_name
 from flatout.train.rng import load_rng_state
 from flatout.train.saver import Saver, available_host_bytes, choose_saver
@@ -90,7 +90,7 @@ def set_up(
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=loaded.dtype == torch.float16),
         checkpoints=checkpoints,
-        saver=saver_of(config, checkpoints, tracker, device, named),
+        saver=saver_of(config, checkpoints, tracker, device, sum(sizes_to_save(config, rank, named))),
         fingerprints=planned.fingerprints,
         memory=planned.memory,
         joined=joined,
@@ -100,8 +100,8 @@ def set_up(
     if snapshot is not None:
         restore(run, snapshot)
     run.model.train()
-    no_graphs = no_graphs or ("layers are not compiled" if compiled.startswith("off") else None)
-    tracker.stage("graphs", f"off: {no_graphs}" if no_graphs else record_graphs(run))
+    tracker.stage("graphs", record_graphs(run, no_graphs or (NOT_COMPILED if compiled.startswith("off") else None)))
+    run.saver.reserve(sizes_to_save(config, rank, named))
     return run
 
 
@@ -113,21 +113,19 @@ def warm_compiler(config: Config, device: torch.device, tracker: Tracker) -> Cal
     return start_compiler(device).join
 
 
-def saver_of(
-    config: Config,
-    checkpoints: Checkpoints,
-    tracker: Tracker,
-    device: torch.device,
-    named: Mapping[str, torch.nn.Parameter],
-) -> Saver:
-    """How this run saves; replicas other than the first have nothing to copy."""
-    writes = checkpoints.messages.rank.is_first or any(map(is_sharded, named.values()))
+def sizes_to_save(config: Config, rank: Rank, named: Mapping[str, torch.nn.Parameter]) -> list[int]:
+    """About the bytes of each tensor that this rank saves; replicas other than the first have nothing to copy."""
+    return state_sizes(named, config.optim) if rank.is_first or any(map(is_sharded, named.values())) else []
+
+
+def saver_of(config: Config, checkpoints: Checkpoints, tracker: Tracker, device: torch.device, num_bytes: int) -> Saver:
+    """How this run saves a state of about `num_bytes` on this rank."""
     return choose_saver(
         config.checkpoint.asynchronous,
         checkpoints,
         tracker,
         device=device,
-        num_bytes=state_bytes(named, config.optim) if writes else 0,
+        num_bytes=num_bytes,
         available_bytes=available_host_bytes(),
     )
 

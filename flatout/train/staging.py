@@ -102,28 +102,42 @@ class Staging:
         self._blocks: list[Tensor] = []
         self._reserving: threading.Thread | None = None
 
-    def reserve(self, num_bytes: int) -> None:
-        """Get memory in the background (pinning takes seconds), so that the first save does not wait for it."""
+    @property
+    def held_bytes(self) -> int:
+        """Host memory that this holds."""
+        return sum(block.nbytes for block in self._blocks)
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Get memory for tensors of so many bytes each, in the background: pinning takes seconds, for which the first
+        save would wait."""
+        usual_bytes = BLOCK_BYTES if sum(sizes) > BLOCK_BYTES else SMALL_BLOCK_BYTES
 
         def get() -> None:
+            used: list[int] = []
             with suppress(ResourceError):  # the save that needs it raises it again
-                self._grow(num_bytes)
+                for num_bytes in sorted(sizes, reverse=True):
+                    self._room(num_bytes, used, max(usual_bytes, _power_of_two(max(sizes))))
 
         self._reserving = threading.Thread(target=get, daemon=True)
         self._reserving.start()
+
+    def wait_reserved(self) -> None:
+        """Wait until the memory asked for is there; a first save would do so."""
+        if self._reserving is not None:
+            self._reserving.join()
 
     def lay_out(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot's places in this memory, to be filled by `copy`; they hold until the next call.
 
         Raises ResourceError when the host has no memory for them.
         """
-        if self._reserving is not None:
-            self._reserving.join()
+        self.wait_reserved()
         used = [0] * len(self._blocks)
-        tensors = {
-            stem: {name: self._place(tensor, used) for name, tensor in held.items()}
-            for stem, held in snapshot.tensors.items()
-        }
+        tensors: dict[str, dict[str, Tensor]] = {stem: {} for stem in snapshot.tensors}
+        live = [(stem, name, tensor) for stem, held in snapshot.tensors.items() for name, tensor in held.items()]
+        # large ones first, and small ones into what they leave: hardly more memory than their sum
+        for stem, name, tensor in sorted(live, key=lambda item: -item[2].nbytes):
+            tensors[stem][name] = self._place(tensor, used)
         return dataclasses.replace(snapshot, tensors=tensors)
 
     def copy(self, snapshot: Snapshot, staged: Snapshot) -> Copying:
@@ -137,27 +151,33 @@ class Staging:
         )
 
     def _place(self, tensor: Tensor, used: list[int]) -> Tensor:
-        room_bytes = -(-tensor.nbytes // _LINE_BYTES) * _LINE_BYTES
-        fits = (index for index, block in enumerate(self._blocks) if used[index] + room_bytes <= block.nbytes)
+        block, begin = self._room(tensor.nbytes, used, SMALL_BLOCK_BYTES)
+        return block[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def _room(self, num_bytes: int, used: list[int], block_bytes: int) -> tuple[Tensor, int]:
+        """A block with so many bytes beyond those `used` of each, and where they begin; else a new one of at least
+        `block_bytes`."""
+        needed = -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+        used += [0] * (len(self._blocks) - len(used))
+        fits = (index for index, block in enumerate(self._blocks) if used[index] + needed <= block.nbytes)
         index = next(fits, len(self._blocks))
         if index == len(self._blocks):
-            self._grow(max(room_bytes, 1), whole=True)
+            self._grow(max(block_bytes, needed))
             used.append(0)
         begin = used[index]
-        used[index] += room_bytes
-        place = self._blocks[index][begin : begin + tensor.nbytes]
-        return place.view(tensor.dtype).view(tensor.shape)
+        used[index] += needed
+        return self._blocks[index], begin
 
-    def _grow(self, num_bytes: int, *, whole: bool = False) -> None:
-        """More blocks; `whole` in one piece."""
-        while num_bytes > 0:
-            smallest = SMALL_BLOCK_BYTES if whole or num_bytes < BLOCK_BYTES // 2 else BLOCK_BYTES
-            size_bytes = max(num_bytes, smallest) if whole else smallest
-            try:
-                block = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
-            except RuntimeError as error:
-                raise ResourceError(
-                    f"no {size_bytes:,} bytes of host memory to copy the state to; set checkpoint.asynchronous: false"
-                ) from error
-            self._blocks.append(block)
-            num_bytes -= size_bytes
+    def _grow(self, num_bytes: int) -> None:
+        try:
+            block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        except RuntimeError as error:
+            raise ResourceError(
+                f"no {num_bytes:,} bytes of host memory to copy the state to; set checkpoint.asynchronous: false"
+            ) from error
+        self._blocks.append(block)
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest one that is no less."""
+    return 1 << max(0, number - 1).bit_length()

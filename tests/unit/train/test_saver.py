@@ -11,8 +11,10 @@ import pytest
 import torch
 from faulty_disk import BROKEN_DISK, FULL_DISK, FaultyDisk, QuickDisk, same, snapshot_of
 
+from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError, ResourceError
-from flatout.train.checkpoint import Checkpoints
+from flatout.train.checkpoint import Checkpoints, Snapshot
+from flatout.train.optim import make_optimizer, optimizer_state, state_sizes
 from flatout.train.saver import Saver, choose_saver
 from flatout.train.staging import Staging
 from flatout.train.storage import Disk, Storage
@@ -159,3 +161,25 @@ def test_the_choice_is_told(tmp_path: Path) -> None:
     choose(True, "cpu", 0)
     assert [line.partition(":")[0] for line in told.lines] == ["training waits for each save"] * 3 + ["asynchronous"]
     assert "0.0 GiB free" in told.lines[1]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "sgd"])
+def test_memory_got_ahead_is_enough_for_the_first_save(name: str) -> None:
+    """Sizes from just under to just over those of blocks, so that a wrong order or a block too small would show."""
+    megabyte = 2**20 // 4
+    lengths = [65 * megabyte, 2 * megabyte, 63 * megabyte, 31 * megabyte, 3, 33 * megabyte, 100]
+    named = {f"p{place}": torch.nn.Parameter(torch.ones(length)) for place, length in enumerate(lengths)}
+    config = OptimConfig(name=name)
+    staging = Staging(CPU)
+    staging.reserve(state_sizes(named, config))
+    optimizer = make_optimizer(named, config)
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    staging.wait_reserved()
+    held_bytes = staging.held_bytes
+    model = {name: parameter.detach() for name, parameter in named.items()}
+    state = {"model": model, "optimizer": optimizer_state(optimizer, named)}
+    staging.lay_out(Snapshot(step=1, tensors=state, facts={}))
+    needed_bytes = sum(tensor.nbytes for tensors in state.values() for tensor in tensors.values())
+    assert staging.held_bytes == held_bytes < needed_bytes + 2 * 2**27
