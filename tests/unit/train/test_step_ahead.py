@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,15 @@ def test_held_back_updates_stay_held_back_until_let_go() -> None:
     assert weight[0] < 1
     assert not can_hold_back(torch.optim.SGD([weight], lr=0.1))
     assert read_later(torch.tensor([1.0, 2.0]))[0]() == [1, 2]
+
+
+def test_the_collector_leaves_what_start_up_made_alone_and_gets_it_back(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_frozen: list[int] = []
+    finish = loop.finish_step
+    monkeypatch.setattr(loop, "finish_step", lambda *args: (num_frozen.append(gc.get_freeze_count()), finish(*args))[1])
+    train(tiny.config(tmp_path / "run", batch={"samples_per_step": 32, "max_steps": 2}))
+    assert len(num_frozen) == 2
+    assert min(num_frozen) > 10_000
+    assert gc.get_freeze_count() == 0
