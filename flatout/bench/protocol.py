@@ -25,6 +25,8 @@ OURS = ("-m", "flatout.bench.ours")
 # a first run of a row is started only if this much time is left; later ones by what the first took
 FIRST_RUN_S = 60.0
 LOG_TAIL = 1500
+# in every line that torchrun writes once a rank has failed
+LAUNCHER_LINE = "torch/distributed/elastic/multiprocessing/api.py"
 # what a run gets to stop by itself once its time is up
 STOP_S = 10.0
 
@@ -160,11 +162,22 @@ def _run(row: Row, repeat: int, settings: Settings, inputs: Mapping[str, Any], l
     shutil.rmtree(settings.work / f"{stem}.run", ignore_errors=True)
     run: dict[str, Any] = {"row": row.name, "repeat": repeat}
     if code != 0 or not result.exists():
-        return {**run, "error": f"exit {code}: {log.read_text(encoding='utf-8', errors='replace')[-LOG_TAIL:]}"}
+        return {**run, "error": f"exit {code}: {last_words(log.read_text(encoding='utf-8', errors='replace'))}"}
     run.update(json.loads(result.read_text(encoding="utf-8")))
     if run["digest"] != inputs["digest"]:
         run["error"] = f"trained on other tokens: digest {run['digest']}, expected {inputs['digest']}"
     return run
+
+
+def last_words(log: str) -> str:
+    """What a failed process said last: the end of its log and, at the very end, the errors that its ranks named.
+
+    What torchrun says of its ranks comes after what they said themselves, and is left out.
+    """
+    said, _, _ = log.partition(LAUNCHER_LINE)
+    said = said[: said.rfind("\n") + 1] if said != log else log
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    return "\n".join([said[-LOG_TAIL:].rstrip(), *dict.fromkeys(errors)])
 
 
 def _run_process(command: Sequence[str], log: Path, timeout_s: float | None) -> int:

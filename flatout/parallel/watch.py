@@ -23,6 +23,8 @@ from flatout.parallel.rank import master_address
 
 # what a rank needs to leave by itself once it knows; one that waits on a collective is then ended
 LEAVE_S = 2.0
+# the share of `hang_s` after which a rank whose Python stands still writes its stacks to stderr
+STACKS_SHARE = 0.6
 # phases in which one rank may work long while the others wait for it
 LONG_PHASES = frozenset({"start", "load", "evaluate", "save", "finish"})
 
@@ -142,13 +144,16 @@ class Watch:
     def _watch(self) -> None:
         interval_s = min(0.5, self._faults.hang_s / 10)
         launcher = os.getppid()
-        while not self._closing.is_set():
+        loss: Loss | None = None
+        while loss is None and not self._closing.is_set():
+            show_stacks_after(self._faults.hang_s * STACKS_SHARE)
             loss = self._beat(interval_s)
             if loss is None and os.getppid() != launcher:
                 loss = Loss(self._rank, socket.gethostname(), self._mark, "has lost its launcher")
-            if loss is not None:
-                self._lose(loss)
-                return
+        faulthandler.cancel_dump_traceback_later()
+        if loss is not None:
+            self._lose(loss)
+            return
         side = self._side
         if isinstance(side, Spoke):
             side.fail(self._failure) if self._failure else side.close()
@@ -192,6 +197,17 @@ class Watch:
         # the main thread leaves by itself where it can; one that waits on a collective never would
         time.sleep(LEAVE_S)
         self._leave(self._error())
+
+
+def show_stacks_after(wait_s: float) -> None:
+    """Write this process's stacks to stderr unless this is called again within so long.
+
+    It needs no Python thread: one that holds the interpreter in a call of a library cannot speak for itself, and the
+    others only know that this rank is silent.
+    """
+    # stderr may be closed, or no file
+    with suppress(OSError, ValueError, AttributeError):
+        faulthandler.dump_traceback_later(wait_s)
 
 
 def _listen(address: str, world: int) -> socket.socket:

@@ -8,7 +8,7 @@ import pytest
 from flatout.bench.inputs import MAX_ID, chat_lengths, chat_samples, digest, write_model, write_store
 from flatout.bench.measure import figures
 from flatout.bench.ours import balance_of, load_s, stage_lines, step_ends
-from flatout.bench.protocol import Settings, in_turns, run_rows
+from flatout.bench.protocol import Settings, in_turns, last_words, run_rows
 from flatout.bench.report import markdown, ratios, svg
 from flatout.bench.rows import OURS, Row, Target, choose, mode_of, read_parity, read_peers
 from flatout.bench.shapes import SHAPES, shape_config
@@ -235,3 +235,14 @@ def test_the_measured_balance_stands_beside_the_planned_one():
     steps = [dict(zip(("balance", "busy_min_s", "busy_max_s"), values, strict=True)) for values in figures]
     assert balance_of(steps) == pytest.approx({"planned_balance": 0.98, "least_by_most_busy": 0.75, "busy_max_s": 2.5})
     assert balance_of([{"balance": 1.0, "busy_min_s": None, "busy_max_s": None}]) == {}
+
+
+def test_what_a_rank_said_is_the_reason_and_not_what_torchrun_says_of_it() -> None:
+    said = "loading\nerror: rank 0 on host-a, step 1: has been silent for 48 s\nThread 0x7f (most recent call first):\n"
+    launcher = "W1122 03:59:14 1 torch/distributed/elastic/multiprocessing/api.py:1012] Sending process 5 SIGTERM\n"
+    trace = "Traceback (most recent call last):\n" + "  File torch/distributed/run.py\n" * 200
+    words = last_words(said + launcher + trace)
+    assert words.startswith("loading")
+    assert words.endswith("\nerror: rank 0 on host-a, step 1: has been silent for 48 s")
+    assert "torch/distributed" not in words
+    assert last_words("one process\nValueError: 3\n") == "one process\nValueError: 3"

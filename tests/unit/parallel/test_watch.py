@@ -1,5 +1,7 @@
 """Two watches in one process: what one rank does is told to the other."""
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -100,3 +102,23 @@ def test_who_does_not_move_is_named(pair: Any) -> None:
     watches[0]._thread.join(5)
     assert left[0][0].rank == 1
     assert "has not moved for" in str(left[0][0])
+
+
+HOLDS_THE_INTERPRETER = """
+import ctypes
+from flatout.parallel.watch import show_stacks_after
+
+def stuck_in_a_library():
+    ctypes.PyDLL(None).sleep(2)
+
+show_stacks_after(0.5)
+stuck_in_a_library()
+"""
+
+
+def test_a_rank_that_holds_the_interpreter_shows_where() -> None:
+    """No thread of Python can run in it, so the others know only that it is silent."""
+    done = subprocess.run(
+        [sys.executable, "-c", HOLDS_THE_INTERPRETER], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "stuck_in_a_library" in done.stderr
