@@ -1,6 +1,6 @@
 """The same steps of one model under every strategy, over several GPUs: tokens a second and memory a GPU, side by side.
 
-One JSON line a strategy, all of them in the same processes:
+One JSON line a strategy, each in fresh processes:
 
     python benchmarks/strategies.py --gpus 2 --shape qwen3-1.7b                            # full fine-tuning
     python benchmarks/strategies.py --gpus 2 --shape qwen3-8b --strategies zero2,fsdp
@@ -8,23 +8,22 @@ One JSON line a strategy, all of them in the same processes:
 
 The tokens are those of `flatout bench`: chat lengths, 32 samples a step; the first 3 steps are left out. deepspeed-1 to
 -3 need DeepSpeed. `held_gib` is what a GPU holds between steps once the optimizer has its state, `peak_gib` the most
-within a step, on each rank; a strategy that does not fit says so and ends the script.
+within a step, on each rank; a strategy that does not fit says so and the next one follows.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
 
 from flatout.bench.shapes import SHAPES, shape_config
-from flatout.parallel.group import leave_group
 from flatout.parallel.rank import Rank
 from flatout.train.state import Run
 
@@ -44,16 +43,14 @@ def measure(args: argparse.Namespace, strategy: str) -> dict[str, Any] | None:
     """This process's part of one strategy's steps; the figures on the first rank."""
     launched_s, rank = time.time(), Rank.from_env()
     overrides = ["method=full", "optim.lr=1e-5", "model.init=random", *settings(strategy), *args.overrides]
-    found: dict[str, Any] = {"left_over_gib": round(gib("memory_allocated"), 2)}
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    found: dict[str, Any] = {}
 
     def after(run: Run) -> None:
         found["peak_gib"] = on_each_rank(run, gib("max_memory_allocated"))
         run.optimizer.zero_grad(set_to_none=True)
         found["held_gib"] = on_each_rank(run, gib("memory_allocated"))
 
-    taken = take_steps(args.out, overrides, args.steps, after=after, run_name=strategy, leave=False)
+    taken = take_steps(args.out / strategy, overrides, args.steps, after=after)
     if not rank.is_first:
         return None
     facts = {"strategy": strategy, "shape": args.shape, "overrides": args.overrides}
@@ -70,18 +67,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("/tmp/strategies"))
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
+    if len(args.strategies) > 1:
+        for strategy in args.strategies:
+            subprocess.run([sys.executable, *sys.argv, "--strategies", strategy], check=False)
+        return
+    [strategy] = args.strategies
     if not args.part:
-        prepare(args.out, shape_config(args.shape), args.steps)
+        prepare(args.out / strategy, shape_config(args.shape), args.steps)
         spread_over(args.gpus)
-    for strategy in args.strategies:
-        if (found := measure(args, strategy)) is not None:
-            print(json.dumps(found), flush=True)
-        # the next strategy starts from an empty GPU, and compiles for itself
-        torch._dynamo.reset()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    leave_group()
+    if (found := measure(args, strategy)) is not None:
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

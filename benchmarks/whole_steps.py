@@ -88,14 +88,9 @@ def take_steps(
     *,
     before: Callable[[Run], None] = lambda run: None,
     after: Callable[[Run], None] = lambda run: None,
-    run_name: str = "run",
-    leave: bool = True,
 ) -> Steps:
-    """This process's part of a run in a prepared folder; `before` and `after` its steps all ranks are still joined.
-
-    Without `leave` they stay so, for another run in the same processes.
-    """
-    paths = {"run_dir": str(out / run_name), "model_dir": str(out / "model"), "data_root": str(out / "data")}
+    """This process's part of a run in a prepared folder; `before` and `after` its steps all ranks are still joined."""
+    paths = {"run_dir": str(out / "run"), "model_dir": str(out / "model"), "data_root": str(out / "data")}
     job = {**paths, "num_steps": num_steps, "samples_per_step": samples_per_step}
     config, rank = make_config(base_values(job), list(overrides)), Rank.from_env()
     tracker = Trackers(*((ConsoleTracker(), RunFolderTracker(config.folder)) if rank.is_first else ()))
@@ -109,8 +104,7 @@ def take_steps(
     after(run)
     tracker.close()
     run.feed.close()
-    if leave:
-        leave_group()
+    leave_group()
     return Steps(run, config.folder)
 
 
