@@ -25,9 +25,9 @@ from flatout.parallel.rank import Rank
 from flatout.track.console import ConsoleTracker
 from flatout.track.jsonl import RunFolderTracker
 from flatout.track.record import Trackers
+from flatout.train.alike import weakest_gpu
 from flatout.train.checkpoint import Checkpoints
 from flatout.train.loop import run_steps
-from flatout.train.memory import gpu_of
 from flatout.train.planning import plan_run
 from flatout.train.setup import set_up
 from flatout.train.state import Run
@@ -94,7 +94,7 @@ def take_steps(
     job = {**paths, "num_steps": num_steps, "samples_per_step": samples_per_step}
     config, rank = make_config(base_values(job), list(overrides)), Rank.from_env()
     tracker = Trackers(*((ConsoleTracker(), RunFolderTracker(config.folder)) if rank.is_first else ()))
-    planned = plan_run(config, tracker, rank, lambda: gpu_of(config, rank))
+    planned = plan_run(config, tracker, rank, lambda: weakest_gpu(config, rank))
     join_group(rank, choose_device(config.wanted_device, rank))
     checkpoints = Checkpoints(config.folder, keep=1, on_event=tracker.event, messages=Messages(rank))
     run = set_up(config, planned, checkpoints, None, tracker, rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -18,6 +18,13 @@ class Device:
     name: str
     memory_bytes: int
     has_bf16: bool = True
+
+
+def weakest(devices: Sequence[Device]) -> Device:
+    """What each of these GPUs holds and can do."""
+    smallest = min(devices, key=lambda device: device.memory_bytes)
+    among = "" if len({device.name for device in devices}) == 1 else f" (the smallest of {len(devices)} GPUs)"
+    return Device(smallest.name + among, smallest.memory_bytes, all(device.has_bf16 for device in devices))
 
 
 # stands for whatever GPU a plan without a named one will meet

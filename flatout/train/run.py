@@ -24,10 +24,10 @@ from flatout.parallel.watch import OnLoss, Watch
 from flatout.track.console import ConsoleTracker
 from flatout.track.jsonl import RunFolderTracker
 from flatout.track.record import Tracker, Trackers
+from flatout.train.alike import refuse_unlike, weakest_gpu
 from flatout.train.checkpoint import Checkpoints
 from flatout.train.lock import RunLock
 from flatout.train.loop import evaluate_now, run_steps, save
-from flatout.train.memory import gpu_of
 from flatout.train.planning import Planned, plan_run
 from flatout.train.position import find_checkpoint
 from flatout.train.profile import Profiler
@@ -82,7 +82,7 @@ def train(config: Config, *, profile_steps: int | None = None, on_loss: OnLoss |
 def _train(config: Config, tracker: Tracker, rank: Rank, watch: Watch) -> Result:
     tracker.stage("config", f"{config.name}: {config.method} on {config.model.name}, folder {config.folder}")
     # tokenising may take long: it comes before ranks join, or their group would time out
-    planned = plan_run(config, tracker, rank, lambda: gpu_of(config, rank))
+    planned = plan_run(config, tracker, rank, lambda: weakest_gpu(config, rank))
     join_group(rank, choose_device(config.wanted_device, rank))
     messages = Messages(rank)
     watch.start(messages)
@@ -99,6 +99,7 @@ def _train(config: Config, tracker: Tracker, rank: Rank, watch: Watch) -> Result
 
 def _train_together(config: Config, planned: Planned, tracker: Tracker, messages: Messages, watch: Watch) -> Result:
     rank = messages.rank
+    refuse_unlike(config, planned, messages)
     checkpoints = Checkpoints(config.folder, keep=config.checkpoint.keep, on_event=tracker.event, messages=messages)
     snapshot = find_checkpoint(config, planned, checkpoints, tracker)
     final_dir = config.folder / "final"

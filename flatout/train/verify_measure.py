@@ -17,8 +17,8 @@ from flatout.config.schema import Config
 from flatout.parallel.rank import Rank
 from flatout.plan.types import StepPlan
 from flatout.track.record import Trackers
+from flatout.train.alike import weakest_gpu
 from flatout.train.checkpoint import Checkpoints
-from flatout.train.memory import gpu_of
 from flatout.train.planning import Planned, plan_run
 from flatout.train.setup import set_up
 from flatout.train.state import Run
@@ -28,7 +28,7 @@ from flatout.train.verify_compare import Reference, Row
 
 def plan_quietly(config: Config, rank: Rank) -> Planned:
     """The plan of the run, told to nobody."""
-    return plan_run(config, Trackers(), rank, lambda: gpu_of(config, rank))
+    return plan_run(config, Trackers(), rank, lambda: weakest_gpu(config, rank))
 
 
 @contextmanager

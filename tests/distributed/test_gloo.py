@@ -1,6 +1,7 @@
 """Real processes over gloo: N ranks take the same steps, with the same loss and weights, as one."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,10 +17,12 @@ from safetensors.torch import load_file
 from flatout.config.read import dump_config
 
 
-def start(config: Any, folder: Path, num_ranks: int) -> list[subprocess.Popen[str]]:
+def start(config: Any, folder: Path, num_ranks: int, *, last: Any = None) -> list[subprocess.Popen[str]]:
+    """So many ranks of a run; the last one of another, if given."""
     folder.mkdir(exist_ok=True)
-    path = folder / "run.yaml"
-    path.write_text(dump_config(config))
+    paths = [folder / f"rank-{rank}.yaml" for rank in range(num_ranks)]
+    for path in paths:
+        path.write_text(dump_config(last if last and path == paths[-1] else config))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -29,10 +32,10 @@ def start(config: Any, folder: Path, num_ranks: int) -> list[subprocess.Popen[st
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "flatout", "train", str(path)]
+    command = [sys.executable, "-m", "flatout", "train"]
     return [
         subprocess.Popen(
-            command,
+            [*command, str(paths[rank])],
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -131,3 +134,26 @@ def test_repeated_preemption_ends_bit_equal(tiny: Any, tmp_path: Path) -> None:
             for run in ("undisturbed", "disturbed")
         )
         assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("what", ["settings", "data"])
+def test_ranks_that_mean_other_runs_say_so_and_train_nothing(tiny: Any, tmp_path: Path, what: str) -> None:
+    config = tiny.config(tmp_path / "run")
+    if what == "settings":
+        code, said = 2, "rank 1 on .* was started with other settings: optim.lr is 0.5, on rank 0 "
+        last = config.model_copy(update={"optim": config.optim.model_copy(update={"lr": 0.5})})
+    else:
+        code, said = 3, "rank 1 on .* has other data than rank 0 on "
+        fewer = tmp_path / "chats.jsonl"
+        fewer.write_text("".join(tiny.chats.read_text().splitlines(keepends=True)[:100]))
+        values = config.data.model_dump(mode="json") | {
+            "root": str(tmp_path / "data"),
+            "sources": [{"path": str(fewer)}],
+        }
+        last = tiny.config(tmp_path / "run", data=values)
+    processes = start(config, tmp_path, 2, last=last)
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [code, code], outputs
+    assert all(re.search(said, output) for output in outputs)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
