@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from flatout.errors import NumericError, ResourceError
+from flatout.errors import NumericError, PreemptedError, ResourceError
 from flatout.parallel.strategy import local_part
 from flatout.train.storage import Storage
 
@@ -27,7 +27,9 @@ class StopRequest:
     The first signal sets the flag, which the loop reads between micro-batches. A second one raises KeyboardInterrupt
     where the program stands; a save under way then leaves only debris, never half a checkpoint. A launcher and a
     terminal often both pass on one Ctrl-C: signals within `settle_s` seconds of the first are the same request.
-    Enter it in the main thread. The handlers found are put back on leaving.
+    Enter it in the main thread. The handlers found are put back on leaving, but after a SIGTERM that ended in a
+    PreemptedError another one changes nothing: the process is on its way out, and a launcher that asks again (torch's,
+    when another node leaves) would turn "stopped and saved" into "killed".
     """
 
     def __init__(self, *, settle_s: float = 0.5) -> None:
@@ -49,6 +51,9 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._first_signal == signal.SIGTERM and isinstance(error, PreemptedError):
+            # a handler, not SIG_IGN, which programs started from here would inherit
+            self._found[signal.SIGTERM] = _already_leaving
         for number, handler in self._found.items():
             signal.signal(number, handler)
         self._found.clear()
@@ -58,6 +63,10 @@ class StopRequest:
             self._first_signal, self._first_time_s = number, time.monotonic()
         elif time.monotonic() - self._first_time_s >= self._settle_s:
             raise KeyboardInterrupt
+
+
+def _already_leaving(number: int, frame: FrameType | None) -> None:
+    return None
 
 
 def first_non_finite(named: Mapping[str, Tensor]) -> str | None:

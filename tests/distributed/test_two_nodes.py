@@ -1,6 +1,7 @@
 """Two nodes on one machine: network namespaces with addresses of their own, and a link that is cut in mid-run."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -58,8 +59,15 @@ def link(node: str, state: str) -> None:
     assert ip("-n", node, "link", "set", node, state).returncode == 0
 
 
-def write_config(tiny: Any, folder: Path) -> Path:
-    batch = {"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": NUM_STEPS}
+def wait_for_text(path: Path, text: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < deadline, f"no {text!r} in {path}"
+        time.sleep(0.1)
+
+
+def write_config(tiny: Any, folder: Path, num_steps: int = NUM_STEPS) -> Path:
+    batch = {"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": num_steps}
     made = settings(tiny, gpus=None, batch=batch)
     faults = {"hang_s": HANG_S, "max_restarts": 3}
     config = folder / "run.yaml"
@@ -98,19 +106,27 @@ def test_both_nodes_start_again_once_the_link_is_back(
 
 @pytest.mark.slow
 @needs_root
-def test_one_node_goes_on_without_the_other(nodes: tuple[str, str], tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
-    config = write_config(tiny, tmp_path)
+def test_one_node_goes_on_alone_and_takes_the_other_back(
+    nodes: tuple[str, str], tiny: Any, tmp_path: Path, metrics_of: Any
+) -> None:
+    num_steps = 120
+    config, run_dir = write_config(tiny, tmp_path, num_steps), tmp_path / "run"
     running = [start(config, number, "1:2") for number in range(2)]
     try:
-        wait_for_steps(tmp_path / "run", 12)
+        wait_for_steps(run_dir, 12)
         link(nodes[0], "down")
-        output = running[0].communicate(timeout=DEADLINE_S)[0]
+        # lost steps are taken again, so more lines than steps
+        alone = run_dir / "logs" / "node-0" / "attempt-1" / "rank-0.log"
+        wait_for_text(alone, "Single: 1 rank(s)")
+        wait_for_steps(run_dir, 24)
+        link(nodes[0], "up")
+        outputs = [process.communicate(timeout=2 * DEADLINE_S)[0] for process in running]
     finally:
-        # it looks for the other node until it is told to stop
-        running[1].terminate()
-        lost = running[1].communicate(timeout=DEADLINE_S)[0]
-    assert running[0].returncode == 0, output
-    assert "2 rank(s)" in output
-    assert "1 rank(s)" in output
-    assert running[1].returncode != 0, lost
-    assert [record["step"] for record in metrics_of(tmp_path / "run")] == list(range(1, NUM_STEPS + 1))
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], outputs
+    # together, alone, and together again, after a save that the other node's return asked for
+    taken = re.findall(r"strategy +(?:DDP|Single): (\d) rank", outputs[0])
+    assert taken == ["2", "1", "2"], outputs[0]
+    assert "asked to stop: saved" in outputs[0]
+    assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, num_steps + 1))

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 import torch
 from faulty_disk import FULL_DISK, FaultyDisk
 
-from flatout.errors import NumericError
+from flatout.errors import NumericError, PreemptedError
 from flatout.train.guards import StopRequest, first_non_finite, require_finite
 from flatout.train.storage import Storage
 
@@ -92,6 +94,30 @@ def test_handlers_are_put_back() -> None:
     with pytest.raises(ZeroDivisionError), StopRequest():
         _ = 1 / 0
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def stopped_by(number: int) -> None:
+    signal.raise_signal(number)
+    raise PreemptedError("saved")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_leaves_after_sigterm_is_not_killed_by_another(number: int) -> None:
+    """A program started meanwhile is: it must not inherit what this one ignores."""
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        with pytest.raises(PreemptedError), StopRequest():
+            stopped_by(number)
+        after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+        assert (after == before) == (number == signal.SIGINT)
+        assert after[1] == before[1]
+        if number == signal.SIGTERM:
+            signal.raise_signal(signal.SIGTERM)
+            with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+                other.terminate()
+                assert other.wait(20) == -signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
 
 
 def parameters(**gradients: list[float] | None) -> dict[str, torch.Tensor]:
