@@ -12,7 +12,7 @@ from flatout.config.schema import BatchConfig
 from flatout.plan.cost import ATTENTION_SLOWDOWN_16BIT, ATTENTION_SLOWDOWN_FP8, CostModel
 from flatout.plan.order import permute
 from flatout.plan.pack import pack
-from flatout.plan.partition import LEVEL_TOLERANCE, partition
+from flatout.plan.partition import partition
 from flatout.plan.steps import make_eval_plan, make_plan, split_held_out
 from flatout.plan.stream import plan_stream
 
@@ -121,8 +121,8 @@ def test_ranks_by_time_are_as_level_in_time_as_ranks_by_flops(seed, num_ranks, s
         balances.append(both)
     assert np.mean(balances, axis=0)[0] >= np.mean(balances, axis=0)[1]
     if num_ranks < 8:
-        # exchanges end where ranks are level enough; four samples a rank leave less choice, so there one step may lose
-        assert all(by_time >= by_flops - 2 * LEVEL_TOLERANCE for by_time, by_flops in balances)
+        # one step may be more level by chance, up to 0.0075 in 24,000; with four samples a rank even the worst one
+        assert np.min(balances, axis=0)[0] >= np.min(balances, axis=0)[1]
     assert plans[0].fingerprint == plans[1].fingerprint
     assert plans[0].flops(plans[0].step(0)) == plans[1].flops(plans[1].step(0))
 
