@@ -75,4 +75,7 @@ def refuse_unlike(config: Config, planned: Planned, messages: Messages) -> None:
                 "once, in a folder that all nodes see, or copy the built one"
             )
         if other["cut"] != first["cut"]:
-            raise UsageError(f"{who} cuts its steps otherwise: {other['cut']}, rank 0 {first['cut']}; set memory")
+            raise UsageError(
+                f"{who} cuts the same steps otherwise: {other['cut']}, rank 0 on {first['host']} {first['cut']}; "
+                "install the same flatout on every node"
+            )
