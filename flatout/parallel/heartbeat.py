@@ -218,12 +218,16 @@ class Spoke:
         self._address = address[0]
         self._heard_at = clock()
         self._next_mark_at = 0.0
+        self._first_has_left = False
 
     def beat(self, mark: Mark, every_s: float = 0.0) -> Loss | None:
         """Tell where this rank is, unless it did less than `every_s` ago; the rank that is lost, if one is known.
 
-        `mark` stands for rank 0's too.
+        `mark` stands for rank 0's too. Once rank 0 has left in good order, which it may a moment before this rank does,
+        nobody is lost any more.
         """
+        if self._first_has_left:
+            return None
         if time.monotonic() >= self._next_mark_at:
             self._line.send({"mark": asdict(mark)})
             self._next_mark_at = time.monotonic() + every_s
@@ -232,6 +236,7 @@ class Spoke:
             if "lost" in message:
                 return Loss.from_json(message["lost"])
             if "bye" in message:
+                self._first_has_left = True
                 return None
         if not self._line.is_open:
             return Loss(0, self._address, mark, "died")
@@ -243,7 +248,7 @@ class Spoke:
     def wait(self, wait_s: float) -> None:
         """Sleep until something comes, at most this long."""
         with selectors.DefaultSelector() as selector:
-            if self._line.is_open:
+            if self._line.is_open and not self._first_has_left:
                 selector.register(self._line.socket, selectors.EVENT_READ)
             selector.select(wait_s)
 

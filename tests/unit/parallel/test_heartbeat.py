@@ -87,6 +87,21 @@ def test_a_goodbye_is_no_death_and_a_failure_names_its_cause() -> None:
     assert (loss.rank, loss.how) == (2, "failed (DataError: row 3)")
 
 
+def test_the_first_ranks_goodbye_is_no_death_however_long_another_stays() -> None:
+    hub, (one, two) = group(3, Clock())
+    two.close()
+    time.sleep(0.02)
+    assert hub.beat(1.0) is None
+    hub.close()
+    for _ in range(3):
+        started_s = time.monotonic()
+        one.wait(0.05)
+        assert one.beat(Mark(9, "finish")) is None
+    # a connection that has ended does not make it spin
+    assert time.monotonic() - started_s >= 0.04
+    one.close()
+
+
 def test_a_rank_that_never_comes_is_named() -> None:
     clock = Clock()
     listener = socket.create_server(("127.0.0.1", 0))

@@ -76,13 +76,16 @@ def test_a_failure_of_one_rank_is_told_to_the_other(pair: Any, failing: int) -> 
     assert told[other][0][0] == "peer_lost"
 
 
-def test_leaving_in_good_order_is_no_loss(pair: Any) -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_leaving_in_good_order_is_no_loss(pair: Any, first: int) -> None:
     watches, told, left = pair()
-    with watches[1].guard():
+    with watches[first].guard():
         pass
-    with pytest.raises(PreemptedError), watches[0].guard():
+    # the other one is still at work
+    assert not watches[1 - first]._lost.wait(1)
+    with pytest.raises(PreemptedError), watches[1 - first].guard():
         raise PreemptedError("saved")
-    assert not watches[0]._lost.wait(0.5)
+    assert not watches[1 - first]._lost.wait(0.3)
     assert (told, left) == ([[], []], [[], []])
 
 
