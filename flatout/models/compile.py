@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Thread
@@ -33,7 +35,8 @@ _SMALLEST_COSINE = {torch.bfloat16: 0.99, torch.float16: 0.99, torch.float32: 0.
 def start_compiler(device: torch.device) -> Thread:
     """Compile one addition on a thread, which imports the compiler and starts its workers while weights are read.
 
-    Join it before the first layer is compiled.
+    Join it before any module is called: while the compiler traces its patterns, `nn.Module.__call__` is torch.fx's, in
+    every thread.
     """
 
     def compile_an_addition() -> None:
@@ -44,6 +47,32 @@ def start_compiler(device: torch.device) -> Thread:
     thread = Thread(target=compile_an_addition, name="flatout-compiler", daemon=True)
     thread.start()
     return thread
+
+
+@contextmanager
+def hearing_of_compiling(tell: Callable[[float], None]) -> Iterator[None]:
+    """Within, `tell` hears the seconds of everything that is compiled: where steps run, nothing should be."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    from torch._dynamo.callback import callback_handler
+
+    started_s: list[float] = []
+
+    def start(_: object) -> None:
+        started_s.append(time.perf_counter())
+
+    def end(_: object) -> None:
+        if started_s:  # another thread of the user's may have begun earlier
+            tell(time.perf_counter() - started_s.pop())
+
+    callback_handler.register_start_callback(start)
+    callback_handler.register_end_callback(end)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(start)
+        callback_handler.remove_end_callback(end)
 
 
 def compile_layers(
@@ -118,16 +147,25 @@ def _compile(loaded: LoadedModel, num_borders: int, smallest_cosine: float, loss
 def _compiler_settings() -> Iterator[None]:
     """Around everything that compiles layers.
 
-    Numbers such as a norm's epsilon are constants: as inputs they cost kernels on the host. Traced layers are cached
-    although they hold autograd functions of ours, since both passes of those are part of what the cache compares; a
-    wrong one would fail the proof.
+    Norms' weights sum their gradients over all tokens, by one of two kernels: by itself the compiler chooses by the
+    number of tokens, and compiles again, for seconds, in a step that is the first above one of its thresholds. Told
+    not to ask, it always takes the fused one. Numbers such as a norm's epsilon are constants: as inputs they cost
+    kernels on the host. Traced layers are cached although they hold autograd functions of ours, since both passes of
+    those are part of what the cache compares; a wrong one would fail the proof.
     """
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
 
     caching = "autograd_cache_allow_custom_autograd_functions"
     changes = {caching: True} if hasattr(functorch_config, caching) else {}
-    with dynamo_config.patch(specialize_float=True), functorch_config.patch(changes):
+    fusing = "mix_order_reduction_non_strict_mode"
+    kernels = {f"triton.{fusing}": True} if hasattr(inductor_config.triton, fusing) else {}
+    with (
+        dynamo_config.patch(specialize_float=True),
+        functorch_config.patch(changes),
+        inductor_config.patch(kernels),
+    ):
         yield
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from flatout.errors import PreemptedError
+from flatout.models.compile import hearing_of_compiling
 from flatout.plan.types import StepPlan
 from flatout.track.record import EvalRecord
 from flatout.train.memory import MemoryWatch
@@ -24,9 +25,14 @@ from flatout.train.step_backward import choose_step
 def run_steps(run: Run) -> None:
     """Take the plan's remaining steps; evaluate and save when due.
 
-    Raises PreemptedError after saving when a stop was asked for, NumericError before a poisoned update.
+    A layer that is compiled while steps run is told. Raises PreemptedError after saving when a stop was asked for,
+    NumericError before a poisoned update.
     """
-    with start_up_set_aside(run.device):
+
+    def tell_compiled(seconds: float) -> None:
+        run.tracker.event("compiled", {"step": run.progress.step + 1, "seconds": round(seconds, 1)})
+
+    with start_up_set_aside(run.device), hearing_of_compiling(tell_compiled):
         _take_steps(run)
 
 

@@ -94,6 +94,19 @@ def test_compiled_layers_never_recompile(tmp_path, family, method):
                 packed_loss(loaded.model, batch).loss_sum.backward()
 
 
+def test_norms_gradients_of_any_size_are_one_graph(tmp_path):
+    """With 1,024 channels the compiler alone would take another graph from 2,048 tokens on, and from 5,120."""
+    torch._dynamo.reset()
+    loaded = load(tmp_path, method="full", hidden_size=1024, num_hidden_layers=1)
+    line = compile_layers(loaded, "auto", num_borders=kernel_borders(20))
+    assert "layers as one graph" in line, line
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for num_documents in (1, 5, 9, 12):
+            batch = pack(tiny_samples([500] * num_documents), num_borders=kernel_borders(20)).to(CUDA)
+            with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
+                packed_loss(loaded.model, batch).loss_sum.backward()
+
+
 def test_compile_is_off_where_it_cannot_be(tmp_path):
     loaded = load(tmp_path, "qwen3_moe", moe_intermediate_size=64)
     assert "expert routing" in compile_layers(loaded, "auto", num_borders=64)

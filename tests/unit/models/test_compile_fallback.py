@@ -39,6 +39,30 @@ def test_a_layer_that_is_no_graph_runs_eagerly_and_says_so(loaded):
     assert all(parameter.grad is None for parameter in loaded.model.parameters())
 
 
+def test_the_kernel_of_norms_gradients_does_not_depend_on_the_number_of_tokens():
+    import torch._inductor.config as inductor_config
+
+    assert not inductor_config.triton.mix_order_reduction_non_strict_mode
+    with compiling._compiler_settings():
+        assert inductor_config.triton.mix_order_reduction_non_strict_mode
+    assert not inductor_config.triton.mix_order_reduction_non_strict_mode
+
+
+def test_what_compiles_within_steps_is_heard():
+    heard = []
+    twice = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+    twice(torch.ones(3))
+    with compiling.hearing_of_compiling(heard.append):
+        twice(torch.ones(3))
+        assert heard == []
+        twice(torch.ones(4))
+    assert len(heard) == 1
+    assert heard[0] > 0
+    twice(torch.ones(5))
+    assert len(heard) == 1
+    torch._dynamo.reset()
+
+
 def test_starting_the_compiler_early_neither_raises_nor_changes_random_numbers(monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("no C compiler")
