@@ -57,7 +57,8 @@ def set_up(
     device = choose_device(config.wanted_device, rank)
     make_deterministic(config, device)
     compiler_ready = warm_compiler(config, device, tracker)
-    loaded = prepare_model(config, device, tracker, in_parts=loads_in_parts(config, planned, device))
+    in_parts = loads_in_parts(config, planned, device)
+    loaded = prepare_model(config, device, tracker, in_parts=in_parts, before_calls=compiler_ready)
     joined = join_adapters(loaded.model, config, planned, tracker)
     no_graphs = reason_against(config, planned, device)
     ladder = planned_ladder(config, planned, device, rank.index) if no_graphs is None else ()
@@ -66,7 +67,6 @@ def set_up(
     whole = PackedLoss(loaded.model, tile_rows=planned.memory.head_tile_rows)
     strategy, loss, optimizer = spread_state(whole, loaded, config, planned.spread, rank, device, tracker)
     named = trainable_parameters(loaded.model)
-    compiler_ready()
     compiled = compile_with_recompute(loaded, whole, loss, config, planned, feed, rank)
     tracker.stage("compile", compiled)
     num_trained = sum(torch.Size(whole_shape(parameter)).numel() for parameter in named.values())
@@ -245,10 +245,18 @@ def loads_in_parts(config: Config, planned: Planned, device: torch.device) -> bo
     )
 
 
-def prepare_model(config: Config, device: torch.device, tracker: Tracker, *, in_parts: bool = False) -> LoadedModel:
+def prepare_model(
+    config: Config,
+    device: torch.device,
+    tracker: Tracker,
+    *,
+    in_parts: bool = False,
+    before_calls: Callable[[], None] = lambda: None,
+) -> LoadedModel:
     """Load the model, put adapters in or freeze what is asked, and prove that packing is exact on it.
 
-    `in_parts` leaves its weights in their files and proves it on the first layers.
+    `in_parts` leaves its weights in their files and proves it on the first layers. `before_calls` runs when the model
+    is there, before any of it is called.
     """
     loaded = load_model(
         config.model,
@@ -261,6 +269,7 @@ def prepare_model(config: Config, device: torch.device, tracker: Tracker, *, in_
     )
     for line in loaded.report:
         tracker.stage("model", line)
+    before_calls()
     if in_parts:
         return _leave_in_files(loaded, config, device, tracker)
     tracker.stage("self-test", check_packing(loaded))
