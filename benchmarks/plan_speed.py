@@ -8,21 +8,15 @@ from __future__ import annotations
 import argparse
 import resource
 import time
-from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flatout.config.schema import BatchConfig
-from flatout.plan.cost import ATTENTION_SLOWDOWN_16BIT, ATTENTION_SLOWDOWN_FP8, CostModel
-from flatout.plan.steps import RunPlan, make_plan
+from flatout.plan.cost import CostModel
+from flatout.plan.steps import make_plan
 
 # Qwen3-8B, LoRA rank 16: per token, per query-key pair, per label token
 COST = CostModel(per_token=2.8e10, per_pair=2.06e6, per_label=2.5e9)
-# what ranks get equal shares of
-SLOWDOWNS = {"flops": 1.0, "16-bit": ATTENTION_SLOWDOWN_16BIT, "fp8": ATTENTION_SLOWDOWN_FP8}
-# steps, evenly spread, whose balance is counted
-NUM_BALANCE_STEPS = 5000
 
 
 def main() -> None:
@@ -31,7 +25,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--samples-per-step", type=int, default=32)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
-    parser.add_argument("--by", choices=SLOWDOWNS, default="fp8", help="spread by FLOPs, or time beside such products")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     lengths = np.clip(np.exp(rng.normal(6.0, 0.8, args.samples)), 32, 2048).astype(np.int32)
@@ -46,32 +39,20 @@ def main() -> None:
         micro_batch_tokens=args.micro_batch_tokens,
         seed=0,
         num_ranks=args.ranks,
-        cost=replace(COST, attention_slowdown=SLOWDOWNS[args.by]),
+        cost=COST,
     )
     fingerprint = plan.fingerprint
-    num_samples, num_micro_batches = 0, 0
+    num_samples, num_micro_batches, balances = 0, 0, []
     for step in plan.steps():
         num_samples += len(step.sample_ids)
         num_micro_batches += sum(len(rank) for rank in step.ranks)
+        balances.append(step.balance)
     seconds, peak_bytes = time.perf_counter() - started, _peak_bytes()
     assert num_samples == args.samples, "samples were lost"
     print(f"{plan.num_steps} steps, {num_micro_batches} micro-batches on {args.ranks} ranks, plan {fingerprint}")
-    for name, slowdown in SLOWDOWNS.items():
-        balances = _balances(plan, replace(COST, attention_slowdown=slowdown))
-        what = "FLOPs" if name == "flops" else f"time, {name} products"
-        low = np.quantile(balances, 0.01)
-        print(f"balance of {what}: mean {balances.mean():.4f}, 1 % worst {low:.4f}, min {balances.min():.4f}")
+    low = np.quantile(balances, 0.01)
+    print(f"balance mean {np.mean(balances):.4f}, 1 % worst {low:.4f}, min {min(balances):.4f}")
     print(f"{seconds:.2f} s; peak memory {peak_bytes / 1e6:.0f} MB, of it {before_bytes / 1e6:.0f} MB before planning")
-
-
-def _balances(plan: RunPlan, cost: CostModel) -> NDArray[np.float64]:
-    """Mean / max of the ranks' time by this cost model, however the plan spread them, of some steps."""
-    costs = cost.time(plan.samples.lengths, plan.samples.num_labels)
-    balances = []
-    for step in plan.sampled_steps(NUM_BALANCE_STEPS):
-        loads = [costs[[i for batch in rank for i in batch.sample_ids]].sum() for rank in step.ranks]
-        balances.append(sum(loads) / len(loads) / max(loads))
-    return np.array(balances)
 
 
 def _peak_bytes() -> int:

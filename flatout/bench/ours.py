@@ -69,7 +69,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def balance_of(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Of several ranks: mean / max of their planned time, and the measured least / most busy seconds of passes.
+    """Of several ranks: mean / max of their planned FLOPs, and the measured least / most busy seconds of passes.
 
     A step's record holds the busy seconds of the newest step that the device has done, so the mean is over nearly the
     same steps; nothing for one rank.

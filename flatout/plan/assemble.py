@@ -55,7 +55,7 @@ def joined(first: Samples, second: Samples) -> Samples:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a step is spread: ranks, which get equal shares of `cost.time`, and the most tokens of a micro-batch.
+    """How a step is spread: ranks, which get equal shares of `cost`, and the most tokens of a micro-batch.
 
     `lockstep` gives all ranks of a step equally many micro-batches, for strategies whose passes need every rank.
     """
@@ -74,7 +74,7 @@ def assemble(
     samples: Samples, samples_per_step: int, layout: Layout, *, epoch: int, first_index: int
 ) -> Iterator[StepPlan]:
     """Cut samples, already in order, into steps of `samples_per_step` (the last may be smaller) and lay them out."""
-    costs = layout.cost.time(samples.lengths, samples.num_labels).tolist()
+    costs = layout.cost.flops(samples.lengths, samples.num_labels).tolist()
     ids, lengths, labels = samples.id_list(), samples.lengths.tolist(), samples.num_labels.tolist()
     for offset, start in enumerate(range(0, len(ids), samples_per_step)):
         part = slice(start, start + samples_per_step)
@@ -83,9 +83,9 @@ def assemble(
 
 
 def assemble_eval(samples: Samples, layout: Layout) -> StepPlan:
-    """All samples as one step without shuffling: consecutive micro-batches under the budget, dealt to ranks by time."""
+    """All samples as one step without shuffling: consecutive micro-batches under the budget, dealt to ranks by cost."""
     group = _Group(samples.id_list(), samples.lengths.tolist(), samples.num_labels.tolist())
-    costs = layout.cost.time(samples.lengths, samples.num_labels).tolist()
+    costs = layout.cost.flops(samples.lengths, samples.num_labels).tolist()
     bins = _consecutive(group.lengths, layout.micro_batch_tokens)
     loads = [sum(costs[item] for item in items) for items in bins]
     dealt = partition(loads, layout.num_ranks)

@@ -16,7 +16,7 @@ NUM_BALANCE_STEPS = 500
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Mean and worst of the steps' balance (mean / max of the ranks' planned time) at one number of ranks."""
+    """Mean and worst of the steps' balance (mean / max of the ranks' planned FLOPs) at one number of ranks."""
 
     num_ranks: int
     mean: float
@@ -169,7 +169,7 @@ def _balance_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     for balance in report.balances:
         mark = " (this run)" if balance.num_ranks == report.num_ranks else ""
         name = f"balance, {_count(balance.num_ranks, 'rank', 'ranks')}"
-        yield name, f"mean {balance.mean:.3f}, worst step {balance.worst:.3f} of planned time{mark}"
+        yield name, f"mean {balance.mean:.3f}, worst step {balance.worst:.3f} of planned FLOPs{mark}"
 
 
 def _memory_rows(memory: MemoryEstimate) -> Iterator[tuple[str, str]]:

@@ -117,7 +117,7 @@ class RunPlan:
         epochs = self.epoch_after(self.step(self.num_steps - 1))
         return (
             f"{self.num_steps:,} steps of {self.batch.samples_per_step} samples, {epochs:.4g} epochs of "
-            f"{self.num_samples:,}; {self.layout.num_ranks} rank(s), time balance {balance:.3f}, "
+            f"{self.num_samples:,}; {self.layout.num_ranks} rank(s), balance {balance:.3f}, "
             f"{avoided:.0%} padding avoided"
         )
 
@@ -191,7 +191,7 @@ def make_eval_plan(
 ) -> StepPlan:
     """One pass over the given samples (all by default) as one step: micro-batches in the order of the ids.
 
-    The micro-batches are the same for any number of ranks; ranks get equal planned time, and in `lockstep` equally many
+    The micro-batches are the same for any number of ranks; ranks get equal cost, and in `lockstep` equally many
     micro-batches. `num_label_tokens` is the divisor of the evaluation loss. Raises UsageError and DataError as
     `make_plan` does.
     """

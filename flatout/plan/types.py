@@ -24,8 +24,8 @@ class StepPlan:
 
     `index` counts steps from 0 over the whole run, `epoch` counts passes from 0. `num_label_tokens` is the divisor of
     the summed loss, on every rank. `ranks[r]` are rank r's micro-batches (empty when there are fewer samples than
-    ranks; in lockstep every rank has equally many, fillers included). `balance` is mean / max of the ranks' planned
-    time (`CostModel.time`) without fillers (1.0 is perfect).
+    ranks; in lockstep every rank has equally many, fillers included). `balance` is mean / max of the ranks' FLOPs
+    without fillers (1.0 is perfect).
     """
 
     index: int

@@ -17,7 +17,7 @@ class StepRecord:
     `data_wait_s` how long the host was blocked for tokens. `flops_per_s` are achieved over all ranks: real tokens,
     attention by document, the head on label tokens only, no gradient of frozen weights, nothing recomputed; `mfu` is
     their share of the devices' nominal peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), None where no peak
-    is known. `balance` is mean / max of the ranks' planned time; `busy_min_s` and `busy_max_s` are what the
+    is known. `balance` is mean / max of the ranks' planned FLOPs; `busy_min_s` and `busy_max_s` are what the
     least and the most busy rank measured in the passes of one of the last steps, None for one rank.
     """
 

@@ -125,14 +125,13 @@ def _fitting_plan(
 
 
 def cost_model(config: Config, shape: ModelShape, recompute: Recompute) -> CostModel:
-    """What a sample costs in this run, in FLOPs and in time."""
+    """What a sample costs in this run."""
     return make_cost(
         shape,
         method=config.method,
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets,
         recompute=recompute in ("layers", "offload"),
-        fp8=config.computes_in_fp8,
     )
 
 
