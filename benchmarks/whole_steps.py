@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -74,10 +74,11 @@ def prepare(out: Path, shape: Mapping[str, Any], num_steps: int, samples_per_ste
     write_store(out / "data", out / "model", num_steps * samples_per_step // SAMPLES_PER_STEP, None)
 
 
-def spread_over(num_gpus: int) -> None:
-    """Run this script's command once more as so many ranks, with `--part`, and exit as they do."""
+def spread_over(num_gpus: int) -> NoReturn:
+    """Become this script's command once more as so many ranks, with `--part`: a signal ends them all."""
     spread = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}")
-    sys.exit(subprocess.run([sys.executable, *spread, *sys.argv, "--part"], check=False).returncode)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *spread, *sys.argv, "--part"])
 
 
 def take_steps(
