@@ -161,6 +161,27 @@ BUGS = (
     Bug("update beside the copy", STEP, "    run.saver.before_update()\n    # the scaler", "    # the scaler", COPY),
     Bug("update ahead beside the copy", STEP, "    run.saver.before_update()\n    with", "    with", COPY),
     Bug("update in backward beside the copy", "train/step_backward.py", "    run.saver.before_update()\n", "", COPY),
+    Bug(
+        "a finished first rank taken for a dead one",
+        "parallel/heartbeat.py",
+        "self._first_has_left = True",
+        "self._first_has_left = False",
+        "tests/unit/parallel/test_heartbeat.py",
+    ),
+    Bug(
+        "layers compiled again in mid-run",
+        "models/compile.py",
+        'f"triton.{fusing}": True',
+        'f"triton.{fusing}": False',
+        "tests/unit/models/test_compile_fallback.py",
+    ),
+    Bug(
+        "model called while the compiler wakes",
+        "train/setup.py",
+        "    before_calls()\n",
+        "",
+        "tests/unit/train/test_setup.py",
+    ),
 )
 
 
