@@ -2,9 +2,9 @@
 
     python benchmarks/kill_ranks.py --kills 20 --ranks 2
 
-At the end the weights are compared with those of an undisturbed run, which goes on beside it. `--hang` stops a rank
-(SIGSTOP) instead, and `--launcher` kills torch's launcher. `--device cuda` takes one GPU a rank. Detection is the time
-from the signal to the first survivor's PeerLostError, recovery to the next finished step.
+At the end the weights are compared with those of an undisturbed run. `--hang` stops a rank (SIGSTOP) instead, and
+`--launcher` kills torch's launcher. `--device cuda` takes one GPU a rank. Detection is the time from the signal to the
+first survivor's PeerLostError, recovery to the next finished step.
 """
 
 from __future__ import annotations
@@ -139,13 +139,8 @@ def main() -> None:
         root = Path(folder)
         write_demo(DemoFolder(root / "demo"), 42, num_train=400, num_held_out=10)
         disturbed, whole = (write_config(root, name, args) for name in ("disturbed", "whole"))
-        undisturbed = start(whole)
-        try:
-            times = list(disturb(disturbed, root / "disturbed", args))
-        except BaseException:
-            undisturbed.terminate()
-            raise
-        if code := undisturbed.wait():
+        times = list(disturb(disturbed, root / "disturbed", args))
+        if code := start(whole).wait():
             sys.exit(f"the undisturbed run ended with code {code}")
         num_steps = json.loads((root / "whole" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
         for stem in ("model", "optimizer"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -50,11 +49,8 @@ def start_compiler(device: torch.device) -> Thread:
 
 
 @contextmanager
-def hearing_of_compiling(tell: Callable[[float], None]) -> Iterator[None]:
+def report_compilations(tell: Callable[[float], None]) -> Iterator[None]:
     """Within, `tell` hears the seconds of everything that is compiled: where steps run, nothing should be."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
     from torch._dynamo.callback import callback_handler
 
     started_s: list[float] = []

@@ -89,13 +89,12 @@ def make_ladder(counts: Counter[StreamSize], run_s: float) -> tuple[int, ...]:
     for size, count in counts.items():
         weights[size.num_tokens] += count
     sizes = np.array(sorted(weights))
-    ladders = best_ladders(sizes, np.array([weights[size] for size in sizes]), MAX_RECORDINGS)
-    num_tokens = sum(size * count for size, count in weights.items())
+    times = np.array([weights[size] for size in sizes])
+    ladders = best_ladders(sizes, times, MAX_RECORDINGS)
 
     def cost_s(ladder: NDArray[np.int64]) -> float:
         filled = ladder[np.searchsorted(ladder, sizes)]
-        filled_tokens = sum(int(tokens) * weights[int(size)] for size, tokens in zip(sizes, filled, strict=True))
-        return len(ladder) * RECORD_S + run_s * (filled_tokens / num_tokens - 1)
+        return len(ladder) * RECORD_S + run_s * float(filled @ times / (sizes @ times) - 1)
 
     return tuple(min(ladders[min(MIN_RECORDINGS, len(sizes)) - 1 :], key=cost_s).tolist())
 

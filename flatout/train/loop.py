@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from flatout.errors import PreemptedError
-from flatout.models.compile import hearing_of_compiling
+from flatout.models.compile import report_compilations
 from flatout.plan.types import StepPlan
 from flatout.track.record import EvalRecord
 from flatout.train.memory import MemoryWatch
@@ -32,7 +32,7 @@ def run_steps(run: Run) -> None:
     def tell_compiled(seconds: float) -> None:
         run.tracker.event("compiled", {"step": run.progress.step + 1, "seconds": round(seconds, 1)})
 
-    with start_up_set_aside(run.device), hearing_of_compiling(tell_compiled):
+    with start_up_set_aside(run.device), report_compilations(tell_compiled):
         _take_steps(run)
 
 

@@ -57,8 +57,7 @@ def set_up(
     device = choose_device(config.wanted_device, rank)
     make_deterministic(config, device)
     compiler_ready = warm_compiler(config, device, tracker)
-    in_parts = loads_in_parts(config, planned, device)
-    loaded = prepare_model(config, device, tracker, in_parts=in_parts, before_calls=compiler_ready)
+    loaded = prepare_model(config, planned, device, tracker, before_calls=compiler_ready)
     joined = join_adapters(loaded.model, config, planned, tracker)
     no_graphs = reason_against(config, planned, device)
     ladder = planned_ladder(config, planned, device, rank.index) if no_graphs is None else ()
@@ -67,6 +66,7 @@ def set_up(
     whole = PackedLoss(loaded.model, tile_rows=planned.memory.head_tile_rows)
     strategy, loss, optimizer = spread_state(whole, loaded, config, planned.spread, rank, device, tracker)
     named = trainable_parameters(loaded.model)
+    sizes = sizes_to_save(config, rank, named)
     compiled = compile_with_recompute(loaded, whole, loss, config, planned, feed, rank)
     tracker.stage("compile", compiled)
     num_trained = sum(torch.Size(whole_shape(parameter)).numel() for parameter in named.values())
@@ -90,7 +90,7 @@ def set_up(
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=loaded.dtype == torch.float16),
         checkpoints=checkpoints,
-        saver=saver_of(config, checkpoints, tracker, device, sum(sizes_to_save(config, rank, named))),
+        saver=saver_of(config, checkpoints, tracker, device, sum(sizes)),
         fingerprints=planned.fingerprints,
         memory=planned.memory,
         joined=joined,
@@ -101,7 +101,7 @@ def set_up(
         restore(run, snapshot)
     run.model.train()
     tracker.stage("graphs", record_graphs(run, no_graphs or (NOT_COMPILED if compiled.startswith("off") else None)))
-    run.saver.reserve(sizes_to_save(config, rank, named))
+    run.saver.reserve(sizes)
     return run
 
 
@@ -246,18 +246,14 @@ def loads_in_parts(config: Config, planned: Planned, device: torch.device) -> bo
 
 
 def prepare_model(
-    config: Config,
-    device: torch.device,
-    tracker: Tracker,
-    *,
-    in_parts: bool = False,
-    before_calls: Callable[[], None] = lambda: None,
+    config: Config, planned: Planned, device: torch.device, tracker: Tracker, *, before_calls: Callable[[], None]
 ) -> LoadedModel:
     """Load the model, put adapters in or freeze what is asked, and prove that packing is exact on it.
 
-    `in_parts` leaves its weights in their files and proves it on the first layers. `before_calls` runs when the model
-    is there, before any of it is called.
+    Loaded in parts, its weights stay in their files, and it is proved on the first layers. `before_calls` runs when the
+    model is there, before any of it is called.
     """
+    in_parts = loads_in_parts(config, planned, device)
     loaded = load_model(
         config.model,
         method=config.method,

@@ -27,11 +27,15 @@ def settings(tiny: Any, **more: Any) -> dict[str, Any]:
     }
 
 
+def num_steps_told(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.read_text().count('"kind": "step"') if metrics.exists() else 0
+
+
 def wait_for_steps(run_dir: Path, num_steps: int) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
-        metrics = run_dir / "metrics.jsonl"
-        if metrics.exists() and metrics.read_text().count('"kind": "step"') >= num_steps:
+        if num_steps_told(run_dir) >= num_steps:
             return
         time.sleep(0.02)
     raise TimeoutError(f"{run_dir} made no {num_steps} steps in {DEADLINE_S} s")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import DEADLINE_S, launch, settings, wait_for_steps
+from launching import DEADLINE_S, launch, num_steps_told, settings, wait_for_steps
 from safetensors.torch import load_file
 
 from flatout.launch.reports import RankReport
@@ -20,13 +20,11 @@ HANG_S = 3.0
 
 def strike(run_dir: Path, attempt: int, rank: int, number: int) -> float:
     """Send a rank of this attempt a signal once the run has gone on; seconds since 1970."""
-    metrics = run_dir / "metrics.jsonl"
     folder = run_dir / "logs" / f"attempt-{attempt}"
     deadline = time.monotonic() + DEADLINE_S
     while len(RankReport.read_all(folder)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    before = metrics.read_text().count("\n") if metrics.exists() else 0
-    wait_for_steps(run_dir, before + 3)
+    wait_for_steps(run_dir, num_steps_told(run_dir) + 3)
     os.kill(RankReport.read_all(folder)[rank].pid, number)
     return time.time()
 

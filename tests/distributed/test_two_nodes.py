@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import DEADLINE_S, settings, wait_for_steps
+from launching import DEADLINE_S, num_steps_told, settings, wait_for_steps
 
 from flatout.config.read import dump_config
 from flatout.launch.reports import RankReport
@@ -57,10 +57,6 @@ def start(config: Path, number: int, nnodes: str = "2") -> subprocess.Popen[str]
 
 def link(node: str, state: str) -> None:
     assert ip("-n", node, "link", "set", node, state).returncode == 0
-
-
-def num_steps_told(run_dir: Path) -> int:
-    return (run_dir / "metrics.jsonl").read_text().count('"kind": "step"')
 
 
 def wait_for_text(path: Path, text: str) -> None:

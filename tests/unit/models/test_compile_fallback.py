@@ -52,7 +52,7 @@ def test_what_compiles_within_steps_is_heard():
     heard = []
     twice = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
     twice(torch.ones(3))
-    with compiling.hearing_of_compiling(heard.append):
+    with compiling.report_compilations(heard.append):
         twice(torch.ones(3))
         assert heard == []
         twice(torch.ones(4))
