@@ -123,14 +123,29 @@ def test_waiting_is_counted_only_where_the_host_was_blocked() -> None:
     feed.close()
 
 
-def test_micro_batches_cut_again_are_served_and_stale_ones_dropped() -> None:
+class HeldStore(Store):
+    """Sample 3 is not read before `opened` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = threading.Event()
+
+    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        assert index != 3 or self.opened.wait(60)
+        return super().sample(index)
+
+
+def test_micro_batches_cut_again_are_served_and_stale_ones_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is cut anew in the middle, as after running out of memory; the steps after it go on as planned."""
-    store = Store()
+    store = HeldStore()
     feed = make_feed(store)
     steps = feed.ahead(STEPS, rank=1)
     first = next(steps)
     halves = [micro_batch(1), micro_batch(2), micro_batch(3)]
     ours = [next(feed.batches(first.ranks[1]))]
+    stage_ahead = feed._stage_ahead
+    # samples 4 to 6 wait behind sample 3 until they have been dropped
+    monkeypatch.setattr(feed, "_stage_ahead", lambda expected: (stage_ahead(expected), store.opened.set()))
     ours += list(feed.batches(halves))
     settle(feed)
     assert len(feed._staged) <= NUM_AHEAD
