@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -14,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
-from flatout.kernels.cross_entropy import DEFAULT_TILE_ROWS, token_loss
+from flatout.kernels.cross_entropy import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, token_loss
 from flatout.models.families import logits_scale
-from flatout.models.packed import PackedBatch
+from flatout.models.packed import PackedBatch, pack
 
 if TYPE_CHECKING:
     from flatout.models.graphs import GraphedDecoder
@@ -100,6 +102,27 @@ class PackedLoss(nn.Module):
         """(loss_sum, num_correct) of `LossSums`, as a tuple, in which sharding finds the tensors."""
         sums = packed_loss(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)
         return sums.loss_sum, sums.num_correct
+
+
+def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:
+    """Run the loss once for every size of a tile, so that no step is the first of one and waits while kernels load.
+
+    For a model on a GPU, under the autocast of its steps. Leaves no gradient. A head that is cut over ranks, or is no
+    plain linear layer, is left alone.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Module) or not _is_plain_linear(head) or hasattr(head.weight, "to_local"):
+        return
+    for num_rows in range(ROWS_MULTIPLE, tile_rows + 1, ROWS_MULTIPLE):
+        # a document's first token is never predicted
+        document = (np.zeros(num_rows + 1, np.int64), np.ones(num_rows + 1, bool))
+        states = head.weight.new_zeros(num_rows + 1, head.weight.shape[1]).requires_grad_()
+        batch = pack([document]).to(model.device)
+        packed_loss(model, batch, decoder=partial(_first, states), tile_rows=tile_rows)
+
+
+def _first(states: torch.Tensor, _: PackedBatch) -> torch.Tensor:
+    return states
 
 
 def _module_loss(

@@ -16,7 +16,7 @@ from flatout.models.blocks import decoder_layers
 from flatout.models.compile import compile_layers, start_compiler
 from flatout.models.export import load_adapter
 from flatout.models.fp8_training import use_fp8_products
-from flatout.models.head import PackedLoss
+from flatout.models.head import PackedLoss, prepare_head
 from flatout.models.joined import JoinedLayers, join_layers
 from flatout.models.load import LoadedModel, load_model, weight_dtype_of
 from flatout.models.lora import add_lora, freeze, trainable_parameters
@@ -191,7 +191,8 @@ def compile_with_recompute(
 ) -> str:
     """Compile the layers as they were cut; where nothing is compiled, lean and partial become layers, as the line says.
 
-    `loss` and `wrapper` are as for `compile_layers`. What attention makes for each size is made here too.
+    `loss` and `wrapper` are as for `compile_layers`. What attention and the head make or load for each size comes here
+    too.
     """
     recompute = planned.memory.recompute
     mode = config.compile if planned.spread.compiles else "off"
@@ -202,6 +203,8 @@ def compile_with_recompute(
     if feed.num_borders is not None and not line.startswith("off"):
         sizes = count_sizes(planned.plan, rank.index, ladder=feed.ladder)
         line += prepare_attention(loaded.attention, sizes, feed.num_borders)
+        with torch.autocast(loaded.model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
+            prepare_head(loaded.model, planned.memory.head_tile_rows)
     if isinstance(loaded.model.get_input_embeddings(), HostEmbedding):
         line += "; the embedding waits on the host"
     if recompute in ("lean", "partial") and line.startswith("off"):

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.kernels.cross_entropy import reference, tiled
 from flatout.kernels.cross_entropy.fused import tile_terms
-from flatout.models.head import packed_loss
+from flatout.models import head
+from flatout.models.head import packed_loss, prepare_head
 from flatout.models.packed import pack
 
 
@@ -222,6 +223,35 @@ def test_fused_tile_terms_equal_autograd(scale, softcap):
     torch.testing.assert_close(loss_sum, loss.detach(), rtol=1e-6, atol=1e-4)
     assert int(num_correct) == int((logits.argmax(-1) == targets).sum())
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_rows", [1, 127, 128, 300, 512])
+def test_tiles_that_are_filled_up_give_the_same(num_rows, monkeypatch):
+    """Fused tiles, of which all sizes are multiples of 128 rows; uncompiled, in fp32."""
+    monkeypatch.setattr(tiled, "compiled_tile_terms", lambda: sized)
+    sizes = []
+
+    def sized(logits, targets, scale, softcap):
+        sizes.append(len(logits))
+        return tile_terms(logits, targets, scale, softcap)
+
+    inputs = problem(num_rows, 5, 31, torch.float32)
+    for softcap in (None, 2.0):
+        truth = run(reference.token_loss, *inputs, scale=0.5, softcap=softcap)
+        equal(run(tiled.token_loss, *inputs, scale=0.5, softcap=softcap, tile_rows=256, fused=True), truth, 5e-5)
+    assert not any(size % 128 for size in sizes)
+    assert sum(sizes) == 2 * -(-num_rows // 128) * 128
+
+
+def test_the_head_is_prepared_for_every_size_of_a_tile(monkeypatch):
+    model, sizes = tiny_model("llama", attention="flatout_plain"), []
+    real = head.token_loss
+    monkeypatch.setattr(
+        head, "token_loss", lambda rows, *rest, **more: sizes.append(len(rows)) or real(rows, *rest, **more)
+    )
+    prepare_head(model, 512)
+    assert sizes == [128, 256, 384, 512]
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.gpu

@@ -8,13 +8,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
+# the target of a row that only fills a tile up
+NO_TARGET = -1
 TileTerms = Callable[[Tensor, Tensor, float, float | None], tuple[Tensor, Tensor, Tensor]]
 
 
 def tile_terms(logits: Tensor, targets: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Loss sum (0-d fp32), rows that are right (0-d int64) and d loss / d logits (R, V) in the logits' dtype.
 
-    logits (R, V) straight from the head's GEMM, targets int64 (R,). All arithmetic is fp32.
+    logits (R, V) straight from the head's GEMM, targets int64 (R,). All arithmetic is fp32. A row of NO_TARGET counts
+    nowhere; what its gradient is does not matter.
     """
     shaped = logits.float() * scale
     slope = None
@@ -23,7 +26,7 @@ def tile_terms(logits: Tensor, targets: Tensor, scale: float, softcap: float | N
         shaped, slope = bent * softcap, 1 - bent * bent
     log_total = shaped.logsumexp(-1, keepdim=True)
     picked = targets[:, None]
-    loss_sum = (log_total - shaped.gather(-1, picked)).sum()
+    loss_sum = torch.where(picked == NO_TARGET, 0.0, log_total - shaped.gather(-1, picked.clamp(min=0))).sum()
     num_correct = (shaped.argmax(-1, keepdim=True) == picked).sum()
     is_target = torch.arange(logits.shape[-1], device=logits.device)[None] == picked
     gradient = torch.exp(shaped - log_total) - is_target.float()

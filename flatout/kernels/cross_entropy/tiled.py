@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flatout.kernels.cross_entropy.fused import compiled_tile_terms
+from flatout.kernels.cross_entropy.fused import NO_TARGET, compiled_tile_terms
 
 # 2,048 rows keep the GEMMs of a 150k vocabulary at full speed on an H200 and cost 1.2 GB of fp32 logits
 DEFAULT_TILE_ROWS = 2048
+# fused tiles have multiples of these rows: each new size may load kernels, 2 to 3 ms in which an H200 stands still
+ROWS_MULTIPLE = 128
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -37,17 +39,20 @@ class _TiledLoss(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden) if with_grad and ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if with_grad and ctx.needs_input_grad[1] else None
         needs_grad = hidden_grad is not None or weight_grad is not None
-        tile_terms = compiled_tile_terms() if fused and needs_grad else partial(_plain_terms, with_grad=needs_grad)
+        fused = fused and needs_grad
+        tile_terms = compiled_tile_terms() if fused else partial(_plain_terms, with_grad=needs_grad)
         for start in range(0, len(hidden), tile_rows):
             rows = slice(start, start + tile_rows)
-            tile = hidden[rows].to(compute_dtype)
+            tile, tile_targets = hidden[rows].to(compute_dtype), targets[rows]
+            num_rows = len(tile)
+            if fused:
+                tile, tile_targets = _filled_up(tile, tile_targets)
             logits = F.linear(tile, compute_weight)
-            # no view: a compiled function is made for the size of what it views too, which may be the first tile's own
-            tile_loss, tile_correct, logit_grad = tile_terms(logits, targets[rows].clone(), scale, softcap)
+            tile_loss, tile_correct, logit_grad = tile_terms(logits, tile_targets, scale, softcap)
             loss_sum += tile_loss
             num_correct += tile_correct
             if hidden_grad is not None:
-                hidden_grad[rows] = logit_grad @ compute_weight
+                hidden_grad[rows] = (logit_grad @ compute_weight)[:num_rows]
             if weight_grad is not None:
                 weight_grad += logit_grad.T @ tile
             # before the next tile's are made: 0.6 GB each in bf16 with a 150k vocabulary
@@ -67,6 +72,15 @@ class _TiledLoss(torch.autograd.Function):
             None if weight_grad is None else (weight_grad * loss_grad).to(weight_dtype),
             *(None,) * 7,
         )
+
+
+def _filled_up(tile: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tile with rows of zeros, whose part of every sum is 0, up to a multiple of ROWS_MULTIPLE."""
+    num_more = -len(tile) % ROWS_MULTIPLE
+    if not num_more:
+        # no view: a compiled function is made for the size of what it views too, which may be the first tile's own
+        return tile, targets.clone()
+    return F.pad(tile, (0, 0, 0, num_more)), F.pad(targets, (0, num_more), value=NO_TARGET)
 
 
 def _plain_terms(
