@@ -137,8 +137,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     if args.mode and not args.part:
         prepare(args.out / args.mode, shape_config(args.shape), args.steps, args.samples)
-        if args.gpus > 1:
-            spread_over(args.gpus)
+        spread_over(args.gpus)
     if args.mode:
         if (found := measure(args)) is not None:
             print(json.dumps(found), flush=True)

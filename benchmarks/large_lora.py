@@ -79,8 +79,7 @@ def main() -> None:
     if not args.part:
         shape = shape_config(args.shape)
         prepare(args.out, {**shape, "num_hidden_layers": args.layers or shape["num_hidden_layers"]}, args.steps)
-        if args.gpus > 1:
-            spread_over(args.gpus)
+        spread_over(args.gpus)
     if (found := measure(args)) is not None:
         print(json.dumps(found), flush=True)
 

@@ -21,7 +21,7 @@ from flatout.config.read import make_config
 from flatout.parallel.connect import choose_device
 from flatout.parallel.group import join_group, leave_group
 from flatout.parallel.messages import Messages
-from flatout.parallel.rank import Rank
+from flatout.parallel.rank import Rank, growing_segments
 from flatout.track.console import ConsoleTracker
 from flatout.track.jsonl import RunFolderTracker
 from flatout.track.record import Trackers
@@ -75,10 +75,14 @@ def prepare(out: Path, shape: Mapping[str, Any], num_steps: int, samples_per_ste
 
 
 def spread_over(num_gpus: int) -> NoReturn:
-    """Become this script's command once more as so many ranks, with `--part`: a signal ends them all."""
-    spread = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}")
+    """Become this script's command once more as so many ranks, with `--part`: a signal ends them all.
+
+    The environment is the one that `flatout train` gives itself.
+    """
+    spread = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}") if num_gpus > 1 else ()
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *spread, *sys.argv, "--part"])
+    env = {**os.environ, **growing_segments(os.environ)}
+    os.execve(sys.executable, [sys.executable, *spread, *sys.argv, "--part"], env)
 
 
 def take_steps(

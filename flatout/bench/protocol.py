@@ -20,6 +20,7 @@ from flatout.bench.measure import WARMUP_STEPS, gpu_header, versions
 from flatout.bench.rows import SAMPLES_PER_STEP, Row, mode_of
 from flatout.data.registry import built_dir
 from flatout.errors import ResourceError, UsageError
+from flatout.parallel.rank import environment, growing_segments
 
 OURS = ("-m", "flatout.bench.ours")
 # a first run of a row is started only if this much time is left; later ones by what the first took
@@ -120,7 +121,7 @@ def _make_inputs(row: Row, settings: Settings, say: Callable[[str], None]) -> di
         log = settings.work / shape / "model.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "flatout.bench.inputs", shape, str(model_dir)]
-        if _run_process(command, log, None) != 0:
+        if _run_process(command, log, None, {}) != 0:
             raise ResourceError(f"the {shape} model could not be made: {log.read_text(encoding='utf-8')[-LOG_TAIL:]}")
         say(f"{shape}: model folder made in {time.monotonic() - begun:.0f} s")
     num_units = settings.num_steps * row.samples_per_step // SAMPLES_PER_STEP
@@ -158,7 +159,9 @@ def _run(row: Row, repeat: int, settings: Settings, inputs: Mapping[str, Any], l
     program = OURS if row.system == "flatout" else (str(settings.peer_program),)
     spread = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.num_gpus}")
     command = [sys.executable, *(spread if row.num_gpus > 1 else ()), *program, str(job_path)]
-    code = _run_process(command, log, None if left_s == float("inf") else left_s)
+    # as `flatout train` does for itself
+    more = growing_segments(environment()) if row.system == "flatout" else {}
+    code = _run_process(command, log, None if left_s == float("inf") else left_s, more)
     shutil.rmtree(settings.work / f"{stem}.run", ignore_errors=True)
     run: dict[str, Any] = {"row": row.name, "repeat": repeat}
     if code != 0 or not result.exists():
@@ -180,11 +183,15 @@ def last_words(log: str) -> str:
     return "\n".join([said[-LOG_TAIL:].rstrip(), *dict.fromkeys(errors)])
 
 
-def _run_process(command: Sequence[str], log: Path, timeout_s: float | None) -> int:
-    """Exit code of a child in a session of its own, output in `log`; past the timeout its group is stopped (-9)."""
+def _run_process(command: Sequence[str], log: Path, timeout_s: float | None, more: Mapping[str, str]) -> int:
+    """Exit code of a child in a session of its own, with `more` in its environment and its output in `log`.
+
+    Past the timeout its group is stopped (-9).
+    """
+    env = {**environment(), **more}
     with (
         log.open("wb") as output,
-        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True) as process,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=env) as process,
     ):
         try:
             return process.wait(timeout_s)

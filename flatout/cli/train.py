@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from flatout.errors import UsageError
     from flatout.launch.nodes import parse_nodes
     from flatout.launch.place import Start, decide
-    from flatout.parallel.rank import adopt, environment
+    from flatout.parallel.rank import adopt, environment, growing_segments
 
     if args.profile is not None and args.profile < 1:
         raise UsageError(f"--profile is {args.profile}; expected at least 1 step")
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         return start_in_tmux(config, place, args.tmux, words, dry_run=args.dry_run)
     if isinstance(place, Start):
         return start_ranks(config, place, words)
-    adopt(place.environment)
+    adopt({**growing_segments(environment()), **place.environment})
     return train_here(config, args.profile)
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from flatout.errors import UsageError
+
+# today's name and those that torch reads too
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,17 @@ def master_address() -> str:
 def ask_for_deterministic_cublas() -> None:
     """Set cuBLAS's workspace so that its results repeat; works only before the first CUDA call of the process."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def growing_segments(env: Mapping[str, str]) -> dict[str, str]:
+    """What has torch's allocator grow segments of GPU memory instead of getting more of them, which fit no other size.
+
+    Steps differ in tokens, so without it the memory that earlier sizes left in pieces can fill a GPU. What a user has
+    set for the allocator stays. To be adopted before torch is imported: a library's import may use CUDA already.
+    """
+    if sys.platform != "linux" or any(name in env for name in _ALLOCATOR_SETTINGS):
+        return {}
+    return {_ALLOCATOR_SETTINGS[0]: "expandable_segments:True"}
 
 
 def keep_compiled_kernels() -> str:

@@ -7,7 +7,7 @@ from torch import nn
 
 from flatout.errors import ResourceError, UsageError
 from flatout.parallel.connect import choose_device
-from flatout.parallel.rank import Rank, keep_compiled_kernels
+from flatout.parallel.rank import Rank, growing_segments, keep_compiled_kernels
 from flatout.parallel.single import Single
 
 
@@ -63,3 +63,11 @@ def test_a_cache_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     assert "cannot be written" in keep_compiled_kernels()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+def test_segments_grow_unless_the_user_has_set_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    assert growing_segments({"PATH": "/bin"}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert growing_segments({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}) == {}
+    monkeypatch.setattr("sys.platform", "win32")
+    assert growing_segments({}) == {}
