@@ -64,6 +64,12 @@ def start(config: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
 
 
+def restarts_of(config: Path) -> list[str]:
+    """The lines in which a run told why it starts again."""
+    lines = config.with_suffix(".out").read_text(errors="replace").splitlines()
+    return [line for line in lines if "; restart " in line]
+
+
 def num_steps_told(run_dir: Path) -> int:
     path = run_dir / "metrics.jsonl"
     return path.read_text().count('"kind": "step"') if path.exists() else 0
@@ -74,10 +80,10 @@ def wait_until(ready: Any, run: subprocess.Popen[bytes], what: str) -> float:
     deadline = time.monotonic() + DEADLINE_S
     while not ready():
         if run.poll() is not None:
-            sys.exit(f"the run ended with code {run.returncode} before {what}")
+            raise RuntimeError(f"the run ended with code {run.returncode} before {what}")
         if time.monotonic() > deadline:
             run.kill()
-            sys.exit(f"no {what} within {DEADLINE_S} s")
+            raise RuntimeError(f"no {what} within {DEADLINE_S} s")
         time.sleep(0.01)
     return time.time()
 
@@ -120,8 +126,7 @@ def disturb(config: Path, run_dir: Path, args: argparse.Namespace) -> Iterator[t
         print(f"{number}: rank {rank}, told after {seen} s, next step after {recovery_s:.1f} s", flush=True)
         yield seen, recovery_s
     if run.wait():
-        tail = config.with_suffix(".out").read_text()[-2000:]
-        sys.exit(f"the disturbed run ended with code {run.returncode}: {tail}")
+        raise RuntimeError(f"the disturbed run ended with code {run.returncode}")
 
 
 def main() -> None:
@@ -139,7 +144,13 @@ def main() -> None:
         root = Path(folder)
         write_demo(DemoFolder(root / "demo"), 42, num_train=400, num_held_out=10)
         disturbed, whole = (write_config(root, name, args) for name in ("disturbed", "whole"))
-        times = list(disturb(disturbed, root / "disturbed", args))
+        try:
+            times = list(disturb(disturbed, root / "disturbed", args))
+        except RuntimeError as error:
+            tail = disturbed.with_suffix(".out").read_text(errors="replace")[-2000:]
+            sys.exit("\n".join([tail, *restarts_of(disturbed), str(error)]))
+        if len(restarts := restarts_of(disturbed)) > args.kills:
+            print(f"{len(restarts)} restarts for {args.kills} kills:", *restarts, sep="\n")
         if code := start(whole).wait():
             sys.exit(f"the undisturbed run ended with code {code}")
         num_steps = json.loads((root / "whole" / "metrics.jsonl").read_text().splitlines()[-1])["step"]

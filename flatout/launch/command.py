@@ -52,8 +52,13 @@ def launcher_environment(attempt: Attempt, parent: Mapping[str, str], logs: Path
     env = {name: value for name, value in parent.items() if not name.startswith(("PET_", "TORCHELASTIC_"))}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
-    # ranks that share the launcher's store may meet the addresses of dead ones
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if attempt.start.nodes.num_max > 1:
+        # ranks that share the store of a launcher at a fixed endpoint may meet the addresses of dead ones
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    else:
+        # each attempt's launcher has a store of its own; another one's port is only looked up before ranks start, and
+        # may be another process's by the time the first of them listens there
+        env.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
     env[LOGS_VARIABLE] = str(logs)
     env["PYTHONUNBUFFERED"] = "1"
     if attempt.start.visible is not None:

@@ -115,10 +115,12 @@ class Hub:
         self._selector.register(listener, selectors.EVENT_READ)
         self._strangers: list[Line] = []
         self._started_at = clock()
+        self._mark = Mark()
         self.peers: dict[int, Peer] = {}
 
-    def beat(self, wait_s: float) -> Loss | None:
-        """Hear what came within `wait_s`; the rank that is lost, if one is."""
+    def beat(self, wait_s: float, mark: Mark) -> Loss | None:
+        """Hear what came within `wait_s`, and answer with where rank 0 is; the rank that is lost, if one is."""
+        self._mark = mark
         self._selector.select(wait_s)
         self._accept()
         for stranger in list(self._strangers):
@@ -186,7 +188,7 @@ class Hub:
                 return Loss(rank, peer.host, peer.mark, f"failed ({message['failed']})")
             if "mark" in message:
                 peer.mark = Mark(**message["mark"])
-                peer.line.send({"ok": True})
+                peer.line.send({"mark": asdict(self._mark)})
         if not peer.line.is_open:
             return Loss(rank, peer.host, peer.mark, "died")
         silent_s = self._clock() - peer.heard_at
@@ -218,13 +220,13 @@ class Spoke:
         self._address = address[0]
         self._heard_at = clock()
         self._next_mark_at = 0.0
+        self._first = Mark()
         self._first_has_left = False
 
     def beat(self, mark: Mark, every_s: float = 0.0) -> Loss | None:
         """Tell where this rank is, unless it did less than `every_s` ago; the rank that is lost, if one is known.
 
-        `mark` stands for rank 0's too. Once rank 0 has left in good order, which it may a moment before this rank does,
-        nobody is lost any more.
+        Once rank 0 has left in good order, which it may a moment before this rank does, nobody is lost any more.
         """
         if self._first_has_left:
             return None
@@ -238,11 +240,13 @@ class Spoke:
             if "bye" in message:
                 self._first_has_left = True
                 return None
+            if "mark" in message:
+                self._first = Mark(**message["mark"])
         if not self._line.is_open:
-            return Loss(0, self._address, mark, "died")
+            return Loss(0, self._address, self._first, "died")
         silent_s = self._clock() - self._heard_at
         if silent_s > self._hang_s:
-            return Loss(0, self._address, mark, f"has been silent for {silent_s:.0f} s")
+            return Loss(0, self._address, self._first, f"has been silent for {silent_s:.0f} s")
         return None
 
     def wait(self, wait_s: float) -> None:

@@ -26,7 +26,7 @@ LEAVE_S = 2.0
 # the share of `hang_s` after which a rank whose Python stands still writes its stacks to stderr
 STACKS_SHARE = 0.6
 # phases in which one rank may work long while the others wait for it
-LONG_PHASES = frozenset({"start", "load", "evaluate", "save", "finish"})
+LONG_PHASES = frozenset({"start", "evaluate", "save", "finish"})
 
 Tell = Callable[[str, Mapping[str, Any]], None]
 OnLoss = Callable[[PeerLostError], None]
@@ -168,7 +168,7 @@ class Watch:
             self._side.wait(wait_s)
             return self._side.beat(self._mark, wait_s)
         assert isinstance(self._side, Hub)
-        loss = self._side.beat(wait_s)
+        loss = self._side.beat(wait_s, self._mark)
         marks = {rank: peer.mark for rank, peer in self._side.peers.items() if not peer.has_left}
         marks[0] = self._mark
         return loss or self._stalled(marks)

@@ -34,9 +34,17 @@ def test_the_environment_of_the_ranks() -> None:
     parent = {"PATH": "/bin", "RANK": "3", "PET_NNODES": "2", "OMP_NUM_THREADS": "7", "CUDA_VISIBLE_DEVICES": "0,1,2"}
     attempt = Attempt(Start("2", Nodes(), ("1", "2")), WORDS, "run")
     env = launcher_environment(attempt, parent, Path("/logs"), num_cores=8)
-    assert env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in env
     assert (env["CUDA_VISIBLE_DEVICES"], env["OMP_NUM_THREADS"], env["PATH"]) == ("1,2", "7", "/bin")
     assert not {"RANK", "PET_NNODES"} & env.keys()
     assert parent["RANK"] == "3"
     del parent["OMP_NUM_THREADS"]
     assert launcher_environment(attempt, parent, Path("/logs"), num_cores=8)["OMP_NUM_THREADS"] == "4"
+
+
+def test_only_ranks_of_several_nodes_get_a_store_of_their_own() -> None:
+    """A port that is looked up before they start may be taken when they do; the launcher's store is there already."""
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    for nodes, expected in ((Nodes(), None), (Nodes(1, 2, 1, "10.0.0.1:29400"), "1")):
+        env = launcher_environment(Attempt(Start("2", nodes), WORDS, "run"), {name: "1"}, Path("/logs"), num_cores=8)
+        assert env.get(name) == expected

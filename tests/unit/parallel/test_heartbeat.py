@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from flatout.parallel.heartbeat import Hub, Loss, Mark, Spoke
 
+WORKING = Mark(0, "step")
+
 
 class Clock:
     def __init__(self) -> None:
@@ -30,7 +32,7 @@ def meet(hub: Hub, spokes: list[Spoke], step: int = 0) -> list[Loss]:
     for _ in range(3):
         losses += [loss for spoke in spokes if (loss := spoke.beat(Mark(step, "sum")))]
         time.sleep(0.01)
-        if loss := hub.beat(0.01):
+        if loss := hub.beat(0.01, Mark(step, "sum")):
             losses.append(loss)
     return losses
 
@@ -48,7 +50,7 @@ def test_a_closed_connection_is_a_death_told_to_all() -> None:
     hub, (one, two) = group(3, Clock())
     meet(hub, [one, two], 4)
     one._line.close()  # as the kernel does for a killed process
-    loss = hub.beat(1.0)
+    loss = hub.beat(1.0, WORKING)
     assert loss is not None
     assert (loss.rank, loss.how, loss.mark) == (1, "died", Mark(4, "sum"))
     assert "rank 1 on" in str(loss)
@@ -64,7 +66,7 @@ def test_silence_is_found_after_hang_s_on_both_sides() -> None:
     clock.now_s = 9.0
     meet(hub, [two])
     clock.now_s = 11.0
-    loss = hub.beat(0.0)
+    loss = hub.beat(0.0, WORKING)
     assert loss is not None
     assert (loss.rank, loss.how) == (1, "has been silent for 11 s")
     assert two.beat(Mark()) is None  # reads the last answer
@@ -74,15 +76,30 @@ def test_silence_is_found_after_hang_s_on_both_sides() -> None:
     assert loss.rank == 0
 
 
+def test_a_lost_first_rank_is_named_with_its_own_phase() -> None:
+    """Another may wait for it in its first step while it still starts."""
+    clock = Clock()
+    hub, (one,) = group(2, clock)
+    assert hub.beat(1.0, Mark(0, "start")) is None
+    one.beat(WORKING)
+    assert hub.beat(1.0, Mark(0, "start")) is None
+    one.wait(1.0)
+    assert one.beat(WORKING) is None
+    clock.now_s = 11.0
+    loss = one.beat(WORKING)
+    assert loss is not None
+    assert (loss.rank, loss.mark, loss.how) == (0, Mark(0, "start"), "has been silent for 11 s")
+
+
 def test_a_goodbye_is_no_death_and_a_failure_names_its_cause() -> None:
     hub, (one, two) = group(3, Clock())
     one.close()
     time.sleep(0.02)
-    assert hub.beat(1.0) is None
-    assert hub.beat(0.0) is None
+    assert hub.beat(1.0, WORKING) is None
+    assert hub.beat(0.0, WORKING) is None
     two.fail("DataError: row 3")
     time.sleep(0.02)
-    loss = hub.beat(1.0)
+    loss = hub.beat(1.0, WORKING)
     assert loss is not None
     assert (loss.rank, loss.how) == (2, "failed (DataError: row 3)")
 
@@ -91,7 +108,7 @@ def test_the_first_ranks_goodbye_is_no_death_however_long_another_stays() -> Non
     hub, (one, two) = group(3, Clock())
     two.close()
     time.sleep(0.02)
-    assert hub.beat(1.0) is None
+    assert hub.beat(1.0, WORKING) is None
     hub.close()
     for _ in range(3):
         started_s = time.monotonic()
@@ -106,9 +123,9 @@ def test_a_rank_that_never_comes_is_named() -> None:
     clock = Clock()
     listener = socket.create_server(("127.0.0.1", 0))
     hub = Hub(listener, token=7, world=2, hang_s=5.0, clock=clock)
-    assert hub.beat(0.0) is None
+    assert hub.beat(0.0, WORKING) is None
     clock.now_s = 6.0
-    loss = hub.beat(0.0)
+    loss = hub.beat(0.0, WORKING)
     assert loss is not None
     assert (loss.rank, loss.how) == (1, "never answered")
 
