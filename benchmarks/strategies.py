@@ -6,9 +6,9 @@ One JSON line a strategy, each in fresh processes:
     python benchmarks/strategies.py --gpus 2 --shape qwen3-8b --strategies zero2,fsdp
     python benchmarks/strategies.py --gpus 2 --shape qwen3-8b method=lora                  # frozen weights in bf16
 
-The tokens are those of `flatout bench`: chat lengths, 32 samples a step; the first 3 steps are left out. deepspeed-1 to
--3 need DeepSpeed. `held_gib` is what a GPU holds between steps once the optimizer has its state, `peak_gib` the most
-within a step, on each rank; a strategy that does not fit says so and the next one follows.
+The tokens are those of `flatout bench`: chat lengths, 32 samples a step or `--samples`; the first 3 steps are left out.
+deepspeed-1 to -3 need DeepSpeed. `held_gib` is what a GPU holds between steps once the optimizer has its state,
+`peak_gib` the most within a step, on each rank; a strategy that does not fit says so and the next one follows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
 
+from flatout.bench.rows import SAMPLES_PER_STEP
 from flatout.bench.shapes import SHAPES, shape_config
 from flatout.parallel.rank import Rank
 from flatout.train.state import Run
@@ -50,7 +51,7 @@ def measure(args: argparse.Namespace, strategy: str) -> dict[str, Any] | None:
         run.optimizer.zero_grad(set_to_none=True)
         found["held_gib"] = on_each_rank(run, gib("memory_allocated"))
 
-    taken = take_steps(args.out / strategy, overrides, args.steps, after=after)
+    taken = take_steps(args.out / strategy, overrides, args.steps, args.samples, after=after)
     if not rank.is_first:
         return None
     facts = {"strategy": strategy, "shape": args.shape, "overrides": args.overrides}
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--strategies", type=lambda text: text.split(","), default=list(STRATEGIES))
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=SAMPLES_PER_STEP, help="samples a step, over all GPUs")
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("/tmp/strategies"))
     parser.add_argument("overrides", nargs="*")
@@ -73,7 +75,7 @@ def main() -> None:
         return
     [strategy] = args.strategies
     if not args.part:
-        prepare(args.out / strategy, shape_config(args.shape), args.steps)
+        prepare(args.out / strategy, shape_config(args.shape), args.steps, args.samples)
         spread_over(args.gpus)
     if (found := measure(args, strategy)) is not None:
         print(json.dumps(found), flush=True)
