@@ -156,11 +156,12 @@ def num_active_matrix_params(shape: ModelShape) -> int:
 
 def num_lora_params(shape: ModelShape, rank: int, is_target: Callable[[str], bool]) -> int:
     """Parameters of LoRA matrices A (rank x in) and B (out x rank) on the linear layers whose full name is a target."""
+    path = shape.family.layers_path
     return sum(
         rank * (linear.num_in + linear.num_out)
         for layer in range(shape.num_layers)
         for linear in shape.layer_linears(layer)
-        if is_target(f"{shape.family.layers_path}.{layer}.{linear.name}")
+        if is_target(f"{path}.{layer}.{linear.name}")
     )
 
 
