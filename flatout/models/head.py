@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
-from flatout.kernels.cross_entropy import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, token_loss
+from flatout.kernels.cross_entropy import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused, token_loss
 from flatout.models.families import logits_scale
 from flatout.models.packed import PackedBatch, pack
 
@@ -107,11 +107,13 @@ class PackedLoss(nn.Module):
 def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:
     """Run the loss once for every size of a tile, so that no step is the first of one and waits while kernels load.
 
-    For a model on a GPU, under the autocast of its steps. Leaves no gradient. A head that is cut over ranks, or is no
-    plain linear layer, is left alone.
+    Under the autocast of its steps; leaves no gradient. A head whose tiles are not filled up, that is cut over ranks,
+    or that is no plain linear layer, is left alone.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module) or not _is_plain_linear(head) or hasattr(head.weight, "to_local"):
+        return
+    if not is_fused(model.device, _compute_dtype(head.weight)):
         return
     for num_rows in range(ROWS_MULTIPLE, tile_rows + 1, ROWS_MULTIPLE):
         # a document's first token is never predicted

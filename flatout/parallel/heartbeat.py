@@ -115,17 +115,15 @@ class Hub:
         self._selector.register(listener, selectors.EVENT_READ)
         self._strangers: list[Line] = []
         self._started_at = clock()
-        self._mark = Mark()
         self.peers: dict[int, Peer] = {}
 
     def beat(self, wait_s: float, mark: Mark) -> Loss | None:
         """Hear what came within `wait_s`, and answer with where rank 0 is; the rank that is lost, if one is."""
-        self._mark = mark
         self._selector.select(wait_s)
         self._accept()
         for stranger in list(self._strangers):
             self._greet(stranger)
-        losses = [loss for rank, peer in list(self.peers.items()) if (loss := self._hear(rank, peer))]
+        losses = [loss for rank, peer in list(self.peers.items()) if (loss := self._hear(rank, peer, mark))]
         if losses:
             # several die together when one takes the others with it: who failed by itself comes first
             return min(losses, key=lambda loss: not loss.how.startswith("failed"))
@@ -175,7 +173,7 @@ class Hub:
             if stranger in self._strangers:
                 self._strangers.remove(stranger)
 
-    def _hear(self, rank: int, peer: Peer) -> Loss | None:
+    def _hear(self, rank: int, peer: Peer, mark: Mark) -> Loss | None:
         if peer.has_left:
             return None
         for message in peer.line.receive():
@@ -188,7 +186,7 @@ class Hub:
                 return Loss(rank, peer.host, peer.mark, f"failed ({message['failed']})")
             if "mark" in message:
                 peer.mark = Mark(**message["mark"])
-                peer.line.send({"mark": asdict(self._mark)})
+                peer.line.send({"mark": asdict(mark)})
         if not peer.line.is_open:
             return Loss(rank, peer.host, peer.mark, "died")
         silent_s = self._clock() - peer.heard_at

@@ -113,6 +113,12 @@ def _shape_logits(logits: torch.Tensor, scale: float, softcap: float | None) -> 
     return slope
 
 
+def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether tiles are fused, and filled up, by themselves: on CUDA in 16 bit, not under
+    torch.use_deterministic_algorithms, since the compiler chooses kernels by timing."""
+    return device.type == "cuda" and dtype.itemsize == 2 and not torch.are_deterministic_algorithms_enabled()
+
+
 def token_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -131,15 +137,14 @@ def token_loss(
     fp32 (fp64 when the compute is fp64). Returns the loss sum (0-d, with its graph) and the count (0-d int64).
     The weight's gradient is made only when it is trained, and is summed over tiles in fp32. No rows give 0 with a
     live graph. Gradients of a frozen head cost two GEMMs in all. `fused` makes a tile's loss and gradient in one
-    compiled pass (None: on CUDA in 16 bit, not under torch.use_deterministic_algorithms, since the compiler chooses
-    kernels by timing). Method: loss and gradient in one pass over tiles, as in Liger Kernel (arXiv:2410.10989,
-    section 3.2).
+    compiled pass (None: as `is_fused` says). Method: loss and gradient in one pass over tiles, as in Liger Kernel
+    (arXiv:2410.10989, section 3.2).
     """
     if tile_rows < 1:
         raise ValueError(f"tile_rows is {tile_rows}; it must be at least 1")
     dtype = compute_dtype or hidden.dtype
     if fused is None:
-        fused = hidden.is_cuda and dtype.itemsize == 2 and not torch.are_deterministic_algorithms_enabled()
+        fused = is_fused(hidden.device, dtype)
     loss_sum, num_correct = _TiledLoss.apply(
         hidden, weight, targets, scale, softcap, tile_rows, dtype, torch.is_grad_enabled(), fused
     )
