@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -94,6 +95,8 @@ class RankLog:
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
         self._report = RankReport(rank, os.getpid(), time.time())
+        # the watch's thread and the main thread may learn of one loss at once
+        self._lock = threading.Lock()
 
     def begin(self) -> None:
         """Send this process's output to the log, by file descriptor, so that what C code prints is there too."""
@@ -106,7 +109,9 @@ class RankLog:
         self._report.write(self._folder)
 
     def end(self, exit_code: int, error: BaseException | None = None) -> None:
-        """Tell how this rank ended."""
+        """Tell how this rank ended; any thread may, and the last to tell is right."""
         text = None if error is None else str(error) if isinstance(error, FlatoutError) else repr(error)
         lost = error.rank if isinstance(error, PeerLostError) else None
-        replace(self._report, ended_at=time.time(), exit_code=exit_code, error=text, lost_rank=lost).write(self._folder)
+        with self._lock:
+            end = replace(self._report, ended_at=time.time(), exit_code=exit_code, error=text, lost_rank=lost)
+            end.write(self._folder)

@@ -1,5 +1,6 @@
 """What an attempt's reports say together."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,13 @@ def test_reports_are_written_and_read(tmp_path: Path) -> None:
     assert [r.exit_code for r in reports] == [0, 3, 7, 1]
     assert [r.error for r in reports] == [None, "a.jsonl:3: bad", "rank 1 died", "OSError('x')"]
     assert reports[2].lost_rank == 1
+
+
+def test_two_threads_may_tell_of_one_end_at_once(tmp_path: Path) -> None:
+    """The watch's thread and the main thread both do when a peer is lost."""
+    log = RankLog(tmp_path, 0)
+    errors = [PeerLostError("rank 1 died" * length, 1) for length in (1, 20)] * 200
+    with ThreadPoolExecutor(2) as threads:
+        for _ in threads.map(lambda error: log.end(error.exit_code, error), errors):
+            (found,) = RankReport.read_all(tmp_path)
+            assert (found.exit_code, found.lost_rank) == (7, 1)
