@@ -102,8 +102,9 @@ class MemoryModel:
 
     State that `spread` cuts into n parts counts 1/n, or nothing where it waits on the host (`sharding.offload`). On top
     come what is whole for a while: gathered weights, of all layers or of those in flight, and of the embedding and
-    head; gradients of two layers before they are summed, or all of them (zero1). Frozen weights, quantised or not, are
-    cut where a layer's are freed after its pass, and whole where they would never be freed.
+    head; gradients of two layers before they are summed, or all of them (zero1), which wait for activations to go as
+    above. DeepSpeed's stages 1 and 3 keep their gradients' memory from step to step. Frozen weights, quantised or not,
+    are cut where a layer's are freed after its pass, and whole where they would never be freed.
 
     Attention that writes its score matrix out (model.attention: plain) is not counted.
     """
@@ -134,7 +135,7 @@ class MemoryModel:
             activations_bytes=self._kept_bytes(size, recompute),
             working_bytes=CONSTANT_BYTES
             + max(self._head_bytes(size, recompute), self._backward_bytes(size, recompute)),
-            in_turn=not is_lora and not accumulates,
+            in_turn=not (is_lora or accumulates or self.spread.keeps_gradients),
         )
         return self._cut(whole) if self.spread.lockstep else whole
 
@@ -158,14 +159,15 @@ class MemoryModel:
         two_layers = (num_blocks if is_full else self._num_adapter_params) * 2 / self.shape.num_layers
         unsummed = two_layers * (self._element + self._trained_bytes) + (root if is_full else 0)
         late = self.spread.sums_late
+        # DeepSpeed sums late ones where they are
+        held = late + (0 if late and self.spread.keeps_gradients else part)
         return replace(
             whole,
             weights_bytes=int(weights),
             adapter_bytes=int(adapter * (part + share)),
-            gradients_bytes=int(whole.gradients_bytes * (part + (1 if late else 0))),
+            gradients_bytes=int(whole.gradients_bytes * held + (0 if late else unsummed)),
             optimizer_bytes=int(whole.optimizer_bytes * part),
-            # beside activations from the start of the backward pass
-            working_bytes=whole.working_bytes + (0 if late else int(unsummed)),
+            working_bytes=whole.working_bytes + self.spread.buffers_bytes,
         )
 
     def inputs_bytes(self, num_tokens: int) -> int:

@@ -13,6 +13,8 @@ Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "
 # what of the state each strategy cuts into parts
 CUTS_GRADIENTS = frozenset({"zero2", "zero3", "fsdp", "hsdp"})
 CUTS_WEIGHTS = frozenset({"zero3", "fsdp", "hsdp"})
+# DeepSpeed's defaults at stage 3: 5e8 gradients in fp32 wait in a bucket, and up to 1e9 weights in bf16 are gathered
+ZERO3_BUFFERS_BYTES = 4 * 500_000_000 + 2 * 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +22,9 @@ class Spread:
     """A strategy and its sizes: `num_replicas` groups of `num_shards` ranks, each group holding the whole state once.
 
     `frees_weights` says that a layer's gathered weights are dropped after its forward pass; `offload` that the state
-    waits in host memory; `sums_late` that gradients are whole until the last micro-batch; `compiles` that layers can be
-    compiled. `reason` is a line for the console.
+    waits in host memory; `sums_late` that gradients are whole until the last micro-batch; `keeps_gradients` that their
+    memory is held from step to step, beside `buffers_bytes` more; `compiles` that layers can be compiled. `reason` is a
+    line for the console.
     """
 
     strategy: Strategy = "single"
@@ -31,6 +34,8 @@ class Spread:
     offload: bool = False
     reason: str = "single: one rank"
     sums_late: bool = False
+    keeps_gradients: bool = False
+    buffers_bytes: int = 0
     compiles: bool = True
 
     @property
@@ -60,6 +65,8 @@ def spread_of(config: Config, strategy: str, *, num_ranks: int, num_nodes: int, 
             offload=offloads(config.deepspeed),
             reason=f"{reason}, ZeRO stage {stage}",
             sums_late=stage == 1,
+            keeps_gradients=stage != 2,
+            buffers_bytes=ZERO3_BUFFERS_BYTES if stage == 3 else 0,
             # at stage 3 weights are gathered by hooks on every module, which no compiled layer runs
             compiles=stage < 3,
         )

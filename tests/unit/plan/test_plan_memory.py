@@ -92,21 +92,58 @@ MEASURED = [
         },
         115.1,
     ),
-    # over two GPUs, with gathered weights that stay
-    ("1.7b", {"size": HALF, "method": "full", "strategy": "ddp"}, 46.6),
-    ("1.7b", {"size": HALF, "method": "full", "strategy": "zero1"}, 38.2),
-    ("1.7b", {"size": HALF, "method": "full", "strategy": "zero2"}, 38.2),
 ]
+# full fine-tuning over GPUs, one micro-batch a step: tokens, GPUs and peak GiB of one
+SHARE = MicroBatchSize(9388, 5633, 16)
+KEPT, FREED = ({"reshard_after_forward": frees} for frees in (False, True))
+SPREAD = [
+    ("1.7b", HALF, 2, {"strategy": "ddp"}, 46.6),
+    ("1.7b", HALF, 2, {"strategy": "zero1"}, 38.2),
+    ("1.7b", HALF, 2, {"strategy": "zero2"}, 38.2),
+    ("1.7b", HALF, 2, {"strategy": "zero3", "sharding": KEPT}, 38.2),
+    ("8b", HALF, 2, {"strategy": "fsdp", "sharding": KEPT}, 121),
+    ("8b", HALF, 2, {"strategy": "fsdp", "sharding": FREED}, 108),
+    ("8b", SHARE, 4, {"strategy": "zero1"}, 93.6),
+    ("8b", SHARE, 4, {"strategy": "zero2"}, 93.6),
+    ("8b", SHARE, 4, {"strategy": "zero3", "sharding": KEPT}, 93.6),
+]
+# by DeepSpeed's stage; what it holds depends on buckets of its own
+DEEPSPEED = [
+    ("1.7b", HALF, 2, 1, 42.0),
+    ("1.7b", HALF, 2, 2, 35.6),
+    ("1.7b", HALF, 2, 3, 53.4),
+    ("8b", SHARE, 4, 1, 118.5),
+    ("8b", SHARE, 4, 2, 94.1),
+    ("8b", SHARE, 4, 3, 111.4),
+]
+
+
+def shape_of(model):
+    return ModelShape.from_config(QWEN3_8B | {"8b": {}, "1.7b": SMALL | MIDDLE, "0.6b": SMALL}[model])
 
 
 @pytest.mark.parametrize(("model", "settings", "measured_gib"), MEASURED)
 def test_totals_are_close_to_measured_peaks(model, settings, measured_gib):
-    shape = ModelShape.from_config(QWEN3_8B | {"8b": {}, "1.7b": SMALL | MIDDLE, "0.6b": SMALL}[model])
-    if strategy := settings.get("strategy"):
-        config = make_config({"model": {"name": "m"}, "method": "full", "strategy": strategy})
-        settings = settings | {"spread": spread_of(config, strategy, num_ranks=2, num_nodes=1, why="")}
-    estimated = estimate(shape=shape, accumulates=False, **settings)
+    estimated = estimate(shape=shape_of(model), accumulates=False, **settings)
     assert estimated.total_bytes / GIB == pytest.approx(measured_gib, rel=0.05)
+
+
+def spread_gib(model, size, num_ranks, **sections):
+    config = make_config({"model": {"name": "m"}, "method": "full", **sections})
+    spread = spread_of(config, config.strategy, num_ranks=num_ranks, num_nodes=1, why="")
+    sections |= {"spread": spread, "compiled": spread.compiles, "size": size, "method": "full"}
+    return estimate(shape=shape_of(model), accumulates=False, **sections).total_bytes / GIB
+
+
+@pytest.mark.parametrize(("model", "size", "num_ranks", "sections", "measured_gib"), SPREAD)
+def test_totals_of_spread_runs_are_close_to_measured_peaks(model, size, num_ranks, sections, measured_gib):
+    assert spread_gib(model, size, num_ranks, **sections) == pytest.approx(measured_gib, rel=0.025)
+
+
+@pytest.mark.parametrize(("model", "size", "num_ranks", "stage", "measured_gib"), DEEPSPEED)
+def test_totals_under_deepspeed_are_close_to_measured_peaks(model, size, num_ranks, stage, measured_gib):
+    settings = {"strategy": "deepspeed", "deepspeed": {"zero_optimization": {"stage": stage}}}
+    assert spread_gib(model, size, num_ranks, **settings) == pytest.approx(measured_gib, rel=0.08)
 
 
 def test_activations_per_token_of_an_8b_model():
