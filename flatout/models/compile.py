@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from threading import Thread
 from typing import Any, Literal, TypeAlias
 
@@ -31,19 +32,23 @@ _SMALLEST_FP8_COSINE = 0.97
 _SMALLEST_COSINE = {torch.bfloat16: 0.99, torch.float16: 0.99, torch.float32: 0.99999}
 
 
-def start_compiler(device: torch.device) -> Thread:
-    """Compile one addition on a thread, which imports the compiler and starts its workers while weights are read.
+def import_compiler() -> Thread:
+    """Import the compiler and start its workers on a thread, while weights are read.
 
-    Join it before any module is called: while the compiler traces its patterns, `nn.Module.__call__` is torch.fx's, in
-    every thread.
+    It compiles nothing: whatever does so puts back the random state, the default dtype and more that it found, for
+    every thread, and while it traces patterns `nn.Module.__call__` is torch.fx's.
     """
 
-    def compile_an_addition() -> None:
+    def import_it() -> None:
         # an error is not lost: the layers meet it again, where it is told
         with suppress(Exception):
-            torch.compile(lambda x: x + 1, dynamic=True)(torch.ones(8, device=device))
+            for name in ("torch._dynamo.convert_frame", "torch._inductor.compile_fx"):
+                import_module(name)
+            from torch._inductor.async_compile import maybe_warm_pool
 
-    thread = Thread(target=compile_an_addition, name="flatout-compiler", daemon=True)
+            maybe_warm_pool()
+
+    thread = Thread(target=import_it, name="flatout-compiler", daemon=True)
     thread.start()
     return thread
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -13,7 +13,7 @@ from flatout.config.schema import Config
 from flatout.errors import CheckpointError
 from flatout.models.attention import prepare as prepare_attention
 from flatout.models.blocks import decoder_layers
-from flatout.models.compile import compile_layers, start_compiler
+from flatout.models.compile import compile_layers, import_compiler
 from flatout.models.export import load_adapter
 from flatout.models.fp8_training import use_fp8_products
 from flatout.models.head import PackedLoss, prepare_head
@@ -56,8 +56,8 @@ def set_up(
     watch = watch or Watch(config.faults, tracker.event)
     device = choose_device(config.wanted_device, rank)
     make_deterministic(config, device)
-    compiler_ready = warm_compiler(config, device, tracker)
-    loaded = prepare_model(config, planned, device, tracker, before_calls=compiler_ready)
+    warm_compiler(config, device, tracker)
+    loaded = prepare_model(config, planned, device, tracker)
     joined = join_adapters(loaded.model, config, planned, tracker)
     no_graphs = reason_against(config, planned, device)
     ladder = planned_ladder(config, planned, device, rank.index) if no_graphs is None else ()
@@ -105,12 +105,11 @@ def set_up(
     return run
 
 
-def warm_compiler(config: Config, device: torch.device, tracker: Tracker) -> Callable[[], None]:
-    """Start the compiler, with its kernels in the cache folder, where layers are compiled; what to wait for it with."""
-    if device.type != "cuda" or config.compile == "off":
-        return lambda: None
-    tracker.stage("compile", f"kernels are kept in {keep_compiled_kernels()}")
-    return start_compiler(device).join
+def warm_compiler(config: Config, device: torch.device, tracker: Tracker) -> None:
+    """Have the compiler at hand, with its kernels in the cache folder, where layers are compiled."""
+    if device.type == "cuda" and config.compile != "off":
+        tracker.stage("compile", f"kernels are kept in {keep_compiled_kernels()}")
+        import_compiler()
 
 
 def sizes_to_save(config: Config, rank: Rank, named: Mapping[str, torch.nn.Parameter]) -> list[int]:
@@ -248,13 +247,10 @@ def loads_in_parts(config: Config, planned: Planned, device: torch.device) -> bo
     )
 
 
-def prepare_model(
-    config: Config, planned: Planned, device: torch.device, tracker: Tracker, *, before_calls: Callable[[], None]
-) -> LoadedModel:
+def prepare_model(config: Config, planned: Planned, device: torch.device, tracker: Tracker) -> LoadedModel:
     """Load the model, put adapters in or freeze what is asked, and prove that packing is exact on it.
 
-    Loaded in parts, its weights stay in their files, and it is proved on the first layers. `before_calls` runs when the
-    model is there, before any of it is called.
+    Loaded in parts, its weights stay in their files, and it is proved on the first layers.
     """
     in_parts = loads_in_parts(config, planned, device)
     loaded = load_model(
@@ -268,7 +264,6 @@ def prepare_model(
     )
     for line in loaded.report:
         tracker.stage("model", line)
-    before_calls()
     if in_parts:
         return _leave_in_files(loaded, config, device, tracker)
     tracker.stage("self-test", check_packing(loaded))

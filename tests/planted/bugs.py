@@ -177,11 +177,11 @@ BUGS = (
         "tests/unit/models/test_compile_fallback.py",
     ),
     Bug(
-        "model called while the compiler wakes",
-        "train/setup.py",
-        "    before_calls()\n",
-        "",
-        "tests/unit/train/test_setup.py",
+        "compiler at work while weights are read",
+        "models/compile.py",
+        "            maybe_warm_pool()\n",
+        "            torch.compile(lambda x: x + 1, backend='eager')(torch.ones(8))\n",
+        "tests/unit/models/test_compile_fallback.py",
     ),
 )
 

@@ -1,5 +1,8 @@
 """Where layers cannot be compiled, a run goes on eagerly and says why. The GPU tests hold the other half."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from tiny_models import save_tiny_model
@@ -63,14 +66,32 @@ def test_what_compiles_within_steps_is_heard():
     torch._dynamo.reset()
 
 
-def test_starting_the_compiler_early_neither_raises_nor_changes_random_numbers(monkeypatch):
-    def broken(*_, **__):
-        raise RuntimeError("no C compiler")
+def test_what_is_imported_early_leaves_the_process_as_it_is():
+    """In a process of its own, where nothing is imported yet. Weights are read meanwhile: that sets the default dtype,
+    may draw random numbers, and nobody else may put them back."""
+    script = """
+import time, torch
+from torch import nn
+from flatout.models.compile import import_compiler
 
+call, num_seen = nn.Module.__call__, 0
+thread = import_compiler()
+while True:
+    alive = thread.is_alive()
+    dtype = (torch.bfloat16, torch.float32)[num_seen % 2]
+    torch.set_default_dtype(dtype)
+    torch.manual_seed(num_seen)
     state = torch.get_rng_state()
-    for compiled in (torch.compile, broken):
-        monkeypatch.setattr(torch, "compile", compiled)
-        thread = compiling.start_compiler(torch.device("cpu"))
-        thread.join(timeout=120)
-        assert not thread.is_alive()
-    assert torch.equal(torch.get_rng_state(), state)
+    time.sleep(0.002)
+    assert torch.get_default_dtype() == dtype, num_seen
+    assert torch.equal(torch.get_rng_state(), state), num_seen
+    assert nn.Module.__call__ is call, num_seen
+    num_seen += 1
+    if not alive:
+        break
+print(num_seen, "torch._inductor.compile_fx" in __import__("sys").modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    num_seen, imported = done.stdout.split()
+    assert (int(num_seen) > 3, imported) == (True, "True")
