@@ -10,8 +10,7 @@ from flatout.config.schema import Config
 from flatout.errors import UsageError
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "deepspeed"]
-# what of the state each strategy cuts into parts
-CUTS_GRADIENTS = frozenset({"zero2", "zero3", "fsdp", "hsdp"})
+# strategies that cut weights, too
 CUTS_WEIGHTS = frozenset({"zero3", "fsdp", "hsdp"})
 # DeepSpeed's defaults at stage 3: 5e8 gradients in fp32 wait in a bucket, and up to 1e9 weights in bf16 are gathered
 ZERO3_BUFFERS_BYTES = 4 * 500_000_000 + 2 * 1_000_000_000
