@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
@@ -53,11 +53,11 @@ def set_up(
     watch: Watch | None = None,
 ) -> Run:
     """Model, adapter, self-test, strategy, optimizer, resume position. Raises a FlatoutError naming what is wrong."""
-    watch = watch or Watch(config.faults, tracker.event)
     device = choose_device(config.wanted_device, rank)
     make_deterministic(config, device)
-    warm_compiler(config, device, tracker)
+    compiler_imported = warm_compiler(config, device, tracker)
     loaded = prepare_model(config, planned, device, tracker)
+    compiler_imported()
     joined = join_adapters(loaded.model, config, planned, tracker)
     no_graphs = reason_against(config, planned, device)
     ladder = planned_ladder(config, planned, device, rank.index) if no_graphs is None else ()
@@ -94,7 +94,7 @@ def set_up(
         fingerprints=planned.fingerprints,
         memory=planned.memory,
         joined=joined,
-        watch=watch,
+        watch=watch or Watch(config.faults, tracker.event),
         busy=BusyClock(device),
     )
     if snapshot is not None:
@@ -105,11 +105,16 @@ def set_up(
     return run
 
 
-def warm_compiler(config: Config, device: torch.device, tracker: Tracker) -> None:
-    """Have the compiler at hand, with its kernels in the cache folder, where layers are compiled."""
-    if device.type == "cuda" and config.compile != "off":
-        tracker.stage("compile", f"kernels are kept in {keep_compiled_kernels()}")
-        import_compiler()
+def warm_compiler(config: Config, device: torch.device, tracker: Tracker) -> Callable[[], None]:
+    """Import the compiler on a thread, with its kernels in the cache folder, where layers are compiled.
+
+    Returns what waits for it, to be called before others import much: two threads may find each other's modules half
+    made.
+    """
+    if device.type != "cuda" or config.compile == "off":
+        return lambda: None
+    tracker.stage("compile", f"kernels are kept in {keep_compiled_kernels()}")
+    return import_compiler().join
 
 
 def sizes_to_save(config: Config, rank: Rank, named: Mapping[str, torch.nn.Parameter]) -> list[int]:
