@@ -150,7 +150,7 @@ BUGS = (
         STEP,
         "    run.joined.refresh()\n    loss_sum",
         "    loss_sum",
-        "tests/parity/test_plain_loop.py",
+        f"{RUNS}::test_a_resumed_run_reads_the_restored_adapter",
     ),
     Bug(
         "evaluation reads an old adapter",
@@ -174,14 +174,14 @@ BUGS = (
         "models/compile.py",
         'f"triton.{fusing}": True',
         'f"triton.{fusing}": False',
-        "tests/unit/models/test_compile_fallback.py",
+        "tests/unit/models/test_compile_fallback.py::test_the_kernel_of_norms_gradients",
     ),
     Bug(
         "compiler at work while weights are read",
         "models/compile.py",
         "            maybe_warm_pool()\n",
         "            torch.compile(lambda x: x + 1, backend='eager')(torch.ones(8))\n",
-        "tests/unit/models/test_compile_fallback.py",
+        "tests/unit/models/test_compile_fallback.py::test_what_is_imported_early",
     ),
 )
 
@@ -202,9 +202,12 @@ def is_caught(bug: Bug) -> bool:
             ignore = shutil.ignore_patterns("__pycache__")
             shutil.copytree(source, copy / name, ignore=ignore) if source.is_dir() else shutil.copy(source, copy)
         plant(bug, copy)
-        test, _, wanted = bug.test.partition("::")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test]
-        command += ["-k", wanted.partition("[")[0]] if wanted else []
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        if bug.test.endswith("]"):
+            command.append(bug.test)
+        else:
+            test, _, wanted = bug.test.partition("::")
+            command += [test, "-k", wanted] if wanted else [test]
         environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode in (0, 1), done.stdout[-3000:]
