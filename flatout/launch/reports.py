@@ -35,9 +35,9 @@ class RankReport:
     lost_rank: int | None = None
 
     def write(self, folder: Path) -> None:
-        """Put the report into the attempt's folder; whole or not at all."""
+        """Put the report into the attempt's folder; whole or not at all, also from several threads at once."""
         path = folder / f"rank-{self.rank}.json"
-        half_done = path.with_suffix(".tmp")
+        half_done = path.with_suffix(f".{threading.get_ident()}.tmp")
         half_done.write_text(json.dumps(asdict(self)), encoding="utf-8")
         half_done.replace(path)
 
@@ -95,8 +95,6 @@ class RankLog:
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
         self._report = RankReport(rank, os.getpid(), time.time())
-        # the watch's thread and the main thread may learn of one loss at once
-        self._lock = threading.Lock()
 
     def begin(self) -> None:
         """Send this process's output to the log, by file descriptor, so that what C code prints is there too."""
@@ -109,9 +107,7 @@ class RankLog:
         self._report.write(self._folder)
 
     def end(self, exit_code: int, error: BaseException | None = None) -> None:
-        """Tell how this rank ended; any thread may, and the last to tell is right."""
+        """Tell how this rank ended; the watch's thread and the main thread may both, and the last one stands."""
         text = None if error is None else str(error) if isinstance(error, FlatoutError) else repr(error)
         lost = error.rank if isinstance(error, PeerLostError) else None
-        with self._lock:
-            end = replace(self._report, ended_at=time.time(), exit_code=exit_code, error=text, lost_rank=lost)
-            end.write(self._folder)
+        replace(self._report, ended_at=time.time(), exit_code=exit_code, error=text, lost_rank=lost).write(self._folder)
