@@ -96,3 +96,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
     }
 )  # fmt: skip
+
+_OTHER = Family()
+
+
+def family_named(model_type: str) -> Family:
+    """The family of transformers' model_type; one that is not known counts as the defaults say."""
+    return FAMILIES.get(model_type, _OTHER)

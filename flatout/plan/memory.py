@@ -103,8 +103,9 @@ class MemoryModel:
     State that `spread` cuts into n parts counts 1/n, or nothing where it waits on the host (`sharding.offload`). On top
     come what is whole for a while: gathered weights, of all layers or of those in flight, and of the embedding and
     head; gradients of two layers before they are summed, or all of them (zero1), which wait for activations to go as
-    above. DeepSpeed's stages 1 and 3 keep their gradients' memory from step to step. Frozen weights, quantised or not,
-    are cut where a layer's are freed after its pass, and whole where they would never be freed.
+    above. DeepSpeed's stages 1 and 3 keep their gradients' memory from step to step, stage 3 also buffers. Frozen
+    weights, quantised or not, are cut where a layer's are freed after its pass, and whole where they would never be
+    freed.
 
     Attention that writes its score matrix out (model.attention: plain) is not counted.
     """

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from flatout.errors import UsageError
-from flatout.plan.families import FAMILIES, Family
+from flatout.plan.families import FAMILIES, Family, family_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class ModelShape:
 
     @property
     def family(self) -> Family:
-        return FAMILIES.get(self.model_type, Family())
+        return family_named(self.model_type)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, origin: str = "config.json") -> ModelShape:
@@ -156,12 +156,11 @@ def num_active_matrix_params(shape: ModelShape) -> int:
 
 def num_lora_params(shape: ModelShape, rank: int, is_target: Callable[[str], bool]) -> int:
     """Parameters of LoRA matrices A (rank x in) and B (out x rank) on the linear layers whose full name is a target."""
-    path = shape.family.layers_path
     return sum(
         rank * (linear.num_in + linear.num_out)
         for layer in range(shape.num_layers)
         for linear in shape.layer_linears(layer)
-        if is_target(f"{path}.{layer}.{linear.name}")
+        if is_target(f"{shape.family.layers_path}.{layer}.{linear.name}")
     )
 
 
@@ -187,7 +186,7 @@ class _Reader:
 
     @property
     def family(self) -> Family:
-        return FAMILIES.get(self.model_type, Family())
+        return family_named(self.model_type)
 
     def get(self, key: str) -> Any:
         value = self.config.get(key)
