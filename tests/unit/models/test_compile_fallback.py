@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -88,3 +89,16 @@ assert not torch._dynamo.utils.counters["frames"], torch._dynamo.utils.counters
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_compiler_that_cannot_be_imported_ends_nothing(monkeypatch):
+    def broken(name):
+        raise RuntimeError("no C compiler")
+
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setattr(compiling, "import_module", broken)
+    thread = compiling.import_compiler()
+    thread.join(timeout=120)
+    assert not thread.is_alive()
+    assert not raised
