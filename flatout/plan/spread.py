@@ -13,7 +13,7 @@ Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "
 # strategies that cut weights, too
 CUTS_WEIGHTS = frozenset({"zero3", "fsdp", "hsdp"})
 # DeepSpeed's defaults at stage 3: 5e8 gradients in fp32 wait in a bucket, and up to 1e9 weights in bf16 are gathered
-ZERO3_BUFFERS_BYTES = 4 * 500_000_000 + 2 * 1_000_000_000
+DEEPSPEED_3_BUFFERS_BYTES = 4 * 500_000_000 + 2 * 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def spread_of(config: Config, strategy: str, *, num_ranks: int, num_nodes: int, 
             reason=f"{reason}, ZeRO stage {stage}",
             sums_late=stage == 1,
             keeps_gradients=stage != 2,
-            buffers_bytes=ZERO3_BUFFERS_BYTES if stage == 3 else 0,
+            buffers_bytes=DEEPSPEED_3_BUFFERS_BYTES if stage == 3 else 0,
             # at stage 3 weights are gathered by hooks on every module, which no compiled layer runs
             compiles=stage < 3,
         )
