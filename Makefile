@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check format setup clean
+.PHONY: demo test test-gpu check format setup clean
 
 demo: $(VENV)/.ready
 	$(BIN)/flatout demo
 
 test: check
 	$(BIN)/python -m pytest -n 2
+
+test-gpu: $(VENV)/.ready-gpu
+	$(BIN)/python benchmarks/gpu_suite.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -28,6 +31,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(VENV)/.ready-gpu: $(VENV)/.ready
+	$(BIN)/pip install -q -c constraints.txt -e ".[gpu]"
 	touch $@
 
 clean:

@@ -1,12 +1,12 @@
-"""Useful tokens a second of full fine-tuning beside the bound of bf16 arithmetic, on one GPU or several.
+"""Tokens a second of full fine-tuning beside the bound of bf16 arithmetic, on one GPU or several.
 
 One JSON line a mode:
 
     python benchmarks/full_finetune.py --shape qwen3-1.7b                    # every mode of the shape
-    python benchmarks/full_finetune.py --shape qwen3-8b --mode bf16-8bit --budget 16384 recompute=layers
+    python benchmarks/full_finetune.py --shape qwen3-8b --mode bf16-8bit --budget 16384 recompute=full
     python benchmarks/full_finetune.py --shape qwen3-8b --mode fp32 --gpus 4 strategy=fsdp
 
-The tokens are those of `flatout bench`: chat lengths, 60 % labels, 32 samples a step; the first 3 steps are left out.
+Samples have chat-like lengths, 60 % label tokens, 32 a step; the first 3 steps are left out.
 Each mode runs in fresh processes through the real plan, set-up and loop; nothing is saved. The bound is what 790
 TFLOP/s a GPU (an H200's measured bf16 matrix product) would give if a token cost only
 
@@ -26,14 +26,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.machine import gpu_memory
+from bench.rows import SAMPLES_PER_STEP
+from bench.shapes import SHAPES, shape_config
 from whole_steps import prepare, spread_over, take_steps
 
+from flatout.bench.figures import WARMUP_STEPS, recorded_figures
 from flatout.bench.inputs import LABEL_SHARE, chat_lengths
-from flatout.bench.measure import WARMUP_STEPS, gpu_memory
-from flatout.bench.ours import step_records
-from flatout.bench.rows import SAMPLES_PER_STEP
-from flatout.bench.shapes import SHAPES, shape_config
 from flatout.parallel.rank import Rank
+from flatout.track.record import StepRecord
+from flatout.track.recorder import Recorder
 from flatout.train.state import Run
 
 TFLOPS = 790
@@ -49,10 +51,10 @@ MODES = {
     "fp8-bf16-8bit": [*BF16, "full.compute=fp8", "optim.name=adamw8bit"],
 }
 # masters, gradients and moments of 8B parameters in fp32 are 131 GB before the first activation
-LEAN = ("bf16", "bf16-8bit", "bf16-8bit-backward", "fp8-bf16-8bit")
+WITHIN_ONE_GPU = ("bf16", "bf16-8bit", "bf16-8bit-backward", "fp8-bf16-8bit")
 
 
-def bound_tok_s(shape: dict[str, Any], lengths: list[int]) -> float:
+def bound_tokens_per_s(shape: dict[str, Any], lengths: list[int]) -> float:
     """Tokens a second at TFLOPS by the formula above."""
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     query = shape["num_attention_heads"] * shape["head_dim"]
@@ -63,10 +65,10 @@ def bound_tok_s(shape: dict[str, Any], lengths: list[int]) -> float:
     return TFLOPS * 1e12 / (6 * linears + 6 * head * LABEL_SHARE + 3.5 * attention)
 
 
-def lateness(steps: list[dict[str, Any]], after: int) -> float:
+def lateness(steps: list[StepRecord], after: int) -> float:
     """Seconds by which the step after a save took longer than its tokens do."""
-    usual = statistics.median(step["step_s"] / step["num_tokens"] for step in steps[WARMUP_STEPS:])
-    return round(steps[after]["step_s"] - usual * steps[after]["num_tokens"], 3)
+    usual = statistics.median(step.step_s / step.num_tokens for step in steps[WARMUP_STEPS:])
+    return round(steps[after].step_s - usual * steps[after].num_tokens, 3)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -83,40 +85,40 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         # the few steps here save seconds after the start
         run.saver.wait_reserved()
 
-    def after(run: Run) -> None:
+    def after(run: Run, recorder: Recorder) -> None:
         if args.save and rank.is_first:
-            found["next_step_late_s"] = lateness(step_records(out / "run"), saved_step)
+            found["next_step_late_s"] = lateness(recorder.steps, saved_step)
             print(json.dumps(found), flush=True)  # writing the files takes minutes
         run.saver.wait()
 
     taken = take_steps(out, overrides, args.steps, args.samples, before=before, after=after)
     if not rank.is_first:
         return None
-    steps, rates = taken.records, taken.rates(launched_s)
+    steps, rates = taken.records, recorded_figures(taken.recorder, launched_s)
     per_step = args.samples // SAMPLES_PER_STEP
     timed = [n for index in range(WARMUP_STEPS * per_step, args.steps * per_step) for n in chat_lengths(index)]
-    bound = bound_tok_s(shape, timed) * rank.world
+    bound = bound_tokens_per_s(shape, timed) * rank.world
     if args.save:
-        events = map(json.loads, (taken.folder / "events.jsonl").read_text().splitlines())
+        events = map(json.loads, (out / "run" / "events.jsonl").read_text().splitlines())
         saved = next(event for event in events if event["kind"] == "saved")
         found.update({key: saved[key] for key in ("staged_s", "copied_s", "save_s")})
         found["save_made_wait_s"] = round(found["staged_s"] + found["next_step_late_s"], 3)
-    peak_gib = gpu_memory().get("peak_allocated_gib", max(step["peak_memory_bytes"] for step in steps) / 2**30)
+    peak_gib = gpu_memory().get("peak_allocated_gib", max(step.peak_memory_bytes for step in steps) / 2**30)
     return {
         "shape": args.shape,
         "mode": args.mode,
         "gpus": rank.world,
         "samples_per_step": args.samples,
         "overrides": overrides,
-        "useful_tok_s": round(rates["useful_tok_s"]),
-        "bound_tok_s": round(bound),
+        "tokens_per_s": round(rates["tokens_per_s"]),
+        "bound_tokens_per_s": round(bound),
         "bound": f"(6N + 6VHf + 3.5A) at {TFLOPS} TFLOP/s bf16 a GPU",
-        "share_of_bound": round(rates["useful_tok_s"] / bound, 3),
+        "share_of_bound": round(rates["tokens_per_s"] / bound, 3),
         "step_p50_s": round(rates["step_p50_s"], 4),
-        "micro_batches": [step["num_micro_batches"] for step in steps[WARMUP_STEPS:]],
+        "micro_batches": [step.num_micro_batches for step in steps[WARMUP_STEPS:]],
         "peak_gib": round(peak_gib, 2),
         **found,
-        "losses": [round(step["loss"], 4) for step in steps],
+        "losses": [round(step.loss, 4) for step in steps],
     }
 
 
@@ -142,7 +144,7 @@ def main() -> None:
         if (found := measure(args)) is not None:
             print(json.dumps(found), flush=True)
         return
-    for mode in LEAN if args.shape == "qwen3-8b" else MODES:
+    for mode in WITHIN_ONE_GPU if args.shape == "qwen3-8b" else MODES:
         # a fresh process each: neither memory nor graphs are shared, and one that fails does not stop the others
         subprocess.run([sys.executable, __file__, *sys.argv[1:], "--mode", mode], check=False)
 

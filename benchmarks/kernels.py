@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from bench.machine import gpu_header, versions
+from bench.shapes import SHAPES
 from torch import Tensor, nn
 
 from flatout.bench.inputs import chat_lengths
-from flatout.bench.measure import gpu_header, versions
-from flatout.bench.shapes import SHAPES
 
 Result = tuple[Tensor, Tensor]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -141,14 +141,14 @@ def attention_case(shape: str, num_steps: int) -> Case:
 
 
 def linear_cases(num_tokens: int, num_out: int, num_in: int) -> Iterator[Case]:
-    """A frozen linear layer: bf16, fp8 and NF4 storage. Exact is each storage's own dequantised weight."""
-    from flatout.models.bases import Fp8Linear
-    from flatout.models.nf4 import Nf4Linear
+    """A frozen linear layer: bf16, fp8 and NF4 storage. Exact is each storage's own dequantized weight."""
+    from flatout.models.bases.frozen_linear import Fp8Linear
+    from flatout.models.bases.nf4 import Nf4Linear
 
     x, weight = randn(num_tokens, num_in), randn(num_out, num_in, scale=0.02)
     stored: dict[str, nn.Module] = {"nf4": Nf4Linear.from_dense(weight, None)}
     if DEVICE == "cuda":
-        stored["fp8"] = Fp8Linear.from_dense(weight, None)
+        stored["fp8"] = Fp8Linear(weight, None)
     for name, layer in stored.items():
         dense = layer.weight
         variants = {
@@ -181,8 +181,8 @@ def lora_case(shape: str, num_tokens: int) -> Case:
 
     from flatout.config.schema import LoraConfig
     from flatout.models.attention import PREFIX, register
-    from flatout.models.joined import join_layers
-    from flatout.models.lora import add_lora
+    from flatout.models.lora.fused import fuse_layers
+    from flatout.models.lora.layer import add_lora
 
     register()
     sizes = {**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 1024}
@@ -198,7 +198,7 @@ def lora_case(shape: str, num_tokens: int) -> Case:
     # B is 0 at the start on both sides, so all three compute the same function
     ours, exact = model(DTYPE), model(torch.float32)
     add_lora(ours, LoraConfig(rank=16, alpha=16.0), seed=0)
-    join_layers(ours)
+    fuse_layers(ours)
     theirs = peft.get_peft_model(model(DTYPE), peft.LoraConfig(r=16, lora_alpha=16, target_modules="all-linear"))
     mlps = {"plain": model(DTYPE).model, "flatout": ours.model, "peft": theirs.base_model.model.model}
     variants = {}

@@ -2,9 +2,9 @@
 
     python benchmarks/kill_ranks.py --kills 20 --ranks 2
 
-At the end the weights are compared with those of an undisturbed run. `--hang` stops a rank (SIGSTOP) instead, and
-`--launcher` kills torch's launcher. `--device cuda` takes one GPU a rank. Detection is the time from the signal to the
-first survivor's PeerLostError, recovery to the next finished step.
+At the end the weights are compared with those of an undisturbed run. `--hang` stops a rank (SIGSTOP) instead.
+`--device cuda` takes one GPU a rank. Detection is the time from the signal to the first survivor's PeerLostError,
+recovery to the next finished step.
 """
 
 from __future__ import annotations
@@ -89,13 +89,9 @@ def wait_until(ready: Any, run: subprocess.Popen[bytes], what: str) -> float:
 
 
 def strike(run_dir: Path, args: argparse.Namespace, draw: random.Random) -> tuple[Path, int]:
-    """Send the signal; the attempt's folder and the rank that was struck (-1: the launcher)."""
+    """Send the signal; the attempt's folder and the rank that was struck."""
     folder = (run_dir / "logs" / "latest").resolve()
     report = draw.choice(RankReport.read_all(folder))
-    if args.launcher:
-        stat = Path(f"/proc/{report.pid}/stat").read_text()
-        os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
-        return folder, -1
     os.kill(report.pid, signal.SIGSTOP if args.hang else signal.SIGKILL)
     return folder, report.rank
 
@@ -135,7 +131,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--hang", action="store_true", help="SIGSTOP instead of SIGKILL")
-    parser.add_argument("--launcher", action="store_true", help="kill torch's launcher instead of a rank")
     parser.add_argument("--hang-s", type=float, default=10.0)
     parser.add_argument("--steps-per-kill", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,14 +1,14 @@
-"""LoRA over a quantised base too large for one GPU, cut over several: tokens a second, memory a GPU, seconds of load.
+"""LoRA over a quantized base too large for one GPU, cut over several: tokens a second, memory a GPU, seconds of load.
 
-One JSON line; weights are random, drawn and quantised layer by layer:
+One JSON line; weights are random, drawn and quantized layer by layer:
 
     python benchmarks/large_lora.py --gpus 4                                 # 70B in NF4, 35 GiB over 4 GPUs
     python benchmarks/large_lora.py --gpus 2 --layers 20                     # a quarter of its layers
     python benchmarks/large_lora.py --gpus 2 --shape tiny                    # on a CPU
 
-The tokens are those of `flatout bench`: chat lengths, 32 samples a step; the first 3 steps are left out. A GPU's memory
+Samples have chat-like lengths, 32 a step; the first 3 steps are left out. A GPU's memory
 is told at three times: while the model is loaded, made and cut (compiling two layers included), once it is, and in a
-step. More settings follow as overrides: recompute=layers, base.storage=fp8, batch.micro_batch_tokens=8192.
+step. More settings follow as overrides: recompute=full, base.storage=fp8, batch.micro_batch_tokens=8192.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.shapes import SHAPES, shape_config
 from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
 
-from flatout.bench.ours import stage_lines
-from flatout.bench.shapes import SHAPES, shape_config
-from flatout.models.quantised_load import num_stored_weights
+from flatout.models.load.quantized import num_stored_weights
 from flatout.parallel.rank import Rank
+from flatout.track.recorder import Recorder
 from flatout.train.state import Run
 
 
-def load_s(stages: list[tuple[float, str]]) -> float:
-    """Seconds up to the lines that tell of weights: drawing and quantising them, and taking each rank's part."""
-    pairs = pairwise(stages)
-    return sum(end - begin for (begin, _), (end, text) in pairs if text.startswith("model "))
+def load_s(recorder: Recorder) -> float:
+    """Seconds up to the lines that tell of weights: drawing and quantizing them, and taking each rank's part."""
+    return sum(end - begin for (begin, *_), (end, name, _) in pairwise(recorder.stages) if name == "model")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -49,7 +48,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
-    def peak(run: Run) -> None:
+    def peak(run: Run, recorder: Recorder) -> None:
         found["peak_gib"] = on_each_rank(run, gib("max_memory_allocated"))
 
     taken = take_steps(args.out, overrides, args.steps, before=held, after=peak)
@@ -59,9 +58,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         "shape": args.shape,
         "layers": taken.run.model.config.num_hidden_layers,
         "overrides": overrides,
-        "quantised_weights": num_stored_weights(taken.run.model),
+        "quantized_weights": num_stored_weights(taken.run.model),
         **found,
-        "load_s": round(load_s(stage_lines(taken.folder / "train.log")), 1),
+        "load_s": round(load_s(taken.recorder), 1),
         **taken.summary(launched_s),
     }
 

@@ -1,6 +1,6 @@
 """Predicted beside measured peak memory of our own training loop: real shapes, random weights, chat-like lengths.
 
-    python benchmarks/memory_points.py --out /tmp/points [--points 8b-bf16-none 8b-nf4-layers] [--shape tiny]
+    python benchmarks/memory_points.py --out /tmp/points [--points 8b-bf16-none 8b-nf4-full] [--shape tiny]
 
 Each point trains 3 steps of 32 samples in a fresh process and compares the most bytes that torch allocated with the
 plan's estimate for the largest micro-batch of those steps. `--shape tiny` runs every point on a tiny model, on the CPU
@@ -11,27 +11,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from flatout.bench.inputs import write_store, write_tokenizer
-from flatout.bench.ours import base_values
-from flatout.bench.shapes import SHAPES, shape_config
+from bench.ours import base_values
+from bench.rows import SAMPLES_PER_STEP
+from bench.shapes import SHAPES, shape_config
+from whole_steps import prepare
+
 from flatout.config.read import make_config
 from flatout.parallel.rank import Rank
-from flatout.plan.budget import memory_model
 from flatout.plan.devices import DEVICES, GIB
-from flatout.plan.memory import MicroBatchSize
-from flatout.track.record import Trackers
-from flatout.train.memory import gpu_of
+from flatout.plan.memory.budget import memory_model
+from flatout.plan.memory.estimate import MicroBatchSize
+from flatout.track.tracker import Trackers
+from flatout.train.memory_guard import gpu_of
 from flatout.train.planning import plan_run
 from flatout.train.run import train
 
 NUM_STEPS = 3
-LEAN = ("method=full", "full.weights=bf16", "optim.name=adamw8bit")
+BF16_8BIT = ("method=full", "full.weights=bf16", "optim.name=adamw8bit")
 # name -> shape, most tokens of a micro-batch, settings
 POINTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "0.6b-bf16-none": ("qwen3-0.6b", 24000, ("recompute=none",)),
@@ -40,14 +41,14 @@ POINTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "1.7b-bf16-none": ("qwen3-1.7b", 24000, ("recompute=none",)),
     "1.7b-nf4-none": ("qwen3-1.7b", 8192, ("recompute=none", "base.storage=nf4")),
     "1.7b-full-none": ("qwen3-1.7b", 8192, ("recompute=none", "method=full")),
-    "1.7b-lean-layers": ("qwen3-1.7b", 16384, ("recompute=layers", *LEAN)),
+    "1.7b-bf16-8bit-full": ("qwen3-1.7b", 16384, ("recompute=full", *BF16_8BIT)),
     "8b-bf16-none": ("qwen3-8b", 16384, ("recompute=none",)),
-    "8b-bf16-partial": ("qwen3-8b", 16384, ("recompute=partial",)),
-    "8b-bf16-layers": ("qwen3-8b", 16384, ("recompute=layers",)),
+    "8b-bf16-budget": ("qwen3-8b", 16384, ("recompute=budget",)),
+    "8b-bf16-full": ("qwen3-8b", 16384, ("recompute=full",)),
     "8b-bf16-offload": ("qwen3-8b", 24000, ("recompute=offload",)),
     "8b-fp8-none": ("qwen3-8b", 16384, ("recompute=none", "base.storage=fp8")),
-    "8b-fp8-layers": ("qwen3-8b", 16384, ("recompute=layers", "base.storage=fp8")),
-    "8b-nf4-layers": ("qwen3-8b", 2048, ("recompute=layers", "base.storage=nf4")),
+    "8b-fp8-full": ("qwen3-8b", 16384, ("recompute=full", "base.storage=fp8")),
+    "8b-nf4-full": ("qwen3-8b", 2048, ("recompute=full", "base.storage=nf4")),
     "8b-nf4-fp8-none": ("qwen3-8b", 8192, ("recompute=none", "base.storage=nf4", "base.compute=fp8")),
 }
 
@@ -55,15 +56,10 @@ POINTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 def measure(name: str, shape: str, out: Path) -> dict[str, Any]:
     """Train one point in this process; a row of the table."""
     _, budget, settings = POINTS[name]
-    shutil.rmtree(out, ignore_errors=True)
-    model_dir, data_root = out / "model", out / "data"
-    model_dir.mkdir(parents=True)
-    (model_dir / "config.json").write_text(json.dumps(shape_config(shape)))
-    write_tokenizer(model_dir)
-    write_store(data_root, model_dir, NUM_STEPS, None)
-    job = {"run_dir": out / "run", "model_dir": model_dir, "data_root": data_root, "num_steps": NUM_STEPS}
-    values = base_values({key: value if isinstance(value, int) else str(value) for key, value in job.items()})
-    config = make_config(values, ["model.init=random", f"batch.micro_batch_tokens={budget}", *settings])
+    prepare(out, shape_config(shape), NUM_STEPS)
+    paths = {"run_dir": str(out / "run"), "model_dir": str(out / "model"), "data_root": str(out / "data")}
+    job = {**paths, "num_steps": NUM_STEPS, "samples_per_step": SAMPLES_PER_STEP}
+    config = make_config(base_values(job), ["model.init=random", f"batch.micro_batch_tokens={budget}", *settings])
     rank = Rank()
     planned = plan_run(config, Trackers(), rank, lambda: gpu_of(config, rank))
     batches = [batch for step in planned.plan.steps() for batch in step.ranks[0]]

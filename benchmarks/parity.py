@@ -4,8 +4,8 @@
 
 First flatout trains a small model whole, so that losses mean something. Then each mode gets a process of its own: the
 gradient of every adapter tensor at step 1, then the loss curve, against a reference in fp32 throughout whose frozen
-weights are the mode's own, dequantised. Both start from one adapter with B not zero (with B = 0 A has no gradient).
-Writes parity.json (`green` by mode, read by `flatout bench --parity`), parity.md and parity.svg.
+weights are the mode's own, dequantized. Both start from one adapter with B not zero (with B = 0 A has no gradient).
+Writes parity.json (`green` by mode, read by `python -m benchmarks.bench --parity`) with all loss curves, and parity.md.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from plot import lines
+from bench.shapes import SHAPES
 from torch import Tensor
 
-from flatout.bench.shapes import SHAPES
 from flatout.config.read import make_config
 from flatout.config.schema import Config
 
@@ -100,21 +99,21 @@ def prepare(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     """Ours and the reference in this process: gradients at step 1, then both loss curves."""
-    from flatout.models.lora import lora_layers
+    from flatout.checkpoint.write import Checkpoints
+    from flatout.models.lora.layer import lora_layers
     from flatout.parallel.rank import Rank
-    from flatout.track.record import Trackers
-    from flatout.train.checkpoint import Checkpoints
-    from flatout.train.memory import gpu_of
+    from flatout.track.tracker import Trackers
+    from flatout.train.build import build_run
+    from flatout.train.memory_guard import gpu_of
     from flatout.train.planning import plan_run
     from flatout.train.run import train
-    from flatout.train.setup import set_up
     from flatout.train.step import accumulate_gradients
 
     config = lora_config(args, mode)
     rank = Rank()
     planned = plan_run(config, Trackers(), rank, lambda: gpu_of(config, rank))
     checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
-    run = set_up(config, planned, checkpoints, None, Trackers(), rank)
+    run = build_run(config, planned, checkpoints, None, Trackers(), rank)
     accumulate_gradients(run, planned.plan.step(0))
     ours_gradient, weights = adapter_gradient(run.model), base_weights(run.model)
     bases = Counter(type(layer.base).__name__ for layer in lora_layers(run.model).values())
@@ -142,7 +141,7 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
 
 def adapter_gradient(model: Any) -> dict[str, Tensor]:
     """PEFT's tensor names to our gradients, on the CPU."""
-    from flatout.models.lora import lora_layers
+    from flatout.models.lora.layer import lora_layers
 
     return {
         f"base_model.model.{name}.{suffix}.weight": parameter.grad.float().cpu()
@@ -154,7 +153,7 @@ def adapter_gradient(model: Any) -> dict[str, Tensor]:
 
 def base_weights(model: Any) -> dict[str, Tensor]:
     """What the frozen weights under the adapters stand for, in fp32 on the CPU."""
-    from flatout.models.lora import lora_layers
+    from flatout.models.lora.layer import lora_layers
 
     return {f"{name}.weight": layer.base.weight.detach().float().cpu() for name, layer in lora_layers(model).items()}
 
@@ -180,10 +179,10 @@ def reference_batches(planned: Any, device: torch.device) -> Iterator[tuple[Tens
         longest = max(len(ids) for ids, _ in samples)
         ids = torch.zeros(len(samples), longest, dtype=torch.long)
         mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-        for row, (tokens, trained) in enumerate(samples):
-            tokens, trained = torch.tensor(tokens.tolist()), torch.tensor(trained.tolist())
+        for row, (tokens, loss_mask) in enumerate(samples):
+            tokens, loss_mask = torch.tensor(tokens.tolist()), torch.tensor(loss_mask.tolist())
             ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-            labels[row, : len(tokens)] = torch.where(trained, tokens, -100)
+            labels[row, : len(tokens)] = torch.where(loss_mask, tokens, -100)
         yield ids.to(device), mask.to(device), labels.to(device)
 
 
@@ -265,10 +264,6 @@ def report(args: argparse.Namespace) -> bool:
     }
     (args.out / "parity.json").write_text(json.dumps(content))
     (args.out / "parity.md").write_text(table(verdicts))
-    series = {f"{mode}, {side}": facts[key] for mode, facts in found.items()
-              for side, key in (("fp32 reference", "reference"), ("flatout", "losses"))}  # fmt: skip
-    if series:
-        (args.out / "parity.svg").write_text(lines(series, title="loss", x_label="step"))
     print(table(verdicts), flush=True)
     return bool(verdicts) and all(v["green"] for v in verdicts.values())
 

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 from flatout.config.schema import DataConfig, SourceConfig
-from flatout.data.build import build
+from flatout.data.build import open_or_build
 from flatout.data.statistics import statistics
-from flatout.data.store import read_report
+from flatout.data.token_store import read_report
 
 COLUMNS = {"gsm8k": {"instruction": "question", "output": "answer"}}
 
@@ -42,7 +42,7 @@ def main() -> None:
                 too_long="split" if file.suffix == ".txt" else "truncate",
             )
             started = time.perf_counter()
-            store = build(config, str(tokenizer))
+            store = open_or_build(config, str(tokenizer))
             seconds = time.perf_counter() - started
             found, counts = statistics(store), read_report(store.folder)["counts"]
             dropped = counts["rows"] - store.num_samples if file.suffix != ".txt" else 0

@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 import yaml
+from bench.shapes import SHAPES
 from safetensors import safe_open
-
-from flatout.bench.shapes import SHAPES
 
 
 def write_config(args: argparse.Namespace, method: str, name: str, *, deterministic: bool) -> Path:
@@ -93,7 +92,7 @@ def row(name: str, run_dir: Path, wall_s: float) -> str:
     peak_gib = max(s["peak_memory_bytes"] for s in steps) / 2**30
     return (
         f"{name:<28} {len(steps)} steps, loss {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f}, "
-        f"{rate:,.0f} useful tok/s, peak {peak_gib:.1f} GiB, wall {wall_s:.0f} s"
+        f"{rate:,.0f} tokens/s, peak {peak_gib:.1f} GiB, wall {wall_s:.0f} s"
     )
 
 

@@ -6,7 +6,7 @@ One JSON line a strategy, each in fresh processes:
     python benchmarks/strategies.py --gpus 2 --shape qwen3-8b --strategies zero2,fsdp
     python benchmarks/strategies.py --gpus 2 --shape qwen3-8b method=lora                  # frozen weights in bf16
 
-The tokens are those of `flatout bench`: chat lengths, 32 samples a step or `--samples`; the first 3 steps are left out.
+Samples have chat-like lengths, 32 samples a step or `--samples`; the first 3 steps are left out.
 deepspeed-1 to -3 need DeepSpeed. `held_gib` is what a GPU holds between steps once the optimizer has its state,
 `peak_gib` the most within a step, on each rank; a strategy that does not fit says so and the next one follows.
 """
@@ -21,11 +21,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.rows import SAMPLES_PER_STEP
+from bench.shapes import SHAPES, shape_config
 from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
 
-from flatout.bench.rows import SAMPLES_PER_STEP
-from flatout.bench.shapes import SHAPES, shape_config
 from flatout.parallel.rank import Rank
+from flatout.track.recorder import Recorder
 from flatout.train.state import Run
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "deepspeed-1", "deepspeed-2", "deepspeed-3")
@@ -46,7 +47,7 @@ def measure(args: argparse.Namespace, strategy: str) -> dict[str, Any] | None:
     overrides = ["method=full", "optim.lr=1e-5", "model.init=random", *settings(strategy), *args.overrides]
     found: dict[str, Any] = {}
 
-    def after(run: Run) -> None:
+    def after(run: Run, recorder: Recorder) -> None:
         found["peak_gib"] = on_each_rank(run, gib("max_memory_allocated"))
         run.optimizer.zero_grad(set_to_none=True)
         found["held_gib"] = on_each_rank(run, gib("memory_allocated"))

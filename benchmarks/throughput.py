@@ -1,23 +1,24 @@
-"""Useful tokens a second of one configuration, without writing a model first: random weights made in place, one GPU.
+"""Tokens a second of one configuration, without writing a model first: random weights made in place, one GPU.
 
     python benchmarks/throughput.py --shape qwen3-8b --budget 24000 --steps 12 base.storage=fp8
 
-The tokens are those of `flatout bench`: chat lengths, 60 % labels, 32 samples a step; the first 3 steps are left out.
+Samples have chat-like lengths, 60 % label tokens, 32 a step; the first 3 steps are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import time
 from pathlib import Path
 
-from flatout.bench.inputs import write_store, write_tokenizer
-from flatout.bench.measure import WARMUP_STEPS
-from flatout.bench.ours import measure
-from flatout.bench.shapes import SHAPES, shape_config
+from bench.ours import measure
+from bench.rows import SAMPLES_PER_STEP
+from bench.shapes import SHAPES, shape_config
+from whole_steps import prepare
+
+from flatout.bench.figures import WARMUP_STEPS
 
 
 def main() -> None:
@@ -29,18 +30,14 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     launched_s = time.time()
-    shutil.rmtree(args.out, ignore_errors=True)
-    model_dir = args.out / "model"
-    model_dir.mkdir(parents=True)
-    (model_dir / "config.json").write_text(json.dumps(shape_config(args.shape)))
-    write_tokenizer(model_dir)
-    write_store(args.out / "data", model_dir, args.steps, None)
+    prepare(args.out, shape_config(args.shape), args.steps)
     budget = [f"batch.micro_batch_tokens={args.budget}"] if args.budget else []
     job = {
         "run_dir": str(args.out / "run"),
-        "model_dir": str(model_dir),
+        "model_dir": str(args.out / "model"),
         "data_root": str(args.out / "data"),
         "num_steps": args.steps,
+        "samples_per_step": SAMPLES_PER_STEP,
         "overrides": ["model.init=random", *budget, *args.overrides],
         "launched_s": launched_s,
     }
@@ -51,7 +48,7 @@ def main() -> None:
                 "shape": args.shape,
                 "overrides": args.overrides,
                 "budget": args.budget,
-                "useful_tok_s": round(found["useful_tok_s"]),
+                "tokens_per_s": round(found["tokens_per_s"]),
                 "step_s": round(found["step_p50_s"], 3),
                 "first_step_s": round(found["first_step_s"], 1),
                 "data_wait_share": round(found["data_wait_share"], 4),

@@ -1,10 +1,18 @@
-"""Errors a user can act on: one sentence with place, what was found and what to do; one exit code a class."""
+"""Errors a user can act on: each says where, what was found and what to do; each class has its exit code."""
 
 from __future__ import annotations
 
+import re
+
+# removed from library messages: exception class names, the repr of types, pydantic's link
+_CLASS_NAME = re.compile(r"\b(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception): ")
+_TYPE = re.compile(r"<class '([\w.]+)'>")
+_LINK = re.compile(r" For further information visit \S+")
+_PLAIN = (bool, int, float, str, list, dict, type(None))
+
 
 class FlatoutError(Exception):
-    """Base of all errors told to the user without a traceback. `exit_code` is the process's exit status."""
+    """Base of all errors that are shown without a traceback. `exit_code` is the process's exit status."""
 
     exit_code = 1
 
@@ -22,13 +30,13 @@ class DataError(FlatoutError):
 
 
 class CheckpointError(FlatoutError):
-    """A checkpoint that is missing, damaged or does not belong to this run."""
+    """A checkpoint is missing, damaged or does not belong to this run."""
 
     exit_code = 4
 
 
 class NumericError(FlatoutError):
-    """A loss or gradient that is not finite."""
+    """A loss or gradient is not finite."""
 
     exit_code = 5
 
@@ -40,12 +48,18 @@ class ResourceError(FlatoutError):
 
 
 class PeerLostError(FlatoutError):
-    """Another rank of this run died or stopped answering; `rank` is its number, None where nobody knows it."""
+    """Another rank of this run died or stopped answering.
+
+    `rank` is its number and `step` its last reported number of completed steps; None if unknown. If the lost rank
+    failed with its own error, that exit code is passed on, so that all ranks exit with the same code.
+    """
 
     exit_code = 7
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        self.rank = rank
+    def __init__(
+        self, message: str, rank: int | None = None, *, step: int | None = None, exit_code: int = exit_code
+    ) -> None:
+        self.rank, self.step, self.exit_code = rank, step, exit_code
         super().__init__(message)
 
 
@@ -62,9 +76,35 @@ class PreemptedError(FlatoutError):
 
 
 class ProblemsError(UsageError):
-    """Several problems told at once, one a line."""
+    """Several problems reported at once, one per line."""
 
     def __init__(self, what: str, problems: list[str]) -> None:
         self.problems = problems
         lines = "".join(f"\n  - {problem}" for problem in problems)
         super().__init__(f"{what}: {len(problems)} problem{'s' if len(problems) != 1 else ''}{lines}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text, or its class name if the text is empty."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def reason_of(error: BaseException) -> str:
+    """Say why a library failed on a user's file: one line, at most 300 characters, without Python class names."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, UnicodeError):
+        return "it is no UTF-8 text"
+    if isinstance(error, MemoryError | OverflowError):
+        return "a number or a text in it is far too large"
+    if isinstance(error, KeyError) and error.args:
+        return f"{error.args[0]!r:.200} is unknown or missing"
+    if isinstance(error, AttributeError) and error.name and not isinstance(error.obj, _PLAIN):
+        return f"{error.name!r:.200} is unknown or missing"
+    if isinstance(error, AttributeError | IndexError | TypeError):
+        return "a value has another type, or another number of parts, than expected"
+    text = _TYPE.sub(r"\1", _CLASS_NAME.sub("", _LINK.sub("", " ".join(str(error).split()))))
+    text = text.replace("NoneType", "null")
+    return text[:300] or "no reason was given"

@@ -40,6 +40,8 @@ class Tiny:
         }
         for name, section in sections.items():
             values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
+        if values.get("method") == "full" or "method=full" in overrides:
+            del values["lora"]  # so that one set of sections serves both methods
         return make_config(values, overrides)
 
 
@@ -48,12 +50,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from flatout.demo.conversations import draw_conversations
+    from flatout.demo.conversations import sample_conversations
     from flatout.demo.tokenizer import train_tokenizer
 
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("tiny")
-    conversations = list(draw_conversations(120, 0, held_out=False))
+    conversations = list(sample_conversations(120, 0, held_out=False))
     chats = root / "chats.jsonl"
     chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
     tokenizer = train_tokenizer((m["content"] for messages in conversations for m in messages), 512)
@@ -78,10 +80,45 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return Tiny(root, model_dir, chats)
 
 
+@pytest.fixture(scope="session", params=["longrope", "dynamic"])
+def length_scaled(request: pytest.FixtureRequest, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder whose rope depends on the length of its input, with chats on both sides of its limit."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp(request.param)
+    AutoTokenizer.from_pretrained(tiny.model_dir).save_pretrained(folder)
+    limit = 64
+    factors = {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2.5, 4.0, 8.0]}
+    rope = {
+        "longrope": {**factors, "original_max_position_embeddings": limit, "factor": 8.0},
+        "dynamic": {"factor": 4.0},
+    }
+    shape = json.loads((tiny.model_dir / "config.json").read_text())
+    sizes = {name: shape[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")}
+    config = LlamaConfig(
+        **sizes,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        head_dim=8,
+        pad_token_id=shape["pad_token_id"],
+        max_position_embeddings=limit if request.param == "dynamic" else 2048,
+        rope_parameters={"rope_type": request.param, "rope_theta": 10000.0, **rope[request.param]},
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def read_metrics(run_dir: Path, kind: str = "step") -> list[dict[str, Any]]:
     """The records of a run, a later line for a step replacing an earlier one."""
     lines = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
     return list({line["step"]: line for line in lines if line["kind"] == kind}.values())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-golden", action="store_true", help="write tests/golden/losses.json anew")
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """One measured run of another trainer, as its users would write it: `python peer_trainer.py JOB.json`.
 
-Started by `flatout bench --peers`. Unsloth, TRL, or TRL with Liger get the same model folder, token ids, label
-masks, samples of each step, adapter, optimizer and schedule as flatout; what differs is in the job (rows.json). A path
-named fa_shim in the job's paths is used only by rows with `fa2`: it hands torch's FlashAttention-2 to them where no
-flash-attn wheel exists.
+Started by `python -m benchmarks.bench --peers`, which puts benchmarks/ on the Python path. Unsloth, TRL, or TRL with
+Liger get the same model folder, token ids, label masks, samples of each step, adapter, optimizer and schedule as
+flatout; what differs is in the job (rows.json). A path named fa_shim in the job's paths is used only by rows with
+`fa2`: it hands torch's FlashAttention-2 to them where no flash-attn wheel exists.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def rows_of(store: Any) -> list[dict[str, Any]]:
     """The store's samples in order. Given `labels` instead of the mask, Unsloth would take a padding collator."""
     rows = []
     for index in range(store.num_samples):
-        ids, trained = store.sample(index)
-        mask = trained.astype(int).tolist()
+        ids, loss_mask = store.sample(index)
+        mask = loss_mask.astype(int).tolist()
         rows.append({"input_ids": ids.tolist(), "completion_mask": mask, "attention_mask": [1] * len(ids)})
     return rows
 
@@ -167,12 +167,13 @@ def check_data(trainer: Any, num_labels: int) -> dict[str, Any]:
 def train(job: dict[str, Any], store: Any) -> dict[str, Any]:
     """Train and return the figures; steps are timed between ends of optimizer steps, the device waited for."""
     import torch
+    from bench.machine import gpu_header, gpu_memory, versions
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from flatout.bench.measure import figures, gpu_header, gpu_memory, versions
+    from flatout.bench.figures import figures
 
     begins_s: list[float] = []
     ends_s: list[float] = []
@@ -203,8 +204,7 @@ def train(job: dict[str, Any], store: Any) -> dict[str, Any]:
     per_step = (-1, job["samples_per_step"])
     return {
         **figures(
-            ends_s,
-            job["launched_s"],
+            [end - before for before, end in zip([job["launched_s"], *ends_s], ends_s, strict=False)],
             store.lengths.reshape(per_step).sum(1).tolist(),
             store.num_labels.reshape(per_step).sum(1).tolist(),
         ),
@@ -226,7 +226,7 @@ def main(path: Path) -> None:
     if job["system"] == "unsloth":
         # it must come before transformers
         import unsloth  # noqa: F401
-    from flatout.data.store import TokenStore
+    from flatout.data.token_store import TokenStore
 
     # each process holds at most its share of a step
     job["batch"] = min(job["batch"], job["samples_per_step"] // num_processes())

@@ -1,1 +1,1 @@
-"""The fair benchmark: named rows, the same tokens for every system, fresh processes, one table."""
+"""`flatout bench`: measures one configuration on this machine. benchmarks/ compares it with other trainers."""

@@ -1,69 +1,80 @@
-"""`flatout bench`: flatout measured on this machine, beside other trainers where they are installed."""
+"""`flatout bench`: tokens per second and memory of one configuration on this machine."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
-    parser.add_argument("--rows", metavar="A,B,C", help="what to measure (0.6b-auto; tiny without a GPU)")
-    parser.add_argument("--list", action="store_true", help="list the rows and stop")
-    parser.add_argument("--out", type=Path, default=Path("bench"), metavar="FOLDER", help="results go here (bench)")
-    parser.add_argument("--work", type=Path, metavar="FOLDER", help="model folders and logs (FOLDER of --out/work)")
-    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="rows of other trainers: a folder with rows.json")
+    """Add the verb's options."""
     parser.add_argument(
-        "--peer-path",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FOLDER",
-        help="put before the peers' Python path",
+        "target",
+        metavar="CONFIG|MODEL",
+        help="a YAML file, a .py file (which runs as code), or a hub id or folder with config.json: random weights",
     )
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="a built data set's folder instead of chat lengths")
-    parser.add_argument("--parity", type=Path, metavar="FILE", help="verdicts written by benchmarks/parity.py")
-    parser.add_argument("--steps", type=int, default=13, metavar="N", help="optimizer steps a run, 3 left out (13)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of every row (3)")
-    parser.add_argument("--time-limit", type=float, metavar="S", help="start no run that would end later")
+    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="such as base.storage=fp8")
+    parser.add_argument("--steps", type=int, default=13, metavar="N", help="optimizer steps, the first 3 left out (13)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print the table; 0 when every run finished, else 1."""
-    from flatout.bench.rows import OURS, choose, read_parity, read_peers
+    """Measure in a temporary folder and print the figures. Returns 0; raises FlatoutError."""
+    launched_s = time.time()
+    from flatout.bench.figures import WARMUP_STEPS
+    from flatout.cli.screen import rows
+    from flatout.config.read import load_config, make_config
+    from flatout.environment import environment, expandable_segments_env, set_environment
+    from flatout.errors import UsageError
+    from flatout.launch.launch_mode import RunHere, choose_launch_mode
 
-    peers = read_peers(args.peers) if args.peers else None
-    known = [*OURS, *(peers.rows if peers else ())]
-    if args.list:
-        for row in known:
-            print(f"{row.name:<28} {row.system:<10} {row.shape:<14} {dict(row.settings)}")
+    if args.steps <= WARMUP_STEPS:
+        raise UsageError(f"--steps is {args.steps}; the first {WARMUP_STEPS} are left out, so take more")
+    with tempfile.TemporaryDirectory(prefix="flatout-bench-") as place:
+        if Path(args.target).suffix in (".yaml", ".yml", ".py"):
+            config = load_config(Path(args.target), args.overrides)
+        else:
+            model, data = {"name": args.target, "init": "random"}, {"name": "bench", "root": place}
+            config = make_config({"model": model, "data": data}, args.overrides)
+        mode = choose_launch_mode(environment(), gpus=config.gpus, on_cpu=config.device == "cpu", nodes=None)
+        if not isinstance(mode, RunHere):
+            raise UsageError(
+                f"gpus: {config.gpus}: one command measures one GPU; for several start "
+                f"`torchrun --nproc-per-node={mode.num_procs} -m flatout bench ...` without gpus"
+            )
+        set_environment({**expandable_segments_env(environment()), **mode.environment})
+        # import torch only after the configuration is checked
+        from flatout.bench.run import measure, measured_config
+        from flatout.cli.quiet import quiet_transformers
+
+        quiet_transformers()
+        measured, data_name = measured_config(config, Path(place), args.steps)
+        # the run prints to stderr, so that stdout has only the figures
+        with redirect_stdout(sys.stderr):
+            found = measure(measured, launched_s)
+    if found is None:
         return 0
-    # torch is imported only now
-    from flatout.bench.protocol import Settings, run_rows
-    from flatout.bench.report import markdown, svg
-
-    names = args.rows.split(",") if args.rows else default_rows()
-    settings = Settings(
-        out=args.out,
-        work=(args.work or args.out / "work").resolve(),
-        num_steps=args.steps,
-        num_repeats=args.repeats,
-        time_limit_s=args.time_limit,
-        data=args.data,
-        peer_program=(args.peers / peers.trainer).resolve() if peers else None,
-        paths=tuple(str(path.resolve()) for path in args.peer_path),
-        parity=read_parity(args.parity) if args.parity else {},
-    )
-    results = run_rows(choose(known, names), settings, lambda text: print(text, flush=True))
-    table = markdown(results, peers.targets if peers else ())
-    (args.out / "results.md").write_text(table, encoding="utf-8")
-    (args.out / "results.svg").write_text(svg(results), encoding="utf-8")
-    print(f"\n{table}\nin {args.out}: results.json, results.md, results.svg")
-    return 1 if "stopped" in results or any("error" in found for found in results["runs"]) else 0
+    facts = {"model": config.model.name, "weights": config.model.init, "data": data_name} | found
+    facts["num_timed_steps"] = args.steps - WARMUP_STEPS
+    print(json.dumps(facts) if args.json else rows(_rows(facts)))
+    return 0
 
 
-def default_rows() -> list[str]:
-    """The small shape's rows on a GPU, the tiny one on a CPU."""
-    import torch
-
-    return ["0.6b-auto"] if torch.cuda.is_available() else ["tiny"]
+def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    weights = "random weights" if found["weights"] == "random" else "its own weights"
+    yield "model", f"{found['model']}, {weights}"
+    yield "data", found["data"]
+    yield "measured", f"{found['num_timed_steps']} steps on {found['num_ranks']} x {found['device']}"
+    yield "tokens/s", f"{found['tokens_per_s']:,.0f}"
+    yield "label tokens/s", f"{found['label_tokens_per_s']:,.0f}"
+    yield "step time", f"p50 {found['step_p50_s']:.3f} s, p95 {found['step_p95_s']:.3f} s"
+    yield "peak memory", f"{found['peak_memory_bytes'] / 2**30:.2f} GiB"
+    yield "MFU", "not known for this device" if found["mfu"] is None else f"{found['mfu']:.1%}"
+    yield "first step", f"{found['launch_to_first_step_s']:.1f} s after the launch"

@@ -1,21 +1,31 @@
-"""`flatout chat`: answers from a run, an adapter or a model, one prompt or a conversation."""
+"""`flatout chat`: answers one prompt or holds a conversation, using a run, an adapter or a model."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.errors import ResourceError, UsageError
 
+if TYPE_CHECKING:
+    from flatout.models.generate import Sampling
+
+MAX_NEW_TOKENS = 1 << 20
+# logits are divided by the temperature; below this, they overflow the range of fp16, then of fp32
+MIN_TEMPERATURE = 1e-3
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the verb's options."""
     parser.add_argument("target", metavar="RUN_OR_ADAPTER_OR_MODEL", help="run, adapter or model folder, or hub id")
     parser.add_argument("--prompt", help="answer this once and leave; without it the chat is interactive")
     parser.add_argument("--system", help="system prompt")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="longest answer in tokens (512)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token each time (0)")
+    parser.add_argument("--temperature", type=float, help="0: the likeliest token (the model's generation_config)")
+    parser.add_argument("--top-p", type=float, help="likeliest tokens up to this probability (generation_config)")
+    parser.add_argument("--top-k", type=int, help="so many of the likeliest tokens (generation_config)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
     parser.add_argument("--base", help="base model (folder or hub id) instead of the one the adapter names")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
@@ -26,41 +36,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load once, then answer. Raises ResourceError when a GPU was asked for and there is none."""
+    """Load the model once, then answer. Raises UsageError, or ResourceError if a requested GPU is missing."""
+    _check(args)
     import torch
 
     from flatout.cli.quiet import quiet_transformers
-    from flatout.models.device_map import describe_devices
-    from flatout.models.trained import find_trained, load_trained
+    from flatout.data.templates.template import choose_template
+    from flatout.io.template_limits import bounded
+    from flatout.models.generate import Sampling
+    from flatout.models.load.device_map import describe_devices
+    from flatout.models.load.model_paths import load_trained, resolve_model_paths
 
     quiet_transformers()
     has_gpu = torch.cuda.is_available()
     if args.device == "cuda" and not has_gpu:
         raise ResourceError("--device: this machine has no CUDA GPU; use --device cpu")
     device = torch.device("cuda" if has_gpu and args.device != "cpu" else "cpu")
-    if args.device_map is not None and args.device != "auto":
-        raise UsageError(f"--device {args.device} and --device-map {args.device_map} are both given; keep one")
-    trained = find_trained(args.target, base=args.base)
+    trained = resolve_model_paths(args.target, base=args.base)
     model, tokenizer = load_trained(trained, device=device, device_map=args.device_map)
+    if isinstance(tokenizer.chat_template, str):
+        with bounded("the model's chat template"):
+            choose_template(tokenizer, None, trained.tokenizer)
     if args.device_map is not None:
         print(describe_devices(model), file=sys.stderr)
+    sampling = Sampling(args.temperature, args.top_p, args.top_k)
+    print(f"Answers are {sampling.describe(model)}", file=sys.stderr)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     if args.prompt is not None:
-        _turn(model, tokenizer, messages, args.prompt, args)
+        _turn(model, tokenizer, messages, args.prompt, sampling, args)
         return 0
     print("Type a message; an empty line or Ctrl-D ends the chat.")
     while prompt := _read_line():
-        _turn(model, tokenizer, messages, prompt, args)
+        _turn(model, tokenizer, messages, prompt, sampling, args)
     return 0
 
 
-def _turn(model: Any, tokenizer: Any, messages: list[dict[str, str]], prompt: str, args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> None:
+    if not 1 <= args.max_new_tokens <= MAX_NEW_TOKENS:
+        raise UsageError(f"--max-new-tokens is {args.max_new_tokens:,}; expected 1 to {MAX_NEW_TOKENS:,}")
+    if args.temperature is not None and args.temperature != 0 and not MIN_TEMPERATURE <= args.temperature < math.inf:
+        raise UsageError(f"--temperature is {args.temperature:g}; expected 0 (greedy), or at least {MIN_TEMPERATURE:g}")
+    if not 0 <= args.seed < 2**63:
+        raise UsageError(f"--seed is {args.seed}; expected 0 to 2**63 - 1")
+    if args.prompt is not None and any("\ud800" <= letter <= "\udfff" for letter in args.prompt):
+        raise UsageError("--prompt: it is no UTF-8 text; check the terminal's encoding")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise UsageError(f"--top-p is {args.top_p:g}; expected more than 0, at most 1")
+    if args.top_k is not None and args.top_k < 1:
+        raise UsageError(f"--top-k is {args.top_k}; expected at least 1")
+    if args.device_map is not None and args.device != "auto":
+        raise UsageError(f"--device {args.device} and --device-map {args.device_map} are both given; keep one")
+
+
+def _turn(
+    model: Any,
+    tokenizer: Any,
+    messages: list[dict[str, str]],
+    prompt: str,
+    sampling: Sampling,
+    args: argparse.Namespace,
+) -> None:
     from flatout.models.generate import answer
 
     messages.append({"role": "user", "content": prompt})
     reply = answer(
         model, tokenizer, messages,
-        max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed,
+        max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
         on_text=lambda piece: print(piece, end="", flush=True),
     )  # fmt: skip
     print()

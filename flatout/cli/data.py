@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flatout.config.schema import DataConfig
-    from flatout.data.store import TokenStore
+    from flatout.data.token_store import TokenStore
 
 _WIDE = "=" * 80
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options. Defaults are those of the configuration's `data` section."""
+    """Add the verb's options; the defaults are those of the configuration's `data` section."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    _add_build(actions.add_parser("build", help="tokenise sources into a data set with a name"))
-    show = actions.add_parser("show", help="print samples, what is trained in colour, and the statistics")
+    _add_build(actions.add_parser("build", help="tokenize sources into a data set with a name"))
+    show = actions.add_parser("show", help="print samples, what carries loss in color, and the statistics")
     show.add_argument("name", help="name of a built data set")
     show.add_argument("-n", type=int, default=3, help="samples to print (3)")
     listing = actions.add_parser("list", help="print the registry")
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build, show or list; returns 0. Raises FlatoutError."""
+    """Build, show or list. Returns 0; raises FlatoutError."""
     if args.action == "build":
         return _build(args)
     return _show(args) if args.action == "show" else _list(args)
@@ -38,7 +39,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", required=True, help="hub id or folder of the tokenizer")
     add("--name", required=True, help="name of the data set")
     add("-n", "--num-samples", type=int, help="use only so many rows, drawn by --seed")
-    add("--split", help="split of hub data sets (train)")
+    add("--split", help="split of a hub data set, or of a folder whose file names tell splits (train)")
     add("--seed", type=int, help="seed of drawing rows (3407)")
     add("--subset", help="configuration name of a hub data set")
     add("--revision", help="commit or tag of a hub data set")
@@ -46,12 +47,16 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     add("--column", action="append", default=[], metavar="OURS=YOURS", help="rename a column; repeatable")
     add("--weight", action="append", default=[], type=float, help="share of a source in the mix; once for each source")
     add("--template", help="chat template: a name or a .jinja file (the tokenizer's own)")
+    add("--template-arg", action="append", default=[], metavar="NAME=VALUE", help="variable of it; repeatable")
+    add("--empty-reasoning", help="train or mask: an empty <think></think> before an answer")
+    add("--special-tokens", help="keep or text: special tokens that stand in plain text")
     add("--loss-type", help="response_only or all")
     add("--max-tokens", type=int, help="longest sample in tokens (2048); 0: no limit")
-    add("--too-long", help="error, drop, truncate or split")
+    add("--too-long", help="auto, error, drop, truncate or split")
     add("--on-bad-row", help="error or skip")
-    add("--print-samples", "--print_samples", action="store_true", help="print the first samples as text")
-    add("--num-procs", type=int, help="processes that tokenise")
+    add("--print-samples", action="store_true", help="print the first samples as text")
+    add("--num-procs", type=int, help="processes that tokenize")
+    add("--replace", action="store_true", help="build anew where another data set of that name is there")
     add("--root", type=Path, help="folder of the registry and the built data sets (data)")
 
 
@@ -63,25 +68,31 @@ def _config(args: argparse.Namespace) -> DataConfig:
 
     if args.weight and len(args.weight) != len(args.paths):
         raise UsageError(f"{len(args.weight)} --weight for {len(args.paths)} sources; give one for each, or none")
-    columns = {}
-    for rename in args.column:
-        ours, equals, yours = rename.partition("=")
-        if not equals:
-            raise UsageError(f"--column {rename!r} is not OURS=YOURS, such as instruction=question")
-        columns[ours] = yours
-    source = _given(args, "split", "subset", "revision", "format") | {"columns": columns}
+    pairs: dict[str, dict[str, str]] = {"column": {}, "template_arg": {}}
+    for option, found in pairs.items():
+        for given in getattr(args, option):
+            key, equals, value = given.partition("=")
+            if not equals:
+                form = "OURS=YOURS, such as instruction=question" if option == "column" else "NAME=VALUE"
+                raise UsageError(f"--{option.replace('_', '-')} {given!r} is not {form}")
+            found[key] = value
+    # true and false become booleans, everything else stays text: enable_thinking=false
+    variables = {key: {"true": True, "false": False}.get(value, value) for key, value in pairs["template_arg"].items()}
+    source = _given(args, "split", "subset", "revision", "format") | {"columns": pairs["column"]}
     weights = args.weight or [1.0] * len(args.paths)
     sources = [{"path": path, "weight": weight, **source} for path, weight in zip(args.paths, weights, strict=True)]
     settings = _given(
-        args, "name", "num_samples", "seed", "template", "loss_type", "max_tokens", "too_long", "on_bad_row",
-        "num_procs", "root",
+        args, "name", "num_samples", "seed", "template", "empty_reasoning", "special_tokens", "loss_type", "max_tokens",
+        "too_long", "on_bad_row", "num_procs", "root",
     )  # fmt: skip
+    settings |= {"sources": sources, "tokenizer": args.tokenizer, "template_args": variables}
     if args.max_tokens == 0:
         settings["max_tokens"] = None
     try:
-        return DataConfig.model_validate({"sources": sources, "tokenizer": args.tokenizer, **settings})
+        return DataConfig.model_validate(settings)
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, found['loc']))}: {found['msg']}" for found in error.errors()]
+        # the last part of `loc` is the option's name, also for fields of a source
+        problems = [f"--{str(found['loc'][-1]).replace('_', '-')}: {found['msg']}" for found in error.errors()]
         raise ProblemsError("flatout data build", problems) from error
 
 
@@ -92,21 +103,28 @@ def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 def _build(args: argparse.Namespace) -> int:
     config = _config(args)
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from flatout.data.build import open_or_build
     from flatout.data.registry import FILE_NAME
+    from flatout.io.redact import printable, redacted
 
     number = "all" if config.num_samples is None else config.num_samples
-    print(f"Loading {number} samples from {', '.join(args.paths)}...", flush=True)
-    columns = (TextColumn("tokenising"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    print(printable(redacted(f"Loading {number} samples from {', '.join(args.paths)}...")), flush=True)
+    rate = TextColumn("{task.fields[rate]}")
+    columns = (TextColumn("tokenizing"), BarColumn(20), MofNCompleteColumn(), rate, TimeRemainingColumn())
     console = Console(stderr=True, soft_wrap=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task("", total=None, rate="")
+
+        def progress(done: int, total: int | None) -> None:
+            bar.update(task, completed=done, total=total, rate=f"{bar.tasks[0].speed or 0:,.0f} rows/s")
+
         store = open_or_build(
             config,
             args.tokenizer,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            replaces=args.replace,
+            progress=progress,
             say=lambda text: console.print(text, markup=False, highlight=False),
         )
     if args.print_samples:
@@ -119,12 +137,13 @@ def _build(args: argparse.Namespace) -> int:
 
 def _print_samples(store: TokenStore, num_samples: int = 3) -> None:
     from flatout.data.tokenizer import load_tokenizer
+    from flatout.io.redact import printable
 
     tokenizer = load_tokenizer(store.meta.tokenizer)
     print(f"\n{_WIDE}\nSAMPLE TEXTS FROM PROCESSED DATASET:\n{_WIDE}")
     for index in range(min(num_samples, store.num_samples)):
         print(f"\n--- Sample {index + 1} ---")
-        print(tokenizer.decode(store.sample(index)[0].tolist(), skip_special_tokens=False))
+        print(printable(tokenizer.decode(store.sample(index)[0].tolist(), skip_special_tokens=False)))
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -134,24 +153,34 @@ def _show(args: argparse.Namespace) -> int:
 
     from flatout.data import registry
     from flatout.data.statistics import statistics, statistics_lines
-    from flatout.data.store import TokenStore
+    from flatout.data.token_store import TokenStore
     from flatout.data.tokenizer import load_tokenizer
+    from flatout.errors import UsageError
+    from flatout.io.redact import printable
+    from flatout.track.tolerant_stream import is_unread
 
+    if args.n < 0:
+        raise UsageError(f"-n is {args.n}; expected 0 or more samples")
     store = TokenStore.open(registry.entry_dir(args.root, registry.find(args.root, args.name)))
     console = Console(highlight=False, soft_wrap=True)
     tokenizer = load_tokenizer(store.meta.tokenizer) if args.n > 0 else None
     for index in range(min(args.n, store.num_samples)):
-        token_ids, trained = store.sample(index)
+        if is_unread(sys.stdout):
+            return 0
+        token_ids, loss_mask = store.sample(index)
         labels = int(store.num_labels[index])
-        console.print(f"--- Sample {index + 1} ({store.origin(index)}, {len(token_ids)} tokens, {labels} trained) ---")
+        sizes = f"{len(token_ids)} tokens, {labels} with loss"
+        console.print(f"--- Sample {index + 1} ({store.origin(index)}, {sizes}) ---")
         text = Text()
-        for run in np.split(np.arange(len(token_ids)), np.flatnonzero(np.diff(trained)) + 1):
+        for run in np.split(np.arange(len(token_ids)), np.flatnonzero(np.diff(loss_mask)) + 1):
             piece = tokenizer.decode(token_ids[run].tolist(), skip_special_tokens=False) if tokenizer else ""
-            text.append(piece, style="bold green" if trained[run[0]] else "dim")
+            text.append(printable(piece), style="bold green" if loss_mask[run[0]] else "dim")
         console.print(text, end="\n\n")
     meta = store.meta
-    print(f"{meta.name}: {', '.join(meta.sources)}; tokenizer {meta.tokenizer}; template {meta.template or 'none'};")
-    print(f"loss on {meta.loss_type}; max_tokens {meta.max_tokens}; end of turn {meta.end_of_turn or 'none'!r}")
+    origin = f"{meta.name}: {', '.join(meta.sources)}; tokenizer {meta.tokenizer}; template {meta.template or 'none'};"
+    print(printable(origin))
+    loss_type, max_tokens = (meta.settings.get(name) for name in ("loss_type", "max_tokens"))
+    print(printable(f"loss on {loss_type}; max_tokens {max_tokens}; end of turn {meta.end_of_turn or 'none'!r}"))
     print("\n".join(statistics_lines(statistics(store))))
     print(f"every row left out or cut is listed in {store.folder / 'report.json'}")
     return 0
@@ -159,6 +188,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     from flatout.data import registry
+    from flatout.io.redact import printable
 
     entries = registry.load(args.root)
     if not entries:
@@ -170,5 +200,5 @@ def _list(args: argparse.Namespace) -> int:
         rows.append((entry.name, count, entry.loss_type, entry.created, entry.tokenizer, template, sources))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(printable("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()))
     return 0

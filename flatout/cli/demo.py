@@ -1,4 +1,4 @@
-"""`flatout demo`: the whole road on data of its own making: write, build, train, evaluate, save, answer."""
+"""`flatout demo`: a whole run on generated data: write, build, train, evaluate, save, answer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("--out", type=Path, default=Path("demo"), metavar="FOLDER", help="where all files go (demo)")
     parser.add_argument("--seed", type=int, default=42, help="seed of data, weights and order (42)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; 0 when the held-out loss halved and every answer is right, else 1."""
+    """Run the demo. Returns 0 if the held-out loss halved and every answer is right, else 1."""
     import time
 
     from rich.console import Console
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     config = demo_config(folder, args.seed)
     console.print(f"Writing conversations, a tokenizer and a tiny Qwen3-shaped model to {folder.root}/")
     write_demo(folder, args.seed)
-    # torch is imported only now
+    # torch is imported here, after the data is written
     from flatout.cli.quiet import quiet_transformers
     from flatout.demo.job import answer_held_out, loss_halved, train_demo
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(result: Result, marked: list[Marked], elapsed_s: float) -> Table:
-    """The closing table."""
+    """Return the closing table."""
     from rich.table import Table
 
     from flatout.demo.job import loss_halved

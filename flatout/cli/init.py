@@ -1,4 +1,4 @@
-"""`flatout init [PATH]`: writes a commented configuration of every setting that runs unmodified."""
+"""`flatout init [PATH]`: writes a commented configuration that runs as it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.errors import UsageError
+from flatout.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:
     from flatout.config.schema import Config, DataConfig
@@ -19,7 +19,7 @@ OF_ANY_MODEL = ("name", "data.", "eval.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("path", nargs="?", type=Path, help=f"file to write ({DEFAULT_PATH}); never overwritten")
     parser.add_argument(
         "--data",
@@ -27,11 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a data set built before, or a file, folder, glob or hub id (the demo's conversations)",
     )
     parser.add_argument("--model", metavar="M", help="hub id or folder of the model (the demo's tiny one)")
+    parser.add_argument("--all", action="store_true", help="every setting with its help, not only those of a first run")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema for editors instead, or write it")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file; 0. Raises UsageError when it is there already."""
+    """Write the file and return 0. Raises UsageError if it already exists."""
     from flatout.config.schema import Config
     from flatout.config.template import render_template
 
@@ -42,18 +43,22 @@ def run(args: argparse.Namespace) -> int:
         else:
             _write_new(args.path, text)
         return 0
+    if args.model == "" or args.data == "":
+        raise UsageError(f"--{'model' if args.model == '' else 'data'} is empty; leave it out for the demo's")
     path = args.path or DEFAULT_PATH
-    config = starting_config(_as_name(path.stem, "run"), data=args.data, model=args.model)
-    intro = _intro(path, config, own_model=args.model is not None, own_data=args.data is not None)
-    _write_new(path, render_template(config, intro))
+    of_the_data = args.model is None and args.data is not None
+    model = _model_of_data(args.data) if of_the_data else args.model
+    config = starting_config(_as_name(path.stem, "run"), data=args.data, model=model)
+    intro = _intro(path, config, own_model=model is not None, own_data=args.data is not None)
+    _write_new(path, render_template(config, intro, everything=args.all))
     print(f"wrote {path}; next: flatout plan {path}, then flatout train {path}")
-    if args.data is None or args.model is None:
+    if args.data is None:
         _write_demo_inputs()
     return 0
 
 
 def starting_config(name: str, *, data: str | None, model: str | None) -> Config:
-    """A configuration for LoRA on `model`, or the demo's full training of its tiny model when none is named."""
+    """Return a LoRA configuration for `model`, or the demo's full training of its tiny model if `model` is None."""
     from flatout.config.schema import Config, EvalConfig, ModelConfig
     from flatout.demo.settings import DemoFolder, demo_config
 
@@ -64,8 +69,22 @@ def starting_config(name: str, *, data: str | None, model: str | None) -> Config
     return Config(model=ModelConfig(name=model), **values)
 
 
+def _model_of_data(named: str) -> str:
+    """Return the model whose tokenizer the data set was built with. Raises UsageError if there is no such data set."""
+    from flatout.config.schema import DataConfig
+    from flatout.data import registry
+
+    root = DataConfig().root
+    entry = registry.load(root).get(named)
+    if entry is None:
+        raise UsageError(
+            f"--data {named}: also give --model; only a data set in {root / registry.FILE_NAME} names its own"
+        )
+    return entry.tokenizer
+
+
 def data_of(named: str | None, demo: Config) -> DataConfig:
-    """The data section for what `--data` names: nothing, a built data set, or a source."""
+    """Return the data section for `--data`: nothing, a built data set, or a source."""
     from flatout.config.schema import NAME_PATTERN, DataConfig, SourceConfig
 
     if named is None:
@@ -79,7 +98,7 @@ def _intro(path: Path, config: Config, *, own_model: bool, own_data: bool) -> li
     from flatout.config.template import changed_settings
 
     lines = [
-        "Written by `flatout init`. Every setting is here, with its help; [] says what it may be.",
+        "Written by `flatout init`; `--all` writes every setting. [] says what a setting may be.",
         "Where a comment names no default, the value is the default and the line may be deleted.",
         f"  flatout plan {path}      what the run will do, before a GPU is held",
         f"  flatout train {path}     train; the same command goes on after an interruption",
@@ -97,19 +116,21 @@ def _intro(path: Path, config: Config, *, own_model: bool, own_data: bool) -> li
 
 
 def _write_new(path: Path, text: str) -> None:
+    from flatout.io.durable_io import DurableIO
+
+    content = memoryview(text.encode())
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UsageError(f"{path}: exists and is left as it is; name another file, or remove it") from None
-    except OSError as error:
-        raise UsageError(
-            f"{path}: cannot be written ({error.strerror}); name a file in a folder that is there"
-        ) from error
+        DurableIO().create(path, [content], len(content))
+    except ResourceError as error:
+        if isinstance(error.__cause__, FileExistsError):
+            raise UsageError(f"{path}: exists and is left as it is; name another file, or remove it") from None
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise UsageError(f"{path}: there is no folder {path.parent}; make it, or name another file") from None
+        raise
 
 
 def _write_demo_inputs() -> None:
-    """The file refers to the demo's data or model: have them there, as `flatout demo` would write them."""
+    """Write the demo's data and model, which the file refers to, unless they exist."""
     from flatout.demo.settings import DemoFolder
 
     folder = DemoFolder(DEMO_DIR)
@@ -122,5 +143,5 @@ def _write_demo_inputs() -> None:
 
 
 def _as_name(text: str, otherwise: str) -> str:
-    """`text` as a run's or data set's name: other characters than letters, digits, dot and dash become dashes."""
+    """Turn `text` into a valid name: each run of characters other than letters, digits and ._- becomes a dash."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")[:64] or otherwise

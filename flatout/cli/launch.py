@@ -1,4 +1,4 @@
-"""`flatout launch run.yaml --slurm | --kubernetes`: writes what to submit; submits nothing."""
+"""`flatout launch run.yaml --slurm | --kubernetes`: writes a job to submit, and does not submit it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
-    parser.add_argument("config", type=Path, help="the run's YAML file, at the path the cluster sees")
+    """Add the verb's options."""
+    parser.add_argument(
+        "config", type=Path, help="the run's YAML file (a .py file runs as code), at the path the cluster sees"
+    )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--slurm", action="store_true", help="an sbatch script")
     where.add_argument("--kubernetes", action="store_true", help="a PyTorchJob, or with --train-job a TrainJob")
@@ -28,33 +30,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write or print it; the configuration is checked first."""
+    """Check the configuration, then write or print the job."""
     from flatout.config.read import load_config
     from flatout.errors import UsageError
-    from flatout.launch.kubernetes import PYTORCH_JOB, TRAIN_JOB, KubernetesJob, manifest
+    from flatout.io.durable_io import DurableIO
+    from flatout.launch.kubernetes import PYTORCH_JOB, TRAIN_JOB, KubernetesJob, manifest, secret_name
     from flatout.launch.slurm import SlurmJob, sbatch_script
 
     config = load_config(args.config, args.overrides)
-    gpus = args.gpus_per_node or len(config.gpus or [0])
+    gpus = len(config.gpus or [0]) if args.gpus_per_node is None else args.gpus_per_node
     if args.nodes < 1 or gpus < 1:
         raise UsageError(f"--nodes {args.nodes} and --gpus-per-node {gpus} must be at least 1")
     words = ["train", str(args.config), *args.overrides]
-    name = args.name or config.name
+    if args.out is not None and args.out.exists():
+        raise UsageError(f"--out {args.out} exists already; remove it, or choose another name")
+    before = ""
     if args.slurm:
         folder = Path.cwd()
         job = SlurmJob(
-            name, args.nodes, gpus, words, folder, folder / config.folder, sys.executable,
+            args.name or config.name, args.nodes, gpus, words, folder, folder / config.folder, sys.executable,
             max_restarts=config.faults.max_restarts, partition=args.partition, account=args.account, time=args.time,
         )  # fmt: skip
         text = sbatch_script(job)
     else:
         name = args.name or config.name.lower().replace("_", "-").replace(".", "-")
-        job_kind = TRAIN_JOB if args.train_job else PYTORCH_JOB
-        text = manifest(KubernetesJob(name, args.nodes, gpus, words, args.image, args.claim, args.mount, job_kind))
+        kind = TRAIN_JOB if args.train_job else PYTORCH_JOB
+        pods = KubernetesJob(name, args.nodes, gpus, words, args.image, args.claim, args.mount, kind)
+        text = manifest(pods)
+        if secret := secret_name(pods):
+            before = f'kubectl create secret generic {secret} --from-literal=secret="$(openssl rand -hex 32)" && '
+    submit = "sbatch" if args.slurm else f"{before}kubectl apply -f"
     if args.out is None:
         print(text, end="")
         return 0
-    args.out.write_text(text, encoding="utf-8")
-    submit = "sbatch" if args.slurm else "kubectl apply -f"
+    DurableIO().write_bytes(args.out, text.encode())
     print(f"{args.out} is written and nothing is submitted; read it, then: {submit} {args.out}")
     return 0

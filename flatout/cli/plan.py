@@ -1,30 +1,34 @@
-"""`flatout plan run.yaml [section.name=value ...]`: what a run will do, before any GPU is held."""
+"""`flatout plan run.yaml [section.name=value ...]`: shows what a run will do before it takes any GPU."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import textwrap
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout.cli.screen import WIDTH
 from flatout.errors import UsageError
 
 if TYPE_CHECKING:
-    from flatout.plan.budget import MemoryDecision
     from flatout.plan.devices import Device
     from flatout.plan.explain import PlanReport
-    from flatout.plan.shape import ModelShape
+    from flatout.plan.memory.budget import MemoryDecision
+    from flatout.plan.schedule.types import StepPlan
+
+MAX_RANKS = 100_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("config", type=Path, help="a YAML file, or a .py file that sets `config` (which runs as code)")
     parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="such as batch.samples_per_step=64")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="plan for N GPUs (default 1)")
-    parser.add_argument(
-        "--tokens-per-s", type=float, metavar="X", help="useful tokens a second over all ranks; adds a time estimate"
-    )
+    parser.add_argument("--tokens-per-s", type=float, metavar="X", help="tokens/s over all ranks; adds a time estimate")
     parser.add_argument(
         "--device", metavar="GPU", help="plan the memory of this GPU: h200, h100, a100-80, 4090, t4 ..."
     )
@@ -33,52 +37,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and print; 0, or a FlatoutError for a configuration or data that cannot be planned."""
+    """Plan and print. Returns 0; raises FlatoutError for a configuration or data that cannot be planned."""
+    from flatout.cli.screen import rows
     from flatout.config.read import load_config
     from flatout.parallel.rank import Rank
-    from flatout.plan.budget import longest_document_tokens, memory_model
     from flatout.plan.devices import ANY_DEVICE
-    from flatout.plan.explain import explain, render, render_step
-    from flatout.track.record import Trackers
+    from flatout.plan.explain import explain
+    from flatout.plan.memory.budget import longest_document_tokens, memory_model
+    from flatout.track.recorder import Recorder
     from flatout.train.planning import plan_run
 
-    if args.ranks < 1:
-        raise UsageError(f"--ranks is {args.ranks}; expected at least 1")
-    if args.tokens_per_s is not None and not args.tokens_per_s > 0:
-        raise UsageError(f"--tokens-per-s is {args.tokens_per_s:g}; expected more than 0")
+    if not 1 <= args.ranks <= MAX_RANKS:
+        raise UsageError(f"--ranks is {args.ranks:,}; expected 1 to {MAX_RANKS:,}")
+    if args.tokens_per_s is not None and not 0 < args.tokens_per_s < math.inf:
+        raise UsageError(f"--tokens-per-s is {args.tokens_per_s:g}; expected more than 0, and finite")
     device = device_of(args.device)
-    config = load_config(args.config, args.overrides)
-    planned = plan_run(config, Trackers(), Rank(0, args.ranks), lambda: device)
-    plan, shape, decision = planned.plan, planned.shape, planned.memory
+    config, told = load_config(args.config, args.overrides), Recorder()
+    planned = plan_run(config, told, Rank(0, args.ranks), lambda: device)
+    plan, shape, decision, layout = planned.plan, planned.shape, planned.memory, planned.parallel_layout
     if args.step is not None:
         if not 0 <= args.step < plan.num_steps:
             raise UsageError(f"--step is {args.step}; the run has steps 0 to {plan.num_steps - 1}")
         step = plan.step(args.step)
-        print(json.dumps(asdict(step)) if args.json else render_step(step))
+        print(json.dumps(asdict(step)) if args.json else "\n".join(step_lines(step)))
         return 0
-    model = decision.model or memory_model(config, shape, ANY_DEVICE, planned.spread)
+    model = decision.model or memory_model(config, shape, ANY_DEVICE, layout)
     report = explain(
         plan,
         num_held_out=planned.store.num_samples - plan.num_samples,
         tokens_per_s=args.tokens_per_s,
         memory_of=lambda size: model.estimate(size, decision.recompute, accumulates=decision.accumulates),
     )
-    longest = longest_document_tokens(config, shape, device, report.label_share, planned.spread) if device else None
+    longest = longest_document_tokens(config, shape, device, report.label_share, layout) if device else None
     if args.json:
         on_device = device_values(decision, longest) if device else {}
-        print(json.dumps(report_values(report) | {"strategy": planned.spread.reason} | on_device))
+        print(json.dumps(report_values(report) | {"strategy": layout.reason} | on_device))
         return 0
-    print(_note(shape) + render(report))
+    lines = list(report_rows(report))
     if args.ranks > 1:
-        print(f"strategy       {planned.spread.reason}")
+        lines.append(("strategy", layout.reason))
     if device:
-        print(f"on {device.name:<14}{decision.reason}")
-        print(f"longest document {longest:,} tokens, alone in a micro-batch")
+        lines.append((f"on {device.name}", decision.reason))
+        lines.append(("longest document", f"{longest:,} tokens, alone in a micro-batch"))
+    lines += [(kind, ", ".join(f"{name} {value}" for name, value in facts.items())) for kind, facts in told.events]
+    print(rows(lines))
     return 0
 
 
 def device_of(name: str | None) -> Device | None:
-    """The GPU of this name; None for no name. Raises UsageError for one that is not in the table."""
+    """Return the GPU of this name, or None for no name. Raises UsageError if the table does not have it."""
     from flatout.plan.devices import DEVICES
 
     if name is not None and name.lower() not in DEVICES:
@@ -87,11 +94,11 @@ def device_of(name: str | None) -> Device | None:
 
 
 def device_values(decision: MemoryDecision, longest_document: int | None) -> dict[str, Any]:
-    """What was decided for a GPU, as plain values."""
+    """Return what was decided for a GPU as plain values."""
     return {
         "micro_batch_tokens": decision.micro_batch_tokens,
         "recompute": decision.recompute,
-        "turned_weights": decision.turned_weights,
+        "transposed_weights": decision.transposed_weights,
         "memory_budget_bytes": decision.budget_bytes,
         "longest_document_tokens": longest_document,
         "decision": decision.reason,
@@ -99,14 +106,65 @@ def device_values(decision: MemoryDecision, longest_document: int | None) -> dic
 
 
 def report_values(report: PlanReport) -> dict[str, Any]:
-    """The report as plain values, with the shares and the memory's total that are properties."""
+    """Return the report as plain values, including its properties: the shares and the memory's total."""
     values = asdict(report) | {"label_share": report.label_share, "padding_avoided": report.padding_avoided}
     if report.memory:
         values["memory"]["total_bytes"] = report.memory.total_bytes
     return values
 
 
-def _note(shape: ModelShape) -> str:
-    if shape.known:
-        return ""
-    return f"note: model type {shape.model_type} is not in the plan's table; its compute is counted as Llama's\n"
+def report_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
+    """Yield the report as pairs of name and text."""
+    held_out = f", {report.num_held_out:,} held out" if report.num_held_out else ""
+    yield "steps", f"{report.num_steps:,}"
+    yield "samples", f"{report.num_samples:,}{held_out}, {report.epochs:.4g} epochs"
+    yield "tokens", f"{report.num_tokens:,}, of them {report.label_share:.1%} label tokens"
+    yield (
+        "micro-batches",
+        f"{report.num_micro_batches:,} on {_ranks(report.num_ranks)}, "
+        f"{report.num_micro_batches / report.num_steps:.1f} a step, the largest {report.max_micro_batch_tokens:,} "
+        "tokens",
+    )
+    yield (
+        "padding avoided",
+        f"{report.padding_avoided:.1%} of the {report.num_naive_tokens:,} tokens of a loader that pads each batch "
+        "to its longest sample, at the same budget",
+    )
+    for balance in report.balances:
+        mark = " (this run)" if balance.num_ranks == report.num_ranks else ""
+        text = f"mean {balance.mean:.3f}, worst step {balance.worst:.3f} of planned FLOPs{mark}"
+        yield f"balance, {_ranks(balance.num_ranks)}", text
+    petaflops = report.flops / 1e15
+    yield "compute", f"{petaflops:,.0f} PFLOP" if petaflops >= 100 else f"{petaflops:.3g} PFLOP"
+    if memory := report.memory:
+        parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working")
+        sizes = {name: getattr(memory, f"{name}_bytes") for name in parts}
+        detail = ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in sizes.items() if num_bytes)
+        yield "memory, a rank", f"about {_size(memory.total_bytes)} (estimate: {detail})"
+    if report.time_s is not None:
+        minutes, seconds = divmod(round(report.time_s), 60)
+        hours, minutes = divmod(minutes, 60)
+        yield "time", f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+    yield "fingerprint", report.fingerprint
+
+
+def step_lines(step: StepPlan) -> Iterator[str]:
+    """Yield the lines of one step: each rank's micro-batches, with the ids of their samples."""
+    yield f"step {step.index}, epoch {step.epoch}: {len(step.sample_ids)} samples, balance {step.balance:.3f}"
+    yield f"{step.num_tokens:,} tokens, {step.num_label_tokens:,} label tokens"
+    for index, rank in enumerate(step.ranks):
+        tokens = sum(micro_batch.num_tokens for micro_batch in rank)
+        yield f"  rank {index}: {tokens:,} tokens in {len(rank):,} micro-batch{'' if len(rank) == 1 else 'es'}"
+        for micro_batch in rank:
+            filler = ", a filler" if micro_batch.is_filler else ""
+            yield f"    {micro_batch.num_tokens:,} tokens, {micro_batch.num_label_tokens:,} labels{filler}"
+            ids = " ".join(map(str, micro_batch.sample_ids))
+            yield from textwrap.wrap(ids, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+def _ranks(number: int) -> str:
+    return f"{number:,} rank{'' if number == 1 else 's'}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.01 * 2**30 else f"{num_bytes / 2**20:.2f} MiB"

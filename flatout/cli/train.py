@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
+import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flatout.config.schema import Config
-    from flatout.errors import PeerLostError
-    from flatout.launch.place import Here, Start
-    from flatout.launch.reports import RankLog
+    from flatout.launch.launch_mode import RunHere, SpawnRanks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("config", type=Path, help="a YAML file, or a .py file that sets `config` (which runs as code)")
     parser.add_argument(
         "--profile", nargs="?", type=int, const=3, metavar="N",
@@ -31,12 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; 0 when the run is complete, 75 when it was asked to stop and saved, else the failing rank's own code."""
+    """Train. Returns 0 if the run is complete, 75 if it was stopped and saved, else the failing rank's exit code."""
+    from flatout.environment import PARENT, environment, expandable_segments_env, set_environment, whole_number
+    from flatout.launch.ranks import end_with_parent
+
+    if PARENT in environment():
+        # before anything slow, so that a killed launcher leaves no rank behind
+        end_with_parent(whole_number(environment(), PARENT))
+
     from flatout.config.read import load_config
     from flatout.errors import UsageError
+    from flatout.launch.launch_mode import SpawnRanks, choose_launch_mode
     from flatout.launch.nodes import parse_nodes
-    from flatout.launch.place import Start, decide
-    from flatout.parallel.rank import adopt, environment, growing_segments
 
     if args.profile is not None and args.profile < 1:
         raise UsageError(f"--profile is {args.profile}; expected at least 1 step")
@@ -52,47 +61,55 @@ def run(args: argparse.Namespace) -> int:
     nodes = parse_nodes(args.nnodes, args.node_rank, args.rdzv) if args.nnodes else None
     if args.dry_run and args.tmux is None:
         raise UsageError("--dry-run is only for --tmux; `flatout plan` shows what a run will do")
-    place = decide(environment(), gpus=config.gpus, on_cpu=config.device == "cpu", nodes=nodes)
+    place = choose_launch_mode(environment(), gpus=config.gpus, on_cpu=config.device == "cpu", nodes=nodes)
     profile = [] if args.profile is None else [f"--profile={args.profile}"]
     words = ["train", str(args.config), *args.overrides, *profile]
     if args.tmux is not None:
         if nodes is not None:
             words += [f"--nnodes={args.nnodes}", f"--node-rank={args.node_rank}", f"--rdzv={args.rdzv}"]
         return start_in_tmux(config, place, args.tmux, words, dry_run=args.dry_run)
-    if isinstance(place, Start):
+    if isinstance(place, SpawnRanks):
         return start_ranks(config, place, words)
-    adopt({**growing_segments(environment()), **place.environment})
+    set_environment({**expandable_segments_env(environment()), **place.environment})
     return train_here(config, args.profile)
 
 
-def start_ranks(config: Config, start: Start, words: list[str]) -> int:
-    """Start the ranks of this node and watch over them until the run ends."""
-    from flatout.launch.command import Attempt
-    from flatout.launch.here import address_towards, interface_of
-    from flatout.launch.supervise import Policy, Supervisor
-    from flatout.parallel.rank import environment
+def start_ranks(config: Config, start: SpawnRanks, words: list[str]) -> int:
+    """Start the ranks of this node and supervise them until the run ends."""
+    from flatout.environment import environment, new_secret, secret_of_nodes
+    from flatout.io.bounded_wait import to_stderr
+    from flatout.io.run_lock import RunLock
+    from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, LocalRendezvous, Rendezvous
+    from flatout.launch.supervise import Supervisor
 
+    nodes, faults, env = start.nodes, config.faults, environment()
     logs = config.folder / "logs"
-    attempt = Attempt(start, words, run_id=config.name)
-    if start.nodes.num_max > 1:
-        logs = logs / f"node-{start.nodes.index}"
-        address = address_towards(start.nodes)
-        attempt = Attempt(start, words, config.name, address, interface_of(address))
-    policy = Policy(config.faults.max_restarts, config.faults.min_ranks)
-    return Supervisor(logs, policy, environment(), lambda line: print(line, file=sys.stderr), sys.stdout).run(attempt)
+    if nodes.index == 0:
+        # refuse a second run here, before it touches the logs of the first
+        with RunLock(config.folder):
+            pass
+    rendezvous: Rendezvous
+    if nodes.num_max == 1:
+        secret, rendezvous = new_secret(), LocalRendezvous()
+    else:
+        logs = logs / f"node-{nodes.index}"
+        secret = secret_of_nodes(env)
+        kind = HostRendezvous if nodes.index == 0 else ClientRendezvous
+        rendezvous = kind(nodes, secret, join_s=faults.join_s, notify=to_stderr)
+    return Supervisor(logs, words, faults, rendezvous, env, secret, to_stderr, sys.stdout).run(start)
 
 
-def start_in_tmux(config: Config, place: Here | Start, name: str, words: list[str], *, dry_run: bool) -> int:
-    """The same command in a tmux session, or on the console what would make it."""
-    from flatout.launch.place import Start
+def start_in_tmux(config: Config, place: RunHere | SpawnRanks, name: str, words: list[str], *, dry_run: bool) -> int:
+    """Run the same command in a tmux session; with `dry_run`, only print the tmux commands."""
+    from flatout.environment import environment
+    from flatout.launch.launch_mode import SpawnRanks
     from flatout.launch.tmux import commands, shown, start
-    from flatout.parallel.rank import environment
 
     folder = config.folder.absolute()
     logs = [folder / "train.log"]
-    if isinstance(place, Start):
+    if isinstance(place, SpawnRanks):
         latest = folder / "logs" / (f"node-{place.nodes.index}/latest" if place.nodes.num_max > 1 else "latest")
-        num_windows = int(place.num_procs) if place.num_procs.isdigit() else 1
+        num_windows = 1 if place.num_procs == "gpu" else place.num_procs
         logs = [latest / f"rank-{rank}.log" for rank in range(num_windows)]
     made = commands(name, [sys.executable, "-m", "flatout", *words], logs, Path.cwd(), environment())
     if dry_run:
@@ -105,34 +122,38 @@ def start_in_tmux(config: Config, place: Here | Start, name: str, words: list[st
 
 def train_here(config: Config, profile_steps: int | None) -> int:
     """Train in this process, alone or as one rank."""
-    from flatout.launch.command import LOGS_VARIABLE
-    from flatout.launch.reports import RankLog
-    from flatout.parallel.rank import Rank, environment
-
-    log = None
-    if folder := environment().get(LOGS_VARIABLE):
-        log = RankLog(Path(folder), Rank.from_env().index)
-        log.begin()
-    try:
-        _train(config, profile_steps, log)
-    except BaseException as error:
-        if log is not None:
-            interrupted = 130 if isinstance(error, KeyboardInterrupt) else 1
-            log.end(getattr(error, "exit_code", interrupted), error)
-        raise
-    if log is not None:
-        log.end(0)
-    return 0
-
-
-def _train(config: Config, profile_steps: int | None, log: RankLog | None) -> None:
-    # torch is imported only once the configuration is known to be right
+    # import torch only after the configuration is checked
     from flatout.cli.quiet import quiet_transformers
-    from flatout.train.run import train
+    from flatout.environment import LOGS, environment
+    from flatout.errors import ResourceError
+    from flatout.launch.reports import SIGNAL_EXIT_CODE, UNCAUGHT_EXIT_CODE, RankReport
+    from flatout.parallel.rank import Rank
 
-    def on_loss(error: PeerLostError) -> None:
-        if log is not None:
-            log.end(error.exit_code, error)
+    folder = environment().get(LOGS)
+    report = RankReport(Rank.from_env().index, os.getpid(), time.time())
 
-    quiet_transformers()
-    train(config, profile_steps=profile_steps, on_loss=on_loss)
+    def end(exit_code: int, error: BaseException | None = None) -> None:
+        # a lost peer is reported by the watch's thread and again by this one; the last report counts
+        if folder:
+            # a full disk must not hide the error: the launcher still has the exit code
+            with suppress(ResourceError):
+                report.ended(exit_code, error).write(Path(folder))
+
+    if folder:
+        report.write(Path(folder))
+    try:
+        from flatout.profile.profiler import Profiler
+        from flatout.track.console import ConsoleTracker
+        from flatout.train.run import train
+
+        quiet_transformers()
+        profilers = []
+        if profile_steps is not None:
+            profilers.append(Profiler(config.folder, profile_steps, partial(ConsoleTracker().stage, "profile")))
+        train(config, trackers=profilers, on_peer_lost=lambda error: end(error.exit_code, error))
+    except BaseException as error:
+        unnamed = SIGNAL_EXIT_CODE + signal.SIGINT if isinstance(error, KeyboardInterrupt) else UNCAUGHT_EXIT_CODE
+        end(getattr(error, "exit_code", unnamed), error)
+        raise
+    end(0)
+    return 0

@@ -1,34 +1,35 @@
-"""`flatout verify run.yaml [section.name=value ...]`: is every way of computing this run's step the same step?"""
+"""`flatout verify run.yaml [section.name=value ...]`: checks that all ways of computing a run's step agree."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.errors import UsageError
 
 if TYPE_CHECKING:
-    from flatout.train.verify_compare import Row
+    from flatout.verify.compare import Row
 
-COLUMNS = f"{'case':<44} {'ranks':>5} {'micro':>5} {'loss':>9} {'gradient':>9} {'norm':>9} {'1-cosine':>9}  verdict"
+WIDTH = 80
+COLUMNS = f"{'case':<33} {'ranks':>5} {'micro':>5} {'loss':>7} {'gradient':>8} {'norm':>7}  verdict"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("config", type=Path, help="a YAML file, or a .py file that sets `config` (which runs as code)")
     parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="such as model.precision=fp32")
     parser.add_argument("--ranks", type=int, metavar="N", help="split over 2 to N processes (all GPUs; 2 on a CPU)")
     parser.add_argument("--tolerance", type=float, metavar="X", help="largest relative difference (fp32 1e-4)")
     parser.add_argument("--fp64", action="store_true", help="verify in fp64 instead of fp32 (limit 1e-5)")
-    parser.add_argument("--families", action="store_true", help="also tiny models of five architectures, same settings")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; 0 when all is equal. Raises NumericError (exit code 5) when a row is above its limit."""
+    """Print the table. Returns 0 if all rows agree; raises NumericError (exit code 5) if one is above its limit."""
     from flatout.config.read import load_config
-    from flatout.launch.place import only_these
-    from flatout.parallel.rank import adopt, environment
+    from flatout.environment import environment, set_environment
+    from flatout.launch.launch_mode import visible_devices_env
 
     if args.ranks is not None and args.ranks < 1:
         raise UsageError(f"--ranks is {args.ranks}; expected at least 1")
@@ -36,11 +37,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--tolerance is {args.tolerance:g}; expected more than 0")
     config = load_config(args.config, args.overrides)
     # before torch looks for GPUs
-    adopt(only_these(environment(), gpus=config.gpus, on_cpu=config.device == "cpu"))
+    set_environment(visible_devices_env(environment(), gpus=config.gpus, on_cpu=config.device == "cpu"))
     import torch
 
     from flatout.cli.quiet import quiet_transformers
-    from flatout.train.verify import verify
+    from flatout.verify.run import verify
 
     quiet_transformers()
     has_gpus = config.device != "cpu" and torch.cuda.is_available()
@@ -51,11 +52,10 @@ def run(args: argparse.Namespace) -> int:
         num_ranks=args.ranks or num_ranks,
         exact="fp64" if args.fp64 else "fp32",
         tolerance=args.tolerance,
-        families=args.families,
-        on_row=lambda row: print(line_of(row), flush=True),
+        on_row=lambda row: print(*lines_of(row), sep="\n", flush=True),
     )
     for note in report.notes:
-        print(f"note: {note}")
+        print(textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="  "))
     print(f"written to {config.folder / 'verify.json'}")
     report.require_equal()
     left_out = sum(row.verdict == "left out" for row in report.rows)
@@ -63,11 +63,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def line_of(row: Row) -> str:
-    """One row of the table; differences are relative, the gradient's is the worst parameter's, named behind."""
-    cosine = None if row.cosine is None else 1 - row.cosine
-    figures = (row.loss_difference, row.worst_difference, row.norm_difference, cosine)
-    cells = " ".join(f"{'-' if value is None else format(value, '.1e'):>9}" for value in figures)
-    limit = "" if row.verdict in ("noise", "left out") else f" (limit {row.limit:.0e})"
-    why = row.note or row.worst_parameter or ""
-    return f"{row.case:<44} {row.num_ranks:>5} {row.num_micro_batches:>5} {cells}  {row.verdict}{limit} {why}".rstrip()
+def lines_of(row: Row) -> list[str]:
+    """Format one row of the table, followed by the reason if it is not ok.
+
+    Differences are relative; the gradient's is the worst parameter's. verify.json has all figures.
+    """
+    figures = zip((row.loss_difference, row.worst_difference, row.norm_difference), (7, 8, 7), strict=True)
+    cells = " ".join(f"{'-' if value is None else format(value, '.1e'):>{width}}" for value, width in figures)
+    line = f"{row.case:<33} {row.num_ranks:>5} {row.num_micro_batches:>5} {cells}  {row.verdict}"
+    if row.verdict == "ok":
+        return [line]
+    limit = f"limit {row.limit:.0e}" if row.verdict == "FAIL" else ""
+    worst = f"worst gradient: {row.worst_parameter}" if row.worst_parameter else ""
+    why = "; ".join(filter(None, (limit, row.note or worst)))
+    return [line, *textwrap.wrap(why, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)]

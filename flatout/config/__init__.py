@@ -1,1 +1,1 @@
-"""The settings of a run: schema, reading, the commented template."""
+"""The settings of a run: the schema, reading a configuration, and the commented template."""

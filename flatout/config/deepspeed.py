@@ -1,18 +1,17 @@
-"""A user's DeepSpeed JSON beside our settings: they fill what it leaves open; what contradicts them is refused."""
+"""Merges a user's DeepSpeed JSON with flatout's settings, which fill in open entries; contradictions are errors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from flatout.config.schema import Config
+from flatout.config.sharding import CommConfig, ShardingConfig
 
 AUTO = "auto"
 DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 2}}
 
-# DeepSpeed's own ways for what flatout does, or for steps that are not the planned ones: dotted name -> what to do
+# DeepSpeed features that replace flatout's own, or change the planned steps: dotted name -> what to do instead
 _REFUSED = {
     "activation_checkpointing": "set recompute instead",
     "autotuning": "leave it out; micro-batches are planned from memory",
@@ -26,13 +25,39 @@ _REFUSED = {
     "compile": "set compile instead",
     "zero_optimization.zenflow": "leave it out; its updates come later than their step",
 }
+_SECTIONS = (
+    "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "optimizer",
+    "optimizer.params", "scheduler", "scheduler.params", "bf16", "fp16", "torch_autocast", "data_types", "timers",
+    "timers.throughput",
+)  # fmt: skip
 _OPTIMIZERS = {"adamw": ("adam", "adamw"), "sgd": ("sgd",)}
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
+class Settings(Protocol):
+    """What the JSON is checked against. `Config` has it, but schema.py imports this file, so it is a protocol here."""
+
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def deepspeed(self) -> dict[str, Any] | None: ...
+    @property
+    def sharding(self) -> ShardingConfig: ...
+    @property
+    def comm(self) -> CommConfig: ...
+    @property
+    def model(self) -> Any: ...
+    @property
+    def batch(self) -> Any: ...
+    @property
+    def optim(self) -> Any: ...
+    @property
+    def schedule(self) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """An entry that our settings decide: it is `sent`; the JSON may leave it out, or say auto or one of `same`."""
+    """An entry that our settings decide: `sent` is used; the JSON may omit it, or have auto or one of `same`."""
 
     name: str
     ours: str
@@ -41,19 +66,19 @@ class Owned:
 
 
 def stage_of(given: Mapping[str, Any] | None) -> int:
-    """The ZeRO stage of a JSON's content."""
+    """Return the ZeRO stage of a JSON's content."""
     stage = (DEFAULT if given is None else given).get("zero_optimization", DEFAULT["zero_optimization"])
     return stage.get("stage", 0) if isinstance(stage, Mapping) else 0
 
 
 def offloads(given: Mapping[str, Any] | None) -> bool:
-    """Whether optimizer state waits outside of the GPU."""
+    """Return whether optimizer state is kept outside the GPU."""
     zero = (given or {}).get("zero_optimization") or {}
     return bool((zero.get("offload_optimizer") or {}).get("device", "none") != "none")
 
 
-def check(config: Config) -> None:
-    """Raise ValueError, naming each entry that contradicts a setting, before anything is read or loaded."""
+def check(config: Settings) -> None:
+    """Raise ValueError naming each entry that contradicts a setting, before anything is read or loaded."""
     if config.strategy != "deepspeed":
         raise ValueError(f"deepspeed needs strategy: deepspeed; got {config.strategy}")
     if config.sharding != type(config.sharding)():
@@ -63,18 +88,21 @@ def check(config: Config) -> None:
         raise ValueError("strategy: deepspeed keeps fp32 weights; set model.precision: fp32 or bf16")
     given = DEFAULT if config.deepspeed is None else config.deepspeed
     if precision == "auto":
-        # what the device has is not known yet: the JSON's own word stands until then
+        # the device's precision is not known yet, so this check takes the JSON's
         is_bf16 = _get(given, "bf16.enabled") is True or _get(given, "torch_autocast.enabled")
         precision = "bf16" if is_bf16 else "fp32"
     fill(given, config, num_ranks=1, precision=precision)
 
 
-def fill(given: Mapping[str, Any] | None, config: Config, *, num_ranks: int, precision: str) -> dict[str, Any]:
-    """The content that DeepSpeed gets: every value of ours in it, `auto` elsewhere left to DeepSpeed's defaults.
+def fill(given: Mapping[str, Any] | None, config: Settings, *, num_ranks: int, precision: str) -> dict[str, Any]:
+    """Return what DeepSpeed gets: flatout's values filled in, any other `auto` left to DeepSpeed's defaults.
 
     `precision` is fp32 or bf16. Raises ValueError naming each entry that contradicts a setting, and both values.
     """
     given = DEFAULT if given is None else given
+    # shapes first: the other checks assume that sections are objects
+    if found := list(_misshapen(given)):
+        raise ValueError("; ".join(found))
     if found := list(_problems(given, config, num_ranks, precision)):
         raise ValueError("; ".join(found))
     filled = _without_auto(given)
@@ -86,26 +114,26 @@ def fill(given: Mapping[str, Any] | None, config: Config, *, num_ranks: int, pre
         if _get(filled, name) is None:
             _put(filled, name, value)
     filled.setdefault("zero_optimization", dict(DEFAULT["zero_optimization"]))
-    # sums over micro-batches: the JSON may choose a narrower dtype, DeepSpeed's own default is the weights'
+    # sums over micro-batches: the JSON may choose a narrower dtype; DeepSpeed's default is that of the weights
     if _get(filled, "data_types.grad_accum_dtype") is None:
         _put(filled, "data_types.grad_accum_dtype", "fp32")
     return filled
 
 
-def _owned(given: Mapping[str, Any], config: Config, num_ranks: int, precision: str) -> list[Owned]:
+def _owned(given: Mapping[str, Any], config: Settings, num_ranks: int, precision: str) -> list[Owned]:
     optim, cuts = config.optim, "batch.micro_batch_tokens"
     clip = optim.max_grad_norm or 0.0
     autocast = bool(_get(given, "torch_autocast.enabled"))
     sent = "bf16" if config.comm.compress == "bf16" else "fp32"
     sums = "the loss, divided by the step's label tokens,"
     return [
-        # DeepSpeed only reports with these three; each rank's number of micro-batches differs from step to step
+        # DeepSpeed uses these three for reports only; each rank's number of micro-batches differs from step to step
         Owned("train_batch_size", "batch.samples_per_step", num_ranks, (config.batch.samples_per_step,)),
         Owned("train_micro_batch_size_per_gpu", cuts, 1),
         Owned("gradient_accumulation_steps", cuts, 1),
         Owned("managed_gradient_accumulation", cuts, True, (True,)),
         Owned("gradient_clipping", "optim.max_grad_norm", clip, (clip,)),
-        # averaged, over losses multiplied by the number of ranks: stage 3 has no sum
+        # the mean of losses that are multiplied by the number of ranks: stage 3 cannot sum
         Owned("gradient_allreduce_op", sums, "mean", ("mean",)),
         Owned("prescale_gradients", sums, False, (False,)),
         Owned("gradient_predivide_factor", sums, 1.0, (1.0,)),
@@ -117,9 +145,19 @@ def _owned(given: Mapping[str, Any], config: Config, num_ranks: int, precision: 
     ]
 
 
-def _problems(given: Mapping[str, Any], config: Config, num_ranks: int, precision: str) -> Iterator[str]:
+def _misshapen(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message for each section that is not an object and each type that is not a string."""
+    for name in _SECTIONS:
+        if not isinstance(_get(given, name), Mapping | None):
+            yield f"{name} is {_get(given, name)!r:.100}; expected an object, as in DeepSpeed's documentation"
+    for name in ("optimizer.type", "scheduler.type"):
+        if not isinstance(_get(given, name), str | None):
+            yield f"{name} is {_get(given, name)!r:.100}; expected a name"
+
+
+def _problems(given: Mapping[str, Any], config: Settings, num_ranks: int, precision: str) -> Iterator[str]:
     stage = stage_of(given)
-    if stage not in (1, 2, 3):
+    if stage not in (1, 2, 3) or isinstance(stage, bool):
         yield f"zero_optimization.stage is {stage!r}; write 1, 2 or 3, or set strategy: ddp"
     for name, remedy in _REFUSED.items():
         if _get(given, name) not in (None, False, {}, 1):
@@ -138,7 +176,7 @@ def _problems(given: Mapping[str, Any], config: Config, num_ranks: int, precisio
     yield from _scheduler_problems(given.get("scheduler") or {}, config)
 
 
-def _optimizer_problems(section: Mapping[str, Any], config: Config) -> Iterator[str]:
+def _optimizer_problems(section: Mapping[str, Any], config: Settings) -> Iterator[str]:
     optim = config.optim
     kind = section.get("type", AUTO)
     if kind != AUTO and str(kind).lower() not in _OPTIMIZERS.get(optim.name, ()):
@@ -159,7 +197,7 @@ def _optimizer_problems(section: Mapping[str, Any], config: Config) -> Iterator[
             yield _contradiction(f"optimizer.params.{name}", value, ours, expected)
 
 
-def _scheduler_problems(section: Mapping[str, Any], config: Config) -> Iterator[str]:
+def _scheduler_problems(section: Mapping[str, Any], config: Settings) -> Iterator[str]:
     kind, schedule = section.get("type", AUTO), config.schedule
     if kind != AUTO and _SCHEDULES.get(kind) != schedule.kind:
         yield _contradiction("scheduler.type", kind, "schedule.kind", schedule.kind)
@@ -180,8 +218,8 @@ def _contradiction(name: str, value: Any, ours: str, expected: Any) -> str:
     return f'{name} is {value!r}, but {ours} is {expected!r}; write "auto", or leave it out'
 
 
-def _shown(entry: Owned, config: Config, precision: str) -> Any:
-    """Our setting as the user wrote it."""
+def _shown(entry: Owned, config: Settings, precision: str) -> Any:
+    """Return flatout's setting as the user wrote it."""
     shown = {
         "optim.max_grad_norm": config.optim.max_grad_norm,
         "batch.samples_per_step": config.batch.samples_per_step,
@@ -193,7 +231,7 @@ def _shown(entry: Owned, config: Config, precision: str) -> Any:
 
 
 def _get(content: Mapping[str, Any], name: str) -> Any:
-    """The value at a dotted name; None without one."""
+    """Return the value at a dotted name, or None."""
     place: Any = content
     for part in name.split("."):
         place = place.get(part) if isinstance(place, Mapping) else None
@@ -208,7 +246,7 @@ def _put(content: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _without_auto(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which `auto` is left out, which gives DeepSpeed's default."""
+    """Return a copy without `auto` entries, so that DeepSpeed's defaults apply."""
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
         for key, value in content.items()

@@ -1,10 +1,11 @@
-"""From a file and overrides to a frozen Config, with every problem told at once."""
+"""Read a configuration file and overrides into a frozen Config; all problems are reported at once."""
 
 from __future__ import annotations
 
 import difflib
-import json
+import logging
 import runpy
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -14,22 +15,102 @@ from pydantic import BaseModel, ValidationError
 
 from flatout.config.schema import Config
 from flatout.errors import ProblemsError, SecurityError, UsageError
+from flatout.io.json_file import read_json
+
+_log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1 << 20
-MAX_ALIASES = 100
+MAX_DEPTH = 20
+MAX_VALUES = 50_000
+_KINDS = {dict: "a mapping", list: "a list", str: "text", type(None): "nothing", bool: "true or false"}
+# first bytes of files that are not UTF-8 text
+_OTHER_FILES = {
+    b"\xff\xfe": "it is UTF-16",
+    b"\xfe\xff": "it is UTF-16",
+    b"\x1f\x8b": "it is compressed (gzip)",
+    b"PK": "it is a zip archive",
+}
+
+# renamed values of settings; the old names are accepted until version 0.3
+RENAMED_VALUES = {"recompute": {"lean": "selective", "partial": "budget", "layers": "full"}}
+
+
+# names used by transformers, TRL, PEFT, Axolotl, LLaMA-Factory and torchtune -> flatout's
+OF_OTHERS = {
+    "adam_beta1": "optim.beta1",
+    "adam_beta2": "optim.beta2",
+    "adam_epsilon": "optim.eps",
+    "attn_implementation": "model.attention",
+    "base_model": "model.name",
+    "cutoff_len": "data.max_tokens",
+    "dataset": "data.sources",
+    "datasets": "data.sources",
+    "eval_steps": "eval.every_steps",
+    "finetuning_type": "method",
+    "gradient_accumulation_steps": "batch.samples_per_step",
+    "gradient_checkpointing": "recompute",
+    "learning_rate": "optim.lr",
+    "load_in_4bit": "base.storage: nf4",
+    "load_in_8bit": "base.storage: fp8",
+    "logging_steps": "log_every_steps",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_r": "lora.rank",
+    "lora_rank": "lora.rank",
+    "lora_target": "lora.targets",
+    "lora_target_modules": "lora.targets",
+    "lr_scheduler": "schedule.kind",
+    "lr_scheduler_type": "schedule.kind",
+    "max_length": "data.max_tokens",
+    "max_seq_len": "data.max_tokens",
+    "max_seq_length": "data.max_tokens",
+    "micro_batch_size": "batch.samples_per_step",
+    "model_name_or_path": "model.name",
+    "num_epochs": "batch.epochs",
+    "num_train_epochs": "batch.epochs",
+    "optimizer": "optim.name",
+    "output_dir": "run_dir",
+    "per_device_train_batch_size": "batch.samples_per_step",
+    "r": "lora.rank",
+    "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep",
+    "sequence_len": "data.max_tokens",
+    "target_modules": "lora.targets",
+    "use_dora": "lora.dora",
+    "use_rslora": "lora.rslora",
+    "val_set_size": "eval.fraction",
+    "warmup_ratio": "schedule.warmup_ratio",
+    "warmup_steps": "schedule.warmup_steps",
+}
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, which YAML would silently drop."""
+    """SafeLoader that rejects duplicate keys, which YAML would silently drop, and unbounded expansion."""
 
-    num_aliases = 0
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = self._num_values = 0
+        self._sizes: dict[yaml.Node, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            self.num_aliases += 1
-            if self.num_aliases > MAX_ALIASES:
-                raise SecurityError(f"the file uses more than {MAX_ALIASES} YAML aliases; write the values out")
-        return super().compose_node(parent, index)
+        """Compose one value; an alias counts as all values that it stands for, so nested aliases cannot multiply."""
+        line = self.peek_event().start_mark.line + 1
+        is_alias = self.check_event(yaml.AliasEvent)
+        before = self._num_values
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise SecurityError(f"line {line}: more than {MAX_DEPTH} levels, one in the other; settings need few")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is None:
+            return None
+        if is_alias and node not in self._sizes:
+            raise UsageError(f"line {line}: an alias stands inside of what it names; write the values out")
+        self._num_values += self._sizes[node] if is_alias else 1
+        if self._num_values > MAX_VALUES:
+            raise SecurityError(f"line {line}: aliases make more than {MAX_VALUES:,} values; write the values out")
+        self._sizes.setdefault(node, self._num_values - before)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -45,9 +126,9 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file (or a .py file that sets `config`, which is then run as code) and apply `a.b=value` overrides.
+    """Read a YAML file (or a .py file that sets `config`, which is run as code) and apply `a.b=value` overrides.
 
-    Raises UsageError with every problem, SecurityError for YAML that asks for Python objects or expands without bound.
+    Raises UsageError with every problem, SecurityError for YAML with Python objects or unbounded expansion.
     """
     if path.suffix == ".py":
         return _run_python(path, overrides)
@@ -61,15 +142,18 @@ def make_config(
     origin: str = "config",
     folder: Path = Path(),
 ) -> Config:
-    """Check plain values against the schema. A DeepSpeed JSON is sought here, then in `folder`.
+    """Check plain values against the schema and return the Config.
 
-    Raises ProblemsError listing every wrong field by its dotted name.
+    A path in `deepspeed` is looked up here, then in `folder`. Raises ProblemsError with every wrong field's name.
     """
     merged = _plain_copy(values)
     problems = [problem for text in overrides if (problem := _apply_override(merged, text))]
     if isinstance(name := merged.get("deepspeed"), str):
-        path = next((path for path in (Path(name), folder / name) if path.is_file()), Path(name))
-        merged["deepspeed"] = _read_json(path)
+        merged["deepspeed"] = _read_json(_beside(name, folder))
+    for setting, names in RENAMED_VALUES.items():
+        if new := names.get(str(old := merged.get(setting))):
+            _log.warning(f"{setting}: {old} is called {new} now; write {setting}: {new}")
+            merged[setting] = new
     try:
         config = Config.model_validate(merged)
     except ValidationError as error:
@@ -80,12 +164,12 @@ def make_config(
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML that `load_config` reads back to an equal Config."""
+    """Return the resolved configuration as YAML that `load_config` reads back to an equal Config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def dotted_names(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Every setting's dotted name, such as `lora.rank`."""
+    """Yield every setting's dotted name, such as `lora.rank`."""
     for name, field in model.model_fields.items():
         yield prefix + name
         for kind in (field.annotation, *get_args(field.annotation)):
@@ -93,14 +177,25 @@ def dotted_names(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[
                 yield from dotted_names(kind, f"{prefix}{name}.")
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_text(path: Path) -> str:
     try:
-        size_bytes = path.stat().st_size
-        if size_bytes > MAX_FILE_BYTES:
-            raise SecurityError(f"{path}: {size_bytes} bytes is too large for a configuration (limit {MAX_FILE_BYTES})")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read as a configuration ({error})") from error
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{path}: cannot be read as a configuration: {reason}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise SecurityError(f"{path}: too large for a configuration (limit {MAX_FILE_BYTES:,} bytes)")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        found = next((kind for start, kind in _OTHER_FILES.items() if content.startswith(start)), "it is no UTF-8")
+        raise UsageError(f"{path}:{line}: cannot be read as a configuration: {found}; save it as UTF-8 text") from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
     try:
         # _StrictLoader is a SafeLoader: it builds plain values only
         values = yaml.load(text, Loader=_StrictLoader)
@@ -111,35 +206,51 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     except (UsageError, SecurityError) as error:
         raise type(error)(f"{path}: {error}") from None
+    except ValueError as error:
+        # an impossible date, or a number with thousands of digits
+        raise UsageError(f"{path}: a value cannot be read: {str(error).partition(';')[0]}") from error
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: expected sections such as `model:`, found {type(values).__name__}")
+        raise UsageError(f"{path}: expected sections such as `model:`, found {_kind(values)}")
     return values
+
+
+def _kind(value: object) -> str:
+    """Return the kind of a value for messages, such as "a list"."""
+    return _KINDS.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
+
+
+def _beside(name: str, folder: Path) -> Path:
+    """Return the file of that name in the working directory, else the one in `folder`."""
+    try:
+        return next((path for path in (Path(name), folder / name) if path.is_file()), Path(name))
+    except OSError:
+        return Path(name)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text, object_pairs_hook=_once)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read as JSON ({error})") from error
+        values = read_json(path, UsageError, max_bytes=MAX_FILE_BYTES)
+    except UsageError as error:
+        raise UsageError(f"deepspeed: {error}") from error.__cause__
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: expected an object, found {type(values).__name__}")
+        raise UsageError(f"deepspeed: {path}: expected a JSON object, found {_kind(values)}")
     return values
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"key {twice[0]!r} is given twice; keep one")
-    return dict(pairs)
-
-
 def _run_python(path: Path, overrides: Sequence[str]) -> Config:
-    if not path.is_file():
-        raise UsageError(f"{path}: no such file")
-    found = runpy.run_path(str(path)).get("config")
+    _read_text(path)
+    try:
+        found = runpy.run_path(str(path)).get("config")
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(path)), None)
+        line = error.lineno if isinstance(error, SyntaxError) else line
+        raise UsageError(
+            f"{path}{f':{line}' if line else ''}: the configuration's own code failed with {type(error).__name__}: "
+            f"{error}; mend it, or write the settings as YAML"
+        ) from error
     if not isinstance(found, Config):
-        raise UsageError(f"{path}: must set `config` to a flatout.config.schema.Config, found {type(found).__name__}")
+        raise UsageError(f"{path}: must set `config` to a flatout.config.schema.Config, found {_kind(found)}")
     return make_config(found.model_dump(mode="json"), overrides, origin=str(path))
 
 
@@ -152,9 +263,11 @@ def _apply_override(values: dict[str, Any], text: str) -> str | None:
     if not equals or not name:
         return f"{text!r} is no override; write section.name=value, such as lora.rank=32"
     try:
-        value = yaml.safe_load(raw)
-    except yaml.YAMLError:
-        return f"{name}: the value {raw!r} is not valid YAML"
+        value = yaml.load(raw, Loader=_StrictLoader)
+    except (UsageError, SecurityError) as error:
+        return f"{name}: {error}"
+    except (yaml.YAMLError, ValueError):
+        return f"{name}: the value {raw!r:.200} is not valid YAML"
     *sections, last = name.split(".")
     place = values
     for section in sections:
@@ -167,7 +280,7 @@ def _apply_override(values: dict[str, Any], text: str) -> str | None:
 
 
 def _describe(item: Any) -> str:
-    """One pydantic error as `field: what, got, what to do`."""
+    """Format one pydantic error as `field: what, got, what to do`."""
     name = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden" and item["loc"][-1] == "device_map":
         return (
@@ -179,8 +292,14 @@ def _describe(item: Any) -> str:
     if item["type"] == "missing":
         return f"{name}: missing; every run needs it"
     message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "model_type":
+        first = f", such as {name}.name" if name == "model" else ""
+        message = f"expected settings of its own under it{first}"
+    elif item["type"] == "path_type":
+        message = "expected a path"
     where = f"{name}: " if name else ""
-    got = "" if isinstance(item["input"], dict) else f", got {item['input']!r}"
+    shown = repr(item["input"])
+    got = "" if isinstance(item["input"], dict) else f", got {shown if len(shown) <= 100 else shown[:97] + '...'}"
     return f"{where}{message[:1].lower()}{message[1:]}{got}"
 
 
@@ -188,6 +307,8 @@ def _did_you_mean(name: str) -> str:
     names = list(dotted_names())
     last = name.rsplit(".", 1)[-1]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    if last in OF_OTHERS:
+        near = [OF_OTHERS[last]]
     near = near or [full for full in names if full.rsplit(".", 1)[-1] == last]
     near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else "; `flatout init` writes all known keys"

@@ -1,11 +1,40 @@
-"""What every section of the settings is."""
+"""The base class of all sections of the configuration."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Sequence
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Section(BaseModel):
-    """Frozen; unknown keys are errors; the docstring under a field is its help text."""
+    """A frozen section that rejects unknown keys; the docstring under a field is its help text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_number_of_a_machine(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject ints beyond 64 bits, and bools where a number is expected: as an int, true would mean 1."""
+        if isinstance(value, int) and abs(value) >= 1 << 63:
+            raise ValueError("expected a number below 2**63")
+        if isinstance(value, bool) and info.field_name is not None:
+            kinds = set(_kinds(cls.model_fields[info.field_name].annotation))
+            if kinds & {int, float} and bool not in kinds:
+                raise ValueError("expected a number")
+        return value
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """Return the annotation and all types nested in it."""
+    return [annotation, *(kind for part in get_args(annotation) for kind in _kinds(part))]
+
+
+def refuse_unused(section: BaseModel, names: Sequence[str], why: str) -> None:
+    """Raise ValueError if one of `names` differs from its default; `why` is what makes it have no effect."""
+    for name in names:
+        if getattr(section, name) != type(section).model_fields[name].default:
+            raise ValueError(f"{name} has no effect with {why}")

@@ -1,4 +1,4 @@
-"""Settings of how state is spread over ranks and how gradients travel."""
+"""Settings for sharding state over ranks and for communication."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from flatout.config.section import Section
 
 
 class ShardingConfig(Section):
-    """State cut into one part a rank (strategy: zero1, zero2, zero3, fsdp, hsdp)."""
+    """State sharded over ranks (strategy: zero1, zero2, zero3, fsdp, hsdp)."""
 
     reshard_after_forward: Literal["auto"] | bool = "auto"
-    """Free a layer's gathered weights after its forward pass and gather them again for the backward pass: less
-    memory, more communication. auto: false for zero1 and zero2; true for zero3, fsdp and hsdp, but false for full
-    fine-tuning that has the memory."""
+    """Free a layer's gathered weights after its forward pass and gather them again for the backward pass: less memory,
+    more communication. auto: false for zero1 and zero2; true for zero3, fsdp and hsdp, but false for full fine-tuning
+    if memory allows."""
     prefetch: int = Field(default=1, ge=0)
-    """Layers whose weights are gathered while an earlier one computes; each holds one more layer's weights."""
+    """Layers to gather ahead while an earlier one computes; each takes the memory of one layer's weights."""
     offload: bool = False
-    """Weights, gradients and optimizer state wait in host memory, where the update is made too."""
+    """Keep weights, gradients and optimizer state in host memory, and update there."""
     replicas: int | None = Field(default=None, ge=1)
-    """hsdp: ranks hold this many copies of the state between them; null: one a node."""
+    """hsdp: number of copies of the state over all ranks; null: one per node."""
 
 
 class CommConfig(Section):
-    """What ranks send to each other."""
+    """Communication between ranks."""
 
     compress: Literal["none", "bf16"] = "none"
-    """bf16: gradients are summed over ranks in bf16, which halves the traffic and rounds the sums."""
+    """bf16: sum gradients over ranks in bf16, which halves the traffic and rounds the sums."""

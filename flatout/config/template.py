@@ -1,14 +1,15 @@
-"""Writes a commented YAML file of every setting; names, help, choices and defaults are read from the schema itself."""
+"""Render settings as commented YAML; names, help, choices and defaults come from the schema itself."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
 from pydantic import BaseModel
 
+from flatout.config.read import dotted_names
 from flatout.config.schema import Config, SourceConfig
 
 WIDTH = 118
@@ -16,18 +17,28 @@ INDENT = "  "
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
-def render_template(config: Config, intro: Sequence[str] = ()) -> str:
-    """`config` as commented YAML that `load_config` reads back to an equal Config.
+# what matters for a first run
+FIRST_SETTINGS = (
+    "name", "method", "model.name", "data.name", "data.sources", "data.max_tokens", "lora.rank", "lora.alpha",
+    "batch.samples_per_step", "batch.epochs", "optim.lr", "schedule.kind", "eval.fraction", "checkpoint.every_steps",
+)  # fmt: skip
 
-    `intro` are lines for the top of the file. A comment above each setting holds its help, what it may be, and its
-    default where the value differs from it.
+
+def render_template(config: Config, intro: Sequence[str] = (), *, everything: bool = True) -> str:
+    """Return `config` as commented YAML that `load_config` reads back to an equal Config.
+
+    Without `everything`, only FIRST_SETTINGS and changed settings are written. `intro` are lines for the top. The
+    comment above a setting holds its help, its allowed values, and its default if the value differs from it.
     """
     lines = [*_comment("\n".join(intro)), ""] if intro else []
-    return "\n".join([*lines, *_section(config, depth=0)]) + "\n"
+    changed = {name for name, _ in changed_settings(config)}
+    first = {name for name in FIRST_SETTINGS if config.method == "lora" or not name.startswith("lora.")}
+    shown = set(dotted_names()) if everything else first | changed
+    return "\n".join([*lines, *_section(config, shown)]) + "\n"
 
 
 def changed_settings(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted name and default, as YAML, of every setting that differs from its default; required ones have none."""
+    """Yield dotted name and default (as YAML) of every optional setting that differs from its default."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
@@ -37,7 +48,7 @@ def changed_settings(section: BaseModel, prefix: str = "") -> Iterator[tuple[str
 
 
 def allowed(schema: Mapping[str, Any]) -> str:
-    """What a setting may be, in words, from its JSON schema: `one of lora, full` or `number > 0, or null`."""
+    """Describe a setting's allowed values from its JSON schema: `one of lora, full` or `number > 0, or null`."""
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2].removesuffix("Config").lower()
     if "anyOf" in schema:
@@ -55,18 +66,22 @@ def allowed(schema: Mapping[str, Any]) -> str:
     return " ".join([kind, " and ".join(bounds)]).strip()
 
 
-def _section(section: BaseModel, depth: int) -> Iterator[str]:
-    """A section's settings first, then its inner sections, each under its own help."""
+def _section(section: BaseModel, shown: Collection[str], prefix: str = "") -> Iterator[str]:
+    """Yield the lines of a section's settings, then those of its inner sections, each under its own help."""
+    depth = prefix.count(".")
     inner = [name for name in type(section).model_fields if isinstance(getattr(section, name), BaseModel)]
     for name in type(section).model_fields:
-        if name not in inner:
+        if name not in inner and prefix + name in shown:
             yield from _setting(section, name, depth)
     for name in inner:
+        below = f"{prefix}{name}."
+        if not any(setting.startswith(below) for setting in shown):
+            continue
         value = getattr(section, name)
         yield ""
         yield from _comment(_doc(type(value)), depth, mark="# ---")
         yield f"{INDENT * depth}{name}:"
-        yield from _section(value, depth + 1)
+        yield from _section(value, shown, below)
 
 
 def _setting(section: BaseModel, name: str, depth: int) -> Iterator[str]:
@@ -85,7 +100,7 @@ def _setting(section: BaseModel, name: str, depth: int) -> Iterator[str]:
 
 
 def _described(text: str, facts: str, depth: int) -> str:
-    """Help and facts in one line when they fit, else the facts in a line of their own."""
+    """Put help and facts on one line if they fit, else the facts on the next line."""
     fits = len(text) + len(facts) + 3 <= WIDTH - len(INDENT) * depth - 1
     return f"{text} [{facts}]" if fits else f"{text}\n[{facts}]"
 
@@ -103,7 +118,7 @@ def _plain_default(section: type[BaseModel], name: str) -> Any:
 
 
 def _source_help() -> str:
-    """The settings of one source, which have no place of their own while the list is empty."""
+    """Describe the settings of one source, which are not in the file while the list is empty."""
     lines = ["A source is written `- path: rows.jsonl`, with any of these under it:"]
     for name, field in SourceConfig.model_fields.items():
         value = None if field.is_required() else _plain_default(SourceConfig, name)
@@ -118,7 +133,7 @@ def _doc(section: type[BaseModel]) -> str:
 
 
 def _comment(text: str, depth: int = 0, mark: str = "#") -> Iterator[str]:
-    """`text` as wrapped comment lines; a line's own indent is kept."""
+    """Wrap `text` into comment lines, keeping each line's indent."""
     width = WIDTH - len(INDENT) * depth - len(mark)
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
@@ -127,6 +142,6 @@ def _comment(text: str, depth: int = 0, mark: str = "#") -> Iterator[str]:
 
 
 def _scalar(value: Any) -> str:
-    """One value as YAML in one line."""
+    """Return one value as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
     return text.removesuffix("...\n").strip()

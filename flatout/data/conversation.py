@@ -1,4 +1,4 @@
-"""The one canonical form that every data format becomes."""
+"""The common form that all data formats are parsed into."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Origin:
     """Where a row came from, for messages: `train.jsonl:57` or `org/set[train]:57` (rows count from 1)."""
 
     source: str
-    row: int
+    row_number: int
 
     def __str__(self) -> str:
-        return f"{self.source}:{self.row}"
+        return f"{self.source}:{self.row_number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. `train` None leaves the choice to `data.loss_type`; True or False overrides it for this turn."""
+    """One turn. `train` True or False decides about its loss; with None, `data.loss_type` does."""
 
     role: Role
     content: str
@@ -43,9 +43,14 @@ class Message:
     train: bool | None = None
 
 
+def is_empty(message: Message) -> bool:
+    """Return whether a turn has no content at all."""
+    return not (message.content.strip() or message.tool_calls or message.reasoning)
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A chat: at least one message; `tools` are JSON schemas handed to the template."""
+    """A chat of at least one message; `tools` are JSON schemas passed to the template."""
 
     messages: tuple[Message, ...]
     origin: Origin
@@ -54,22 +59,24 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """A document trained on whole (continued pretraining), or a prompt/completion pair without a template.
+    """A document trained on as a whole (continued pretraining), or a prompt/completion pair without a template.
 
-    `prompt` is context without loss; `text` carries loss and is ended by the end-of-text token.
+    `prompt` is context without loss; `text` carries loss except in its `silent` character ranges, which are ascending
+    and disjoint. The end-of-text token is added after it.
     """
 
     text: str
     origin: Origin
     prompt: str = ""
+    silent: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """A row that arrived tokenised: `trained[i]` says whether token i carries loss."""
+    """A row that is already tokenized: `loss_mask[i]` says whether token i carries loss."""
 
     token_ids: tuple[int, ...]
-    trained: tuple[bool, ...]
+    loss_mask: tuple[bool, ...]
     origin: Origin = field(default=Origin("memory", 1))
 
 

@@ -1,24 +1,20 @@
-"""The registry of built data sets: `<root>/data_config.json`, a list of entries that a person may edit too."""
+"""The registry of built data sets: `<root>/data_config.json`, a list of entries that users may edit too."""
 
 from __future__ import annotations
 
 import difflib
-import fcntl
-import json
-import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from flatout.config.schema import NAME_PATTERN
-from flatout.data.store import sync_folder
-from flatout.data.strict_json import JSONSyntaxError, parse_json
-from flatout.errors import DataError, ResourceError, SecurityError
+from flatout.errors import DataError, SecurityError
+from flatout.io.durable_io import DurableIO
+from flatout.io.file_lock import locked
+from flatout.io.json_file import read_json, validated
 
 FILE_NAME = "data_config.json"
 BUILT_DIR = "built_dataset"
@@ -43,9 +39,9 @@ _ENTRY = TypeAdapter(Entry)
 
 
 def built_dir(root: Path, name: str) -> Path:
-    """The folder of the data set `name`, `<root>/built_dataset/<name>` (it need not exist).
+    """Return the folder of the data set `name`, `<root>/built_dataset/<name>` (it may not exist yet).
 
-    Raises SecurityError for a name outside NAME_PATTERN and for a folder that a link leads out of the root.
+    Raises SecurityError for a name outside NAME_PATTERN, and for a folder that a link leads out of the root.
     """
     if re.fullmatch(NAME_PATTERN, name) is None:
         raise SecurityError(
@@ -56,7 +52,7 @@ def built_dir(root: Path, name: str) -> Path:
 
 
 def entry_dir(root: Path, entry: Entry) -> Path:
-    """The folder of an entry. Raises SecurityError when its `path` leads out of the root."""
+    """Return the folder of an entry. Raises SecurityError if its `path` leads out of the root."""
     return _inside(root, entry.path, entry.name)
 
 
@@ -67,15 +63,15 @@ def _inside(root: Path, path: str, name: str) -> Path:
 
 
 def load(root: Path) -> dict[str, Entry]:
-    """All entries by name, in file order; empty when there is no registry yet.
+    """Return all entries by name, in file order; empty if there is no registry yet.
 
-    Raises DataError naming file and entry for damaged JSON, a missing or wrong field, or a name given twice;
-    SecurityError for a name or path that leads out of the root. Keys that Entry does not know are left alone.
+    Raises DataError naming file and entry for damaged JSON, a missing or wrong field, or a duplicate name;
+    SecurityError for a name or path that leads out of the root. Keys that Entry does not have are ignored and kept.
     """
     file = root / FILE_NAME
     entries: dict[str, Entry] = {}
     for number, raw in enumerate(_read(file), start=1):
-        entry = _entry_of(raw, f"{file}: entry {number}")
+        entry = validated(_ENTRY, raw, f"{file}: entry {number} ({raw.get('name', 'without name')})", DataError)
         if entry.name in entries:
             raise DataError(f"{file}: entry {number}: name {entry.name!r} is given twice; remove one")
         built_dir(root, entry.name)
@@ -85,7 +81,7 @@ def load(root: Path) -> dict[str, Entry]:
 
 
 def find(root: Path, name: str) -> Entry:
-    """The entry of that name. Raises DataError with the nearest and all known names when there is none."""
+    """Return the entry of that name. Raises DataError with the nearest and all known names if there is none."""
     built_dir(root, name)
     entries = load(root)
     if name in entries:
@@ -98,68 +94,34 @@ def find(root: Path, name: str) -> Entry:
 
 
 def upsert(root: Path, entry: Entry) -> None:
-    """Add the entry, or replace the one of its name in its place; all others are written back as they were.
+    """Add the entry, or replace the one of the same name; all others are written back unchanged.
 
-    Safe against crashes (temporary file, fsync, rename) and against other processes (an exclusive lock on
-    `.data_config.lock`, for which it waits). Raises DataError when the file that is there is damaged, ResourceError
-    when the new one cannot be written (the old one then stays).
+    Safe against crashes (temporary file, fsync, rename) and other processes (waits for an exclusive lock on
+    `.data_config.lock`). Raises DataError if the existing file is damaged, ResourceError if the new one cannot be
+    written (the old one is then kept).
     """
     built_dir(root, entry.name)
     entry_dir(root, entry)
-    root.mkdir(parents=True, exist_ok=True)
     file = root / FILE_NAME
-    with _locked(root / ".data_config.lock"):
+    with locked(root / ".data_config.lock", "the process that writes the registry"):
         raws = _read(file)
         places = [index for index, raw in enumerate(raws) if raw.get("name") == entry.name]
         if places:
             raws[places[0]] = asdict(entry)
         else:
             raws.append(asdict(entry))
-        _replace(file, json.dumps(raws, indent=2, ensure_ascii=False) + "\n")
-
-
-def _entry_of(raw: dict[str, Any], place: str) -> Entry:
-    try:
-        return _ENTRY.validate_python(raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{place} ({raw.get('name', 'without name')}): {field}: {first['msg'].lower()}") from None
+        DurableIO().write_json(file, raws)
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    try:
-        raws = parse_json(file.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
+    if file.parent.exists() and not file.parent.is_dir():
+        raise DataError(f"{file.parent}: is a file, and no folder of data sets")
+    if not file.exists():
         return []
-    except JSONSyntaxError as error:
-        raise DataError(f"{file}:{error.line}:{error.column}: {error.what}; repair it by hand") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read: {error}") from error
+    raws = read_json(file, DataError)
     if not isinstance(raws, list):
         raise DataError(f"{file}: expected a list of entries; repair it by hand, or move it away and build again")
     for number, raw in enumerate(raws, start=1):
         if not isinstance(raw, dict):
             raise DataError(f"{file}: entry {number} is no object with a name; remove it")
     return raws
-
-
-@contextmanager
-def _locked(lock_file: Path) -> Iterator[None]:
-    with lock_file.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it when the process ends, however it ends
-        yield
-
-
-def _replace(file: Path, text: str) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(file)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ResourceError(f"{file}: cannot be written: {error.strerror}") from error
-    sync_folder(file.parent)

@@ -1,4 +1,4 @@
-"""What a token store holds, told before anyone trains on it."""
+"""Statistics of a token store, to look at before training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.data.store import TokenStore
+from flatout.data.token_store import TokenStore
 
 _PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 _BAR_WIDTH = 40
@@ -21,6 +21,7 @@ _LABELS = {
     "no_labels": "dropped: nothing to learn",
     "duplicates": "duplicates",
     "typed_control": "rows with control tokens as text",
+    "empty_answers": "empty answers, without loss",
     "reasoning_dropped": "turns whose reasoning the template left out",
 }
 
@@ -29,7 +30,7 @@ _LABELS = {
 class Statistics:
     """`percentiles` of length in tokens; `histogram` (from, to, samples) by powers of two, `to` inclusive.
 
-    `padding` maps a batch size to the share of a batch that is padding when rows are batched in random order.
+    `padding` maps a batch size to the share of padding in a batch when rows are batched in random order.
     """
 
     num_samples: int
@@ -47,21 +48,24 @@ class Statistics:
 
 
 def statistics(store: TokenStore) -> Statistics:
-    """The statistics of a store with at least one sample."""
+    """Return the statistics of a store with at least one sample."""
     lengths = store.lengths
+    powers = np.ceil(np.log2(lengths)).astype(np.int64)
     return Statistics(
         num_samples=store.num_samples,
         num_tokens=int(lengths.sum()),
         num_labels=int(store.num_labels.sum()),
         percentiles={q: int(np.percentile(lengths, q, method="higher")) for q in _PERCENTILES},
-        histogram=_histogram(lengths),
+        histogram=tuple(
+            ((1 << p) // 2 + 1, 1 << p, int((powers == p).sum())) for p in range(powers.min(), powers.max() + 1)
+        ),
         padding={size: padding_share(lengths, size) for size in (8, 32)},
         counts={name: store.meta.counts.get(name, 0) for name in _LABELS},
     )
 
 
 def padding_share(lengths: NDArray[np.int64], batch_size: int) -> float:
-    """Padding / (tokens + padding) of batches drawn in random order (fixed seed) and padded to their longest row."""
+    """Return padding / (tokens + padding) of batches in random order (fixed seed), padded to their longest row."""
     order = np.random.default_rng(0).permutation(len(lengths))
     starts = np.arange(0, len(lengths), batch_size)
     longest = np.maximum.reduceat(lengths[order], starts)
@@ -70,7 +74,7 @@ def padding_share(lengths: NDArray[np.int64], batch_size: int) -> float:
 
 
 def statistics_lines(found: Statistics) -> list[str]:
-    """The statistics as lines of text."""
+    """Return the statistics as lines of text."""
     spread = "  ".join(f"p{q} {tokens}" for q, tokens in found.percentiles.items())
     padding = ", ".join(f"{share:.1%} at batch {size}" for size, share in found.padding.items())
     lines = [
@@ -85,10 +89,3 @@ def statistics_lines(found: Statistics) -> list[str]:
         lines.append(f"{low:>7}-{high:<7} {count:>9,} {bar}")
     lines += [f"{label}: {found.counts[name]:,}" for name, label in _LABELS.items()]
     return lines
-
-
-def _histogram(lengths: NDArray[np.int64]) -> tuple[tuple[int, int, int], ...]:
-    powers = np.ceil(np.log2(lengths)).astype(np.int64)
-    low, high = int(powers.min()), int(powers.max())
-    counts = np.bincount(powers - low, minlength=high - low + 1)
-    return tuple(((1 << p) // 2 + 1, 1 << p, int(counts[p - low])) for p in range(low, high + 1))

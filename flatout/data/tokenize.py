@@ -1,58 +1,66 @@
-"""A sample -> its rows of token ids and label flags, under the length policy."""
+"""A sample -> its pieces, each with token ids and a loss mask, after the length policy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from flatout.data.conversation import Conversation, PlainText, Sample, TokenRow
-from flatout.data.encode import Encoder, TokenisedText
-from flatout.data.mask import Masker
-from flatout.data.template import ChatTemplate, choose_template
+from flatout.data.conversation import Conversation, PlainText, Sample, TokenRow, is_empty
+from flatout.data.encode import Encoder, TokenizedText, UnencodableError
+from flatout.data.loss_mask.mask import Masker, complement
+from flatout.data.templates.template import ChatTemplate, choose_template
 from flatout.data.tokenizer import adds_bos, control_pattern, control_tokens, end_of_text_id, load_tokenizer
 from flatout.errors import DataError
+from flatout.io.template_limits import bounded
 
-TooLong = Literal["error", "drop", "truncate", "split"]
+TooLong = Literal["auto", "error", "drop", "truncate", "split"]
+LOSING = ("truncated", "split", "too_long", "lost_labels")
+"""Fates in which the length policy loses tokens."""
 Fate = Literal["kept", "truncated", "split", "too_long", "no_labels", "lost_labels"]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizeOptions:
-    """All that decides a sample's tokens, hashable. `template_source` None: there is no template to use."""
+    """Everything that decides a sample's tokens, hashable. `template_source` is None if there is no template to use."""
 
     tokenizer_name: str
     template_name: str
     template_source: str | None
+    template_args: tuple[tuple[str, bool | int | float | str], ...] = ()
+    mask_empty_reasoning: bool = False
     loss_type: Literal["response_only", "all"] = "response_only"
     max_tokens: int | None = None
-    too_long: TooLong = "truncate"
+    too_long: TooLong = "auto"
+    special_tokens: Literal["keep", "text"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedSample:
-    """What became of one sample.
+    """What happened to one sample.
 
-    `rows` are what goes into the store (more than one only when split, none when left out); `num_tokens` is its
-    length before the policy; `num_windows_dropped` counts windows of a split sample that held no label.
+    `pieces` go into the store (more than one only if split, none if left out); `num_tokens` and `num_labels` are its
+    size before the policy; `num_windows_dropped` counts windows of a split sample that have no label.
     """
 
-    rows: tuple[TokenisedText, ...]
+    pieces: tuple[TokenizedText, ...]
     fate: Fate
     num_tokens: int
+    num_labels: int = 0
     num_typed_control: int = 0
     num_reasoning_dropped: int = 0
     num_windows_dropped: int = 0
+    num_empty_answers: int = 0
 
 
 class SampleTokenizer:
-    """Turns samples into tokens. A template is needed only once a conversation comes."""
+    """Turns samples into tokens. Only conversations need a template."""
 
     def __init__(self, options: TokenizeOptions, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Loads the tokenizer unless one is given. Raises DataError."""
+        """Load the tokenizer unless one is given. Raises DataError."""
         self.options = options
         self.tokenizer = load_tokenizer(options.tokenizer_name) if tokenizer is None else tokenizer
         self.encoder = Encoder(self.tokenizer)
@@ -63,18 +71,22 @@ class SampleTokenizer:
 
     @property
     def masker(self) -> Masker:
-        """The masker of the template. Raises DataError (C17) when there is no template."""
+        """The masker of the template. Raises DataError if there is no template."""
         if self._masker is None:
             options = self.options
-            if options.template_source is None:
-                chosen = choose_template(self.tokenizer, None, options.tokenizer_name)
-            else:
-                chosen = ChatTemplate.checked(options.template_name, options.template_source, self.tokenizer)
-            self._masker = Masker(chosen, options.loss_type, self._control)
+            with bounded(f"chat template {options.template_name!r}"):
+                name, source, args = options.template_name, options.template_source, dict(options.template_args)
+                if source is None:
+                    chosen = choose_template(self.tokenizer, None, options.tokenizer_name)
+                else:
+                    chosen = ChatTemplate.checked(name, source, self.tokenizer, args)
+                self._masker = Masker(
+                    chosen, options.loss_type, self._control, mask_empty_reasoning=options.mask_empty_reasoning
+                )
         return self._masker
 
     def notes(self) -> list[str]:
-        """What a user should know about this template with this tokenizer, a sentence each."""
+        """Return what a user should know about this template with this tokenizer, one sentence each."""
         if self.options.loss_type == "all":
             return []
         end = self.masker.end_of_turn()
@@ -89,31 +101,45 @@ class SampleTokenizer:
         return []
 
     def __call__(self, sample: Sample) -> TokenizedSample:
-        """Tokens of one sample; the first token is never trained, since nothing predicts it. Raises DataError."""
-        if isinstance(sample, Conversation):
-            masked = self.masker.mask(sample)
-            text = self.encoder.encode(masked.text, masked.spans, masked.typed)
-            return self._fit(text, len(masked.typed), masked.num_reasoning_dropped)
-        if isinstance(sample, PlainText):
-            return self._plain(sample)
+        """Tokenize one sample; its first token never carries loss, since nothing predicts it. Raises DataError."""
+        try:
+            if isinstance(sample, Conversation):
+                masker = self.masker
+                with bounded(f"{sample.origin}: chat template {masker.template.name!r}"):
+                    masked = masker.mask(sample)
+                text = self.encoder.encode(masked.text, masked.spans, masked.typed)
+                fitted = self._fit(text, len(masked.typed), masked.num_reasoning_dropped)
+                num_empty = sum(m.role == "assistant" and m.train is False and is_empty(m) for m in sample.messages)
+                return replace(fitted, num_empty_answers=num_empty) if num_empty else fitted
+            if isinstance(sample, PlainText):
+                return self._plain(sample)
+        except UnencodableError as error:
+            raise DataError(f"{sample.origin}: {error}") from None
         return self._fit(self._checked(sample))
 
     def _plain(self, sample: PlainText) -> TokenizedSample:
-        if not sample.text:
+        if not sample.text.strip():
             return TokenizedSample((), "no_labels", 0)
         text = sample.prompt + sample.text
-        typed = [found.span() for found in self._control.finditer(text)] if self._control else []
-        start = 0 if self.options.loss_type == "all" else len(sample.prompt)
-        body = self.encoder.encode(text, [(start, len(text))], typed)
+        keep = self.options.special_tokens == "keep"
+        typed = [found.span() for found in self._control.finditer(text)] if self._control and not keep else []
+        before = len(sample.prompt)
+        silent = [(0, before), *((before + start, before + end) for start, end in sample.silent)]
+        spans = complement([] if self.options.loss_type == "all" else silent, len(text))
+        body = self.encoder.encode(text, spans, typed)
         eos = end_of_text_id(self.tokenizer, self.options.tokenizer_name)
-        ids = np.concatenate([np.array(self._bos, np.int32), body.token_ids, np.array([eos], np.int32)])
-        trained = np.concatenate([np.zeros(len(self._bos), np.bool_), body.trained, np.ones(1, np.bool_)])
-        return self._fit(TokenisedText(ids, trained), len(typed))
+        # a text that already has its bos and eos does not get them again
+        bos = [] if body.token_ids[:1].tolist() == self._bos else self._bos
+        end = [] if keep and body.token_ids[-1:].tolist() == [eos] else [eos]
+        ids = np.concatenate([np.array(bos, np.int32), body.token_ids, np.array(end, np.int32)])
+        ends_with_loss = bool(spans) and spans[-1][1] == len(text)
+        loss_mask = np.concatenate([np.zeros(len(bos), np.bool_), body.loss_mask, np.full(len(end), ends_with_loss)])
+        return self._fit(TokenizedText(ids, loss_mask), len(typed), is_document=not (sample.prompt or sample.silent))
 
-    def _checked(self, sample: TokenRow) -> TokenisedText:
-        if len(sample.token_ids) != len(sample.trained):
+    def _checked(self, sample: TokenRow) -> TokenizedText:
+        if len(sample.token_ids) != len(sample.loss_mask):
             raise DataError(
-                f"{sample.origin}: {len(sample.token_ids)} token ids but {len(sample.trained)} label flags; "
+                f"{sample.origin}: {len(sample.token_ids)} token ids but {len(sample.loss_mask)} label flags; "
                 "they must be as many"
             )
         bad = next((i for i, token in enumerate(sample.token_ids) if not 0 <= token < self._num_ids), None)
@@ -122,30 +148,34 @@ class SampleTokenizer:
                 f"{sample.origin}: token id {sample.token_ids[bad]} at position {bad} is outside "
                 f"0..{self._num_ids - 1} of tokenizer {self.options.tokenizer_name!r}; another one made it"
             )
-        return TokenisedText(np.array(sample.token_ids, np.int32), np.array(sample.trained, np.bool_))
+        return TokenizedText(np.array(sample.token_ids, np.int32), np.array(sample.loss_mask, np.bool_))
 
-    def _fit(self, text: TokenisedText, num_typed: int = 0, num_dropped: int = 0) -> TokenizedSample:
+    def _fit(
+        self, text: TokenizedText, num_typed: int = 0, num_dropped: int = 0, *, is_document: bool = False
+    ) -> TokenizedSample:
         length, limit, policy = len(text.token_ids), self.options.max_tokens, self.options.too_long
-        had_labels = bool(text.trained[1:].any())
+        if policy == "auto":
+            policy = "split" if is_document else "truncate"
+        num_labels = int(text.loss_mask[1:].sum())
         dropped = 0
-        rows: tuple[TokenisedText, ...] = ()
+        pieces: tuple[TokenizedText, ...] = ()
         fate: Fate = "kept"
-        if not had_labels:
+        if not num_labels:
             fate = "no_labels"
         elif limit is None or length <= limit:
-            rows = (_window(text, 0, length),)
+            pieces = (_window(text, 0, length),)
         elif policy in ("error", "drop"):
             fate = "too_long"
         else:
             ends = [limit] if policy == "truncate" else range(limit, length + limit, limit)
             windows = [_window(text, end - limit, end) for end in ends]
-            rows = tuple(window for window in windows if window.trained.any())
-            dropped = len(windows) - len(rows)
-            fate = "lost_labels" if not rows else "truncated" if policy == "truncate" else "split"
-        return TokenizedSample(rows, fate, length, num_typed, num_dropped, dropped)
+            pieces = tuple(window for window in windows if window.loss_mask.any())
+            dropped = len(windows) - len(pieces)
+            fate = "lost_labels" if not pieces else "truncated" if policy == "truncate" else "split"
+        return TokenizedSample(pieces, fate, length, num_labels, num_typed, num_dropped, dropped)
 
 
-def _window(text: TokenisedText, start: int, end: int) -> TokenisedText:
-    trained: NDArray[np.bool_] = text.trained[start:end].copy()
-    trained[:1] = False
-    return TokenisedText(text.token_ids[start:end], trained)
+def _window(text: TokenizedText, start: int, end: int) -> TokenizedText:
+    loss_mask: NDArray[np.bool_] = text.loss_mask[start:end].copy()
+    loss_mask[:1] = False
+    return TokenizedText(text.token_ids[start:end], loss_mask)

@@ -1,29 +1,34 @@
-"""Loading a tokenizer, and what must hold between it, the data and the model."""
+"""Loads a tokenizer, and checks that it fits the data and the model."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import xxhash
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from flatout.errors import DataError
+from flatout.errors import DataError, FlatoutError, reason_of
+from flatout.io.hub import hub_errors, hub_source
 
-# Tags that templates and models use inside a turn; they are structure also where a tokenizer calls them special.
+# Tags that templates and models use inside a turn: structure, even if a tokenizer calls them special.
 _MARKUP = re.compile(r"</?(think|tool_call|tool_calls|tool_response|tools)>")
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The fast tokenizer of a hub id or folder; remote code is never run.
+    """Load the fast tokenizer of a hub id or folder; remote code is never run.
 
-    Raises DataError when it cannot be loaded or has no fast form (offsets, which masks need, exist only there).
+    Raises DataError if it cannot be loaded or has no fast form (only fast tokenizers have offsets, which masks need).
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
+        source, pinned = hub_source(name, revision)
+        with hub_errors(name):
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=pinned, trust_remote_code=False)
+    except FlatoutError:
+        raise
+    except Exception as error:
         raise DataError(
-            f"tokenizer {name!r} (revision {revision or 'main'}): cannot be loaded: {reason}; "
+            f"tokenizer {name!r} (revision {revision or 'main'}): cannot be loaded: {reason_of(error)}; "
             "give a hub id or a folder with tokenizer.json (offline: only what is in the cache)"
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.is_fast:
@@ -31,18 +36,20 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
             f"tokenizer {name!r} is a {type(tokenizer).__name__} without offsets; "
             "flatout needs a fast tokenizer (a tokenizer.json)"
         )
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise DataError(f"tokenizer {name!r} has no tokens: tokenizer.json is missing or empty; copy it again")
     return tokenizer
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """xxh3 of everything that decides ids: vocabulary, merges, normalisation, added tokens, bos and eos."""
+    """Return xxh3 of everything that decides ids: vocabulary, merges, normalization, added tokens, bos and eos."""
     digest = xxhash.xxh3_128(tokenizer.backend_tokenizer.to_str().encode())
     digest.update(repr((tokenizer.bos_token, tokenizer.eos_token)).encode())
     return digest.hexdigest()
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Special tokens by text: those that, typed by a user, must stay text. Markup such as <think> is not among them."""
+    """Return special tokens by text, which must stay text if a user types them; markup such as <think> is excluded."""
     added = tokenizer.added_tokens_decoder
     return {
         token.content: token_id
@@ -51,15 +58,14 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     }
 
 
-def control_pattern(tokens: dict[str, int]) -> re.Pattern[str] | None:
-    """Matches any control token, the longest first; None when there are none."""
-    if not tokens:
-        return None
-    return re.compile("|".join(re.escape(text) for text in sorted(tokens, key=len, reverse=True)))
+def control_pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """Return a pattern that matches any control token, longest first; None if there are none."""
+    pattern = "|".join(re.escape(text) for text in sorted(tokens, key=len, reverse=True))
+    return re.compile(pattern) if pattern else None
 
 
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer itself begins every text with bos (then plain documents do, too)."""
+    """Return whether the tokenizer itself starts every text with bos (plain documents then start with it too)."""
     if tokenizer.bos_token_id is None:
         return False
     ids = tokenizer("a")["input_ids"]
@@ -67,7 +73,7 @@ def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def check_vocabulary(store_max_id: int, num_embeddings: int) -> None:
-    """Every token id of the data must have an embedding row; a model may have more rows than the tokenizer.
+    """Check that every token id of the data has an embedding row; a model may have more rows than the tokenizer.
 
     Raises DataError that names the ids out of range.
     """
@@ -79,7 +85,7 @@ def check_vocabulary(store_max_id: int, num_embeddings: int) -> None:
 
 
 def end_of_text_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
-    """The id of the eos token, which ends plain documents. Raises DataError when the tokenizer has none."""
+    """Return the id of the eos token, which ends plain documents. Raises DataError if the tokenizer has none."""
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"tokenizer {name!r} has no eos token, so a plain document cannot be ended; set eos_token in it"

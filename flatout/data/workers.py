@@ -1,13 +1,16 @@
-"""Tokenising chunks of rows, in this process or in several; the results come in the order of the rows."""
+"""Tokenizes chunks of rows in one or several processes; results keep the order of the rows."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, islice
@@ -15,16 +18,17 @@ from itertools import chain, islice
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.data.conversation import Conversation, Origin
-from flatout.data.formats import RowParser
-from flatout.data.rows import RawRow
-from flatout.data.tokenize import SampleTokenizer, TokenizedSample, TokenizeOptions
+from flatout.data.conversation import Conversation, PlainText
+from flatout.data.rows.formats import RowParser
+from flatout.data.rows.read import RawRow
+from flatout.data.tokenize import LOSING, SampleTokenizer, TokenizedSample, TokenizeOptions
 from flatout.errors import DataError, ResourceError
+from flatout.io.template_limits import TemplateLimitError
 
 ROWS_PER_CHUNK = 256
 _MAX_PROCS = 16
 _SERIAL_CHUNKS = 8  # below this, starting processes costs more than it saves
-_CHUNKS_AHEAD = 4  # chunks in flight for each process: bounds memory
+_CHUNKS_AHEAD = 4  # chunks in flight per process, to bound memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +42,13 @@ class Chunk:
 
 @dataclass(slots=True)
 class TokenizedChunk:
-    """The pieces of a chunk, flat. `num_tokens[i]` is the length of row i before the length policy (0: a bad row).
+    """The pieces of a chunk, flat. `num_tokens[i]` is the length of row i before the length policy (0 for a bad row).
 
-    `piece_row[p]` is the row (in the chunk) of piece p; `fates[i]` what became of row i; `problems` its bad rows.
+    `piece_row[p]` is the row (in the chunk) of piece p; `fates[i]` what happened to row i; `problems` its bad rows.
     """
 
     token_ids: NDArray[np.int32]
-    trained: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
     lengths: NDArray[np.int64]
     piece_row: NDArray[np.int64]
     num_tokens: NDArray[np.int64]
@@ -54,22 +58,23 @@ class TokenizedChunk:
     problems: list[str] = field(default_factory=list)
 
 
-def default_num_procs() -> int:
-    """One process a usable core, 16 at most."""
-    return min(len(os.sched_getaffinity(0)), _MAX_PROCS)
+def usable_procs(wanted: int | None) -> int:
+    """Return the number of tokenizing processes: one per usable core up to 16, or `wanted` up to the larger one."""
+    num_cores = len(os.sched_getaffinity(0))
+    return min(num_cores, _MAX_PROCS) if wanted is None else min(wanted, max(num_cores, _MAX_PROCS))
 
 
 def tokenize_chunks(
     chunks: Iterable[Chunk], tokenizer: SampleTokenizer, num_procs: int | None
 ) -> Iterator[tuple[Chunk, TokenizedChunk]]:
-    """Each chunk with its tokens, in order, whatever the number of processes.
+    """Yield each chunk with its tokens, in order, for any number of processes.
 
-    `num_procs` None: as many as useful. Raises DataError for what concerns the whole set (no template), ResourceError
-    with the range of rows when a process died.
+    With `num_procs` None, as many as are useful. Raises DataError for problems of the whole set (no template),
+    ResourceError with the range of rows if a process died.
     """
     stream = iter(chunks)
     head = list(islice(stream, 1 if num_procs else _SERIAL_CHUNKS))
-    wanted = num_procs or default_num_procs()
+    wanted = usable_procs(num_procs)
     following = next(stream, None)
     if wanted == 1 or following is None:
         rest = [] if following is None else [following]
@@ -80,7 +85,7 @@ def tokenize_chunks(
 
 
 def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
-    """Parse and tokenise the rows of one chunk; bad rows become `problems`."""
+    """Parse and tokenize the rows of one chunk; bad rows become `problems`."""
     results: list[TokenizedSample | None] = []
     done = TokenizedChunk(*_flat([]), num_tokens=np.zeros(len(chunk.rows), np.int64), fates=[])
     for index, raw in enumerate(chunk.rows):
@@ -92,39 +97,61 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
             continue
         if isinstance(sample, Conversation):
             done.counts["conversations"] += 1
-            _ = tokenizer.masker  # no template: an error of the whole set, not of this row
+            _ = tokenizer.masker  # raises here if there is no template: an error of the whole set, not of this row
         try:
             result = tokenizer(sample)
+        except TemplateLimitError:
+            raise  # the next row would fail too, after as long
         except DataError as error:
             done.problems.append(str(error))
             results.append(None)
             continue
         results.append(result)
         done.num_tokens[index] = result.num_tokens
+        if result.fate in LOSING:
+            done.counts[f"{result.fate}_tokens"] += result.num_tokens - sum(len(p.token_ids) for p in result.pieces)
+            done.counts[f"{result.fate}_labels"] += result.num_labels - sum(
+                int(p.loss_mask.sum()) for p in result.pieces
+            )
+        done.counts["tokens"] += result.num_tokens
+        done.counts["label_tokens"] += result.num_labels
         done.counts["typed_control_tokens"] += result.num_typed_control
         done.counts["reasoning_dropped"] += result.num_reasoning_dropped
+        done.counts["empty_answers"] += result.num_empty_answers
         done.counts["windows_without_labels"] += result.num_windows_dropped
         if result.num_typed_control:
             done.typed_rows.append(index)
+            done.counts["typed_documents"] += isinstance(sample, PlainText)
+        done.counts["documents"] += isinstance(sample, PlainText)
     done.fates = ["bad" if result is None else result.fate for result in results]
-    done.token_ids, done.trained, done.lengths, done.piece_row = _flat(results)
+    done.token_ids, done.loss_mask, done.lengths, done.piece_row = _flat(results)
     return done
 
 
 def _flat(
     results: list[TokenizedSample | None],
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
-    pieces = [(index, piece) for index, result in enumerate(results) if result for piece in result.rows]
+    pieces = [(index, piece) for index, result in enumerate(results) if result for piece in result.pieces]
     ids = [piece.token_ids for _, piece in pieces] or [np.zeros(0, np.int32)]
-    trained = [piece.trained for _, piece in pieces] or [np.zeros(0, np.bool_)]
+    loss_mask = [piece.loss_mask for _, piece in pieces] or [np.zeros(0, np.bool_)]
     lengths = np.array([len(piece.token_ids) for _, piece in pieces], dtype=np.int64)
-    return np.concatenate(ids), np.concatenate(trained), lengths, np.array([index for index, _ in pieces], np.int64)
+    return np.concatenate(ids), np.concatenate(loss_mask), lengths, np.array([index for index, _ in pieces], np.int64)
 
 
-@lru_cache(maxsize=1)
-def _own_tokenizer(options: TokenizeOptions) -> SampleTokenizer:
-    """The one tokenizer of a worker process."""
-    return SampleTokenizer(options)
+def _end_with_parent() -> None:
+    """Exit when the parent dies, so that a killed build leaves no process behind; leave Ctrl-C to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+_own_tokenizer = lru_cache(maxsize=1)(SampleTokenizer)  # of a worker process
 
 
 def _work(chunk: Chunk, options: TokenizeOptions) -> TokenizedChunk:
@@ -134,13 +161,15 @@ def _work(chunk: Chunk, options: TokenizeOptions) -> TokenizedChunk:
 def _in_processes(
     chunks: Iterator[Chunk], options: TokenizeOptions, num_procs: int
 ) -> Iterator[tuple[Chunk, TokenizedChunk]]:
-    # spawn: forking a process that has threads (torch, tokenizers) can deadlock
-    pool = ProcessPoolExecutor(num_procs, mp_context=multiprocessing.get_context("spawn"))
+    # spawn: forking a process with threads (torch, tokenizers) can deadlock
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_procs, mp_context=spawn, initializer=_end_with_parent)
     waiting: deque[tuple[Chunk, Future[TokenizedChunk]]] = deque()
     chunk: Chunk | None = None
     try:
         for chunk in chunks:
-            waiting.append((chunk, pool.submit(_work, chunk, options)))
+            with _uninterrupted():
+                waiting.append((chunk, pool.submit(_work, chunk, options)))
             if len(waiting) >= num_procs * _CHUNKS_AHEAD:
                 yield waiting[0][0], waiting[0][1].result()
                 waiting.popleft()
@@ -149,14 +178,20 @@ def _in_processes(
             waiting.popleft()
     except BrokenProcessPool as error:
         first = waiting[0][0] if waiting else chunk
-        between = _between(first.rows[0].origin, chunk.rows[-1].origin) if first and chunk else "before the first"
+        rows = f"rows {first.rows[0].origin} to {chunk.rows[-1].origin}" if first and chunk else "the first rows"
         raise ResourceError(
-            f"a tokenising process died (killed, or out of memory) in rows {between}; "
+            f"a tokenizing process died (killed, or out of memory) in {rows}; "
             "set data.num_procs lower, or look for a huge row there"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _between(first: Origin, last: Origin) -> str:
-    return f"{first} to {last.row if last.source == first.source else last}"
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Block Ctrl-C, which the terminal also sends to processes started within; the parent handles it and ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

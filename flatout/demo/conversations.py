@@ -1,4 +1,4 @@
-"""The demo's chat data: a few thousand multi-turn conversations of very uneven length, and held-out ones."""
+"""The demo's chat data: a few thousand multi-turn conversations of very different lengths, and held-out ones."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from typing import TypedDict, TypeVar
 
-from flatout.demo.families import (
+from flatout.demo.question_kinds import (
     Exchange,
     Guest,
     Persona,
     ask_guest,
     ask_persona,
-    draw_exchange,
-    draw_guest,
-    draw_persona,
     introduce,
+    sample_exchange,
+    sample_guest,
+    sample_persona,
 )
 
 MAX_EXCHANGES = 20
@@ -31,76 +31,81 @@ class ChatMessage(TypedDict):
     content: str
 
 
-def draw_conversation(rng: Random, *, held_out: bool) -> list[ChatMessage]:
-    """One conversation; every question in it lies on the wanted side of the split.
+def sample_conversation(rng: Random, *, held_out: bool) -> list[ChatMessage]:
+    """Return one conversation whose questions are all on the wanted side of the split.
 
     A third starts with a system prompt, a quarter with the user's introduction; later turns may ask about both.
     """
-    persona = _draw(lambda: draw_persona(rng), held_out) if rng.random() < 0.33 else None
-    exchanges = _draw_exchanges(rng, persona, held_out)
-    # small talk alone would be in both files
+    persona = _draw(lambda: sample_persona(rng), held_out) if rng.random() < 0.33 else None
+    exchanges = _sample_exchanges(rng, persona, held_out)
+    # conversations of only small talk would be in both files
     while held_out and all(exchange.held_out is None for exchange in exchanges):
-        exchanges = _draw_exchanges(rng, persona, held_out)
-    messages: list[ChatMessage] = []
-    if persona:
-        messages.append({"role": "system", "content": persona.system_prompt})
+        exchanges = _sample_exchanges(rng, persona, held_out)
+    return _messages(exchanges, persona)
+
+
+def _messages(exchanges: list[Exchange], persona: Persona | None = None) -> list[ChatMessage]:
+    messages: list[ChatMessage] = [{"role": "system", "content": persona.system_prompt}] if persona else []
     for exchange in exchanges:
         messages.append({"role": "user", "content": exchange.question})
         messages.append({"role": "assistant", "content": exchange.answer})
     return messages
 
 
-def _draw_exchanges(rng: Random, persona: Persona | None, held_out: bool) -> list[Exchange]:
-    guest = _draw(lambda: draw_guest(rng), held_out) if rng.random() < 0.25 else None
+def _sample_exchanges(rng: Random, persona: Persona | None, held_out: bool) -> list[Exchange]:
+    guest = _draw(lambda: sample_guest(rng), held_out) if rng.random() < 0.25 else None
     exchanges = [introduce(rng, guest)] if guest else []
-    for _ in range(_num_exchanges(rng)):
+    # log-normal: six in ten conversations have one or two exchanges, one in forty more than ten
+    for _ in range(min(max(1, round(math.exp(rng.gauss(0.6, 0.9)))), MAX_EXCHANGES)):
         about = rng.random()
         if persona and about < 0.35:
             exchanges.append(ask_persona(rng, persona))
         elif guest and about > 0.65:
             exchanges.append(ask_guest(rng, guest))
         else:
-            exchanges.append(_draw(lambda: draw_exchange(rng), held_out))
+            exchanges.append(_draw(lambda: sample_exchange(rng), held_out))
     return exchanges
 
 
-def draw_conversations(num: int, seed: int, *, held_out: bool) -> Iterator[list[ChatMessage]]:
-    """`num` conversations, a pure function of the arguments."""
+def sample_conversations(num: int, seed: int, *, held_out: bool) -> Iterator[list[ChatMessage]]:
+    """Yield `num` conversations, a pure function of the arguments."""
     rng = Random(f"flatout demo {seed} {held_out}")
     for _ in range(num):
-        yield draw_conversation(rng, held_out=held_out)
+        yield sample_conversation(rng, held_out=held_out)
 
 
-def draw_held_out_persona(rng: Random) -> Persona:
-    """A persona that the training data never has."""
-    return _draw(lambda: draw_persona(rng), held_out=True)
+def held_out_prompts(seed: int) -> tuple[list[ChatMessage], ...]:
+    """Return three conversations of different kinds outside the training data; the last message is the right answer.
 
+    They are a list to sort, a question about the system prompt, and a question about an earlier turn.
+    """
+    rng = Random(f"flatout demo prompts {seed}")
 
-def draw_held_out_guest(rng: Random) -> Guest:
-    """A guest that the training data never has."""
-    return _draw(lambda: draw_guest(rng), held_out=True)
+    def question(family: str) -> Exchange:
+        while (exchange := _draw(lambda: sample_exchange(rng), held_out=True)).family != family:
+            pass
+        return exchange
 
-
-def draw_question(rng: Random, family: str, *, held_out: bool) -> Exchange:
-    """An exchange of one family on the wanted side of the split."""
-    while (exchange := _draw(lambda: draw_exchange(rng), held_out)).family != family:
-        pass
-    return exchange
+    sort = question("sort words")
+    persona = _draw(lambda: sample_persona(rng), held_out=True)
+    guest = _draw(lambda: sample_guest(rng), held_out=True)
+    hello, between = introduce(rng, guest), question("sort numbers")
+    about_persona = ask_persona(rng, persona)
+    return (
+        _messages([sort]),
+        _messages([about_persona], persona),
+        _messages([hello, between, ask_guest(rng, guest)]),
+    )
 
 
 def to_json_lines(conversations: Iterable[list[ChatMessage]]) -> str:
-    """One `{"messages": [...]}` a line."""
+    """Return the conversations as JSON Lines, one `{"messages": [...]}` per line."""
     return "".join(json.dumps({"messages": messages}) + "\n" for messages in conversations)
 
 
 def _draw(draw: Callable[[], T], held_out: bool) -> T:
-    """Draw until the value may stand in the wanted file (up to 8 draws on average for a held-out one)."""
+    """Draw until the value may be in the wanted file (up to 8 draws on average for a held-out one)."""
     value = draw()
     while value.held_out is not None and value.held_out != held_out:
         value = draw()
     return value
-
-
-def _num_exchanges(rng: Random) -> int:
-    """Log-normal: six in ten conversations have one or two exchanges, one in forty more than ten."""
-    return min(max(1, round(math.exp(rng.gauss(0.6, 0.9)))), MAX_EXCHANGES)

@@ -1,9 +1,7 @@
-"""The demo's main job, by the same calls as a user's commands: write, build, train, answer, mark."""
+"""The demo's main job, by the same calls as a user's commands: write, build, train, answer, check."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +9,10 @@ import torch
 
 from flatout.config.schema import Config
 from flatout.data.build import open_or_build
-from flatout.demo.check import check
-from flatout.demo.conversations import ChatMessage
-from flatout.demo.prompts import held_out_prompts
+from flatout.demo.conversations import ChatMessage, held_out_prompts
 from flatout.demo.settings import DemoFolder, held_out_data
 from flatout.models.generate import answer
-from flatout.models.trained import find_trained, load_trained
+from flatout.models.load.model_paths import load_trained, resolve_model_paths
 from flatout.train.run import Result, train
 
 MAX_ANSWER_TOKENS = 64
@@ -32,40 +28,31 @@ class Marked:
 
 
 def train_demo(config: Config, folder: DemoFolder) -> Result:
-    """Build both data sets and train, or go on where an interrupted demo stopped. Raises a FlatoutError."""
+    """Build both data sets and train, or resume where an interrupted demo stopped. Raises FlatoutError."""
     for data in (config.data, held_out_data(config, folder)):
         open_or_build(data, config.model.name)
-    with _one_thread():
-        return train(config)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One CPU thread for torch: matrices this small gain at most 1.4 times from a second one.
-
-    On a machine with other work its waiting makes the run 5 times slower, and one thread sums in the same order on
-    any number of cores, so that the demo comes out the same.
-    """
+    # With matrices this small, a second CPU thread makes the run at most 1.4 times faster, and on a busy machine 5
+    # times slower. One thread also sums in the same order on any number of cores, so the result is the same.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        return train(config)
     finally:
         torch.set_num_threads(before)
 
 
 def answer_held_out(run_dir: Path, seed: int) -> list[Marked]:
-    """Load the finished run as `flatout chat` does, answer the three held-out prompts, and mark the answers."""
+    """Load the finished run as `flatout chat` does, answer the three held-out prompts, and check the answers."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_trained(find_trained(str(run_dir)), device=device)
+    model, tokenizer = load_trained(resolve_model_paths(str(run_dir)), device=device)
     marked = []
-    for prompt in held_out_prompts(seed):
+    for *prompt, right in held_out_prompts(seed):
         text = answer(model, tokenizer, prompt, max_new_tokens=MAX_ANSWER_TOKENS)
-        marked.append(Marked(prompt, text, check(prompt, text)))
+        marked.append(Marked(prompt, text, text == right["content"]))
     return marked
 
 
 def loss_halved(result: Result) -> bool:
-    """Whether the held-out loss fell by at least half from before the first step to after the last."""
+    """Return whether the held-out loss after the last step is at most half of that before the first."""
     before, after = result.progress.first_eval_loss, result.progress.last_eval_loss
     return before is not None and after is not None and after <= before / 2

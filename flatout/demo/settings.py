@@ -1,4 +1,4 @@
-"""The demo's folder and its configuration: the same settings that a user writes into a YAML file."""
+"""The demo's folder and its configuration: the settings that a user would write into a YAML file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_HELD_OUT = 200
 
 @dataclass(frozen=True, slots=True)
 class DemoFolder:
-    """Where the demo keeps its files; everything lies under `root`."""
+    """The demo's files, all under `root`."""
 
     root: Path
 
@@ -33,7 +33,7 @@ class DemoFolder:
 
     @property
     def held_out_file(self) -> Path:
-        """Conversations whose questions are all absent from `train_file`."""
+        """Conversations whose questions are not in `train_file`."""
         return self.root / "held_out.jsonl"
 
     @property
@@ -43,7 +43,7 @@ class DemoFolder:
 
 
 def demo_config(folder: DemoFolder, seed: int) -> Config:
-    """Full training of the tiny model from random weights, 1,875 steps of 8 conversations."""
+    """Return the configuration: full training of the tiny model from random weights, 1,875 steps of 8 conversations."""
     return Config(
         name="demo",
         run_dir=folder.root / "run",
@@ -54,10 +54,10 @@ def demo_config(folder: DemoFolder, seed: int) -> Config:
             name="demo",
             root=folder.root / "data",
             sources=[SourceConfig(path=str(folder.train_file))],
-            num_procs=1,  # for so few rows, starting a second process takes longer than tokenising
+            num_procs=1,  # for this few rows, starting a second process takes longer than tokenizing
         ),
         batch=BatchConfig(samples_per_step=8, epochs=3),
-        # a tiny model from scratch takes 10 times the rate of fine-tuning, and forgets gradients sooner
+        # training a tiny model from scratch needs 10 times the learning rate of fine-tuning, and a lower beta2
         optim=OptimConfig(lr=3e-3, beta2=0.98),
         schedule=ScheduleConfig(kind="cosine", warmup_ratio=0.05),
         eval=EvalConfig(data="demo-held-out", every_steps=500),
@@ -65,6 +65,6 @@ def demo_config(folder: DemoFolder, seed: int) -> Config:
 
 
 def held_out_data(config: Config, folder: DemoFolder) -> DataConfig:
-    """The data set that `config.eval.data` names, tokenised as the training data is."""
+    """Return the data set that `config.eval.data` names, tokenized like the training data."""
     sources = [SourceConfig(path=str(folder.held_out_file))]
     return config.data.model_copy(update={"name": config.eval.data, "sources": sources})

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
-# `{% generation %}` marks what the assistant writes, end of turn included: the label mask is read from it
+# `{% generation %}` marks what the assistant writes, including the end of turn; the label mask comes from it
 CHATML = """\
 {%- for message in messages %}
 {%- if message.tool_calls or tools %}{{ raise_exception('the demo tokenizer knows no tools') }}{% endif %}
@@ -24,10 +24,10 @@ CHATML = """\
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer (Sennrich et al. 2016, arXiv:1508.07909) of at most `vocab_size` entries.
+    """Train a byte-level BPE tokenizer (Sennrich et al. 2016, arXiv:1508.07909) of at most `vocab_size` entries.
 
-    Every byte has an entry, so any text can be written in it. `<|im_end|>` ends a turn and is the eos token;
-    `<|endoftext|>` is the pad token.
+    Every byte has an entry, so any text can be encoded. `<|im_end|>` ends a turn and is the eos token; `<|endoftext|>`
+    is the pad token.
     """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""The small invented world of the demo's conversations: closed lists, so that a tiny model can know them all."""
+"""The small invented world of the demo's conversations: closed lists, so that a tiny model can memorize them."""
 
 from __future__ import annotations
 

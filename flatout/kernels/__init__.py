@@ -1,1 +1,1 @@
-"""Operations with a plain truth and a fast form; they know nothing of the rest."""
+"""Operations with a plain reference and a fast implementation; independent of the rest of flatout."""

@@ -1,1 +1,1 @@
-"""Starting a run as several processes: command lines and environments as values, and what watches over them."""
+"""Start a run as several processes, supervise them, and restart them."""

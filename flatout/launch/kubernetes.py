@@ -1,14 +1,16 @@
-"""A manifest for a run on Kubernetes: to read, change and apply by hand."""
+"""Write a Kubernetes manifest for a run, to be read, edited and applied by hand."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import yaml
 
+from flatout.environment import SECRET
 from flatout.errors import UsageError
 
 Kind = Literal["PyTorchJob", "TrainJob"]
@@ -20,7 +22,7 @@ IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
 
 @dataclass(frozen=True, slots=True)
 class KubernetesJob:
-    """What a job asks for. `claim` is a volume claim that all pods mount at `mount`; the run folder lies in it."""
+    """The settings of a job. All pods mount the volume claim `claim` at `mount`; the run folder must be inside it."""
 
     name: str
     nodes: int
@@ -32,10 +34,15 @@ class KubernetesJob:
     kind: Kind = PYTORCH_JOB
 
 
-def manifest(job: KubernetesJob) -> str:
-    """The manifest as YAML. The ranks of a pod are started by flatout from what the operator tells it.
+def secret_name(job: KubernetesJob) -> str | None:
+    """Return the name of the Secret with which nodes authenticate (key `secret`); None for a single node."""
+    return f"{job.name}-secret" if job.nodes > 1 else None
 
-    Raises UsageError for names that Kubernetes refuses.
+
+def manifest(job: KubernetesJob) -> str:
+    """Return the manifest as YAML. In each pod flatout starts the ranks, from the operator's environment variables.
+
+    Raises UsageError for names that Kubernetes rejects.
     """
     for option, text in (("--name", job.name), ("--claim", job.claim)):
         if not LABEL.fullmatch(text):
@@ -44,65 +51,56 @@ def manifest(job: KubernetesJob) -> str:
         raise UsageError(f"--image {job.image!r}: expected a container image, such as registry.example/flatout:1.0")
     if not job.mount.startswith("/"):
         raise UsageError(f"--mount {job.mount!r}: expected an absolute path")
-    body = _pytorch_job(job) if job.kind == PYTORCH_JOB else _train_job(job)
-    return yaml.safe_dump(body, sort_keys=False, width=10_000)
+    api = "kubeflow.org/v1" if job.kind == PYTORCH_JOB else "trainer.kubeflow.org/v1alpha1"
+    body = {"apiVersion": api, "kind": job.kind, "metadata": {"name": job.name}, "spec": _spec(job)}
+    # copied through JSON: YAML would write a shared object as an anchor, which is hard to edit by hand
+    return yaml.safe_dump(json.loads(json.dumps(body)), sort_keys=False, width=10_000)
 
 
-def _container(job: KubernetesJob) -> dict[str, Any]:
-    return {
-        "name": "pytorch",
-        "image": job.image,
-        # a list, so no shell reads the words
-        "command": ["python", "-m", "flatout", *job.words],
-        "workingDir": job.mount,
-        "resources": {"limits": {"nvidia.com/gpu": job.gpus_per_node}},
-        "volumeMounts": [{"name": "work", "mountPath": job.mount}, {"name": "shm", "mountPath": "/dev/shm"}],
-    }
-
-
-def _volumes(job: KubernetesJob) -> list[dict[str, Any]]:
-    # NCCL's shared memory does not fit in a container's 64 MB
+def _spec(job: KubernetesJob) -> dict[str, Any]:
+    secret = {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": secret_name(job), "key": "secret"}}}
+    env = [secret] if job.nodes > 1 else []
+    # a list, so that no shell interprets the words
+    command = ["python", "-m", "flatout", *job.words]
+    resources = {"limits": {"nvidia.com/gpu": job.gpus_per_node}}
+    mounts = [{"name": "work", "mountPath": job.mount}, {"name": "shm", "mountPath": "/dev/shm"}]
+    # NCCL's shared memory does not fit into a container's default of 64 MB
     shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
-    return [{"name": "work", "persistentVolumeClaim": {"claimName": job.claim}}, shm]
-
-
-def _pytorch_job(job: KubernetesJob) -> Mapping[str, Any]:
-    def replicas(count: int) -> dict[str, Any]:
-        spec = {"terminationGracePeriodSeconds": 600, "containers": [_container(job)], "volumes": _volumes(job)}
-        return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": spec}}
-
-    specs = {"Master": replicas(1)}
-    if job.nodes > 1:
-        specs["Worker"] = replicas(job.nodes - 1)
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": {"name": job.name},
-        "spec": {"nprocPerNode": str(job.gpus_per_node), "pytorchReplicaSpecs": specs},
-    }
-
-
-def _train_job(job: KubernetesJob) -> Mapping[str, Any]:
-    container = _container(job)
-    trainer = {
-        "numNodes": job.nodes,
-        "numProcPerNode": job.gpus_per_node,
-        "image": job.image,
-        "command": container["command"],
-        "resourcesPerNode": container["resources"],
-    }
+    volumes = [{"name": "work", "persistentVolumeClaim": {"claimName": job.claim}}, shm]
+    if job.kind == PYTORCH_JOB:
+        container = {
+            "name": "pytorch",
+            "image": job.image,
+            "command": command,
+            "workingDir": job.mount,
+            "env": env,
+            "resources": resources,
+            "volumeMounts": mounts,
+        }
+        pod = {"terminationGracePeriodSeconds": 600, "containers": [container], "volumes": volumes}
+        replicas = {"Master": 1, "Worker": job.nodes - 1}
+        return {
+            "nprocPerNode": str(job.gpus_per_node),
+            "pytorchReplicaSpecs": {
+                role: {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+                for role, count in replicas.items()
+                if count
+            },
+        }
     override = {
         "targetJobs": [{"name": "node"}],
-        "containers": [{"name": "node", "volumeMounts": container["volumeMounts"]}],
-        "volumes": _volumes(job),
+        "containers": [{"name": "node", "volumeMounts": mounts}],
+        "volumes": volumes,
     }
     return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": {"name": job.name},
-        "spec": {
-            "runtimeRef": {"name": "torch-distributed"},
-            "trainer": trainer,
-            "podTemplateOverrides": [override],
+        "runtimeRef": {"name": "torch-distributed"},
+        "trainer": {
+            "numNodes": job.nodes,
+            "numProcPerNode": job.gpus_per_node,
+            "image": job.image,
+            "command": command,
+            "env": env,
+            "resourcesPerNode": resources,
         },
+        "podTemplateOverrides": [override],
     }

@@ -1,4 +1,4 @@
-"""Which node of how many this is, from the command line or from a cluster's environment."""
+"""This node's index and the number of nodes, from the command line or a cluster's environment."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flatout.environment import whole_number
 from flatout.errors import UsageError
 
 DEFAULT_PORT = 29400
@@ -14,7 +15,7 @@ ENDPOINT = re.compile(r"(?P<host>\[[0-9A-Fa-f:]+\]|[A-Za-z0-9][A-Za-z0-9._-]*):(
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """This node's place. Fewer `num_min` than `num_max` is elastic; `endpoint` is HOST:PORT of node 0."""
+    """This node's index among the nodes; elastic if `num_min` < `num_max`. `endpoint` is HOST:PORT of node 0."""
 
     num_min: int = 1
     num_max: int = 1
@@ -23,17 +24,17 @@ class Nodes:
 
     @property
     def host(self) -> str:
-        """Host of the endpoint."""
+        """The endpoint's host."""
         return self.endpoint.rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:
-        """Port of the endpoint."""
+        """The endpoint's port."""
         return int(self.endpoint.rpartition(":")[2])
 
 
 def parse_nodes(nnodes: str, node_rank: int, rdzv: str | None) -> Nodes:
-    """`2` or `1:2` nodes, this one's number and HOST:PORT of node 0. Raises UsageError naming the option at fault."""
+    """Parse --nnodes (`2` or `1:2`), --node-rank and --rdzv (HOST:PORT of node 0). Raises UsageError."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
     if match is None:
         raise UsageError(f"--nnodes is {nnodes!r}; expected a number such as 2, or fewest:most such as 1:2")
@@ -53,43 +54,39 @@ def parse_nodes(nnodes: str, node_rank: int, rdzv: str | None) -> Nodes:
 
 
 def nodes_of(env: Mapping[str, str]) -> Nodes:
-    """The node's place as a Kubernetes TrainJob or PyTorchJob tells it (PET_NNODES, PET_NODE_RANK, ...)."""
-    nnodes = env.get("PET_NNODES", "1")
+    """Read this node's index from the variables of a TrainJob or PyTorchJob (PET_NNODES, PET_NODE_RANK, ...)."""
+    if (nnodes := env.get("PET_NNODES")) is None:
+        return Nodes()
+    if not re.fullmatch(r"\d+(:\d+)?", nnodes):
+        raise UsageError(f"PET_NNODES is {nnodes!r} in the environment; expected a number such as 2, or 1:2")
     address, port = env.get("PET_MASTER_ADDR"), env.get("PET_MASTER_PORT", str(DEFAULT_PORT))
     endpoint = env.get("PET_RDZV_ENDPOINT") or (f"{address}:{port}" if address else None)
-    return parse_nodes(nnodes, number_of(env, "PET_NODE_RANK", env.get("RANK", "0")), endpoint)
+    index = whole_number(env, "PET_NODE_RANK" if "PET_NODE_RANK" in env else "RANK", 0)
+    return parse_nodes(nnodes, index, endpoint)
 
 
 def slurm_rank(env: Mapping[str, str]) -> dict[str, str] | None:
-    """RANK and the rest for one task of several that srun started; None elsewhere.
+    """Return RANK and the related variables if srun started this process as one of several tasks, else None.
 
-    Only srun sets SLURM_STEP_NUM_TASKS: the batch script itself, which has SLURM_PROCID too, is no rank.
+    Only srun sets SLURM_STEP_NUM_TASKS; SLURM_PROCID is also set in the batch script, which is not a rank.
     """
-    world = number_of(env, "SLURM_STEP_NUM_TASKS", "1")
+    world = whole_number(env, "SLURM_STEP_NUM_TASKS", 1)
     if world < 2 or "SLURM_PROCID" not in env:
         return None
-    # srun may bind each task to its own GPU, which then is number 0
+    # srun may bind each task to one GPU, which is then GPU 0
     own_gpu = "," not in env.get("CUDA_VISIBLE_DEVICES", ",")
-    seed = number_of(env, "SLURM_JOB_ID", "0") * 31 + number_of(env, "SLURM_STEP_ID", "0")
+    seed = whole_number(env, "SLURM_JOB_ID", 0) * 31 + whole_number(env, "SLURM_STEP_ID", 0)
     return {
-        "RANK": str(number_of(env, "SLURM_PROCID", "0")),
+        "RANK": str(whole_number(env, "SLURM_PROCID")),
         "WORLD_SIZE": str(world),
-        "LOCAL_RANK": "0" if own_gpu else str(number_of(env, "SLURM_LOCALID", "0")),
+        "LOCAL_RANK": "0" if own_gpu else str(whole_number(env, "SLURM_LOCALID", 0)),
         "MASTER_ADDR": env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "localhost")),
         "MASTER_PORT": env.get("MASTER_PORT") or str(20_000 + seed % 10_000),
     }
 
 
 def first_host(nodelist: str) -> str:
-    """`node[03-07,12],x1` -> `node03`."""
+    """Return the first host of a Slurm node list: `node[03-07,12],x1` -> `node03`."""
     match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist)
     assert match is not None
     return match[1] + (match[2] or "") + (match[3] or "")
-
-
-def number_of(env: Mapping[str, str], name: str, default: str) -> int:
-    """A variable's whole number. Raises UsageError for anything else."""
-    text = env.get(name) or default
-    if not text.isdigit():
-        raise UsageError(f"{name} is {text!r} in the environment; expected a whole number")
-    return int(text)

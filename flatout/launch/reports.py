@@ -1,11 +1,9 @@
-"""What each rank leaves behind, and what all of it together says about an attempt."""
+"""Exit reports of the ranks, and the outcome of an attempt that follows from them."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-import threading
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,17 +11,26 @@ from pathlib import Path
 from typing import Self
 
 from flatout.errors import FlatoutError, PeerLostError, PreemptedError
+from flatout.io.durable_io import DurableIO
 
-# a lost peer, or a crash without a class: going on from a checkpoint may cure them
-INTERRUPTED = 130
-CURABLE = frozenset({1, PeerLostError.exit_code})
+# an exception other than a FlatoutError
+UNCAUGHT_EXIT_CODE = 1
+# exit codes after which a restart from a checkpoint may help
+RESTARTABLE = frozenset({UNCAUGHT_EXIT_CODE, PeerLostError.exit_code})
+# shells report a process that signal N ended as 128 + N
+SIGNAL_EXIT_CODE = 128
+# exit codes of a rank that was asked to end immediately
+INTERRUPTED = frozenset(SIGNAL_EXIT_CODE + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
+# signals that point to a fault in the process itself
+CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """A rank's beginning and end. `exit_code` is None until its end and stays so when it was killed.
+    """When and how a rank started and ended. `exit_code` is None while it runs, and stays None if it was killed.
 
-    `lost_rank` is the peer it lost, `error` what it told. Times are seconds since 1970.
+    `error` is the error it reported, after `step` completed steps; `lost_rank` is the peer that it lost. `killed_by` is
+    the signal that ended it, as seen by its launcher. Times are seconds since 1970.
     """
 
     rank: int
@@ -33,81 +40,89 @@ class RankReport:
     exit_code: int | None = None
     error: str | None = None
     lost_rank: int | None = None
+    step: int | None = None
+    killed_by: int | None = None
 
     def write(self, folder: Path) -> None:
-        """Put the report into the attempt's folder; whole or not at all, also from several threads at once."""
-        path = folder / f"rank-{self.rank}.json"
-        half_done = path.with_suffix(f".{threading.get_ident()}.tmp")
-        half_done.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        half_done.replace(path)
+        """Write the report to the attempt's folder; thread-safe. Raises ResourceError."""
+        DurableIO().write_json(folder / f"rank-{self.rank}.json", asdict(self))
 
     @classmethod
     def read_all(cls, folder: Path) -> list[Self]:
-        """All reports of an attempt, by rank."""
-        return sorted((cls(**json.loads(path.read_text())) for path in folder.glob("rank-*.json")), key=_rank)
+        """Read all reports of an attempt, sorted by rank."""
+        reports = (cls(**json.loads(path.read_text())) for path in folder.glob("rank-*.json"))
+        return sorted(reports, key=lambda report: report.rank)
 
+    def ended(self, exit_code: int, error: BaseException | None = None) -> Self:
+        """Return the report with the end of this rank added, at the current time."""
+        return replace(
+            self,
+            ended_at=time.time(),
+            exit_code=exit_code,
+            error=None if error is None else str(error) if isinstance(error, FlatoutError) else repr(error),
+            lost_rank=error.rank if isinstance(error, PeerLostError) else None,
+            step=None if error is None else vars(error).get("step"),
+        )
 
-def _rank(report: RankReport) -> int:
-    return report.rank
+    def ended_with(self, code: int) -> Self:
+        """Return the report with the process's exit status added; an exit code that the rank reported is kept."""
+        if code < 0:
+            return replace(self, killed_by=-code)
+        return self if self.exit_code is not None else replace(self, exit_code=code)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """How an attempt ended: the failing rank's own exit code, which rank, and why in one line."""
+class AttemptOutcome:
+    """How an attempt ended: the failing rank, its exit code, and the reason in one line.
+
+    `crashed_after` is the number of completed steps after which a rank crashed by itself; None for any other end.
+    """
 
     exit_code: int
     rank: int | None
     why: str
+    crashed_after: int | None = None
 
     @property
-    def is_curable(self) -> bool:
-        """True when going on from a checkpoint may help."""
-        return self.exit_code in CURABLE
+    def is_restartable(self) -> bool:
+        """True if resuming from a checkpoint may help."""
+        return self.exit_code in RESTARTABLE
 
 
-def judge(reports: Sequence[RankReport]) -> Verdict:
-    """The first rank that failed by itself decides; then saved-and-stopped; then the rank that was lost."""
-    codes = {report.exit_code for report in reports}
-    if reports and codes == {0}:
-        return Verdict(0, None, "complete")
-    secondary = {None, 0, PeerLostError.exit_code, PreemptedError.exit_code, INTERRUPTED}
+def classify_attempt(reports: Sequence[RankReport], *, out_of_memory: bool = False) -> AttemptOutcome:
+    """Derive the outcome: from the first rank that failed by itself, else one that saved and stopped, else a lost one.
+
+    `out_of_memory` means that the kernel killed a process for lack of memory during the attempt.
+    """
+    if reports and {report.exit_code for report in reports} == {0}:
+        return AttemptOutcome(0, None, "complete")
+    secondary = {None, 0, PeerLostError.exit_code, PreemptedError.exit_code, *INTERRUPTED}
     failed = [report for report in reports if report.exit_code not in secondary]
+    told = sorted((r for r in reports if r.exit_code == PeerLostError.exit_code), key=_end)
     if failed:
-        first = min(failed, key=lambda report: report.ended_at or 0.0)
+        # prefer a rank's own failure to one that it reports for a peer
+        first = min(failed, key=lambda report: (report.lost_rank is not None, _end(report)))
         assert first.exit_code is not None
-        return Verdict(first.exit_code, first.rank, first.error or f"exit code {first.exit_code}")
+        culprit = first.rank if first.lost_rank is None else first.lost_rank
+        crashed_after = first.step if first.exit_code == UNCAUGHT_EXIT_CODE else None
+        return AttemptOutcome(first.exit_code, culprit, first.error or f"exit code {first.exit_code}", crashed_after)
     for report in reports:
         if report.exit_code == PreemptedError.exit_code:
-            return Verdict(report.exit_code, report.rank, report.error or "asked to stop and saved")
-    told = [report for report in reports if report.exit_code == PeerLostError.exit_code]
-    if told:
-        first = min(told, key=lambda report: report.ended_at or 0.0)
-        return Verdict(PeerLostError.exit_code, first.lost_rank, first.error or "a rank was lost")
-    killed = [report for report in reports if report.exit_code is None]
-    if killed:
-        return Verdict(PeerLostError.exit_code, killed[0].rank, f"rank {killed[0].rank} was killed")
-    return Verdict(PeerLostError.exit_code, None, "no rank was started")
+            return AttemptOutcome(report.exit_code, report.rank, report.error or "asked to stop and saved")
+    killed = {report.rank: report for report in reports if report.exit_code is None}
+    if not told and not killed:
+        return AttemptOutcome(PeerLostError.exit_code, None, "no rank was started")
+    rank = told[0].lost_rank if told else min(killed)
+    lost = killed.get(-1 if rank is None else rank)
+    why = (told[0].error or "a rank was lost") if told else f"rank {rank} was lost"
+    is_crash = False
+    if lost is not None and lost.killed_by is not None:
+        by_kernel = out_of_memory and lost.killed_by == signal.SIGKILL
+        is_crash = by_kernel or lost.killed_by in CRASH_SIGNALS
+        name = signal.Signals(lost.killed_by).name
+        why += f"; rank {rank} was ended by {name}" + (", as this machine or container ran out of memory" * by_kernel)
+    return AttemptOutcome(PeerLostError.exit_code, rank, why, told[0].step if told and is_crash else None)
 
 
-class RankLog:
-    """A rank's output goes to `rank-N.log`, its beginning and end to `rank-N.json`."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder = folder
-        self._report = RankReport(rank, os.getpid(), time.time())
-
-    def begin(self) -> None:
-        """Send this process's output to the log, by file descriptor, so that what C code prints is there too."""
-        path = self._folder / f"rank-{self._report.rank}.log"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(fd, stream.fileno())
-        os.close(fd)
-        self._report.write(self._folder)
-
-    def end(self, exit_code: int, error: BaseException | None = None) -> None:
-        """Tell how this rank ended; the watch's thread and the main thread may both, and the last one stands."""
-        text = None if error is None else str(error) if isinstance(error, FlatoutError) else repr(error)
-        lost = error.rank if isinstance(error, PeerLostError) else None
-        replace(self._report, ended_at=time.time(), exit_code=exit_code, error=text, lost_rank=lost).write(self._folder)
+def _end(report: RankReport) -> float:
+    return report.ended_at or 0.0

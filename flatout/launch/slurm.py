@@ -1,4 +1,4 @@
-"""An sbatch script for a run: to read, change and submit by hand."""
+"""Write an sbatch script for a run, to be read, edited and submitted by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """What a job asks for. `time` is Slurm's, such as 12:00:00 or 2-00:00:00; `folder` is where it runs."""
+    """The settings of a job. `time` is in Slurm's format, such as 12:00:00 or 2-00:00:00; the job runs in `folder`."""
 
     name: str
     nodes: int
@@ -33,18 +33,15 @@ class SlurmJob:
 
 
 def sbatch_script(job: SlurmJob) -> str:
-    """The script. One task a GPU; srun tells each its rank; a warning signal makes the run save before its time ends.
+    """Return the script: one task per GPU, ranks from srun, and a signal to save before the time limit.
 
-    Raises UsageError for a name, a time or a path that #SBATCH lines cannot hold.
+    Raises UsageError for a name or time that is not valid in an #SBATCH line.
     """
     for option, text in (("--name", job.name), ("--partition", job.partition), ("--account", job.account)):
         if text is not None and not PLAIN.fullmatch(text):
             raise UsageError(f"{option} {text!r}: expected letters, digits, dot, _ and -")
     if not TIME.fullmatch(job.time):
         raise UsageError(f"--time {job.time!r}: expected Slurm's form, such as 12:00:00 or 2-00:00:00")
-    # #SBATCH lines are no shell: quotes do not help there
-    if re.search(r"[\s\"'\\%]", str(job.log_dir)):
-        raise UsageError(f"run_dir {job.log_dir}: Slurm's log path cannot hold spaces, quotes, % or backslashes")
     options = {
         "job-name": job.name,
         "nodes": job.nodes,
@@ -54,8 +51,7 @@ def sbatch_script(job: SlurmJob) -> str:
         "time": job.time,
         "partition": job.partition,
         "account": job.account,
-        "output": f"{job.log_dir}/slurm-%j.log",
-        # five minutes before the end every rank is asked to stop; the run saves and exits 75
+        # five minutes before the time limit every rank gets SIGTERM; the run saves and exits with code 75
         "signal": "TERM@300",
     }
     lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
@@ -67,7 +63,15 @@ def sbatch_script(job: SlurmJob) -> str:
             "#SBATCH --requeue",
             "",
             "set -u",
-            f"cd -- {shlex.quote(str(job.folder))}",
+            f"cd -- {shlex.quote(str(job.folder))} || exit 2",
+            "# Slurm makes no folder for its own log, so this script does",
+            f"logs={shlex.quote(str(job.log_dir))}",
+            'mkdir -p -- "$logs" || exit 6',
+            'echo "the log is $logs/slurm-$SLURM_JOB_ID.log"',
+            'exec >>"$logs/slurm-$SLURM_JOB_ID.log" 2>&1',
+            "# ranks know each other by it; nothing keeps it",
+            "FLATOUT_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+            "export FLATOUT_SECRET",
             f"srun --kill-on-bad-exit=1 -- {run}",
             "code=$?",
             "# 75: stopped and saved; 7: a rank was lost; both go on from the newest checkpoint",

@@ -1,160 +1,228 @@
-"""Watches over the ranks of this node: shows the first one's log, ends them together, starts them again."""
+"""Supervise the ranks of this node: show the first one's log, end them together, restart them."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from flatout.config.faults import FaultsConfig
 from flatout.errors import PeerLostError, PreemptedError
-from flatout.launch.command import Attempt, launcher_argv, launcher_environment
-from flatout.launch.reports import RankReport, Verdict, judge
+from flatout.io.bounded_wait import BoundedWait
+from flatout.launch.launch_mode import SpawnRanks
+from flatout.launch.ranks import RankProcess, count_gpus, count_oom_kills, shared_environment, start_ranks
+from flatout.launch.rendezvous import Rendezvous
+from flatout.launch.reports import SIGNAL_EXIT_CODE, AttemptOutcome, RankReport, classify_attempt
 
 POLL_S = 0.1
-# once one rank has failed, the others leave by themselves within this time or are killed
+# after one rank failed, the others must exit within this time or are killed
 GRACE_S = 10.0
-# one that the others lost may still be writing down its own error
+# a rank that its peers report as lost may still be writing its own error
 LOST_S = 2.0
+# a terminal and a launcher often both forward one Ctrl-C; signals this close together count as one
+SETTLE_S = 0.5
+# node 0's restart message may arrive after the local ranks exit
+LAST_WORD_S = 2.0
 TAIL_LINES = 40
 PAUSE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """When to start again, and with how few ranks."""
-
-    max_restarts: int
-    min_ranks: int | None
+class _StoppedEarly(Exception):  # noqa: N818  (a signal, not an error)
+    """A signal arrived before the ranks were started."""
 
 
 class Supervisor:
-    """Runs attempts until one is complete, asked to stop, beyond cure, or one too many.
+    """Restarts the ranks until an attempt completes, is asked to stop, or fails for good or too often (max_restarts).
 
-    `tell` gets one line per restart; `out` the first rank's log as it grows. Signals to this process go to the ranks.
+    `words` follow `python -m flatout`. `notify` gets one line per restart; the first rank's log is copied to `out` as
+    it grows. The first signal to this process asks the ranks to save and stop; a second one kills them.
     """
 
     def __init__(
-        self, logs: Path, policy: Policy, env: Mapping[str, str], tell: Callable[[str], None], out: TextIO
+        self,
+        logs: Path,
+        words: Sequence[str],
+        faults: FaultsConfig,
+        rendezvous: Rendezvous,
+        env: Mapping[str, str],
+        secret: str,
+        notify: Callable[[str], None],
+        out: TextIO,
     ) -> None:
-        self._logs, self._policy, self._env, self._tell, self._out = logs, policy, env, tell, out
-        self._num_signals = 0
+        self._logs, self._words, self._faults, self._rendezvous = logs, words, faults, rendezvous
+        self._env, self._secret, self._notify, self._out = env, secret, notify, out
+        self._ranks: list[RankProcess] = []
+        self._signal: int | None = None
+        self._signal_at = 0.0
+        self._is_killed = False
 
-    def run(self, attempt: Attempt) -> int:
-        """Exit code of the run: 0, or the failing rank's own."""
-        found = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    def run(self, start: SpawnRanks) -> int:
+        """Run and return the exit code: 0, the failing rank's, or 128 + N if signal N ended it before it saved."""
+        numbers = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+        found = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
-            return self._run(attempt)
+            return self._run(start)
+        except _StoppedEarly:
+            return self._stopped()
         finally:
+            self._rendezvous.close()
             for number, handler in found.items():
                 signal.signal(number, handler)
 
-    def _run(self, attempt: Attempt) -> int:
+    def _run(self, start: SpawnRanks) -> int:
+        if start.num_procs == "gpu":
+            start = replace(start, num_procs=count_gpus(self._faults.join_s, "faults.join_s"))
         lost_before: int | None = None
-        for num_restarts in range(self._policy.max_restarts + 1):
-            folder = new_attempt(self._logs)
-            verdict = self._attempt(attempt, folder)
-            if verdict.exit_code == 0:
+        crashed_before: int | None = None
+        num_restarts = 0
+        while True:
+            folder, outcome, membership_changed = self._attempt(start)
+            if outcome.exit_code == 0:
                 return 0
-            if self._num_signals:
-                return PreemptedError.exit_code if verdict.exit_code == PreemptedError.exit_code else 143
-            if not verdict.is_curable or num_restarts == self._policy.max_restarts:
-                self._show_end(verdict, folder)
-                return verdict.exit_code
-            if verdict.rank is not None and verdict.rank == lost_before:
-                attempt = with_fewer(attempt, verdict.rank, self._policy.min_ranks)
-            lost_before = verdict.rank
-            left = f"restart {num_restarts + 1} of {self._policy.max_restarts}"
-            self._tell(f"{verdict.why}; {left} with {attempt.start.num_procs} rank(s) here, logs in {folder}")
+            if self._signal is not None:
+                return outcome.exit_code if outcome.exit_code == PreemptedError.exit_code else self._stopped()
+            if membership_changed:
+                self._notify(f"another node has come: all start again, logs in {folder}")
+                continue
+            crashed_after = outcome.crashed_after
+            crashed_again = crashed_after is not None and crashed_after == crashed_before
+            if crashed_after is not None and crashed_again:
+                self._notify(f"step {crashed_after + 1} crashed again after a restart, which cures nothing here")
+            if crashed_again or not outcome.is_restartable or num_restarts == self._faults.max_restarts:
+                self._show_end(outcome, folder)
+                return outcome.exit_code
+            if outcome.rank is not None and outcome.rank == lost_before:
+                start = with_fewer(start, outcome.rank, self._faults.min_ranks)
+            lost_before, crashed_before = outcome.rank, outcome.crashed_after
+            num_restarts += 1
+            left = f"restart {num_restarts} of {self._faults.max_restarts}"
+            self._notify(f"{outcome.why}; {left} with {start.num_procs} rank(s) here, logs in {folder}")
             time.sleep(PAUSE_S)
-        raise AssertionError("the last attempt returns")
 
-    def _attempt(self, attempt: Attempt, folder: Path) -> Verdict:
-        env = launcher_environment(attempt, self._env, folder, os.cpu_count() or 1)
+    def _attempt(self, start: SpawnRanks) -> tuple[Path, AttemptOutcome, bool]:
+        """Start this node's ranks once; return the log folder, the outcome, and whether all nodes must restart."""
+        num_ranks = int(start.num_procs)
+        info = self._rendezvous.next_rendezvous(num_ranks)
+        folder = new_attempt(self._logs)
+        num_cores, visible = os.cpu_count() or 1, start.visible
+        env = shared_environment(
+            self._env, info, num_ranks, visible=visible, logs=folder, secret=self._secret, num_cores=num_cores
+        )
+        num_oom_kills = count_oom_kills()
+        self._ranks = start_ranks(self._words, info, num_ranks, env, folder)
+        if info.listener is not None:
+            info.listener.close()
+        try:
+            membership_changed = self._watch(folder)
+        finally:
+            for rank in self._ranks:
+                rank.kill()
+        reports = {report.rank: report for report in RankReport.read_all(folder)}
+        ended = []
+        for rank in self._ranks:
+            report = reports.get(rank.rank, RankReport(rank.rank, rank.process.pid, 0.0))
+            ended.append(report.ended_with(rank.process.wait()))
+        self._ranks = []
+        outcome = classify_attempt(ended, out_of_memory=count_oom_kills() > num_oom_kills)
+        until_s = time.monotonic() + LAST_WORD_S
+        is_saved = outcome.exit_code == PreemptedError.exit_code and self._signal is None
+        while is_saved and not membership_changed and start.nodes.num_max > 1 and time.monotonic() < until_s:
+            membership_changed = self._rendezvous.membership_changed()
+            time.sleep(POLL_S)
+        return folder, outcome, membership_changed
+
+    def _watch(self, folder: Path) -> bool:
+        """Wait until all ranks have ended; return True if another node has joined and all must restart."""
         log = Follower(folder / "rank-0.log", self._out)
-        with (folder / "launcher.log").open("wb") as launcher_log:
-            # a session of its own: Ctrl-C in a terminal comes to the ranks once, from here
-            launcher = subprocess.Popen(
-                launcher_argv(attempt, sys.executable),
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=launcher_log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        num_passed_on, failed_at = 0, None
-        while launcher.poll() is None:
+        was_asked = membership_changed = False
+        failed_at: float | None = None
+        wait: BoundedWait | None = None
+        while (codes := [rank.exit_code for rank in self._ranks]).count(None):
             time.sleep(POLL_S)
             log.copy()
-            reports = RankReport.read_all(folder)
-            if num_passed_on < self._num_signals:
-                num_passed_on = self._num_signals
-                if not _signal_ranks(reports, signal.SIGTERM):
-                    launcher.terminate()
-            if failed_at is None and any(report.exit_code not in (None, 0, 75) for report in reports):
+            membership_changed = membership_changed or self._rendezvous.membership_changed()
+            if (self._signal is not None or membership_changed) and not was_asked:
+                was_asked = True
+                for rank in self._ranks:
+                    rank.process.terminate()
+            if failed_at is None and any(code not in (None, 0, PreemptedError.exit_code) for code in codes):
                 failed_at = time.monotonic()
             if failed_at is not None:
-                self._end(launcher, reports, time.monotonic() - failed_at)
-        _signal_ranks(RankReport.read_all(folder), signal.SIGKILL)
+                failed_s = time.monotonic() - failed_at
+                # a stopped or blocked rank reacts to no other signal
+                lost = {report.lost_rank for report in RankReport.read_all(folder)} if failed_s > LOST_S else set()
+                for rank in self._ranks:
+                    if rank.exit_code is None and (rank.rank in lost or failed_s > GRACE_S):
+                        rank.kill()
+            elif len(codes) > codes.count(None):
+                wait = wait or BoundedWait(self._faults.long_phase_s, "faults.long_phase_s", self._notify)
+                left = ", ".join(str(rank.rank) for rank, code in zip(self._ranks, codes, strict=True) if code is None)
+                try:
+                    wait.check(f"rank {left} to end")
+                except PeerLostError as error:
+                    self._notify(str(error))
+                    failed_at = time.monotonic() - GRACE_S
         log.copy()
-        return judge(RankReport.read_all(folder))
-
-    def _end(self, launcher: subprocess.Popen[bytes], reports: list[RankReport], failed_s: float) -> None:
-        """End what is left of an attempt in which a rank failed so long ago."""
-        lost = {report.lost_rank for report in reports}
-        if failed_s > LOST_S:
-            # a stopped or blocked rank hears no other signal, and the launcher waits for it
-            _signal_ranks([report for report in reports if report.rank in lost], signal.SIGKILL)
-        if failed_s > GRACE_S and not _signal_ranks(reports, signal.SIGKILL):
-            # no rank is left, and the launcher may wait long for a node that is gone
-            launcher.kill()
+        return membership_changed
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._num_signals += 1
+        now_s = time.monotonic()
+        if self._signal is None:
+            self._signal, self._signal_at = number, now_s
+            if not self._ranks:
+                raise _StoppedEarly
+        elif now_s - self._signal_at > SETTLE_S:
+            self._is_killed = True
+            for rank in self._ranks:
+                rank.kill()
 
-    def _show_end(self, verdict: Verdict, folder: Path) -> None:
-        """The failing rank's last lines, where they were not shown as they came."""
-        name = "launcher.log" if verdict.rank is None else f"rank-{verdict.rank}.log"
-        path = folder / name
-        if verdict.rank != 0 and path.exists():
+    def _stopped(self) -> int:
+        assert self._signal is not None
+        self._notify("stopped at once; steps since the last checkpoint are lost" if self._is_killed else "stopped")
+        return SIGNAL_EXIT_CODE + self._signal
+
+    def _show_end(self, outcome: AttemptOutcome, folder: Path) -> None:
+        """Show the failing rank's last lines, unless its log was already shown, and the reason."""
+        path = folder / f"rank-{outcome.rank}.log"
+        if outcome.rank != 0 and path.exists():
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
             self._out.write(f"--- {path}\n" + "".join(line + "\n" for line in lines))
-        where = "" if verdict.rank is None or verdict.exit_code == PeerLostError.exit_code else f"rank {verdict.rank}: "
-        self._tell(f"{where}{verdict.why} (exit code {verdict.exit_code}; logs in {folder})")
+        where = "" if outcome.rank is None or outcome.exit_code == PeerLostError.exit_code else f"rank {outcome.rank}: "
+        self._notify(f"{where}{outcome.why} (exit code {outcome.exit_code}; logs in {folder})")
 
 
-def with_fewer(attempt: Attempt, rank: int, min_ranks: int | None) -> Attempt:
-    """Without the rank where that is allowed, and where this node's ranks are all there are."""
-    start = attempt.start
-    if min_ranks is None or start.nodes.num_max > 1 or not start.num_procs.isdigit():
-        return attempt
-    num_procs = int(start.num_procs)
-    if rank >= num_procs or num_procs - 1 < max(1, min_ranks):
-        return attempt
-    return replace(attempt, start=start.without(rank))
+def with_fewer(start: SpawnRanks, rank: int, min_ranks: int | None) -> SpawnRanks:
+    """Drop the rank, if `min_ranks` allows it and this is the only node."""
+    if min_ranks is None or start.nodes.num_max > 1 or start.num_procs == "gpu":
+        return start
+    if rank >= start.num_procs or start.num_procs - 1 < max(1, min_ranks):
+        return start
+    visible = start.visible
+    if visible is not None:
+        visible = visible[:rank] + visible[rank + 1 :]
+    return replace(start, num_procs=start.num_procs - 1, visible=visible)
 
 
 class Follower:
-    """Copies what is added to a file that may not be there yet."""
+    """Copies what is appended to a file, which may not exist yet."""
 
     def __init__(self, path: Path, out: TextIO) -> None:
         self._path, self._out = path, out
         self._num_bytes = 0
 
     def copy(self) -> None:
-        """Write what came since the last call."""
+        """Write the lines that were added since the last call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
             file.seek(self._num_bytes)
             content = file.read()
-        # a character cut in two waits for its second half
+        # whole lines only, so that no multi-byte character is split
         end = content.rfind(b"\n") + 1
         self._num_bytes += end
         self._out.write(content[:end].decode("utf-8", errors="replace"))
@@ -162,29 +230,13 @@ class Follower:
 
 
 def new_attempt(logs: Path) -> Path:
-    """A new folder `attempt-K`, K above all there are; `latest` points to it."""
-    logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Make a new folder `attempt-K`, numbered above all existing ones, and point the link `latest` to it."""
+    logs.mkdir(parents=True, exist_ok=True)
     numbers = (path.name.removeprefix("attempt-") for path in logs.glob("attempt-*"))
     folder = logs / f"attempt-{max((int(number) for number in numbers if number.isdigit()), default=-1) + 1}"
-    folder.mkdir(mode=0o700)
+    folder.mkdir()
     pointer = logs / ".latest"
     pointer.unlink(missing_ok=True)
     pointer.symlink_to(folder.name)
     pointer.replace(logs / "latest")
     return folder
-
-
-def _signal_ranks(reports: list[RankReport], number: int) -> int:
-    """Send a signal to the ranks that are still there, also to one that told its end; returns to how many."""
-    alive = [report.pid for report in reports if _is_rank(report.pid)]
-    for pid in alive:
-        os.kill(pid, number)
-    return len(alive)
-
-
-def _is_rank(pid: int) -> bool:
-    """True while this pid is a process of flatout that leads its session, as the launcher starts ranks."""
-    try:
-        return os.getsid(pid) == pid and b"flatout" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (ProcessLookupError, FileNotFoundError, PermissionError):
-        return False

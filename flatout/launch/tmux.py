@@ -1,4 +1,4 @@
-"""A run in tmux: a session with a window for the run and one for each rank's log, as commands to run or to print."""
+"""Run in tmux: commands, to run or to print, for a session with a window for the run and one for each rank's log."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from flatout.errors import ResourceError, UsageError
 
 SESSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-# columns and lines while nobody is attached, equal for all, or the lines would wrap anew
+# columns and lines while nobody is attached; the same for all sessions, or lines would wrap again
 SIZE = ("-x", "200", "-y", "50")
-# a tmux server that runs already has an environment of its own; a command line is no place for secrets
+# a running tmux server has its own environment, so these are passed on; secrets must not be on a command line
 PASSED_ON = re.compile(r"(CUDA|NCCL|GLOO|OMP|TORCH|PYTHON|TRITON)[A-Z0-9_]*|(HF_HOME|HF_HUB_OFFLINE|PATH|VIRTUAL_ENV)")
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY")
 
@@ -22,10 +22,10 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY")
 def commands(
     name: str, run: Sequence[str], logs: Sequence[Path], folder: Path, env: Mapping[str, str]
 ) -> list[list[str]]:
-    """tmux commands for session `name`: window `run` with the command, `NAME_gpu_N` following the N-th log.
+    """Return the tmux commands for session `name`: window `run` for the command, `NAME_gpu_N` for the N-th log.
 
-    Each GPU's window is also a session of its own name, so `tmux attach -t NAME_gpu_0` opens it. `folder` is where
-    the command runs. Raises UsageError for a name that tmux would change or read as a target.
+    Each log window is also in a session of the same name, so that `tmux attach -t NAME_gpu_0` opens it. The command
+    runs in `folder`. Raises UsageError for a name that tmux would change or interpret as a target.
     """
     if not SESSION.fullmatch(name):
         raise UsageError(
@@ -38,7 +38,7 @@ def commands(
         for word in ("-e", f"{key}={value}")
     ]
     start = ["tmux", "new-session", "-d", "-s", name, "-n", "run", "-c", str(folder), *SIZE]
-    # kept open after the end, so that its last lines can be read
+    # kept open after the run ends, so that the last lines can be read
     keep = [";", "set-option", "-w", "-t", f"={name}:run", "remain-on-exit", "on"]
     made = [[*start, *variables, "--", *(_escaped(word) for word in run), *keep]]
     for number, log in enumerate(logs):
@@ -51,12 +51,12 @@ def commands(
 
 
 def shown(made: Sequence[Sequence[str]]) -> str:
-    """The commands as lines for a shell."""
+    """Return the commands as shell lines."""
     return "\n".join(shlex.join(command) for command in made)
 
 
 def start(made: Sequence[Sequence[str]], name: str) -> None:
-    """Run the commands. Raises ResourceError without tmux, UsageError when the session exists already."""
+    """Run the commands. Raises ResourceError without tmux, and UsageError when the session already exists."""
     if shutil.which("tmux") is None:
         raise ResourceError("--tmux needs tmux, which is not installed here; install it, or leave --tmux out")
     if subprocess.run(["tmux", "has-session", "-t", f"={name}"], capture_output=True, check=False).returncode == 0:
@@ -68,5 +68,5 @@ def start(made: Sequence[Sequence[str]], name: str) -> None:
 
 
 def _escaped(word: str) -> str:
-    """tmux reads a word that ends in ; as the end of its command."""
+    """Escape a word that ends in `;`, which tmux would take for the end of the command."""
     return f"{word[:-1]}\\;" if word.endswith(";") else word

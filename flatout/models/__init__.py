@@ -1,1 +1,1 @@
-"""transformers models, unchanged: loading, attention, adapters, loss head, self-test, export."""
+"""Unmodified transformers models: loading, attention, adapters, loss head, self-test, export."""

@@ -1,29 +1,77 @@
-"""The repeated blocks of a decoder, the unit that is compiled, sharded and checkpointed; and swapping a module."""
+"""A model's decoder: its layers (the unit of compilation and sharding) and its last hidden states."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
+from flatout.models.packed import PackedBatch
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's layers, first to last.
+def layer_list(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
+    """Return the decoder, from tokens to last hidden states, and the name of its list of layers.
 
-    Found as the module list as long as the config's `num_hidden_layers`. Raises UsageError when there is none.
+    The list is the first ModuleList of `num_hidden_layers` modules, the decoder the innermost model that contains it.
+    Raises UsageError if there is none.
     """
-    decoder = model.get_decoder()
     num_layers = model.config.get_text_config().num_hidden_layers
-    for child in decoder.children():
-        if isinstance(child, nn.ModuleList) and len(child) == num_layers:
-            return list(child)
+    for root in (model.get_decoder(), model):
+        for path, module in root.named_modules():
+            if not isinstance(module, nn.ModuleList) or len(module) != num_layers:
+                continue
+            parts = path.split(".")
+            for start in reversed(range(len(parts))):
+                decoder = root.get_submodule(".".join(parts[:start]))
+                if isinstance(decoder, PreTrainedModel) and decoder is not model:
+                    return decoder, ".".join(parts[start:])
     raise UsageError(
         f"model type {model.config.model_type} has no list of {num_layers} decoder layers; choose another model"
     )
 
 
+def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a model from tokens to last hidden states. Raises like `layer_list`."""
+    return layer_list(model)[0]
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder's layers, first to last. Raises like `layer_list`."""
+    decoder, name = layer_list(model)
+    return list(decoder.get_submodule(name).children())
+
+
+def hidden_states(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
+    """Return a packed batch's last hidden states (T, D), each document on its own; `model` is from load_model."""
+    token_ids = batch.token_ids[None]
+    output = text_decoder(model)(
+        input_ids=token_ids,
+        # without a mask, transformers searches the positions for documents, which synchronizes with the GPU
+        attention_mask=torch.ones_like(token_ids, dtype=torch.bool),
+        position_ids=batch.position_ids[None],
+        use_cache=False,
+        **document_arguments(batch),
+    )
+    states: torch.Tensor = output.last_hidden_state[0]
+    return states
+
+
+def document_arguments(batch: PackedBatch) -> dict[str, Any]:
+    """Return the documents' boundaries as the keyword arguments that transformers passes to every attention layer."""
+    return {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """Return one config per layer if attributes such as the head size differ by layer, otherwise a single one."""
+    if not getattr(config, "is_heterogeneous", False):
+        return [config]
+    return [config.per_layer_config[index] for index in range(config.num_hidden_layers)]
+
+
 def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` in place of the one that `root` knows by this dotted name."""
+    """Replace the submodule of `root` with this dotted name by `module`."""
     parent, _, leaf = name.rpartition(".")
     setattr(root.get_submodule(parent), leaf, module)

@@ -1,19 +1,22 @@
-"""Answers from a chat model, with transformers' own generation: its attention, its cache, its sampling."""
+"""Generate answers from a chat model with transformers' own attention, cache and sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, TextStreamer
 
-from flatout.errors import UsageError
-from flatout.models.device_map import input_device
+from flatout.errors import FlatoutError, UsageError, reason_of
+from flatout.io.template_limits import bounded
+from flatout.models.load.device_map import input_device
 
 
 class _CallbackStreamer(TextStreamer):  # type: ignore[misc]  # transformers is untyped to mypy, so its classes are Any
-    """Hands every finished piece of text to a function."""
+    """Passes every finished piece of text to a function."""
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -23,6 +26,32 @@ class _CallbackStreamer(TextStreamer):  # type: ignore[misc]  # transformers is 
         self.on_text(text)
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are sampled; None: by the model's generation_config. `temperature` 0 takes the likeliest token."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+    def options(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Return arguments for `generate`. With nothing set, generation_config decides whether to sample."""
+        given = {key: value for key, value in asdict(self).items() if value is not None}
+        own = model.generation_config
+        do_sample = bool(given) or bool(own is not None and own.do_sample)
+        if not do_sample or self.temperature == 0:
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        return {"do_sample": True, **given}
+
+    def describe(self, model: PreTrainedModel) -> str:
+        """Return one line with the effective values, including the model's own."""
+        options = self.options(model)
+        if not options["do_sample"]:
+            return "greedy: the likeliest token each time"
+        values = {name: options.get(name, getattr(model.generation_config, name, None)) for name in asdict(self)}
+        return "sampled: " + ", ".join(f"{name} {value:g}" for name, value in values.items() if value is not None)
+
+
 @torch.inference_mode()
 def answer(
     model: PreTrainedModel,
@@ -30,50 +59,66 @@ def answer(
     messages: Sequence[Mapping[str, Any]],
     *,
     max_new_tokens: int = 512,
-    temperature: float = 0.0,
+    sampling: Sampling = Sampling(),
     seed: int = 0,
     on_text: Callable[[str], None] | None = None,
 ) -> str:
-    """The assistant's next turn after `messages` (dicts with role and content), rendered by the tokenizer's template.
+    """Generate the assistant's next turn after `messages` (dicts with role and content).
 
-    `temperature` 0 is greedy; else sampling by `seed`, with the model's own top-k and top-p, leaving the global random
-    state alone. `on_text` gets the text piece by piece as it comes. The model must come from load_for_inference.
-    Raises UsageError when the tokenizer has no chat template.
+    Messages are rendered by the tokenizer's chat template. Tokens are sampled by `sampling`, the model's
+    generation_config and `seed`, without changing the global random state. `on_text` is called with each new piece of
+    text. The model must come from load_for_inference. Raises UsageError if the tokenizer has no chat template or the
+    model's files have unusable values, and TemplateLimitError for a template that never ends.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError("the tokenizer has no chat template; use the one saved in the run's final/ folder")
     device = input_device(model)
-    inputs = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    ).to(device)
-    stop_ids = stop_token_ids(model, tokenizer)
-    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature}
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=max_new_tokens,
-            eos_token_id=stop_ids or None,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stop_ids), 0),
-            streamer=None if on_text is None else _CallbackStreamer(tokenizer, on_text),
-            **sampling,
-        )
+    with _plain_failures("the tokenizer or its chat template cannot render the messages"):
+        with bounded("the tokenizer's chat template"):
+            inputs = tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            )
+        inputs = inputs.to(device)
+    if inputs["input_ids"].numel() == 0:
+        raise UsageError("the tokenizer's chat template renders nothing; use the one saved in the run's final/ folder")
+    with _plain_failures("the model's generation_config.json or its tokenizer has a value that cannot be used"):
+        stop_ids = stop_token_ids(model, tokenizer)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            output = model.generate(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=max_new_tokens,
+                eos_token_id=stop_ids or None,
+                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stop_ids), 0),
+                streamer=None if on_text is None else _CallbackStreamer(tokenizer, on_text),
+                **sampling.options(model),
+            )
     new_tokens = output[0, inputs["input_ids"].shape[1] :]
     return str(tokenizer.decode(new_tokens, skip_special_tokens=True)).strip()
 
 
+@contextmanager
+def _plain_failures(what: str) -> Iterator[None]:
+    """Turn what transformers and jinja2 raise for values in a user's files into a UsageError of one sentence."""
+    try:
+        yield
+    except (FlatoutError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UsageError(f"{what}: {reason_of(error)}") from error
+
+
 def stop_token_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    """Tokens that end an answer: the model's, the tokenizer's, and the one its chat template puts behind a turn."""
+    """Return the tokens that end an answer: the model's, the tokenizer's, and its chat template's end of turn."""
     stops: set[int] = set()
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
     stops.update([configured] if isinstance(configured, int) else configured or [])
     if tokenizer.eos_token_id is not None:
         stops.add(int(tokenizer.eos_token_id))
     turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "flatout"}]
-    behind = str(tokenizer.apply_chat_template(turn, tokenize=False)).rpartition("flatout")[2]
+    with bounded("the tokenizer's chat template"):
+        behind = str(tokenizer.apply_chat_template(turn, tokenize=False)).rpartition("flatout")[2]
     first = tokenizer(behind, add_special_tokens=False)["input_ids"][:1]
     if first and first[0] in tokenizer.all_special_ids + list(tokenizer.added_tokens_decoder):
         stops.add(int(first[0]))

@@ -1,58 +1,35 @@
-"""From a packed batch to its summed loss: hidden states of the label rows only, logits by tiles."""
+"""Compute a packed batch's summed loss: only label rows reach the head, and logits are computed in tiles."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
-from flatout.kernels.cross_entropy import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused, token_loss
-from flatout.models.families import logits_scale
-from flatout.models.packed import PackedBatch, pack
-
-if TYPE_CHECKING:
-    from flatout.models.graphs import GraphedDecoder
+from flatout.kernels.cross_entropy import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused, product_loss, token_loss
+from flatout.models.arch_quirks import logits_scale
+from flatout.models.blocks import hidden_states
+from flatout.models.compile.cuda_graphs import GraphedDecoder
+from flatout.models.packed import PackedBatch, flatten_samples
 
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """Sums over the label tokens of one micro-batch, never means: the caller divides once, by the step's global count.
+    """Sums, not means, over one micro-batch's label tokens: the caller divides once, by the step's global count.
 
-    `loss_sum` 0-d fp32 (fp64 in fp64) with its graph; `num_correct` 0-d int64, tokens whose largest logit is right.
+    `loss_sum` 0-d fp32 (fp64 in fp64) with its graph; `num_correct` 0-d int64, tokens whose argmax is right.
     """
 
     loss_sum: torch.Tensor
     num_correct: torch.Tensor
-
-
-def hidden_states(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
-    """Last hidden states (T, D) of a packed batch; documents see only themselves. `model` comes from load_model."""
-    token_ids = batch.token_ids[None]
-    output = model.get_decoder()(
-        input_ids=token_ids,
-        # all tokens are real: without this, transformers looks for documents in the positions, and waits for the GPU
-        attention_mask=torch.ones_like(token_ids, dtype=torch.bool),
-        position_ids=batch.position_ids[None],
-        use_cache=False,
-        **document_arguments(batch),
-    )
-    states: torch.Tensor = output.last_hidden_state[0]
-    return states
-
-
-def document_arguments(batch: PackedBatch) -> dict[str, Any]:
-    """The documents' borders under the names by which transformers hands them to every attention layer."""
-    return {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
 
 
 def packed_loss(
@@ -62,11 +39,11 @@ def packed_loss(
     decoder: Callable[[PackedBatch], torch.Tensor] | None = None,
     tile_rows: int = DEFAULT_TILE_ROWS,
 ) -> LossSums:
-    """Summed cross-entropy of a packed batch's label tokens, and how many of them the model gets right.
+    """Compute the summed cross-entropy of a packed batch's label tokens, and how many of them are predicted right.
 
-    `decoder` gives the last hidden states in place of `hidden_states`. A batch without labels gives 0 with a live
-    graph. Logit scale and soft-cap of the model's config are honoured. A mixture-of-experts router's balancing loss is
-    not added. Raises UsageError for a model without an output head.
+    `decoder` computes the last hidden states instead of `hidden_states`. A batch without labels gives 0, still attached
+    to the graph. Applies the config's logit scale and soft-cap. Does not add the balancing loss of a
+    mixture-of-experts router. Raises UsageError for a model without an output head.
     """
     states = hidden_states(model, batch) if decoder is None else decoder(batch)
     rows = states.index_select(0, batch.label_rows)
@@ -88,27 +65,27 @@ def packed_loss(
 class PackedLoss(nn.Module):
     """`packed_loss` of one model as a module: the root that a run calls and a strategy may shard.
 
-    The head's weight is read outside the model's own forward, so sharding must begin around both.
+    The head's weight is used outside the model's own forward, so sharding must wrap both.
     """
 
     def __init__(self, model: PreTrainedModel, *, tile_rows: int = DEFAULT_TILE_ROWS) -> None:
         super().__init__()
         self.model = model
         self.tile_rows = tile_rows
-        # gives hidden states by recorded graphs; None: as the model runs by itself
+        # computes hidden states by recorded graphs; None: the model's own forward pass
         self.decoder: GraphedDecoder | None = None
 
     def forward(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss_sum, num_correct) of `LossSums`, as a tuple, in which sharding finds the tensors."""
+        """Return (loss_sum, num_correct) of `LossSums` as a tuple, in which FSDP can find the tensors."""
         sums = packed_loss(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)
         return sums.loss_sum, sums.num_correct
 
 
 def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:
-    """Run the loss once for every size of a tile, so that no step is the first of one and waits while kernels load.
+    """Run the loss once for every tile size, so that no training step has to wait while kernels load.
 
-    Under the autocast of its steps; leaves no gradient. A head whose tiles are not filled up, that is cut over ranks,
-    or that is no plain linear layer, is left alone.
+    Call it under the autocast of training steps; it leaves no gradient. Does nothing for a head that is not fused, is
+    sharded over ranks, or is not a plain linear layer.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module) or not _is_plain_linear(head) or hasattr(head.weight, "to_local"):
@@ -119,25 +96,21 @@ def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:
         # a document's first token is never predicted
         document = (np.zeros(num_rows + 1, np.int64), np.ones(num_rows + 1, bool))
         states = head.weight.new_zeros(num_rows + 1, head.weight.shape[1]).requires_grad_()
-        batch = pack([document]).to(model.device)
-        packed_loss(model, batch, decoder=partial(_first, states), tile_rows=tile_rows)
+        batch = flatten_samples([document]).to(model.device)
 
+        def given(_: PackedBatch, states: torch.Tensor = states) -> torch.Tensor:
+            return states
 
-def _first(states: torch.Tensor, _: PackedBatch) -> torch.Tensor:
-    return states
+        packed_loss(model, batch, decoder=given, tile_rows=tile_rows)
 
 
 def _module_loss(
     head: nn.Module, rows: torch.Tensor, targets: torch.Tensor, *, scale: float, softcap: float | None, tile_rows: int
 ) -> LossSums:
-    """Any head (LoRA on it, a bias, something unusual): the module itself, each tile recomputed in the backward."""
+    """Compute the loss for any other head (with LoRA, a bias, ...): calls the module, recomputing tiles in backward."""
 
     def tile_loss(tile: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        product = head(tile)
-        logits = product.to(torch.promote_types(product.dtype, torch.float32)) * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        return F.cross_entropy(logits, ids, reduction="sum"), (logits.argmax(-1) == ids).sum()
+        return product_loss(head(tile), ids, scale=scale, softcap=softcap)
 
     tiles = [
         checkpoint(tile_loss, tile, ids, use_reentrant=False)
@@ -148,7 +121,7 @@ def _module_loss(
 
 
 def _is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
-    # an exact type: a subclass or a hook may compute something else
+    # the exact type, as a subclass or a hook may compute something else
     return type(head) is nn.Linear and head.bias is None and not head._forward_hooks and not head._forward_pre_hooks
 
 

@@ -1,4 +1,4 @@
-"""A micro-batch as one flat stream of tokens: documents, positions and the rows that carry loss."""
+"""A micro-batch as one flat stream of tokens: documents, positions and the rows with loss."""
 
 from __future__ import annotations
 
@@ -12,43 +12,44 @@ import numpy.typing as npt
 import torch
 
 TOKENS_MULTIPLE = 128
-BORDERS_MULTIPLE = 64
+BOUNDARIES_MULTIPLE = 64
 SMALLEST_MAX_SEQLEN = 128
 
 
-def kernel_borders(max_documents: int) -> int:
-    """How many borders every batch of a run is given: the documents' and the tail's, up to a multiple of 64."""
-    return -(-(max_documents + 2) // BORDERS_MULTIPLE) * BORDERS_MULTIPLE
+def padded_num_boundaries(max_documents: int) -> int:
+    """Return the number of boundaries of every batch of a run: documents and tail, rounded up to a multiple of 64."""
+    return -(-(max_documents + 2) // BOUNDARIES_MULTIPLE) * BOUNDARIES_MULTIPLE
 
 
-class StreamSize(NamedTuple):
-    """What a kernel's launch depends on: tokens of the stream, and the length that no document exceeds."""
+class PackedSize(NamedTuple):
+    """What a kernel launch depends on: the tokens of the stream, and an upper bound on document length."""
 
     num_tokens: int
     max_seqlen: int
 
 
-def stream_size(lengths: Sequence[int], *, ladder: Sequence[int] = ()) -> StreamSize:
-    """The size that suits kernels for documents of these lengths, in tokens, the tail's document included.
+def packed_size(lengths: Sequence[int], *, size_buckets: Sequence[int] = ()) -> PackedSize:
+    """Return the padded size for documents of these lengths in tokens; padding forms a tail document.
 
-    Tokens go up to a multiple of 128, then to the next of `ladder` (ascending), if one is as large, so that few sizes
-    serve a whole run; the length goes up to a power of two.
+    Tokens are rounded up to a multiple of 128, then to the next of `size_buckets` (ascending), if one is large enough,
+    so that a run has few sizes; the length is rounded up to a power of two.
     """
     num_tokens = sum(lengths)
     filled = num_tokens + -num_tokens % TOKENS_MULTIPLE
-    if (rung := bisect_left(ladder, filled)) < len(ladder):
-        filled = ladder[rung]
+    if (bucket := bisect_left(size_buckets, filled)) < len(size_buckets):
+        filled = size_buckets[bucket]
     longest = max(*lengths, filled - num_tokens, SMALLEST_MAX_SEQLEN)
-    return StreamSize(filled, 1 << (longest - 1).bit_length())
+    return PackedSize(filled, 1 << (longest - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """T tokens of D documents laid end to end, L of them predicted.
+    """T tokens of D concatenated documents, L of them predicted.
 
-    `token_ids` and `position_ids` int64 (T,), positions restarting at 0 in each document; `cu_seqlens` int32 (D+1,)
-    the documents' borders; `max_seqlen` no document is longer, in tokens; `label_rows` int64 (L,) the rows whose next
-    token carries loss and `label_ids` int64 (L,) those next tokens. No row predicts a token of another document.
+    `token_ids` and `position_ids` int64 (T,), with positions restarting at 0 in each document; `cu_seqlens` int32
+    (D+1,) the documents' boundaries; `max_seqlen` an upper bound on document length in tokens; `label_rows` int64 (L,)
+    the rows whose next token has loss and `label_ids` int64 (L,) those next tokens. No row predicts a token of another
+    document.
     """
 
     token_ids: torch.Tensor
@@ -59,8 +60,8 @@ class PackedBatch:
     label_ids: torch.Tensor
 
     @property
-    def size(self) -> StreamSize:
-        return StreamSize(self.num_tokens, self.max_seqlen)
+    def size(self) -> PackedSize:
+        return PackedSize(self.num_tokens, self.max_seqlen)
 
     @property
     def num_tokens(self) -> int:
@@ -71,65 +72,66 @@ class PackedBatch:
         return len(self.label_rows)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same batch on `device`. Copies to a GPU come from pinned memory and do not wait."""
-        moved = {}
-        for field in fields(self):
-            tensor = getattr(self, field.name)
-            if isinstance(tensor, torch.Tensor):
-                pin = device.type == "cuda" and tensor.device.type == "cpu"
-                moved[field.name] = (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
+        """Return the batch on `device`. Copies to a GPU are from pinned memory and non-blocking."""
+        pin = device.type == "cuda" and self.token_ids.device.type == "cpu"
+        moved = {
+            name: (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
+            for name, tensor in self._tensors().items()
+        }
         return replace(self, **moved)  # type: ignore[arg-type]  # every entry is a tensor field of this class
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
-        """Tell the allocator that `stream` reads these tensors, though another one made them.
+        """Record with the allocator that `stream` uses these tensors, which another stream allocated.
 
-        Their memory is then not given out again before the work that is in `stream` when they are freed is done.
+        After they are freed, the allocator reuses their memory only once the work queued on `stream` is done.
         """
-        for field in fields(self):
-            tensor = getattr(self, field.name)
-            if isinstance(tensor, torch.Tensor):
-                tensor.record_stream(stream)
+        for tensor in self._tensors().values():
+            tensor.record_stream(stream)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
 
 
-def pack(
+def flatten_samples(
     samples: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
     *,
-    num_borders: int | None = None,
-    ladder: Sequence[int] = (),
+    num_boundaries: int | None = None,
+    size_buckets: Sequence[int] = (),
 ) -> PackedBatch:
-    """Lay samples end to end, on the CPU.
+    """Concatenate samples into a batch on the CPU.
 
-    `num_borders` (see `kernel_borders`) gives shapes that suit kernels: the stream is filled up to its `stream_size`
-    by a document of its own without labels, and the last border is repeated until there are that many. Compiled
-    graphs then fit every batch, and no kernel leaves rows unwritten. It changes no loss.
+    With `num_boundaries` (see `padded_num_boundaries`), the stream is padded to its `packed_size` by an additional
+    document without labels, and the last boundary is repeated to that number. Compiled graphs then fit every batch, and
+    no kernel leaves rows unwritten. The loss does not change.
 
-    Each sample is (token ids (n,), trained (n,)): `trained[i]` says whether token i carries loss. A document's first
-    token is never predicted, so it never carries loss. Raises ValueError for no samples, an empty one, arrays of
-    different lengths, or more documents than `num_borders` has room for.
+    Each sample is (token ids (n,), loss mask (n,)): `loss_mask[i]` says whether token i has loss. A document's first
+    token is never predicted, so it never has loss. Raises ValueError for no samples, an empty one, arrays of different
+    lengths, or more documents than fit in `num_boundaries`.
     """
     if not samples:
         raise ValueError("a micro-batch needs at least one sample")
-    for index, (ids, trained) in enumerate(samples):
-        if len(ids) == 0 or len(ids) != len(trained):
-            raise ValueError(f"sample {index} has {len(ids)} token ids and {len(trained)} trained marks")
+    for index, (ids, loss_mask) in enumerate(samples):
+        if len(ids) == 0 or len(ids) != len(loss_mask):
+            raise ValueError(f"sample {index} has {len(ids)} token ids and a loss mask of {len(loss_mask)}")
     max_seqlen = max(len(ids) for ids, _ in samples)
-    if num_borders:
+    if num_boundaries:
         given = [len(ids) for ids, _ in samples]
-        num_tokens, max_seqlen = stream_size(given, ladder=ladder)
+        num_tokens, max_seqlen = packed_size(given, size_buckets=size_buckets)
         if tail := num_tokens - sum(given):
             samples = [*samples, (np.zeros(tail, np.int64), np.zeros(tail, bool))]
     lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
-    borders = np.concatenate([[0], np.cumsum(lengths)])
+    boundaries = np.concatenate([[0], np.cumsum(lengths)])
     token_ids = np.concatenate([ids for ids, _ in samples]).astype(np.int64)
-    trained = np.concatenate([marks for _, marks in samples]).astype(bool)
-    trained[borders[:-1]] = False
-    label_positions = np.flatnonzero(trained)
-    cu_seqlens = borders.astype(np.int32)
-    if num_borders:
-        cu_seqlens = np.pad(cu_seqlens, (0, num_borders - len(cu_seqlens)), mode="edge")
+    loss_mask = np.concatenate([marks for _, marks in samples]).astype(bool)
+    loss_mask[boundaries[:-1]] = False
+    label_positions = np.flatnonzero(loss_mask)
+    cu_seqlens = boundaries.astype(np.int32)
+    if num_boundaries:
+        cu_seqlens = np.pad(cu_seqlens, (0, num_boundaries - len(cu_seqlens)), mode="edge")
     return PackedBatch(
         token_ids=torch.from_numpy(token_ids),
-        position_ids=torch.from_numpy(np.arange(len(token_ids)) - np.repeat(borders[:-1], lengths)),
+        position_ids=torch.from_numpy(np.arange(len(token_ids)) - np.repeat(boundaries[:-1], lengths)),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         max_seqlen=max_seqlen,
         label_rows=torch.from_numpy(label_positions - 1),

@@ -1,99 +1,166 @@
-"""One second at start-up that proves, for the model at hand, that packed documents never see each other."""
+"""A one-second check at start-up that, for this model, packed documents do not affect each other."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from flatout.errors import NumericError, UsageError
-from flatout.models.head import document_arguments, packed_loss
-from flatout.models.load import LoadedModel
-from flatout.models.packed import PackedBatch, pack
+from flatout.errors import NumericError, UsageError, first_line
+from flatout.models.blocks import decoder_layers, document_arguments, hidden_states, text_decoder
+from flatout.models.head import packed_loss
+from flatout.models.load.model import LoadedModel
+from flatout.models.packed import PackedBatch, flatten_samples
+from flatout.models.rope import length_limits, plain_rope
 
-# uneven, and 32 in all: rotary's float32 cosines differ in the last bit off the multiples of the CPU's vector
+# uneven, and 32 in total: fp32 cosines differ by one ulp if a length is not a multiple of the CPU's SIMD width
 _LENGTHS = (8, 19, 3, 2)
 _TOTAL = sum(_LENGTHS)
-# transformers' eager attention takes its softmax in float32 whatever the model's dtype
+# transformers' eager attention computes its softmax in float32 for every dtype
 _TOLERANCES = {("sdpa", torch.float64): 1e-10, ("eager", torch.float64): 1e-5}
 _FLOAT32_TOLERANCE = 1e-4
+# config fields that limit how far back a token attends
+_WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
+# eager attention's memory is quadratic in the length of this document
+_MAX_LONG_TOKENS = 16384
 
 
-def check_packing(loaded: LoadedModel) -> str:
-    """Prove packing on four small documents; returns a line for the console.
+def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
+    """Check packing on four small documents; return a line for the console.
 
-    Checks that (1) changing one document changes no logit of another, to the bit; (2) packed logits equal those of
-    each document alone through transformers' own attention, within 1e-10 (fp64), 1e-4 (fp32), or for 16 bit three
-    times the difference between transformers' own two attentions; (3) the head's loss equals cross-entropy over the
-    model's logits. Experts are grouped by all tokens of a batch, so their rounding may move: there (1) holds to the
-    tolerance of (2). Random state and mode of the model are left as found.
-    Raises UsageError naming the model type when packing is not exact, NumericError when its logits are not finite.
+    Checks that (1) changing one document leaves the logits of the others bitwise equal; (2) packed logits equal those
+    of each document alone with transformers' own attention, within 1e-10 (fp64), 1e-4 (fp32), or in 16 bit three times
+    the difference between transformers' sdpa and eager attention; (3) the head's loss equals cross-entropy over the
+    model's logits. Experts are grouped over all tokens of a batch, which affects rounding: with them, (1) uses the
+    tolerance of (2). The model's mode and the random state do not change.
+
+    `longest` is the number of tokens of the run's longest document. If it exceeds a limit in the model's config (a
+    window, or the length beyond which rope changes its frequencies), (2) is repeated on the last hidden states with a
+    document between short ones, up to twice as long as the limit but no longer than `longest` or 16,384 tokens.
+    Raises UsageError with the model type if packing is not exact, NumericError if its logits are not finite.
     """
     model = loaded.model
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
-            return _check(loaded)
+            error, tolerance = _check(loaded)
+            line = f"packed = alone within {error:.1e}, no leak between documents, head loss = cross-entropy"
+            windows = (getattr(model.config.get_text_config(), name, None) for name in _WINDOWS)
+            known = {window for window in windows if isinstance(window, int)} | length_limits(model)
+            limits = sorted(limit for limit in known if limit < min(longest, _MAX_LONG_TOKENS))
+            if limits:
+                line += _check_long(loaded, limits, min(2 * limits[-1], longest, _MAX_LONG_TOKENS), tolerance)
+            return line
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # what transformers' own code raises if it cannot handle several documents in one row
+        raise UsageError(
+            f"model type {model.config.model_type} fails on packed documents ({type(error).__name__}: "
+            f"{first_line(error)}); choose another model"
+        ) from error
     finally:
         model.train(was_training)
 
 
-def _check(loaded: LoadedModel) -> str:
+def _check(loaded: LoadedModel) -> tuple[float, float]:
+    """Return the error of packed logits, and the tolerance that was applied."""
     model, kind = loaded.model, loaded.model.config.model_type
-    batch = _test_batch(model)
+    batch = random_batch(model, _LENGTHS)
     ours = _logits(model, batch)
     if not bool(ours.isfinite().all()):
         raise NumericError(f"model type {kind}: logits of the self-test are not finite; check weights and precision")
     alone, tolerance = _alone_logits(loaded, batch)
-    error = _error(ours, alone, has_experts(model))
+    error = _error(ours, alone, has_experts(model), _LENGTHS)
     if error > tolerance:
         raise UsageError(
             f"model type {kind}: packed logits differ from each document alone by {error:.1e} (limit {tolerance:.1e}) "
-            f"with attention {loaded.attention}; set model.attention: plain, or choose another model"
+            f"with attention {loaded.attention}; {_remedy(loaded)}"
         )
     leak = _leak(model, batch, ours)
     if leak > (tolerance if has_experts(model) else 0.0):
         raise UsageError(
             f"model type {kind}: a packed document changes another one's logits by {leak:.1e} with attention "
-            f"{loaded.attention}; set model.attention: plain, or choose another model"
+            f"{loaded.attention}; {_remedy(loaded)}"
         )
-    _check_head(loaded, batch, ours)
-    return f"packed = alone within {error:.1e}, no leak between documents, head loss = cross-entropy"
+    loss = float(packed_loss(model, batch).loss_sum)
+    truth = float(F.cross_entropy(ours[batch.label_rows], batch.label_ids, reduction="sum"))
+    limit = {torch.float64: 1e-10, torch.float32: 1e-4}.get(loaded.dtype, 4 * torch.finfo(loaded.dtype).eps)
+    if not abs(loss - truth) <= limit * max(abs(truth), 1.0):
+        raise UsageError(
+            f"model type {kind}: the head's loss is {loss:.6f}, but cross-entropy over its logits is {truth:.6f}; "
+            "it changes its logits in a way flatout does not know; choose another model"
+        )
+    return error, tolerance
+
+
+def _remedy(loaded: LoadedModel) -> str:
+    # plain avoids kernel faults; any other fault is in the model's code, such as computing its own positions
+    kernel = loaded.attention not in ("sdpa", "plain")
+    return "set model.attention: plain, or choose another model" if kernel else "choose another model"
+
+
+def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, tolerance: float) -> str:
+    """Compare packed and single hidden states with a document of `num_tokens`, beyond every limit, among short ones."""
+    model, lengths = loaded.model, (8, num_tokens, 19, 3)
+    batch = random_batch(model, lengths)
+    ours = _exact(hidden_states(model, batch))
+    # eager attention materializes its scores, so it is only the fallback
+    for name in ("sdpa", "eager"):
+        with _transformers_attention(model, name) as usable:
+            if usable:
+                decoder, documents = text_decoder(model), batch.token_ids.split(lengths)
+                states = [decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in documents]
+                break
+    # the tokens beyond the first limit are compared separately
+    parts = (8, limits[0], num_tokens - limits[0], 19, 3)
+    error = _error(ours, _exact(torch.cat(states)), has_experts(model), parts)
+    # sums are longer than for short documents; in fp64, rope's float32 cosines vary at lengths off the SIMD width
+    tolerance = max(3 * tolerance, 1e-6)
+    if error > tolerance:
+        raise UsageError(
+            f"model type {model.config.model_type}: a packed document of {num_tokens} tokens differs from the same one "
+            f"alone by {error:.1e} (limit {tolerance:.1e}) with attention {loaded.attention}; set model.attention: "
+            f"plain, or data.max_tokens to at most {limits[0]}"
+        )
+    return f"; beyond {limits[-1]:,} tokens within {error:.1e}"
 
 
 def has_experts(model: PreTrainedModel) -> bool:
     """Whether the model routes tokens to experts."""
     config = model.config.get_text_config()
-    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    # transformers keeps all experts of a layer in one 3-D parameter
+    fused = (parameter.dim() == 3 for layer in decoder_layers(model) for parameter in layer.parameters())
+    return any(getattr(config, name, None) for name in names) or any(fused)
 
 
-def _test_batch(model: PreTrainedModel) -> PackedBatch:
+def random_batch(model: PreTrainedModel, lengths: Sequence[int], num_boundaries: int | None = None) -> PackedBatch:
+    """Return documents of these lengths on the model's device, all tokens labels; the same at every call."""
     num_embeddings = model.get_input_embeddings().weight.shape[0]
-    token_ids = np.random.default_rng(0).integers(0, num_embeddings, _TOTAL)
-    documents = np.split(token_ids, np.cumsum(_LENGTHS)[:-1])
-    return pack([(ids, np.ones(len(ids), bool)) for ids in documents]).to(model.device)
+    token_ids = np.random.default_rng(0).integers(0, num_embeddings, sum(lengths))
+    documents = [(ids, np.ones(len(ids), bool)) for ids in np.split(token_ids, np.cumsum(lengths)[:-1])]
+    return flatten_samples(documents, num_boundaries=num_boundaries).to(model.device)
 
 
 def _logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     output = model(
-        input_ids=batch.token_ids[None],
-        position_ids=batch.position_ids[None],
-        use_cache=False,
+        input_ids=batch.token_ids[None], position_ids=batch.position_ids[None], use_cache=False,
         **document_arguments(batch),
-    )
+    )  # fmt: skip
     return _exact(output.logits[0])
 
 
 def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor, float]:
-    """Each document alone through transformers' attention (T, V), and how far packed logits may be from that.
+    """Return logits (T, V) of each document alone with transformers' attention, and the tolerance for packed ones.
 
-    The documents are rows of one batch, filled up behind: a causal model never looks there.
+    The documents are rows of one batch, padded on the right, which causal attention never reads.
     """
     model = loaded.model
     documents = batch.token_ids.split(_LENGTHS)
@@ -107,13 +174,13 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
     trusted = "sdpa" if "sdpa" in results else "eager"
     if loaded.dtype.itemsize > 2:
         return results[trusted], _TOLERANCES.get((trusted, loaded.dtype), _FLOAT32_TOLERANCE)
-    noise = _error(results[trusted], results["eager"], has_experts(model))
+    noise = _error(results[trusted], results["eager"], has_experts(model), _LENGTHS)
     return results[trusted], max(3 * noise, 4 * torch.finfo(loaded.dtype).eps)
 
 
 @contextmanager
 def _transformers_attention(model: PreTrainedModel, name: str) -> Iterator[bool]:
-    """Run with transformers' own attention; yields False when this model does not have that one."""
+    """Use transformers' own attention in this context; yields False if this model does not support it."""
     ours = model.config.get_text_config()._attn_implementation
     softcapped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     usable = not (name == "sdpa" and softcapped)
@@ -123,47 +190,34 @@ def _transformers_attention(model: PreTrainedModel, name: str) -> Iterator[bool]
         except ValueError:
             usable = False
     try:
-        yield usable
+        with plain_rope(model):
+            yield usable
     finally:
         model.set_attn_implementation(ours)
 
 
-def _error(ours: torch.Tensor, truth: torch.Tensor, experts: bool) -> float:
-    """Relative L2 error, the worst of the documents; with experts the median token.
+def _error(ours: torch.Tensor, truth: torch.Tensor, experts: bool, lengths: Sequence[int]) -> float:
+    """Return the relative L2 error: the worst of the documents of these lengths; with experts, the median token.
 
-    Rounding may send a token to another expert, which moves that token far and says nothing about packing.
+    Rounding may route a token to another expert, which changes that token a lot and says nothing about packing.
     """
     if experts:
         return float(((ours - truth).norm(dim=-1) / truth.norm(dim=-1)).median())
-    pairs = zip(ours.split(_LENGTHS), truth.split(_LENGTHS), strict=True)
+    pairs = zip(ours.split(list(lengths)), truth.split(list(lengths)), strict=True)
     return max(float((mine - true).norm() / true.norm()) for mine, true in pairs)
 
 
 def _leak(model: PreTrainedModel, batch: PackedBatch, before: torch.Tensor) -> float:
-    """Largest change of a logit of documents 0 and 2 when 1 and 3 change, and the other way round."""
+    """Return the largest change of a logit of documents 0 and 2 when 1 and 3 change, and vice versa."""
     num_embeddings = model.get_input_embeddings().weight.shape[0]
-    parity = torch.tensor(list(itertools.chain(*([i % 2] * length for i, length in enumerate(_LENGTHS)))))
-    parity = parity.to(batch.token_ids.device)
+    lengths = torch.tensor(_LENGTHS, device=batch.token_ids.device)
+    parity = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths) % 2
     changes = []
     for kept in (0, 1):
         token_ids = torch.where(parity == kept, batch.token_ids, (batch.token_ids + 1) % num_embeddings)
-        changed = PackedBatch(
-            token_ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen, batch.label_rows, batch.label_ids
-        )
-        difference = (_logits(model, changed) - before).abs().amax(-1)[parity == kept]
+        difference = (_logits(model, replace(batch, token_ids=token_ids)) - before).abs().amax(-1)[parity == kept]
         changes.append(float(difference.median() if has_experts(model) else difference.max()))
     return max(changes)
-
-
-def _check_head(loaded: LoadedModel, batch: PackedBatch, logits: torch.Tensor) -> None:
-    ours = float(packed_loss(loaded.model, batch).loss_sum)
-    truth = float(F.cross_entropy(logits[batch.label_rows], batch.label_ids, reduction="sum"))
-    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}.get(loaded.dtype, 4 * torch.finfo(loaded.dtype).eps)
-    if not abs(ours - truth) <= tolerance * max(abs(truth), 1.0):
-        raise UsageError(
-            f"model type {loaded.model.config.model_type}: the head's loss is {ours:.6f}, but cross-entropy over its "
-            f"logits is {truth:.6f}; it changes its logits in a way flatout does not know; choose another model"
-        )
 
 
 def _exact(logits: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""How state and gradients are spread over ranks."""
+"""Parallel training: ranks, process groups, sharding strategies and fault tolerance."""

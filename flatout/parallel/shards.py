@@ -1,4 +1,4 @@
-"""Which part of a tensor this rank holds, for FSDP2's DTensors and for whole tensors."""
+"""This rank's local shard of a tensor, for FSDP2's DTensors and for plain tensors."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# name -> (shape of the whole, offset of the part)
+# name -> (global shape, offset of the local shard)
 Places = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """This rank's part of a tensor: `local` (the live storage) is the box of its shape at `offset` in a tensor of
-    `shape`. `is_copy` says that another rank holds the same part and writes it."""
+class LocalShard:
+    """This rank's shard of a tensor: `local` (the live storage) is at `offset` in a tensor of global shape `shape`."""
 
     local: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-    is_copy: bool = False
+    is_copy: bool = False  # another rank holds the same shard and writes it
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether ranks hold parts of it."""
+    """Return whether the tensor is a DTensor."""
     return hasattr(tensor, "to_local")
 
 
-def whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of all parts together; DeepSpeed's stage 3 empties a weight and notes its shape beside it."""
+def global_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the global shape; DeepSpeed's stage 3 empties a weight and keeps its shape in `ds_shape`."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def part_of(tensor: Tensor) -> Part:
-    """This rank's part; a plain tensor is whole. Raises NotImplementedError for a dimension sharded twice."""
+def local_shard_of(tensor: Tensor) -> LocalShard:
+    """Return this rank's shard; for a plain tensor, all of it. Raises NotImplementedError for a dim sharded twice."""
     tensor = tensor.detach()
     shape = tuple(tensor.shape)
     if not is_sharded(tensor):
-        return Part(tensor, shape, (0,) * len(shape))
-    # importing it takes a while, which one process and replicas need not wait for
+        return LocalShard(tensor, shape, (0,) * len(shape))
+    # imported here because it is slow, and neither single processes nor plain replicas need it
     from torch.distributed.tensor import DTensor, Shard
 
     assert isinstance(tensor, DTensor)
@@ -53,29 +52,29 @@ def part_of(tensor: Tensor) -> Part:
             continue
         if any(isinstance(other, Shard) and other.dim == placement.dim for other in tensor.placements[:axis]):
             raise NotImplementedError(f"dimension {placement.dim} is sharded over two mesh axes")
-        # as torch.chunk: all parts but the last ones are equally long
+        # as in torch.chunk, all shards but the last ones have the same length
         longest = -(-shape[placement.dim] // tensor.device_mesh.size(axis))
         offset[placement.dim] = min(coordinate[axis] * longest, shape[placement.dim])
-    return Part(tensor.to_local(), shape, tuple(offset), is_copy)
+    return LocalShard(tensor.to_local(), shape, tuple(offset), is_copy)
 
 
 def local_box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a tensor and its offset."""
-    part = part_of(tensor)
+    """Return this rank's shard of a tensor and its offset."""
+    part = local_shard_of(tensor)
     return part.local, part.offset
 
 
-def whole_tensors(
+def global_tensors(
     tensors: Mapping[str, Tensor],
     *,
     keep: bool,
     dtype: torch.dtype | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Sharded tensors put together one by one, as whole tensors in host memory; plain ones as they are.
+    """Gather sharded tensors one by one into whole tensors in host memory; plain ones are returned as they are.
 
-    Collective; only ranks with `keep` hold the result, the others get nothing. `dtype` casts floating ones; a tensor
-    that comes twice stays one. `gather` puts one together where the tensors themselves do not know their parts.
+    Collective; only ranks with `keep` get the result, the others an empty dict. Floating-point tensors are cast to
+    `dtype`; a tensor with two names stays shared. `gather` is for sharded tensors that are not DTensors.
     """
     known: dict[int, Any] = {}
     for tensor in tensors.values():
@@ -86,7 +85,7 @@ def whole_tensors(
             whole = whole.to(dtype)
         in_parts = gather is not None or is_sharded(whole)
         if is_sharded(whole):
-            # offloaded parts meet where the ranks do; only one tensor is whole on a GPU at a time
+            # offloaded shards are gathered on the GPU, where only one tensor at a time is whole
             whole = whole.to(whole.device_mesh.device_type).full_tensor()
         if in_parts:
             whole = whole.cpu() if keep else None
@@ -94,12 +93,12 @@ def whole_tensors(
     return {name: known[id(tensor)] for name, tensor in tensors.items()} if keep else {}
 
 
-def share_of(
+def local_state(
     state: Mapping[str, Mapping[str, Tensor]], index: int
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Places]]:
-    """What rank `index` writes of a state (kind -> name -> tensor): tensors and their places by file stem.
+    """Return what rank `index` writes of a state (kind -> name -> tensor): tensors and their places, by file stem.
 
-    Whole tensors are the first rank's; of parts that several ranks hold, the first of them writes.
+    The first rank writes whole tensors. A shard that several ranks hold is written by the first of them.
     """
     if not any(is_sharded(tensor) for tensors in state.values() for tensor in tensors.values()):
         return ({kind: dict(tensors) for kind, tensors in state.items()} if index == 0 else {}), {}
@@ -109,7 +108,7 @@ def share_of(
         share: dict[str, Tensor] = {}
         place: Places = {}
         for name, tensor in tensors.items():
-            part = part_of(tensor)
+            part = local_shard_of(tensor)
             if not (part.is_copy if is_sharded(tensor) else index > 0):
                 share[name], place[name] = part.local, (part.shape, part.offset)
         if share or index == 0:

@@ -1,1 +1,1 @@
-"""Which samples, rank and micro-batch in every step: arithmetic on lengths."""
+"""Plan every step from sample lengths: which samples go to which rank and micro-batch, and what fits in memory."""

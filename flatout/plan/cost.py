@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from flatout.plan.shape import ModelShape, num_active_matrix_params, num_lora_params
+from flatout.plan.shape import ModelShape
 
 # backward of attention makes five matrix products where the forward makes two (Dao 2023, arXiv:2307.08691, section 3.1)
 ATTENTION_BACKWARD = 2.5
@@ -23,8 +23,8 @@ class CostModel:
         flops = per_token * T + per_pair * pairs(T) + per_window_pair * pairs(T, window) + per_label * n
 
     `pairs(T)` = T (T + 1) / 2 counts the query-key pairs of causal attention; with a window w each query sees at most
-    w keys, so `pairs(T, w)` = pairs(T) - pairs(T - w) for T > w. `useful` is the same training without anything
-    computed twice: what utilisation counts (None: nothing is). Ranks get equal shares of it.
+    w keys, so `pairs(T, w)` = pairs(T) - pairs(T - w) for T > w. `useful` is the cost without recomputation, which
+    utilization counts; None if nothing is recomputed. Ranks are balanced by these FLOPs.
     """
 
     per_token: float
@@ -35,7 +35,7 @@ class CostModel:
     useful: CostModel | None = None
 
     def flops(self, num_tokens: ArrayLike, num_labels: ArrayLike) -> NDArray[np.float64]:
-        """FLOPs per sample, float64 of the inputs' shape; `num_tokens` and `num_labels` are integers of equal shape."""
+        """Return the FLOPs per sample, float64; `num_tokens` and `num_labels` are integer arrays of the same shape."""
         tokens = np.asarray(num_tokens, dtype=np.float64)
         pairs = tokens * (tokens + 1.0) / 2.0
         total = self.per_token * tokens + self.per_pair * pairs
@@ -45,7 +45,7 @@ class CostModel:
         return np.asarray(total + self.per_label * np.asarray(num_labels, dtype=np.float64))
 
 
-# every token costs the same: for runs whose model is not known
+# every token costs the same: for runs whose model is unknown
 COST_BY_TOKENS = CostModel(per_token=1.0)
 
 
@@ -57,20 +57,20 @@ def make_cost(
     lora_targets: str | Sequence[str] = "all-linear",
     recompute: bool = False,
 ) -> CostModel:
-    """The cost model of training this shape.
+    """Return the cost model of training this shape.
 
-    With N the matrix entries a token meets in the blocks, r-rank adapters of N_lora entries, V x H the head and
-    A = 2 heads (head_dim + value_head_dim) FLOPs a query-key pair and layer:
+    With N the matrix entries that a token is multiplied by in the blocks, r-rank adapters of N_lora entries, V x H the
+    head, and A = 2 heads (head_dim + value_head_dim) FLOPs per query-key pair and layer:
 
-        LoRA    4 N + 6 N_lora a token, 3.5 A a pair, 4 V H a label token (frozen: forward and input gradient only)
-        full    6 N            a token, 3.5 A a pair, 6 V H a label token
+        LoRA    4 N + 6 N_lora per token, 3.5 A per pair, 4 V H per label token (frozen: forward and input gradient)
+        full    6 N            per token, 3.5 A per pair, 6 V H per label token
         recompute (gradient checkpointing) adds one forward of the blocks: 2 N + 2 N_lora and A
 
     Norms, activations, the embedding lookup and DoRA's column norms are left out (under 1 %); latent attention is
-    counted expanded to full heads, as transformers trains it. LoRA reaches linear layers, not experts.
+    counted expanded to full heads, as transformers trains it. LoRA applies to linear layers, not to experts.
     """
-    matrix = num_active_matrix_params(shape)
-    adapter = num_lora_params(shape, lora_rank, target_matcher(lora_targets)) if method == "lora" else 0
+    matrix = sum(layer.num_active_weights for layer in shape.layers)
+    adapter = shape.num_lora_params(lora_rank, target_matcher(lora_targets)) if method == "lora" else 0
     again = 1 if recompute else 0
     trained = 6 if method == "full" else 4
     pair = 2.0 * shape.num_heads * (shape.head_dim + shape.value_head_dim) * (1.0 + ATTENTION_BACKWARD + again)
@@ -88,7 +88,7 @@ def make_cost(
 
 
 def target_matcher(targets: str | Sequence[str]) -> Callable[[str], bool]:
-    """Whether a full module name is a LoRA target: all-linear, one regex over full names, or names that end it."""
+    """Return a predicate on full module names: `all-linear`, a regex for the full name, or a list of name endings."""
     if targets == "all-linear":
         return lambda name: True
     if isinstance(targets, str):

@@ -1,4 +1,4 @@
-"""GPUs by name, for plans made before one is held."""
+"""GPUs by name, to plan for one that is not present."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 GIB = 1 << 30
-# taken by the CUDA context and loaded kernels, which torch's own count of allocated bytes leaves out
+# used by the CUDA context and loaded kernels, which torch's count of allocated bytes does not include
 CONTEXT_BYTES = int(0.6 * GIB)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU to plan for. `memory_bytes` are those that training may take; `has_bf16` whether in hardware."""
+    """A GPU to plan for. `memory_bytes` is what training may use; `has_bf16` means in hardware."""
 
     name: str
     memory_bytes: int
@@ -21,13 +21,13 @@ class Device:
 
 
 def weakest(devices: Sequence[Device]) -> Device:
-    """What each of these GPUs holds and can do."""
+    """Return the least capable device: the smallest memory, and bf16 only if all have it."""
     smallest = min(devices, key=lambda device: device.memory_bytes)
     among = "" if len({device.name for device in devices}) == 1 else f" (the smallest of {len(devices)} GPUs)"
     return Device(smallest.name + among, smallest.memory_bytes, all(device.has_bf16 for device in devices))
 
 
-# stands for whatever GPU a plan without a named one will meet
+# for a plan without a named GPU
 ANY_DEVICE = Device("a GPU", 0)
 
 
@@ -35,7 +35,7 @@ def _device(name: str, total_gib: float, *, has_bf16: bool = True) -> Device:
     return Device(name, int(total_gib * GIB) - CONTEXT_BYTES, has_bf16)
 
 
-# total memory as the driver gives it to a process, which is less than the name says
+# total memory as the driver reports it, which is less than the name says
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         "b200": _device("B200", 178.3),

@@ -1,1 +1,1 @@
-"""What a run writes down and shows."""
+"""What a run writes to its folder and shows on the console."""

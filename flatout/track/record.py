@@ -1,24 +1,23 @@
-"""What a run writes down: the contract between a run and everything that reads its folder."""
+"""What a run records: the format for everything that reads its folder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from threading import RLock
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One optimizer step over all ranks. `step` counts completed steps from 1; a later line for a step replaces it.
+    """One optimizer step over all ranks. `step` counts completed steps from 1; a later line replaces the same step's.
 
     `loss` is the mean over label tokens of the global step, `grad_norm` the global L2 norm before clipping,
-    `num_tokens` real tokens without padding, `padding_avoided` the share of a naive loader's tokens that were padding,
-    `data_wait_s` how long the host was blocked for tokens. `flops_per_s` are achieved over all ranks: real tokens,
-    attention by document, the head on label tokens only, no gradient of frozen weights, nothing recomputed; `mfu` is
-    their share of the devices' nominal peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), None where no peak
-    is known. `balance` is mean / max of the ranks' planned FLOPs; `busy_min_s` and `busy_max_s` are what the
-    least and the most busy rank measured in the passes of one of the last steps, None for one rank.
+    `num_tokens` real tokens without padding, `padding_avoided` the share of padding in what a naive loader would have
+    made, `data_wait_s` how long the host was blocked waiting for tokens. `flops_per_s` are achieved over all ranks:
+    real tokens, attention by document, the head on label tokens only, no gradient of frozen weights, no recomputation;
+    `mfu` is their share of the devices' nominal peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), None if no
+    peak is known. `balance` is mean / max of the ranks' planned FLOPs; `busy_min_s` and `busy_max_s` are the times of
+    the least and the most busy rank in the passes of one of the last steps, None for one rank.
     """
 
     step: int
@@ -62,49 +61,36 @@ Record = StepRecord | EvalRecord
 
 
 def to_json(record: Record) -> dict[str, Any]:
-    """One line of metrics.jsonl; `kind` tells step from eval."""
+    """Return one line of metrics.jsonl; `kind` is step or eval."""
     return {"kind": "step" if isinstance(record, StepRecord) else "eval", **asdict(record)}
 
 
-class Tracker(Protocol):
-    """Where a run tells what happens."""
-
-    def stage(self, name: str, text: str) -> None:
-        """One line at start-up: what was decided or done."""
-
-    def record(self, record: Record) -> None:
-        """One step's or evaluation's figures."""
-
-    def event(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """A skip, drop, retry, fallback or save: anything a person may ask about later."""
-
-    def close(self) -> None:
-        """The run ended; nothing follows."""
+def describe_record(record: Record) -> tuple[str, str]:
+    """Return a record as a name and a readable line."""
+    if isinstance(record, EvalRecord):
+        best = " (best)" if record.is_best else ""
+        text = f"loss {record.eval_loss:.4f}  accuracy {record.eval_token_accuracy:.1%}"
+        return "eval", f"step {record.step}: {text}{best}"
+    return "step", f"{record.step}/{record.num_steps}  {describe_figures(record)}"
 
 
-class Trackers:
-    """Several trackers as one, for several threads: a save in the background tells its events too."""
+def describe_progress(record: StepRecord) -> str:
+    """The figures that fit a terminal of 80 columns; the rest are in train.log and metrics.jsonl."""
+    mfu = "" if record.mfu is None else f"MFU {record.mfu:.0%}  "
+    return f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tok/s  {mfu}{record.peak_memory_bytes / 2**30:.0f} GiB"
 
-    def __init__(self, *trackers: Tracker) -> None:
-        self._trackers = trackers
-        self._lock = RLock()
 
-    def stage(self, name: str, text: str) -> None:
-        with self._lock:
-            for tracker in self._trackers:
-                tracker.stage(name, text)
+def describe_figures(record: StepRecord) -> str:
+    """A step's figures as a line of train.log."""
+    utilization = "" if record.mfu is None else f"MFU {record.mfu:.1%}  "
+    return (
+        f"loss {record.loss:.4f}  acc {record.token_accuracy:.1%}  lr {record.lr:.2e}  norm {record.grad_norm:.2f}  "
+        f"{record.tokens_per_s:,.0f} tok/s ({record.label_tokens_per_s:,.0f} label)  "
+        f"{utilization}padding avoided {record.padding_avoided:.0%}  {record.peak_memory_bytes / 2**30:.2f} GiB"
+    )
 
-    def record(self, record: Record) -> None:
-        with self._lock:
-            for tracker in self._trackers:
-                tracker.record(record)
 
-    def event(self, kind: str, facts: Mapping[str, Any]) -> None:
-        with self._lock:
-            for tracker in self._trackers:
-                tracker.event(kind, facts)
-
-    def close(self) -> None:
-        with self._lock:
-            for tracker in self._trackers:
-                tracker.close()
+def describe_event(kind: str, facts: Mapping[str, Any]) -> str:
+    """Return an event as a readable line; figures that only matter for a study of saves are left to events.jsonl."""
+    hidden = ("staged_s", "copied_s") if kind == "saved" else ()
+    return "  ".join(f"{name} {value}" for name, value in facts.items() if name not in hidden)

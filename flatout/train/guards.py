@@ -1,4 +1,4 @@
-"""What stops a run in good order: a signal, or a loss or gradient that is not finite."""
+"""Orderly ways to stop a run: on a signal, or on a loss or gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ import torch
 from torch import Tensor
 
 from flatout.errors import NumericError, PreemptedError, ResourceError
-from flatout.parallel.strategy import local_part
-from flatout.train.storage import Storage
+from flatout.io.durable_io import DurableIO
+from flatout.parallel.strategies.protocol import local_part
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_NAMED_SAMPLES = 8
 
 
 class StopRequest:
-    """SIGTERM or Ctrl-C as a flag: `with StopRequest() as stop: ... if stop.requested: save and leave`.
+    """SIGTERM, SIGHUP or Ctrl-C as a flag: `with StopRequest() as stop: ... if stop.requested: save and leave`.
 
     The first signal sets the flag, which the loop reads between micro-batches. A second one raises KeyboardInterrupt
-    where the program stands; a save under way then leaves only debris, never half a checkpoint. A launcher and a
-    terminal often both pass on one Ctrl-C: signals within `settle_s` seconds of the first are the same request.
-    Enter it in the main thread. The handlers found are put back on leaving, but after a SIGTERM that ended in a
-    PreemptedError another one changes nothing: the process is on its way out, and a launcher that asks again (torch's,
-    when another node leaves) would turn "stopped and saved" into "killed".
+    immediately; a save in progress then leaves only temporary files, never a partial checkpoint. A launcher and a
+    terminal often both forward one Ctrl-C, so signals within `settle_s` seconds of the first count as one request.
+    Enter it in the main thread. Ignored signals stay ignored (SIGHUP under nohup). The previous handlers are restored
+    on exit, except after a SIGTERM or SIGHUP that ended in a PreemptedError: further ones are then ignored, because
+    the process is exiting, and a launcher that signals again (torch's does when another node leaves) would turn
+    "stopped and saved" into "killed".
     """
 
     def __init__(self, *, settle_s: float = 0.5) -> None:
@@ -40,20 +41,21 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """True once a stop was asked for."""
+        """Whether a stop was requested."""
         return self._first_signal is not None
 
     def __enter__(self) -> Self:
         for number in SIGNALS:
-            self._found[number] = signal.signal(number, self._handle)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._found[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._first_signal == signal.SIGTERM and isinstance(error, PreemptedError):
-            # a handler, not SIG_IGN, which programs started from here would inherit
-            self._found[signal.SIGTERM] = _already_leaving
+        if self._first_signal in (signal.SIGTERM, signal.SIGHUP) and isinstance(error, PreemptedError):
+            # not SIG_IGN, which child processes would inherit
+            self._found |= dict.fromkeys(self._found.keys() - {signal.SIGINT}, _already_leaving)
         for number, handler in self._found.items():
             signal.signal(number, handler)
         self._found.clear()
@@ -70,7 +72,7 @@ def _already_leaving(number: int, frame: FrameType | None) -> None:
 
 
 def first_non_finite(named: Mapping[str, Tensor]) -> str | None:
-    """Name of the first parameter whose gradient has a NaN or an infinity on this rank; None when all are finite."""
+    """Return the name of the first parameter whose gradient on this rank is not finite; None if all are finite."""
     for name, parameter in named.items():
         if parameter.grad is not None and not bool(torch.isfinite(local_part(parameter.grad)).all()):
             return name
@@ -86,13 +88,13 @@ def require_finite(
     named: Mapping[str, Tensor],
     origin_of: Callable[[int], str],
     dump: Path | None = None,
-    storage: Storage | None = None,
+    storage: DurableIO | None = None,
 ) -> None:
     """Raise NumericError unless the loss and the gradient's global norm are finite; call it before the update.
 
-    The message names the step (as people count it, from 1), the samples with their file and row, and the first
-    parameter with a non-finite gradient; `dump` is a JSON file to write with all of them. `named` (name -> parameter)
-    and `origin_of` (sample id -> file:row) are looked at only then.
+    The message names the step (counted from 1), the samples with their file and row, and the first parameter with a
+    non-finite gradient; all of it is also written to the JSON file `dump`. `named` (name -> parameter) and `origin_of`
+    (sample id -> file:row) are only used in that case.
     """
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
@@ -111,7 +113,7 @@ def require_finite(
             "samples": origins,
         }
         try:
-            (storage or Storage()).write_json(dump, facts)
+            (storage or DurableIO()).write_json(dump, facts)
             written = f"; written to {dump}"
         except ResourceError as error:
             written = f"; could not be written down: {error}"

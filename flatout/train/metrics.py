@@ -1,4 +1,4 @@
-"""From step outcomes to records: rates over the time since the last record, padding against a naive loader."""
+"""Turn step outcomes into records: rates since the last record, and padding avoided compared with a naive loader."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 
 import torch
 
-from flatout.plan.peak import Peak, nominal_peak
-from flatout.plan.types import StepPlan
+from flatout.plan.peak_flops import Peak, nominal_peak
+from flatout.plan.schedule.types import StepPlan
 from flatout.track.record import StepRecord
 from flatout.train.state import Run
 from flatout.train.step import StepOutcome
@@ -33,11 +33,11 @@ class Meter:
         self._busy_s = self._flops = 0.0
 
     def start_step(self) -> None:
-        """The clock starts; evaluation and saving lie between steps and do not count."""
+        """Start the clock; evaluation and saving happen between steps and do not count."""
         self._clock.start()
 
     def end_step(self, step: StepPlan, outcome: StepOutcome) -> None:
-        """Count a step, which began where the last one ended; tell the tracker when a record is due."""
+        """Count a step, which began when the last one ended; send a record to the tracker when one is due."""
         step_s = self._clock.end_step(outcome.ended)
         self._busy_s += step_s
         self._num_steps += 1
@@ -86,41 +86,42 @@ class Meter:
 
 
 class StepClock:
-    """Seconds from one step's end to the next one's: by events on the device where steps overlap, else by the host."""
+    """Times each step from the end of the previous one: by CUDA events if steps overlap, otherwise on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.start()
 
     def start(self) -> None:
-        """The next step begins now; nothing is under way on the device."""
+        """Start timing the next step; nothing may be running on the device."""
         self._time_s = time.perf_counter()
         self._event = None
         if self._device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record(torch.cuda.current_stream(self._device))
 
-    def end_step(self, ended: torch.cuda.Event | None) -> float:
-        """Seconds of the step that ended at this event, which is past, or now."""
-        now_s = time.perf_counter()
-        step_s = now_s - self._time_s
-        if ended is not None and self._event is not None:
-            step_s = self._event.elapsed_time(ended) / 1e3
-        self._time_s, self._event = now_s, ended
+    def end_step(self, ended: torch.cuda.Event | float | None) -> float:
+        """Return the seconds of the step that ended at this past event or host time, or just now (None)."""
+        end_s = ended if isinstance(ended, float) else time.perf_counter()
+        step_s = end_s - self._time_s
+        event = None if isinstance(ended, float) else ended
+        if event is not None and self._event is not None:
+            step_s = self._event.elapsed_time(event) / 1e3
+        self._time_s, self._event = end_s, event
         return step_s
 
 
 def useful_flops(run: Run, step: StepPlan) -> float:
-    """FLOPs that a step's maths needs over all ranks, by the plan's cost model without recomputation."""
+    """Return the FLOPs that a step needs over all ranks, by the plan's cost model without recomputation."""
     if step.num_label_tokens == 0:
         return 0.0  # such a step computes nothing
     cost, samples = run.plan.layout.cost, run.plan.samples
-    places = samples.places_of(step.sample_ids)
+    places = samples.indices_of(step.sample_ids)
     return float((cost.useful or cost).flops(samples.lengths[places], samples.num_labels[places]).sum())
 
 
 def device_peak(run: Run) -> Peak | None:
-    """The nominal peak of the run's device in the arithmetic of its large products; None where none is known."""
+    """Return the nominal peak of the run's device in the arithmetic of its matrix products; None if unknown."""
     if run.device.type != "cuda":
         return None
     arithmetic = "fp8" if run.config.computes_in_fp8 else _ARITHMETIC.get(run.dtype, "")
@@ -128,7 +129,7 @@ def device_peak(run: Run) -> Peak | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory allocated so far: the GPU's for CUDA, the process's resident size for CPU."""
+    """Return the peak memory so far: allocated GPU memory on CUDA, the process's resident size on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts kilobytes, macOS bytes

@@ -1,4 +1,4 @@
-"""What is decided before any model is loaded: the tokens, the plan of every step, and how it fits in memory."""
+"""Decisions made before a model is loaded: the tokens, the plan of every step, and how it fits in memory."""
 
 from __future__ import annotations
 
@@ -11,54 +11,61 @@ from numpy.typing import NDArray
 
 from flatout.config.schema import Config, Recompute
 from flatout.data.build import open_or_build
-from flatout.data.store import TokenStore
+from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import check_vocabulary
-from flatout.models.source import read_model_config
+from flatout.errors import UsageError
+from flatout.optim.lr_schedule import check_warmup
 from flatout.parallel.rank import Rank
-from flatout.plan.budget import MemoryDecision, TokenStatistics, choose, choose_spread, use_spare
 from flatout.plan.cost import CostModel, make_cost
 from flatout.plan.devices import Device
+from flatout.plan.layout import ParallelLayout
+from flatout.plan.memory.budget import (
+    MemoryDecision,
+    TokenStatistics,
+    choose_micro_batch,
+    choose_parallel_layout,
+    spend_spare_memory,
+)
+from flatout.plan.positions import check_positions
+from flatout.plan.schedule.run_plan import RunPlan, make_eval_plan, make_plan, split_held_out
+from flatout.plan.schedule.types import StepPlan
 from flatout.plan.shape import ModelShape
-from flatout.plan.spread import Spread
-from flatout.plan.steps import RunPlan, make_eval_plan, make_plan, split_held_out
-from flatout.plan.types import StepPlan
-from flatout.track.record import Tracker
-from flatout.train.optim_backward import check_backward_update
+from flatout.track.tracker import Tracker
+from flatout.train.model_shape import read_shape
 
-# what a build may do to rows; a run trained on such a set says so
+# counts of rows that a build dropped, shortened or split; a run on such data reports them
 LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split")
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """Tokens and steps of a run. `fingerprints` tells the data and the plan from any other."""
+class PlannedRun:
+    """Tokens and steps of a run. `fingerprints` identifies the data and the plan."""
 
     shape: ModelShape
     store: TokenStore
     plan: RunPlan
     eval_store: TokenStore | None
     eval_plan: StepPlan | None
-    spread: Spread
+    parallel_layout: ParallelLayout
     memory: MemoryDecision
     fingerprints: Mapping[str, Any]
 
 
 def tokenizer_name(config: Config) -> str:
-    """The tokenizer that belongs to the run."""
+    """Return the name of the run's tokenizer."""
     return config.data.tokenizer or config.model.name
 
 
 def plan_run(
     config: Config, tracker: Tracker, rank: Rank, device_of: Callable[[], Device | None] = lambda: None
-) -> Planned:
-    """Open (or build) the tokens, choose what fits in the device's memory, and plan every step.
+) -> PlannedRun:
+    """Open or build the token store, choose a micro-batch that fits in device memory, and plan every step.
 
-    `device_of` tells the GPU once tokens are there (`flatout.train.memory.gpu_of` asks the machine); None: the CPU.
+    `device_of` is called after tokenizing and returns the GPU (as `memory_guard.gpu_of` does), or None for the CPU.
     Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
     """
-    shape = ModelShape.from_config(
-        read_model_config(config.model.name, config.model.revision), origin=f"{config.model.name}/config.json"
-    )
+    origin = f"{config.model.name}/config.json"
+    shape = read_shape(config.model.name, config.model.revision)
     store = open_or_build(config.data, tokenizer_name(config), say=lambda text: tracker.stage("tokens", text))
     num_tokens, num_labels = int(store.lengths.sum()), int(store.num_labels.sum())
     tracker.stage(
@@ -67,43 +74,34 @@ def plan_run(
     if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
         tracker.event("rows", {**lost, "of": store.meta.counts["rows"], "listed_in": str(store.folder / "report.json")})
     check_vocabulary(store.meta.max_token_id, shape.vocab_size)
+    if beyond := check_positions(shape, int(store.lengths.max()), origin=origin):
+        tracker.event("positions", beyond)
     train_ids = eval_ids = None
     if config.eval.fraction:
-        train_ids, eval_ids = split_held_out(store.num_samples, config.eval.fraction, config.seed)
-    plan, spread, memory = _fitting_plan(config, shape, store, train_ids, rank, device_of())
-    tracker.stage("strategy", spread.reason)
+        train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed)
+    plan, parallel_layout, memory = plan_training(config, shape, store, train_ids, rank, device_of())
+    check_warmup(config.schedule, plan.num_steps)
+    tracker.stage("strategy", parallel_layout.reason)
     tracker.stage("memory", memory.reason)
     if config.full.update == "backward":
         check_backward_update(config, plan, rank)
     tracker.stage("plan", plan.describe())
-    eval_store = _eval_store(config, store)
-    eval_plan = None
-    if eval_store is not None:
-        eval_plan = make_eval_plan(
-            eval_store.lengths,
-            eval_store.num_labels,
-            eval_ids,
-            micro_batch_tokens=_eval_tokens(config, memory, eval_store.lengths[eval_ids]),
-            num_ranks=rank.world,
-            cost=plan.layout.cost,
-            lockstep=spread.lockstep,
-        )
-        _tell_eval(store.hashes if train_ids is None else store.hashes[train_ids], eval_store, eval_plan, tracker)
+    eval_store, eval_plan = plan_evaluation(config, store, train_ids, eval_ids, plan, memory, tracker)
     fingerprints = {"data": _identity(store), "plan": plan.fingerprint}
     if eval_store is not None:
         fingerprints["eval_data"] = _identity(eval_store)
-    return Planned(shape, store, plan, eval_store, eval_plan, spread, memory, fingerprints)
+    return PlannedRun(shape, store, plan, eval_store, eval_plan, parallel_layout, memory, fingerprints)
 
 
-def _fitting_plan(
+def plan_training(
     config: Config,
     shape: ModelShape,
     store: TokenStore,
     train_ids: NDArray[np.int64] | None,
     rank: Rank,
     device: Device | None,
-) -> tuple[RunPlan, Spread, MemoryDecision]:
-    """The plan under the token budget that the memory allows; which samples a step holds does not depend on it."""
+) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
+    """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
     whole_steps = make_plan(
         store.lengths,
         store.num_labels,
@@ -115,46 +113,88 @@ def _fitting_plan(
         sample_ids=train_ids,
     )
     tokens = TokenStatistics.of(whole_steps)
-    spread = choose_spread(config, shape, tokens, device, num_ranks=rank.world, num_nodes=rank.num_nodes)
-    memory = choose(config, shape, tokens, device, spread)
+    parallel_layout = choose_parallel_layout(
+        config, shape, tokens, device, num_ranks=rank.world, num_nodes=rank.num_nodes
+    )
+    memory = choose_micro_batch(config, shape, tokens, device, parallel_layout)
     cost = cost_model(config, shape, memory.recompute)
-    plan = whole_steps.laid_out(memory.micro_batch_tokens, cost, lockstep=spread.lockstep)
-    memory = use_spare(memory, config, tokens, device, plan)
-    spread = memory.model.spread if memory.model else spread
-    return plan.laid_out(memory.micro_batch_tokens, cost, lockstep=spread.lockstep), spread, memory
+    plan = whole_steps.with_layout(memory.micro_batch_tokens, cost, lockstep=parallel_layout.lockstep)
+    memory = spend_spare_memory(memory, config, tokens, device, plan)
+    parallel_layout = memory.model.parallel_layout if memory.model else parallel_layout
+    return plan.with_layout(memory.micro_batch_tokens, cost, lockstep=parallel_layout.lockstep), parallel_layout, memory
 
 
 def cost_model(config: Config, shape: ModelShape, recompute: Recompute) -> CostModel:
-    """What a sample costs in this run."""
+    """Return this run's cost model of a sample."""
     return make_cost(
         shape,
         method=config.method,
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets,
-        recompute=recompute in ("layers", "offload"),
+        recompute=recompute in ("full", "offload"),
     )
 
 
-def _eval_tokens(config: Config, memory: MemoryDecision, lengths: NDArray[Any]) -> int:
-    """Training's micro-batches, longer where a sample needs it: evaluation keeps no activations."""
-    if config.batch.micro_batch_tokens is not None:
-        return config.batch.micro_batch_tokens
-    return max(memory.micro_batch_tokens, int(lengths.max()))
-
-
-def _eval_store(config: Config, store: TokenStore) -> TokenStore | None:
-    if config.eval.data is None:
-        return store if config.eval.fraction else None
-    eval_config = config.data.model_copy(update={"name": config.eval.data, "sources": []})
-    return open_or_build(eval_config, tokenizer_name(config))
-
-
-def _tell_eval(train_hashes: NDArray[np.uint64], eval_store: TokenStore, eval_plan: StepPlan, tracker: Tracker) -> None:
+def plan_evaluation(
+    config: Config,
+    store: TokenStore,
+    train_ids: NDArray[np.int64] | None,
+    eval_ids: NDArray[np.int64] | None,
+    plan: RunPlan,
+    memory: MemoryDecision,
+    tracker: Tracker,
+) -> tuple[TokenStore | None, StepPlan | None]:
+    """Return the evaluation set's tokens and plan, or None without one. Logs an event for rows also trained on."""
+    if config.eval.data is not None:
+        eval_config = config.data.model_copy(update={"name": config.eval.data, "sources": []})
+        eval_store = open_or_build(eval_config, tokenizer_name(config))
+    elif config.eval.fraction:
+        eval_store = store
+    else:
+        return None, None
+    # evaluation keeps no activations, so a micro-batch may be as long as its longest sample
+    longest = int(eval_store.lengths[eval_ids].max())
+    eval_plan = make_eval_plan(
+        eval_store.lengths,
+        eval_store.num_labels,
+        eval_ids,
+        micro_batch_tokens=config.batch.micro_batch_tokens or max(memory.micro_batch_tokens, longest),
+        num_ranks=plan.layout.num_ranks,
+        cost=plan.layout.cost,
+        lockstep=plan.layout.lockstep,
+    )
     tracker.stage("eval", f"{len(eval_plan.sample_ids):,} samples, {eval_plan.num_label_tokens:,} label tokens")
+    train_hashes = store.hashes if train_ids is None else store.hashes[train_ids]
     num_seen = int(np.isin(eval_store.hashes[list(eval_plan.sample_ids)], train_hashes).sum())
     if num_seen:
         tracker.event("overlap", {"eval_samples_also_trained_on": num_seen, "do": "remove the duplicate rows"})
+    return eval_store, eval_plan
 
 
 def _identity(store: TokenStore) -> dict[str, Any]:
     return {"name": store.meta.name, "num_samples": store.num_samples, "fingerprint": store.meta.fingerprint}
+
+
+def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:
+    """Raise UsageError unless weights can be updated in the backward pass: one process, one micro-batch per step.
+
+    Checks every step of the plan, unless the longest samples together fit in one micro-batch.
+    """
+    if rank.world > 1:
+        raise UsageError(
+            f"full.update: backward updates before ranks could sum gradients; got {rank.world} ranks, "
+            "use one or full.update: step"
+        )
+    if config.model.precision == "fp16":
+        raise UsageError("full.update: backward cannot unscale gradients; got model.precision fp16, use bf16 or fp32")
+    lengths = plan.samples.lengths
+    count = min(plan.batch.samples_per_step, len(lengths))
+    if int(np.partition(lengths, -count)[-count:].sum()) <= plan.layout.micro_batch_tokens:
+        return
+    for step in plan.steps():
+        if (num_batches := len(step.ranks[0])) > 1:
+            raise UsageError(
+                f"full.update: backward needs one micro-batch a step; step {step.index + 1} has {num_batches} of "
+                f"{step.num_tokens:,} tokens together; raise batch.micro_batch_tokens to that, lower "
+                "batch.samples_per_step, or use full.update: step"
+            )

@@ -1,207 +1,208 @@
-"""May this run go on from that checkpoint? Pure decisions over settings, data and steps."""
+"""Find, validate and restore the checkpoint to resume from; detect finished runs."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
-from flatout.errors import CheckpointError
+from pydantic import ConfigDict, TypeAdapter, with_config
 
-Effect = Literal["maths", "rounding", "harmless"]
+from flatout.checkpoint.compatibility import (
+    Change,
+    config_changes,
+    is_complete,
+    refuse_changes,
+    refuse_other_data,
+    refuse_other_model,
+    refuse_without_effect,
+)
+from flatout.checkpoint.final import verify_final
+from flatout.checkpoint.optimizer_state import load_optimizer_state
+from flatout.checkpoint.read import SavedCheckpoint
+from flatout.checkpoint.write import Checkpoints
+from flatout.config.read import make_config
+from flatout.config.schema import Config
+from flatout.errors import CheckpointError, UsageError
+from flatout.io.json_file import validated
+from flatout.io.redact import redacted
+from flatout.parallel.shards import global_shape
+from flatout.parallel.strategies.protocol import PartitionedOptimizer
+from flatout.track.tracker import Tracker
+from flatout.train.planning import PlannedRun
+from flatout.train.state import Progress, Run
 
-ABSENT = "(absent)"
-
-# What a changed setting does to a run that goes on. "maths" refuses unless allowed; "rounding" gives the same steps
-# with sums in another order or by another kernel; "harmless" touches no weight. A key that is not here is "maths".
-EFFECTS: dict[str, tuple[Effect, str]] = {
-    "name": ("harmless", "a label"),
-    "run_dir": ("harmless", "the folder may be moved"),
-    "seed": ("maths", "order of samples and dropout"),
-    "device": ("maths", "precision=auto and the dropout streams depend on it"),
-    "gpus": ("harmless", "any number of ranks takes the same steps"),
-    "method": ("maths", "other parameters are trained"),
-    "deterministic": ("rounding", "other kernels for the same formulas"),
-    "freeze": ("maths", "other parameters are trained"),
-    "compile": ("rounding", "the same formulas in fused kernels"),
-    "cuda_graphs": ("rounding", "the same kernels, launched together"),
-    "memory": ("rounding", "the same steps, summed in other pieces"),
-    "recompute": ("rounding", "the same activations, computed twice"),
-    "strategy": ("rounding", "the same sums over ranks, in another order"),
-    "deepspeed": ("rounding", "the same sums over ranks, in another order"),
-    "log_every_steps": ("harmless", "only how often figures are shown"),
-    "model.name": ("maths", "the weights under the adapter; a moved folder needs checkpoint.allow_change"),
-    "model.revision": ("maths", "the weights under the adapter"),
-    "model.init": ("maths", "the weights under the adapter"),
-    "model.precision": ("maths", "rounds every step otherwise, by far more than the order of sums does"),
-    "model.attention": ("rounding", "another kernel for the same formula"),
-    "base.storage": ("maths", "other weights under the adapter"),
-    "base.compute": ("maths", "rounds every step otherwise"),
-    "full.weights": ("maths", "other weights are kept between steps"),
-    "full.compute": ("maths", "rounds every step otherwise"),
-    "full.update": ("rounding", "the same updates, each as soon as its gradient is there"),
-    # content, tokenizer, template and mask are compared by fingerprint as well; the settings tell sooner and by name
-    "data.name": ("harmless", "a label; the content is compared by its fingerprint"),
-    "data.root": ("harmless", "the folder may be moved"),
-    "data.sources": ("maths", "other rows"),
-    "data.tokenizer": ("maths", "other tokens"),
-    "data.template": ("maths", "other tokens and label masks"),
-    "data.loss_type": ("maths", "other label masks"),
-    "data.max_tokens": ("maths", "other samples"),
-    "data.too_long": ("maths", "other samples"),
-    "data.on_bad_row": ("maths", "other samples"),
-    "data.num_samples": ("maths", "other samples"),
-    "data.shuffle": ("maths", "other samples"),
-    "data.seed": ("maths", "other samples"),
-    "data.num_procs": ("harmless", "only how fast rows are tokenised"),
-    "lora.rank": ("maths", "another adapter"),
-    "lora.alpha": ("maths", "another scale of the adapter"),
-    "lora.dropout": ("maths", "another dropout"),
-    "lora.targets": ("maths", "another adapter"),
-    "lora.rslora": ("maths", "another scale of the adapter"),
-    "lora.dora": ("maths", "another adapter"),
-    "lora.continue_from": ("maths", "another start, which a run that goes on would pass over"),
-    "batch.samples_per_step": ("maths", "other steps"),
-    "batch.micro_batch_tokens": ("rounding", "the same steps, summed in other pieces"),
-    "batch.epochs": ("maths", "another length: the learning rate of every step to come"),
-    "batch.max_steps": ("maths", "another length: the learning rate of every step to come"),
-    "batch.shuffle": ("maths", "another order of samples"),
-    "optim.name": ("maths", "another optimizer"),
-    "optim.lr": ("maths", "other updates"),
-    "optim.beta1": ("maths", "other updates"),
-    "optim.beta2": ("maths", "other updates"),
-    "optim.eps": ("maths", "other updates"),
-    "optim.weight_decay": ("maths", "other updates"),
-    "optim.max_grad_norm": ("maths", "other updates"),
-    "schedule.kind": ("maths", "the learning rate of every step to come"),
-    "schedule.warmup_steps": ("maths", "the learning rate of every step to come"),
-    "schedule.warmup_ratio": ("maths", "the learning rate of every step to come"),
-    "schedule.min_lr_ratio": ("maths", "the learning rate of every step to come"),
-    "schedule.decay_ratio": ("maths", "the learning rate of every step to come"),
-    "eval.fraction": ("maths", "other samples are trained on"),
-    "eval.data": ("maths", "the best loss so far would be compared with one over other rows"),
-    "eval.every_steps": ("harmless", "when to measure; measuring changes no weight and no random stream"),
-    "eval.patience": ("harmless", "when to stop; no step computes otherwise"),
-    "eval.min_delta": ("harmless", "what counts as a new best; no step computes otherwise"),
-    "checkpoint.every_steps": ("harmless", "when to save"),
-    "checkpoint.keep": ("harmless", "what to keep"),
-    "checkpoint.resume": ("harmless", "whether to resume"),
-    "checkpoint.asynchronous": ("harmless", "when training goes on"),
-    "checkpoint.allow_change": ("harmless", "what may change"),
-    "sharding.reshard_after_forward": ("rounding", "the same weights, gathered at other times"),
-    "sharding.prefetch": ("rounding", "the same weights, gathered at other times"),
-    "sharding.offload": ("rounding", "the same updates, made on the host"),
-    "sharding.replicas": ("rounding", "the same sums over ranks, in another order"),
-    "comm.compress": ("maths", "rounds every sum of gradients otherwise"),
-    "faults.max_restarts": ("harmless", "when to give up"),
-    "faults.hang_s": ("harmless", "when to give up"),
-    "faults.stall_s": ("harmless", "when to give up"),
-    "faults.min_ranks": ("harmless", "any number of ranks takes the same steps"),
-}
+# the state of torch.amp.GradScaler; empty if the run has no loss scale
+_SCALER_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 
 
+@with_config(ConfigDict(strict=True, extra="forbid"))
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A setting that differs: its dotted key, both values (JSON) and what the difference does."""
+class Fingerprints:
+    """What identifies the base model, the data and the plan."""
 
-    key: str
-    saved: Any
-    now: Any
-    effect: Effect
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.saved)} in the checkpoint, {_shown(self.now)} now ({self.why})"
+    model: dict[str, str]
+    data: Any
+    plan: Any
+    eval_data: Any = None
 
 
-def config_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Settings that differ between a checkpoint's config and this run's, sorted by key.
+@with_config(ConfigDict(strict=True, extra="forbid"))
+@dataclass(frozen=True, slots=True)
+class SavedFacts:
+    """The facts of a checkpoint, as `take_snapshot` writes them."""
 
-    Both are nested dicts of JSON values (`Config.model_dump(mode="json")`); lists are compared whole. A key that only
-    one of them has is a change from or to "(absent)".
+    config: dict[str, Any]
+    fingerprints: Fingerprints
+    progress: Progress
+    scaler: dict[str, float]
+    micro_batch_caps: list[int | None]
+    """Per rank: the cap that was set after running out of memory."""
+
+
+_FACTS = TypeAdapter(SavedFacts)
+_PROGRESS = TypeAdapter(Progress)
+
+
+def check_facts(facts: Mapping[str, Any], step: int) -> None:
+    """Raise CheckpointError, naming the field, if no run could have saved these facts after `step` steps."""
+    saved = validated(_FACTS, facts, "facts")
+    if saved.scaler and (odd := _SCALER_KEYS ^ saved.scaler.keys()):
+        raise CheckpointError(f"facts: scaler: {min(odd)} is missing or unknown")
+    if any(not math.isfinite(value) or value < 0 for value in saved.scaler.values()):
+        raise CheckpointError(f"facts: scaler: found {saved.scaler}, expected finite numbers of at least 0")
+    _check_progress(facts["progress"], saved.progress, step)
+    try:
+        make_config(saved.config, origin="facts: config")
+    except UsageError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _check_progress(written: Mapping[str, Any], progress: Progress, step: int) -> None:
+    if absent := {field.name for field in fields(Progress)} - written.keys():
+        raise CheckpointError(f"facts: progress.{min(absent)} is missing")
+    if progress.step != step:
+        raise CheckpointError(f"facts: progress.step: found {progress.step}, but this is the checkpoint of step {step}")
+    for name, value in asdict(progress).items():
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise CheckpointError(f"facts: progress.{name}: found {value}, expected a finite number of at least 0")
+        if name in ("num_updates", "last_eval_step", "best_step") and value is not None and value > step:
+            raise CheckpointError(f"facts: progress.{name}: found {value} after {step} steps")
+
+
+def find_checkpoint(
+    config: Config, planned: PlannedRun, checkpoints: Checkpoints, tracker: Tracker
+) -> SavedCheckpoint | None:
+    """Find the checkpoint to resume from; None to start at step 0.
+
+    Raises CheckpointError if none of the folder's checkpoints is valid, if the data, the base model or settings that
+    affect the numerics differ from the checkpoint's, or if results without a checkpoint would be overwritten.
     """
-    before, after = dict(_leaves(saved)), dict(_leaves(now))
-    changes = []
-    for key in sorted(before.keys() | after.keys()):
-        old, new = before.get(key, ABSENT), after.get(key, ABSENT)
-        if old != new:
-            effect, why = _effect(key)
-            changes.append(Change(key, old, new, effect, why))
-    return changes
+    snapshot = checkpoints.newest()
+    if snapshot is None:
+        final_dir = config.folder / "final"
+        if checkpoints.group.run_on_first_rank(lambda: final_dir.exists() and any(final_dir.iterdir())):
+            raise CheckpointError(
+                f"{final_dir} holds results and there is no checkpoint to go on from: training again would replace "
+                "them; choose another run_dir, or move that folder away"
+            )
+        tracker.stage("resume", "nothing to resume: from step 0")
+        return None
+    if config.checkpoint.resume == "never":
+        raise CheckpointError(
+            f"{checkpoints.folder} holds a checkpoint of step {snapshot.step}, and checkpoint.resume is never; "
+            "choose another run_dir or set checkpoint.resume=auto"
+        )
+    changes = _changes(config, planned, snapshot)
+    allow = config.checkpoint.allow_change
+    refuse_changes(changes, allow)
+    saved, now = dict(snapshot.facts["fingerprints"]), dict(planned.fingerprints)
+    refuse_other_model(saved.pop("model"), now.pop("model"), allow)
+    refuse_other_data(saved, now, allow=allow, explained_by=changes)
+    for change in changes:
+        tracker.event("changed", {"setting": str(change)})
+    tracker.stage("resume", f"from step {snapshot.step}")
+    return snapshot
 
 
-def refuse_changes(changes: Sequence[Change], allow: Sequence[str]) -> None:
-    """Raise CheckpointError, naming each, for changes of the maths that `allow` does not name.
+def progress_if_complete(
+    config: Config, planned: PlannedRun, snapshot: SavedCheckpoint | None, checkpoints: Checkpoints, tracker: Tracker
+) -> Progress | None:
+    """Return the final progress if the run is complete and its results are intact; None if work remains.
 
-    An entry of `allow` is a key such as optim.lr or a section such as optim.
+    Collective. Raises CheckpointError for changed settings that would no longer have any effect.
     """
-    refused = [change for change in changes if change.effect == "maths" and not _allowed(change.key, allow)]
-    if refused:
-        _refuse("settings that change the maths differ from the checkpoint's", refused)
+    if snapshot is None:
+        return None
+    found = checkpoints.group.run_on_first_rank(lambda: _progress_of_results(config, tracker))
+    if found is None:
+        return None
+    progress = validated(_PROGRESS, found, str(config.folder / "final"))
+    if not progress.stopped_early and not is_complete(progress.step, planned.plan.num_steps):
+        return None
+    refuse_without_effect(_changes(config, planned, snapshot), config.folder)
+    return progress
 
 
-def refuse_other_data(
-    saved: Mapping[str, Any],
-    now: Mapping[str, Any],
-    *,
-    allow: Sequence[str] = (),
-    explained_by: Sequence[Change] = (),
-) -> None:
-    """Raise CheckpointError when the data or the plan is not the checkpoint's.
-
-    `saved` and `now` map what was fingerprinted ("data", "eval_data", "plan") to JSON values, best objects with name,
-    num_samples and fingerprint. A plan that differs is no error when a change in `explained_by` that is not harmless
-    explains it: that one was refused or allowed by its own name. `allow` may name entries to let pass.
-    """
-    explained = any(change.effect != "harmless" for change in explained_by) or _allowed("data", allow)
-    refused = [
-        Change(key, saved.get(key, ABSENT), now.get(key, ABSENT), "maths", "other samples or another order of them")
-        for key in sorted(saved.keys() | now.keys())
-        if saved.get(key) != now.get(key) and not _allowed(key, allow) and not (key == "plan" and explained)
-    ]
-    if refused:
-        _refuse("the data is not what the checkpoint was trained on", refused)
+def _progress_of_results(config: Config, tracker: Tracker) -> Mapping[str, Any] | None:
+    final_dir, best_dir = config.folder / "final", config.folder / "best"
+    if not final_dir.exists():
+        return None
+    try:
+        if best_dir.exists():
+            verify_final(best_dir)
+        return verify_final(final_dir).progress
+    except CheckpointError as error:
+        tracker.event("damaged", {"why": str(error), "next": "exported again from the newest checkpoint"})
+        return None
 
 
-def is_complete(saved_step: int, num_steps: int) -> bool:
-    """True when a run of `num_steps` has nothing left to do after `saved_step` completed steps.
-
-    Ask this first: a run cut short to fewer steps than it has done is complete, not a refused change of max_steps.
-    """
-    return saved_step >= num_steps
-
-
-def _refuse(what: str, refused: Sequence[Change]) -> None:
-    lines = "".join(f"\n  - {change}" for change in refused)
-    keys = ",".join(change.key for change in refused)
-    raise CheckpointError(
-        f"{what}; put {'it' if len(refused) == 1 else 'them'} back, choose another run_dir to start anew, or go on all "
-        f"the same with checkpoint.allow_change=[{keys}]:{lines}"
-    )
+def _changes(config: Config, planned: PlannedRun, snapshot: SavedCheckpoint) -> list[Change]:
+    # settings added after the checkpoint was made get their defaults
+    saved = make_config(snapshot.facts["config"], origin=f"the config of step {snapshot.step}")
+    changes = config_changes(saved.model_dump(mode="json"), redacted(config.model_dump(mode="json")))
+    if snapshot.facts["fingerprints"]["model"] != planned.fingerprints["model"]:
+        return changes
+    # the same base model, loaded from another place
+    places = ("model.name", "model.revision")
+    return [replace(change, effect="harmless") if change.key in places else change for change in changes]
 
 
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        key = prefix + name
-        # a dict under a key of the table is a value; every other dict is a section
-        if isinstance(value, Mapping) and key not in EFFECTS:
-            yield from _leaves(value, key + ".")
+def restore(run: Run, saved: SavedCheckpoint) -> None:
+    """Load a checkpoint's whole state into the run. Raises CheckpointError if it has other parameters."""
+    restore_weights(run, saved)
+    caps = saved.facts["micro_batch_caps"]
+    if len(caps) == run.rank.world:
+        run.micro_batch_cap.num_tokens = caps[run.rank.index]
+    else:
+        # with another number of ranks the caps cannot be matched, so all ranks take the smallest
+        run.micro_batch_cap.num_tokens = min((cap for cap in caps if cap is not None), default=None)
+    run.progress.restore(Progress(**saved.facts["progress"]))
+    if run.progress.num_updates and not saved.tensors["optimizer"]:
+        raise CheckpointError(f"the checkpoint of step {saved.step} has no optimizer state; it cannot be resumed")
+    load_optimizer_state(run.optimizer, run.named_parameters, saved.tensors["optimizer"])
+    try:
+        run.scaler.load_state_dict(saved.facts["scaler"])
+    except RuntimeError as error:
+        raise CheckpointError(f"the checkpoint of step {saved.step} has no loss scale; use its settings") from error
+
+
+def restore_weights(run: Run, saved: SavedCheckpoint) -> None:
+    """Load a checkpoint's weights into the model. Raises CheckpointError if names or shapes differ."""
+    weights = saved.tensors["model"]
+    if odd := sorted(set(weights) ^ set(run.named_parameters)):
+        raise CheckpointError(
+            f"the checkpoint of step {saved.step} trains other parameters than this run, such as {odd[0]} "
+            f"({len(odd)} differ); use the settings it was made with, or another run_dir"
+        )
+    for name, parameter in run.named_parameters.items():
+        if weights.shape(name) != (shape := global_shape(parameter)):
+            raise CheckpointError(
+                f"{name} has shape {weights.shape(name)} in the checkpoint of step {saved.step}, "
+                f"{shape} in this run; use the settings it was made with, or another run_dir"
+            )
+        if isinstance(run.optimizer, PartitionedOptimizer):
+            run.optimizer.set_weight(parameter, weights[name])
         else:
-            yield key, value
-
-
-def _effect(key: str) -> tuple[Effect, str]:
-    return EFFECTS.get(key, ("maths", "a setting this flatout does not know"))
-
-
-def _allowed(key: str, allow: Sequence[str]) -> bool:
-    return any(key == entry or key.startswith(entry + ".") for entry in allow)
-
-
-def _shown(value: Any) -> str:
-    if value == ABSENT:
-        return ABSENT
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_shown(part)}" for name, part in value.items())
-    return value if isinstance(value, str) else json.dumps(value)
+            weights.copy_into(name, parameter)

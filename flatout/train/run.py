@@ -1,45 +1,48 @@
-"""A whole run: lock the folder, set up, train, export, tell the result."""
+"""A whole run: lock the folder, set up, train, export, return the result."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
+from flatout.checkpoint.final import fallback_folders, publish
+from flatout.checkpoint.write import Checkpoints
 from flatout.config.read import dump_config
 from flatout.config.schema import Config
 from flatout.data.tokenizer import load_tokenizer
-from flatout.errors import FlatoutError, PreemptedError
-from flatout.models.export import adapter_parameters, save_adapter, save_model
-from flatout.parallel.connect import choose_device
-from flatout.parallel.group import join_group, leave_group
-from flatout.parallel.messages import Messages
+from flatout.errors import FlatoutError, PreemptedError, ResourceError
+from flatout.io.durable_io import DurableIO
+from flatout.io.redact import redacted
+from flatout.io.run_lock import RunLock
+from flatout.models.export import save_model
+from flatout.models.load.fingerprint import fingerprint_model
+from flatout.models.lora.adapter import adapter_parameters, read_back, save_adapter
+from flatout.parallel.control_group import ControlGroup
+from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
+from flatout.parallel.process_group import leave_group
 from flatout.parallel.rank import Rank
-from flatout.parallel.shards import is_sharded, whole_tensors
-from flatout.parallel.strategy import KeepsState
-from flatout.parallel.watch import OnLoss, Watch
+from flatout.parallel.shards import global_tensors, is_sharded
+from flatout.parallel.strategies.choose import choose_device
+from flatout.parallel.strategies.protocol import PartitionedOptimizer
 from flatout.track.console import ConsoleTracker
-from flatout.track.jsonl import RunFolderTracker
-from flatout.track.record import Tracker, Trackers
-from flatout.train.alike import refuse_unlike, weakest_gpu
-from flatout.train.checkpoint import Checkpoints
-from flatout.train.lock import RunLock
-from flatout.train.loop import evaluate_now, run_steps, save
-from flatout.train.planning import Planned, plan_run
-from flatout.train.position import find_checkpoint
-from flatout.train.profile import Profiler
-from flatout.train.resume import is_complete
-from flatout.train.setup import restore_weights, set_up
+from flatout.track.run_folder import RunFolderTracker
+from flatout.track.tracker import Tracker, Trackers
+from flatout.train.build import build_run
+from flatout.train.evaluate import evaluate_now
+from flatout.train.loop import run_steps, save
+from flatout.train.planning import PlannedRun, plan_run
+from flatout.train.rank_consistency import require_same_run, weakest_gpu
+from flatout.train.resume import check_facts, find_checkpoint, progress_if_complete, restore_weights
 from flatout.train.state import Progress, Run
-from flatout.train.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a finished run came to. `final_dir` holds the adapter or model with its tokenizer."""
+    """The outcome of a finished run. `final_dir` holds the adapter or model with its tokenizer."""
 
     folder: Path
     final_dir: Path
@@ -48,7 +51,7 @@ class Result:
 
     @property
     def tokens_per_s(self) -> float:
-        """Real tokens a second over all training steps."""
+        """Real tokens per second over all training steps."""
         return self.progress.num_tokens / self.progress.elapsed_s
 
     @property
@@ -57,21 +60,23 @@ class Result:
         return 1.0 - self.progress.num_tokens / self.progress.num_naive_tokens
 
 
-def train(config: Config, *, profile_steps: int | None = None, on_loss: OnLoss | None = None) -> Result:
-    """Run a configuration to its end; `profile_steps` steps after the warm-up are profiled on the first rank.
+def train(config: Config, *, trackers: Sequence[Tracker] = (), on_peer_lost: OnPeerLost | None = None) -> Result:
+    """Train a configuration to the end; `trackers` log on the first rank, in addition to the console and run folder.
 
-    Raises a FlatoutError; PreemptedError means saved and resumable. `on_loss` hears at once, in a thread, of
-    a lost rank; the error is raised afterwards, unless a collective holds this rank, which then ends with code 7.
+    Raises a FlatoutError; PreemptedError means saved and resumable. `on_peer_lost` is called from the watch's thread
+    as soon as a rank is lost. The error is then raised, unless this rank is blocked in a collective: then it exits
+    with code 7.
     """
     rank = Rank.from_env()
-    # the lock also finds a folder that cannot be written, before anything slow happens
-    with RunLock(config.folder) if rank.is_first else nullcontext():
-        trackers: list[Tracker] = [ConsoleTracker(), RunFolderTracker(config.folder)] if rank.is_first else []
-        if profile_steps is not None and rank.is_first:
-            trackers.append(Profiler(config.folder, profile_steps, partial(trackers[0].stage, "profile")))
-        tracker = Trackers(*trackers)
+    # taking the lock also detects a folder that is not writable, before anything slow happens
+    with RunLock(config.folder) if rank.is_first else nullcontext() as lock:
+        tracker = Trackers()
+        if lock is not None:
+            console = ConsoleTracker(every_record=config.log_every_steps > 1)
+            folder = RunFolderTracker(config.folder, lambda text: console.event("log", {"why": text}), lock.keep)
+            tracker = Trackers(console, folder, *trackers)
         try:
-            return _train(config, tracker, rank, Watch(config.faults, tracker.event, on_loss))
+            return _train(config, tracker, rank, PeerWatch(config.faults, tracker.event, on_peer_lost))
         except FlatoutError as error:
             tracker.event("stopped", {"exit_code": error.exit_code, "why": str(error)})
             raise
@@ -79,39 +84,44 @@ def train(config: Config, *, profile_steps: int | None = None, on_loss: OnLoss |
             tracker.close()
 
 
-def _train(config: Config, tracker: Tracker, rank: Rank, watch: Watch) -> Result:
-    tracker.stage("config", f"{config.name}: {config.method} on {config.model.name}, folder {config.folder}")
-    # tokenising may take long: it comes before ranks join, or their group would time out
-    planned = plan_run(config, tracker, rank, lambda: weakest_gpu(config, rank))
-    join_group(rank, choose_device(config.wanted_device, rank))
-    messages = Messages(rank)
-    watch.start(messages)
+def _train(config: Config, tracker: Tracker, rank: Rank, watch: PeerWatch) -> Result:
+    method = f"{config.method} at lr {config.optim.lr:g}"
+    tracker.stage("config", f"{config.name}: {method} on {config.model.name}, folder {config.folder}")
+
+    def meet() -> ControlGroup:
+        return watch.join(rank, choose_device(config.wanted_device, rank))
+
     try:
         with watch.guard():
-            result = _train_together(config, planned, tracker, messages, watch)
+            # tokenizing may take long, so it comes before ranks connect, which has a timeout
+            planned = plan_run(config, tracker, rank, lambda: weakest_gpu(config, rank, meet))
+            fingerprints = {**planned.fingerprints, "model": fingerprint_model(config.model)}
+            planned = replace(planned, fingerprints=fingerprints)
+            result = _train_together(config, planned, tracker, meet(), watch)
     except PreemptedError:
         leave_group()
         raise
-    # after any other error the group is left as it is: leaving it in order would wait for the lost
+    # after any other error the group is not destroyed: a clean shutdown would wait for the lost rank
     leave_group()
     return result
 
 
-def _train_together(config: Config, planned: Planned, tracker: Tracker, messages: Messages, watch: Watch) -> Result:
-    rank = messages.rank
-    refuse_unlike(config, planned, messages)
-    checkpoints = Checkpoints(config.folder, keep=config.checkpoint.keep, on_event=tracker.event, messages=messages)
+def _train_together(
+    config: Config, planned: PlannedRun, tracker: Tracker, group: ControlGroup, watch: PeerWatch
+) -> Result:
+    rank = group.rank
+    require_same_run(config, planned, group)
+    keep = config.checkpoint.keep
+    checkpoints = Checkpoints(config.folder, keep=keep, on_event=tracker.event, group=group, check_facts=check_facts)
     snapshot = find_checkpoint(config, planned, checkpoints, tracker)
     final_dir = config.folder / "final"
-    if snapshot is not None and final_dir.exists():
-        progress = Progress(**snapshot.facts["progress"])
-        if progress.stopped_early or is_complete(progress.step, planned.plan.num_steps):
-            tracker.stage("done", f"already complete after {progress.step} steps; see {final_dir}")
-            return Result(config.folder, final_dir, planned.plan.num_steps, progress)
+    if (progress := progress_if_complete(config, planned, snapshot, checkpoints, tracker)) is not None:
+        tracker.stage("done", f"already complete after {progress.step} steps; see {final_dir}")
+        return Result(config.folder, final_dir, planned.plan.num_steps, progress)
     if rank.is_first:
-        Storage().write_bytes(config.folder / "config.yaml", dump_config(config).encode())
-    run = set_up(config, planned, checkpoints, snapshot, tracker, rank, watch)
-    del snapshot  # it holds the files, whose space is free only once rotation removed and all closed them
+        DurableIO().write_bytes(config.folder / "config.yaml", redacted(dump_config(config)).encode())
+    run = build_run(config, planned, checkpoints, snapshot, tracker, rank, watch)
+    del snapshot  # its open files would keep deleted checkpoints on disk
     try:
         with run.stop:
             run_steps(run)
@@ -124,49 +134,66 @@ def _train_together(config: Config, planned: Planned, tracker: Tracker, messages
 
 
 def finish(run: Run, final_dir: Path) -> None:
-    """Evaluate, save, export the last weights to final/ and, where earlier ones were better, those to best/."""
-    run.watch.at("finish", run.progress.step)
+    """Evaluate, save, export the last weights to final/ and, if an earlier step was better, its weights to best/."""
+    run.watch.set_phase("finish", run.progress.step)
     is_best = run.progress.last_eval_step != run.progress.step and evaluate_now(run)
-    save(run, best=is_best, required=True)
+    try:
+        save(run, best=is_best, required=True)
+    except ResourceError as error:
+        raise ResourceError(f"{error}; {export_anywhere(run, final_dir)}") from error
     export(run, final_dir)
     run.tracker.stage("final", f"{run.config.method} weights of step {run.progress.step} in {final_dir}")
     best_step = run.progress.best_step
     if best_step is None or best_step == run.progress.step:
         return
     best = run.checkpoints.folder / f"step-{best_step}"
-    if run.checkpoints.messages.first(best.exists):
+    if run.checkpoints.group.run_on_first_rank(best.exists):
         restore_weights(run, run.checkpoints.load(best))
         export(run, run.folder / "best")
         run.tracker.stage("best", f"weights of step {best_step}, loss {run.progress.best_eval_loss:.4f}, in best/")
 
 
-def export(run: Run, folder: Path) -> None:
-    """Write the adapter (PEFT format) or the model (transformers format) with its tokenizer; whole or not at all.
+def export_anywhere(run: Run, final_dir: Path) -> str:
+    """Export to the first folder with enough space, as no checkpoint has these weights; return a clause naming it."""
+    group = run.checkpoints.group
+    places = group.run_on_first_rank(lambda: [str(place) for place in fallback_folders(run.config.name)])
+    reasons = []
+    for folder in (final_dir, *map(Path, places)):
+        try:
+            export(run, folder)
+        except ResourceError as error:
+            reasons.append(str(error))
+        else:
+            return f"the final weights are kept in {folder}"
+    return f"the final weights fit nowhere: {'; '.join(reasons)}"
 
-    Collective: sharded tensors come to the first rank's host memory one by one, in the precision they are written in.
+
+def export(run: Run, folder: Path) -> None:
+    """Write the adapter (PEFT format) or the model (transformers format) with its tokenizer, atomically.
+
+    Collective: sharded tensors are gathered one by one to the first rank's host memory, in the dtype of the files.
     """
-    messages = run.checkpoints.messages
+    group = run.checkpoints.group
     is_lora = run.config.method == "lora"
     state: dict[str, Tensor] | None = None
-    gather = run.optimizer.weight if isinstance(run.optimizer, KeepsState) else None
+    gather = run.optimizer.weight if isinstance(run.optimizer, PartitionedOptimizer) else None
     if gather or any(is_sharded(parameter) for parameter in run.model.parameters()):
         held = adapter_parameters(run.model) if is_lora else run.model.state_dict(keep_vars=True)
-        messages.exchange(None)  # no rank may wait on the GPU for one that still writes
-        state = whole_tensors(held, keep=run.rank.is_first, dtype=None if is_lora else run.dtype, gather=gather)
+        group.all_gather(None)  # so that no rank waits in a GPU collective for one that is still writing
+        state = global_tensors(held, keep=run.rank.is_first, dtype=None if is_lora else run.dtype, gather=gather)
 
-    def write() -> None:
-        storage, tokenizer = Storage(), load_tokenizer(run.tokenizer_name)
-        half_done = folder.with_name(f".{folder.name}.tmp")
-        storage.remove_tree(half_done)
-        half_done.mkdir(mode=0o700)
+    def write(half_done: Path) -> None:
+        tokenizer = load_tokenizer(run.tokenizer_name)
+        if template := run.feed.chat_template:
+            # export the template that was trained with, even if the tokenizer has another
+            tokenizer.chat_template = template
         if is_lora:
             base_name, lora = run.config.model.name, run.config.lora
             save_adapter(run.model, half_done, base_name=base_name, config=lora, state=state)
+            run.tracker.stage(folder.name, read_back(run.model, half_done, config=lora, state=state))
             tokenizer.save_pretrained(half_done)
         else:
-            # the checkpoint keeps the fp32 masters; what is used afterwards has the precision it was trained at
+            # checkpoints keep fp32 master weights; the exported model has the precision used in training
             save_model(run.model, tokenizer, half_done, dtype=run.dtype, state=state)
-        storage.remove_tree(folder)
-        storage.rename(half_done, folder)
 
-    messages.first(write)
+    group.run_on_first_rank(lambda: publish(folder, write, run.progress.to_json(), run.tracker.event))

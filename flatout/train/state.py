@@ -1,4 +1,4 @@
-"""The values of one run: what setup makes and the loop uses."""
+"""The state of one run: made by setup, used by the loop."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from flatout.checkpoint.write import Checkpoints
+from flatout.checkpoint.write_async import Saver
 from flatout.config.schema import Config
 from flatout.models.head import PackedLoss
-from flatout.models.joined import JoinedLayers
+from flatout.models.lora.fused import FusedLayers
+from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.rank import Rank
-from flatout.parallel.strategy import Strategy
-from flatout.parallel.watch import Watch
-from flatout.plan.budget import MemoryDecision
-from flatout.plan.steps import RunPlan
-from flatout.plan.types import StepPlan
-from flatout.track.record import Tracker
-from flatout.train.busy import BusyClock
-from flatout.train.checkpoint import Checkpoints
+from flatout.parallel.strategies.protocol import Strategy
+from flatout.plan.memory.budget import MemoryDecision
+from flatout.plan.schedule.run_plan import RunPlan
+from flatout.plan.schedule.types import StepPlan
+from flatout.track.tracker import Tracker
+from flatout.train.busy_clock import BusyClock
 from flatout.train.feed import Feed
 from flatout.train.guards import StopRequest
-from flatout.train.saver import Saver
 
 
 @dataclass(slots=True)
 class Progress:
-    """Where the run is. `step` counts completed steps of the plan, `num_updates` those that changed weights."""
+    """How far the run is. `step` counts completed steps of the plan, `num_updates` those that changed weights."""
 
     step: int = 0
     num_updates: int = 0
@@ -48,7 +48,7 @@ class Progress:
     stopped_early: bool = False
 
     def advance(self, step: StepPlan, *, updated: bool, num_naive_tokens: int) -> None:
-        """Count one completed step; `num_naive_tokens` is what a padding loader would have computed for it."""
+        """Count one completed step; `num_naive_tokens` is what a padding loader would have computed."""
         self.step = step.index + 1
         self.num_updates += updated
         self.num_samples += len(step.sample_ids)
@@ -56,14 +56,33 @@ class Progress:
         self.num_label_tokens += step.num_label_tokens
         self.num_naive_tokens += num_naive_tokens
 
+    def restore(self, saved: Progress) -> None:
+        """Continue from saved progress."""
+        for name, value in asdict(saved).items():
+            setattr(self, name, value)
+
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return asdict(self)
 
 
 @dataclass(slots=True)
+class MicroBatchCap:
+    """Maximum tokens per micro-batch on this rank, set after an out-of-memory error; None: as planned."""
+
+    num_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class InFlight:
+    """Updates that were launched and whose totals the host has not read yet."""
+
+    num_updates: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
-    """Everything the loop needs, made by setup in the order of these fields."""
+    """Everything the loop needs, made by `build_run`. Only `progress`, `micro_batch_cap` and `in_flight` change."""
 
     config: Config
     rank: Rank
@@ -86,19 +105,17 @@ class Run:
     saver: Saver
     fingerprints: Mapping[str, Any]
     memory: MemoryDecision
-    joined: JoinedLayers
-    watch: Watch
+    fused_lora: FusedLayers
+    watch: PeerWatch
     busy: BusyClock
-    # what running out of memory taught: no micro-batch of this rank is larger from then on
-    cap_tokens: int | None = None
-    # updates launched whose figures the host has not read
-    num_in_flight: int = 0
     progress: Progress = field(default_factory=Progress)
+    micro_batch_cap: MicroBatchCap = field(default_factory=MicroBatchCap)
+    in_flight: InFlight = field(default_factory=InFlight)
     stop: StopRequest = field(default_factory=StopRequest)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trained parameters as the optimizer holds them: flat ones where it does."""
+        """The trained parameters as the optimizer holds them; flat ones if it flattens them."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @property

@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from flatout.parallel.strategy import local_grads
-from flatout.plan.types import MicroBatch, StepPlan
-from flatout.train.ahead import can_hold_back, hold_back, let_go, read_later
-from flatout.train.flat import adding_at_once
+from flatout.optim.async_update import clear_found_inf, copy_to_host_async, set_found_inf, supports_found_inf
+from flatout.optim.build import set_lr
+from flatout.optim.flat import foreach_accumulate
+from flatout.optim.lr_schedule import learning_rate
+from flatout.parallel.strategies.protocol import local_grads
+from flatout.plan.schedule.types import MicroBatch, StepPlan
+from flatout.train.dropout_seed import seed_micro_batch
 from flatout.train.guards import require_finite
-from flatout.train.memory import lower_cap, within_cap
-from flatout.train.optim import set_lr
-from flatout.train.rng import seed_micro_batch
-from flatout.train.schedule import lr_factor
+from flatout.train.memory_guard import lower_cap, within_cap
 from flatout.train.state import Run
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What one step did. `grad_norm` is the global L2 norm before clipping; `skipped` names why nothing was updated.
+    """The result of one step. `grad_norm` is the global L2 norm before clipping. `skipped` says why no update was made.
 
-    `busy_s` are each rank's seconds in the passes of the newest step that its device had done; empty for one rank.
-    `ended` is where the step ends in the device's work, for a step that the host did not wait for.
+    `busy_s` has each rank's seconds in the forward and backward passes of the latest step its device has finished;
+    empty for one rank. `ended` marks the step's end on the device, for a step that the host did not wait for.
     """
 
     loss: float
@@ -37,28 +37,21 @@ class StepOutcome:
     lr: float
     skipped: str | None = None
     busy_s: tuple[float, ...] = field(default=(), compare=False)
-    ended: torch.cuda.Event | None = field(default=None, compare=False)
+    ended: torch.cuda.Event | float | None = field(default=None, compare=False)
 
 
 NOTHING_TO_LEARN = StepOutcome(loss=0.0, token_accuracy=0.0, grad_norm=0.0, lr=0.0, skipped="no label tokens")
 
-# waits for a step's figures; None when a stop was asked for before its update, which then was left out
+# waits for a step's outcome; None when a stop was requested before the update, which was then skipped
 Pending = Callable[[], StepOutcome | None]
 
 
-def take_step(run: Run, step: StepPlan) -> StepOutcome | None:
-    """Forward, backward and update for one planned step; None when a stop was asked for before the update.
-
-    Raises NumericError when the loss or the gradient is not finite; the weights are then those before the step.
-    """
-    return launch_step(run, step)()
-
-
 def launch_step(run: Run, step: StepPlan) -> Pending:
-    """Start a step without waiting for it where the optimizer can hold back a bad update by itself.
+    """Start a step, without waiting for it if the optimizer can skip a bad update on the device.
 
-    At most one later step may be launched before the function returned is called; it raises NumericError as
-    `take_step` does. After a stop or an error no launched step has changed anything.
+    At most one later step may be launched before calling the returned function. It waits for the step's outcome:
+    None when a stop was requested before the update, NumericError when the loss or the gradient is not finite. In
+    both cases no launched step has changed any weight.
     """
     run.optimizer.zero_grad(set_to_none=True)
     if step.num_label_tokens == 0:
@@ -66,58 +59,49 @@ def launch_step(run: Run, step: StepPlan) -> Pending:
     run.busy.start()
     loss_sum, num_correct = accumulate_gradients(run, step)
     run.busy.stop()
-    run.watch.at("sum")
-    # first, since ranks may have started these sums in their backward passes
+    run.watch.set_phase("sum")
+    # before any other collective, as ranks may have started these sums in their backward passes
     run.strategy.sum_gradients(run.parameters)
-    totals = run.strategy.sum_values(_figures(run, loss_sum, num_correct))
-    if can_hold_back(run.optimizer) and not run.scaler.is_enabled():
-        return _update_ahead(run, step, totals)
-    done = _update_after_reading(run, step, totals)
-    return lambda: done
-
-
-def _figures(run: Run, loss_sum: Tensor, num_correct: Tensor) -> Tensor:
-    """What ranks add up in a step: loss, correct tokens, requests to stop, and each rank's busy seconds in its place.
-
-    Filled in on the device: the host does not wait.
-    """
+    # filled on the device, so that the host does not wait; each rank writes its busy seconds at its own index
     stop = torch.full_like(loss_sum, float(run.stop.requested))
-    busy = torch.zeros(run.rank.world if run.rank.world > 1 else 0, dtype=loss_sum.dtype, device=loss_sum.device)
-    busy[run.rank.index : run.rank.index + 1] = run.busy.seconds()
-    return torch.cat([torch.stack([loss_sum, num_correct, stop]), busy])
+    busy_s = torch.zeros(run.rank.world if run.rank.world > 1 else 0, dtype=loss_sum.dtype, device=loss_sum.device)
+    busy_s[run.rank.index : run.rank.index + 1] = run.busy.seconds()
+    totals = run.strategy.sum_values(torch.cat([torch.stack([loss_sum, num_correct, stop]), busy_s]))
+    return apply_update(run, step, totals)
 
 
 def accumulate_gradients(run: Run, step: StepPlan) -> tuple[Tensor, Tensor]:
-    """Forward and backward of this rank's micro-batches: summed loss and number of correct label tokens, 0-d fp64.
+    """Run this rank's micro-batches; return the summed loss and the number of correct label tokens, 0-d fp64.
 
-    When memory runs out, gradients are dropped and the same samples are taken again in smaller micro-batches, with the
-    same divisor. Raises ResourceError when they cannot become smaller, or other ranks could not follow.
+    On out-of-memory, gradients are dropped and the same samples are run again in smaller micro-batches, with the same
+    divisor. Raises ResourceError if they cannot get smaller, and under sharded strategies, whose other ranks could not
+    run this one's extra passes.
     """
     while True:
         micro_batches = within_cap(run, step)
         sums = _backward_each(run, step, micro_batches)
         if not isinstance(sums, MicroBatch):
             return sums
-        # here, where no frame of the failed pass holds a tensor any more
+        # called here because no frame of the failed pass holds tensors any more
         lower_cap(run, step, micro_batches, failed=sums)
 
 
 def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor] | MicroBatch:
-    """The sums over all micro-batches, or the one that did not fit in memory."""
-    run.joined.refresh()
+    """Return the sums over all micro-batches, or the micro-batch that did not fit in memory."""
+    run.fused_lora.refresh()
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
     num_correct = torch.zeros((), dtype=torch.float64, device=run.device)
     index = 0
     try:
         for index, batch in enumerate(run.feed.batches(micro_batches)):
-            # in lockstep other ranks wait for every pass of this one
+            # in lockstep every rank must run every pass, or the others would hang
             if run.stop.requested and not run.plan.layout.lockstep:
                 break
             seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
-            with run.strategy.accumulate(last=index == len(micro_batches) - 1), adding_at_once(run.optimizer):
+            with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
                 with autocast(run):
                     batch_loss, batch_correct = run.loss(batch)
-                # the plan knew this divisor before step 0, so no rank has to ask the others
+                # the plan fixes this divisor before step 0, so ranks need no collective for it
                 run.scaler.scale(batch_loss / step.num_label_tokens).backward()
             loss_sum += batch_loss.detach()
             num_correct += batch_correct
@@ -126,115 +110,87 @@ def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]
     return loss_sum, num_correct
 
 
-@torch.no_grad()
-def evaluate(run: Run) -> tuple[float, float]:
-    """Mean loss and token accuracy over the evaluation set, without dropout."""
-    assert run.eval_plan is not None
-    assert run.eval_feed is not None
-    run.model.eval()
-    run.joined.refresh()
-    totals = torch.zeros(2, dtype=torch.float64, device=run.device)
-    # a graph belongs to a mode: compiling another one would cost more than the forward passes do
-    with torch.compiler.set_stance("force_eager"):
-        for batch in run.eval_feed.batches(run.eval_plan.ranks[run.rank.index]):
-            with autocast(run):
-                sums = run.loss(batch)
-            totals += torch.stack([value.double() for value in sums])
-    run.model.train()
-    loss_total, correct_total = run.strategy.sum_values(totals).tolist()
-    return loss_total / run.eval_plan.num_label_tokens, correct_total / run.eval_plan.num_label_tokens
+def apply_update(run: Run, step: StepPlan, totals: Tensor) -> Pending:
+    """End a step: update the weights unless a total is not finite or a stop was requested.
 
-
-def autocast(run: Run) -> AbstractContextManager[object]:
-    """fp32 master weights compute in the run's precision; frozen bases are stored in it already."""
-    return torch.autocast(run.device.type, dtype=run.dtype) if run.autocast else nullcontext()
-
-
-def _update_ahead(run: Run, step: StepPlan, totals: Tensor) -> Pending:
-    """Update if the figures, known on the device only, are good."""
-    norm = _norm(run)
-    figures = torch.cat([totals, norm.to(totals.dtype)[None]])
-    hold_back(run.optimizer, ~figures.isfinite().all() | (totals[2] > 0))
-    lr = next_lr(run)
-    set_lr(run.optimizer, lr)
-    run.saver.before_update()
-    with record_function("flatout::optimizer"):
-        _clip(run, norm)
-        run.optimizer.step()
-    run.num_in_flight += 1
-    read, ended = read_later(figures)
-
-    def outcome() -> StepOutcome | None:
-        run.num_in_flight -= 1
-        loss_total, correct_total, num_stopping, *busy_s, grad_norm = read()
-        if num_stopping:
-            _leave_out(run)
-            return None
-        loss = loss_total / step.num_label_tokens
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            # no update happened since, so the same gradients come again, to name the parameter at fault
-            run.optimizer.zero_grad(set_to_none=True)
-            accumulate_gradients(run, step)
-            run.strategy.sum_gradients(run.parameters)
-            check_finite(run, step, loss, grad_norm)
-        accuracy = correct_total / step.num_label_tokens
-        return StepOutcome(loss, accuracy, grad_norm, lr, busy_s=tuple(busy_s), ended=ended)
-
-    return outcome
-
-
-def _update_after_reading(run: Run, step: StepPlan, totals: Tensor) -> StepOutcome | None:
-    """Update once the host knows that the figures are good."""
-    loss_total, correct_total, num_stopping, *busy_s = totals.tolist()
-    if num_stopping:
-        _leave_out(run)
-        return None
-    loss = loss_total / step.num_label_tokens
-    norm = _norm(run)
-    grad_norm = norm.item()
-    overflow = run.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm)
-    if not overflow:
-        check_finite(run, step, loss, grad_norm)
-        _clip(run, norm)
-    lr = next_lr(run)
-    set_lr(run.optimizer, lr)
-    run.saver.before_update()
-    # the scaler leaves the weights alone and halves its scale when a gradient overflowed
-    with record_function("flatout::optimizer"):
-        run.scaler.step(run.optimizer)
-    run.scaler.update()
-    skipped = "fp16 overflow" if overflow else None
-    accuracy = correct_total / step.num_label_tokens
-    return StepOutcome(loss, accuracy, 0.0 if overflow else grad_norm, lr, skipped, tuple(busy_s))
-
-
-def _norm(run: Run) -> Tensor:
+    `totals` (3 or 3 + ranks,) are sums over ranks: loss, correct tokens, stop requests, and each rank's busy seconds.
+    An optimizer that supports `found_inf` decides on the device, and the host reads the totals later. For any other
+    optimizer, and for fp16 loss scaling, the host reads them first.
+    """
     run.scaler.unscale_(run.optimizer)
-    return run.strategy.grad_norm(run.parameters)
+    norm = run.strategy.grad_norm(run.parameters)
+    totals = torch.cat([totals, norm.to(totals.dtype)[None]])
+    lr = next_lr(run)
+    if _host_decides(run):
+        outcome = _read_totals(run, step, lr, totals.tolist())
+        if outcome is not None:
+            _update(run, norm, lr)
+        return lambda: outcome
 
+    set_found_inf(run.optimizer, ~totals.isfinite().all() | (totals[2] > 0))
+    _update(run, norm, lr)
+    run.in_flight.num_updates += 1
+    read, ended = copy_to_host_async(totals)
 
-def _clip(run: Run, norm: Tensor) -> None:
-    if run.config.optim.max_grad_norm is not None and (grads := local_grads(run.parameters)):
-        # as torch.nn.utils.clip_grads_with_norm_, on this rank's parts
-        factor = (run.config.optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(grads, factor.to(grads[0].device))
+    def wait() -> StepOutcome | None:
+        run.in_flight.num_updates -= 1
+        return _read_totals(run, step, lr, read(), ended)
+
+    return wait
 
 
 def next_lr(run: Run) -> float:
-    """The learning rate of the next update."""
-    # updates under way count: one that turns out bad ends the run
-    num_updates = run.progress.num_updates + run.num_in_flight
-    return run.config.optim.lr * lr_factor(run.config.schedule, num_updates, run.plan.num_steps)
+    """Return the learning rate of the next update."""
+    # updates in flight count as done: a non-finite one ends the run anyway
+    num_updates = run.progress.num_updates + run.in_flight.num_updates
+    return learning_rate(run.config.optim, run.config.schedule, num_updates, run.plan.num_steps)
 
 
-def _leave_out(run: Run) -> None:
-    """Some ranks left out micro-batches: the step is taken again, whole, after the resume."""
-    run.optimizer.zero_grad(set_to_none=True)
-    let_go(run.optimizer)
+def _host_decides(run: Run) -> bool:
+    return run.scaler.is_enabled() or not supports_found_inf(run.optimizer)
+
+
+def _update(run: Run, norm: Tensor, lr: float) -> None:
+    """Clip to `optim.max_grad_norm` and step."""
+    set_lr(run.optimizer, lr)
+    run.saver.before_update()
+    with record_function("flatout::optimizer"):
+        if run.config.optim.max_grad_norm is not None and (grads := local_grads(run.parameters)):
+            # as torch.nn.utils.clip_grads_with_norm_, on this rank's shards
+            factor = (run.config.optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(grads, factor.to(grads[0].device))
+        # a disabled scaler just calls optimizer.step(); with fp16 an overflow skips the step and halves the scale
+        run.scaler.step(run.optimizer)
+    run.scaler.update()
+
+
+def _read_totals(
+    run: Run, step: StepPlan, lr: float, totals: list[float], ended: torch.cuda.Event | float | None = None
+) -> StepOutcome | None:
+    """Return the step's outcome from its totals on the host; None after a stop. Raises NumericError."""
+    loss_total, correct_total, num_stopping, *busy_s, grad_norm = totals
+    if num_stopping:
+        # some ranks left out micro-batches: the whole step is repeated after resuming
+        run.optimizer.zero_grad(set_to_none=True)
+        clear_found_inf(run.optimizer)
+        return None
+    loss = loss_total / step.num_label_tokens
+    skipped = None
+    if run.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
+        skipped, grad_norm = "fp16 overflow", 0.0
+    elif not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        if not _host_decides(run):
+            # a later step may have overwritten the gradients; the weights have not changed, so recompute them
+            run.optimizer.zero_grad(set_to_none=True)
+            accumulate_gradients(run, step)
+            run.strategy.sum_gradients(run.parameters)
+        check_finite(run, step, loss, grad_norm)
+    accuracy = correct_total / step.num_label_tokens
+    return StepOutcome(loss, accuracy, grad_norm, lr, skipped, tuple(busy_s), ended)
 
 
 def check_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> None:
-    """Raise NumericError with the step, its samples and the parameter at fault unless both figures are finite."""
+    """Raise NumericError, naming the step, its samples and the bad parameter, unless loss and norm are finite."""
     require_finite(
         loss,
         grad_norm,
@@ -244,3 +200,11 @@ def check_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> Non
         origin_of=run.feed.origin,
         dump=run.folder / "non_finite.json",
     )
+
+
+def autocast(run: Run) -> AbstractContextManager[object]:
+    """Return the autocast context of a forward pass: fp32 master weights compute in the run's dtype.
+
+    Frozen base weights are already stored in that dtype.
+    """
+    return torch.autocast(run.device.type, dtype=run.dtype) if run.autocast else nullcontext()

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 from flatout.errors import NumericError
-from flatout.plan.types import StepPlan
-from flatout.train.optim_backward import BackwardUpdate
-from flatout.train.rng import seed_micro_batch
+from flatout.optim.update_in_backward import BackwardUpdate
+from flatout.plan.schedule.types import StepPlan
+from flatout.train.dropout_seed import seed_micro_batch
 from flatout.train.state import Run
 from flatout.train.step import NOTHING_TO_LEARN, Pending, StepOutcome, autocast, check_finite, launch_step, next_lr
 
@@ -18,24 +18,24 @@ Launch = Callable[[Run, StepPlan], Pending]
 
 
 def choose_step(run: Run) -> Launch:
-    """How this run starts a step: all gradients first, or weight by weight in the backward pass, and then waits."""
+    """Return how this run launches a step: update after all gradients, or weight by weight in the backward pass."""
     if run.config.full.update == "step":
         return launch_step
     update = BackwardUpdate(run.optimizer, run.parameters)
 
     def launch(run: Run, step: StepPlan) -> Pending:
-        outcome = take_step_in_backward(update, run, step)
+        outcome = step_in_backward(update, run, step)
         return lambda: outcome
 
     return launch
 
 
-def take_step_in_backward(update: BackwardUpdate, run: Run, step: StepPlan) -> StepOutcome | None:
-    """Forward, and a backward pass that updates; None when a stop was asked for before it.
+def step_in_backward(update: BackwardUpdate, run: Run, step: StepPlan) -> StepOutcome | None:
+    """Run a forward pass and a backward pass that updates; return None when a stop was requested beforehand.
 
     The step is one micro-batch of one process (`check_backward_update`). The host waits for the loss before the
-    backward pass, so a loss that is not finite stops before any update. A gradient that is not finite is seen only
-    after the updates: NumericError then says so, and the newest checkpoint is the state to go on from.
+    backward pass, so a loss that is not finite stops the run before any update. A gradient that is not finite is only
+    found after the updates: NumericError then says to resume from the newest checkpoint.
     """
     if step.num_label_tokens == 0:
         return NOTHING_TO_LEARN
@@ -52,7 +52,7 @@ def take_step_in_backward(update: BackwardUpdate, run: Run, step: StepPlan) -> S
     # weights change inside the backward pass
     run.saver.before_update()
     (batch_loss / step.num_label_tokens).backward()
-    grad_norm = update.grad_norm().item()
+    grad_norm = update.finish().item()
     if not math.isfinite(grad_norm):
         raise NumericError(
             f"step {step.index + 1}: gradient norm {grad_norm}, found after its updates (full.update: backward); go on "

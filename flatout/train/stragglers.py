@@ -1,4 +1,4 @@
-"""Names a rank whose steps take much longer than the others' for many steps on end."""
+"""Report a rank whose steps take much longer than the others' for many steps in a row."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ NUM_STEPS = 20
 
 
 class Stragglers:
-    """Looks at every rank's seconds of each step; tells once, and again only after the rank has caught up."""
+    """Compares the ranks' seconds in each step; reports a slow rank once, and again only after it has caught up."""
 
     def __init__(self, tell: Callable[[str, Mapping[str, Any]], None]) -> None:
         self._tell = tell
         self._num_slow: dict[int, int] = {}
 
     def look(self, completed: int, busy_s: Sequence[float]) -> None:
-        """`busy_s` of all ranks in the step that ended as the `completed`-th; empty for one rank."""
+        """Check one step: `busy_s` has all ranks' seconds when `completed` steps are done; empty for one rank."""
         for rank, own_s in enumerate(busy_s if len(busy_s) > 1 else ()):
             others_s = statistics.median(seconds for place, seconds in enumerate(busy_s) if place != rank)
             is_slow = 0 < others_s * SLOWER < own_s

@@ -9,23 +9,33 @@ import pytest
 ROOT = Path(__file__).parents[2] / "flatout"
 SOURCES = sorted(ROOT.rglob("*.py"))
 
-# package -> packages of ours it may import (errors is open to all but kernels, which know nothing of ours)
+# package -> packages of ours it may import, besides errors, environment and io
+_BELOW_TRAIN = {"config", "data", "plan", "models", "optim", "parallel", "checkpoint", "track"}
 MAY_IMPORT = {
-    "cli": {"bench", "config", "data", "plan", "models", "parallel", "train", "track", "demo", "launch"},
-    "bench": {"config", "data", "models", "parallel", "train"},
-    "demo": {"config", "data", "plan", "models", "train", "track"},
-    "train": {"config", "data", "plan", "models", "parallel", "track"},
+    "cli": _BELOW_TRAIN | {"bench", "demo", "doctor", "launch", "profile", "train", "verify"},
+    "bench": _BELOW_TRAIN | {"demo", "train"},
+    "demo": _BELOW_TRAIN | {"train"},
+    "verify": _BELOW_TRAIN | {"train"},
+    "doctor": _BELOW_TRAIN | {"train"},
+    "profile": _BELOW_TRAIN | {"train"},
+    "train": _BELOW_TRAIN,
+    "checkpoint": {"config", "optim", "parallel", "track"},
     "models": {"config", "kernels"},
+    "optim": {"config", "kernels"},
     "parallel": {"config"},
     "launch": {"config"},
     "data": {"config"},
     "plan": {"config"},
-    "kernels": set(),
     "track": {"config"},
     "config": set(),
+    "kernels": set(),
+    "io": set(),
     "errors": set(),
+    "environment": set(),
 }
-WITHOUT_TORCH = {"config", "data", "plan", "track", "errors", "launch"}
+OPEN_TO_ALL = {"errors", "environment", "io"}
+CLOSED = {"kernels", "errors"}  # these know nothing of ours
+WITHOUT_TORCH = {"config", "data", "plan", "track", "errors", "launch", "io", "environment"}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
@@ -62,7 +72,7 @@ def test_every_import_obeys_the_layer_table() -> None:
             parts = module.split(".")
             if parts[0] != "flatout" or len(parts) == 1:
                 continue
-            allowed = MAY_IMPORT[package] | {package} | (set() if package == "kernels" else {"errors"})
+            allowed = MAY_IMPORT[package] | {package} | (set() if package in CLOSED else OPEN_TO_ALL)
             if parts[1] not in allowed | {"__version__"}:
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
     assert not wrong
@@ -137,7 +147,38 @@ def test_the_environment_is_read_in_one_file() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.getenv", "os.putenv"}
     }
-    assert readers <= {"parallel/rank.py"}
+    assert readers <= {"environment.py"}
+
+
+# files that write by themselves, and why they may
+WRITERS = {
+    "bench/inputs.py": "a temporary folder",
+    "demo/model.py": "the folder is synced when it is whole",
+    "models/lora/adapter.py": "the folder is synced when it is whole",
+    "models/export.py": "the folder is synced when it is whole",
+    "train/run.py": "the folder is synced when it is whole",
+    "verify/compare.py": "a temporary folder",
+    "verify/ranks.py": "a temporary folder",
+}
+
+
+def test_what_must_survive_a_crash_is_written_by_one_door() -> None:
+    """Durable writes sync, rename and follow no link; a plain write in another room does not."""
+    writers = set()
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if package_of(path) == "io" or not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            constants = [argument.value for argument in node.args[:2] if isinstance(argument, ast.Constant)]
+            opens = name.rpartition(".")[2] == "open" and any(
+                isinstance(mode, str) and len(mode) < 4 and set(mode) & set("wax+") for mode in constants
+            )
+            plain = {"write_text", "write_bytes", "save_file", "save_pretrained", "rename", "tofile"}
+            is_plain = name.rpartition(".")[2] in plain and "durable" not in name.lower()
+            if opens or is_plain or name == "os.replace":
+                writers.add(str(path.relative_to(ROOT)))
+    assert writers == set(WRITERS)
 
 
 def test_nothing_of_another_library_is_assigned_to() -> None:
@@ -165,3 +206,36 @@ def test_nothing_of_another_library_is_assigned_to() -> None:
 def test_no_vague_module_names() -> None:
     vague = {"utils", "util", "helpers", "helper", "manager", "misc", "common"}
     assert not [path for path in SOURCES if path.stem in vague or path.parent.name in vague]
+
+
+# waits without a bound of their own, and what ends or bounds them
+WAITS = {
+    "checkpoint/host_staging.py: self._reserving.join": "a thread of this process that takes memory",
+    "checkpoint/write_async.py: copying.wait": "a copy to this process's memory",
+    "checkpoint/write_async.py: self._thread.join": "this process's disk; over ranks faults.long_phase_s",
+    "checkpoint/write_async.py: self.wait": "the same",
+    "data/workers.py: parent.join": "a thread that waits for this process's end",
+    "data/workers.py: waiting[0][1].result": "workers, each row of which has a time limit",
+    "launch/supervise.py: rank.process.wait": "a process that was killed",
+    "launch/tmux.py: subprocess.run": "tmux, which answers at once",
+    "parallel/strategies/buckets.py: pending.work.wait": "other ranks; faults.stall_s",
+    "train/build.py: thread.join": "an import in this process",
+    "train/feed.py: future.result": "this process's disk; over ranks faults.stall_s",
+    "train/snapshot.py: run.saver.wait": "as write_async's",
+    "verify/ranks.py: process.wait": "a process that was killed",
+}
+
+
+def test_waits_without_a_bound_are_known() -> None:
+    """Calls of `wait`, `join`, `result` or `get` without arguments may wait for ever, as may programs."""
+    found = set()
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            is_wait = name.rpartition(".")[2] in {"wait", "join", "result", "get"} and not node.args + node.keywords
+            is_program = name in {"subprocess.run", "subprocess.check_output"}
+            if is_wait or (is_program and "timeout" not in {keyword.arg for keyword in node.keywords}):
+                found.add(f"{path.relative_to(ROOT)}: {name}")
+    assert found == set(WAITS), "bound it by a setting (io.bounded_wait), or say what ends it"

@@ -21,19 +21,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from flatout.checkpoint.host_staging import Staging
+from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
+from flatout.checkpoint.read import SavedCheckpoint
+from flatout.checkpoint.replicas import refuse_drift
+from flatout.checkpoint.write import Checkpoints, Snapshot
+from flatout.checkpoint.write_async import Saver
 from flatout.config.schema import OptimConfig
-from flatout.errors import PeerLostError, ResourceError
-from flatout.parallel.group import join_group, leave_group
-from flatout.parallel.messages import Messages
+from flatout.errors import CheckpointError, PeerLostError, ResourceError
+from flatout.io.durable_io import DurableIO
+from flatout.optim.build import make_optimizer
+from flatout.parallel.control_group import ControlGroup
+from flatout.parallel.process_group import join_group, leave_group
 from flatout.parallel.rank import Rank
-from flatout.parallel.shards import share_of, whole_tensors
-from flatout.track.record import Trackers
-from flatout.train.checkpoint import Checkpoints, Snapshot
-from flatout.train.optim import load_optimizer_state, make_optimizer, optimizer_state
-from flatout.train.saver import Saver
-from flatout.train.staging import Staging
-from flatout.train.storage import Storage
-from flatout.train.stored import Stored
+from flatout.parallel.shards import global_tensors, local_shard_of, local_state
+from flatout.track.tracker import Trackers
 
 STRATEGIES = {1: ("one",), 2: ("ddp2", "fsdp2"), 4: ("fsdp4", "hsdp2x2")}
 ALL = [name for names in STRATEGIES.values() for name in names]
@@ -90,11 +92,10 @@ class Trained:
 
     def snapshot(self) -> Snapshot:
         state = {"model": self.named, "optimizer": optimizer_state(self.optimizer, self.named)}
-        tensors, places = share_of(state, self.rank.index)
-        rng = {f"rng-{self.rank.index}": {"cpu": torch.full((3,), self.rank.index, dtype=torch.uint8)}}
-        return Snapshot(self.step, {**tensors, **rng}, {"step": self.step}, places)
+        tensors, places = local_state(state, self.rank.index)
+        return Snapshot(self.step, tensors, {"step": self.step}, places)
 
-    def load(self, stored: Stored) -> None:
+    def load(self, stored: SavedCheckpoint) -> None:
         for name, parameter in self.named.items():
             stored.tensors["model"].copy_into(name, parameter)
         load_optimizer_state(self.optimizer, self.named, stored.tensors["optimizer"])
@@ -102,12 +103,12 @@ class Trained:
 
     def whole(self) -> Weights:
         state = {**self.named, **optimizer_state(self.optimizer, self.named)}
-        return {name: tensor.detach().clone() for name, tensor in whole_tensors(state, keep=True).items()}
+        return {name: tensor.detach().clone() for name, tensor in global_tensors(state, keep=True).items()}
 
 
-def checkpoints(folder: Path, messages: Messages, disk: Any = None) -> Checkpoints:
-    storage = Storage(disk) if disk else None
-    return Checkpoints(folder, keep=3, on_event=lambda kind, facts: None, messages=messages, storage=storage)
+def checkpoints(folder: Path, group: ControlGroup, disk: Any = None) -> Checkpoints:
+    durable_io = DurableIO(disk) if disk else None
+    return Checkpoints(folder, keep=3, on_event=lambda kind, facts: None, group=group, durable_io=durable_io)
 
 
 def require_close(got: Weights, expected: Weights, *, bits: bool = False) -> None:
@@ -127,69 +128,67 @@ def wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
-def save_under(strategy: str, folder: Path, messages: Messages) -> tuple[Weights, Weights]:
+def save_under(strategy: str, folder: Path, group: ControlGroup) -> tuple[Weights, Weights]:
     """Save after SAVED_AT steps, beside the steps that follow; the weights of then and of the end."""
-    trained = Trained(strategy, messages.rank)
+    trained = Trained(strategy, group.rank)
     trained.train(SAVED_AT)
     at_save = trained.whole()
-    saver = Saver(checkpoints(folder / strategy, messages), Trackers(), Staging(torch.device("cpu")))
+    saver = Saver(checkpoints(folder / strategy, group), Trackers(), Staging(torch.device("cpu")))
     saver.save(trained.snapshot())
     trained.train(NUM_STEPS - SAVED_AT)
     saver.wait()
     return at_save, trained.whole()
 
 
-def load_all(strategy: str, folder: Path, messages: Messages, known: tuple[Weights, Weights]) -> None:
+def load_all(strategy: str, folder: Path, group: ControlGroup, known: tuple[Weights, Weights]) -> None:
     """Every saved state under this strategy: the bits that were saved, and the steps after it."""
     at_save, at_end = known
     for source in ALL:
         wait_for(folder / source / "checkpoints" / f"step-{SAVED_AT}")
-        trained = Trained(strategy, messages.rank, seed=1)
-        stored = checkpoints(folder / source, messages).newest()
+        trained = Trained(strategy, group.rank, seed=1)
+        stored = checkpoints(folder / source, group).newest()
         assert stored is not None
         assert stored.step == SAVED_AT
         trained.load(stored)
         saved = {**stored.tensors["model"], **stored.tensors["optimizer"]}
         require_close(trained.whole(), saved, bits=True)
         require_close(saved, at_save, bits=source == strategy)
-        if (rng := stored.tensors.get(f"rng-{messages.rank.index}")) is not None:
-            assert rng["cpu"].tolist() == [messages.rank.index] * 3
         trained.train(NUM_STEPS - SAVED_AT)
         require_close(trained.whole(), at_end, bits=source == strategy)
 
 
-def walk(strategy: str, source: str, folder: Path, messages: Messages) -> Trained:
+def walk(strategy: str, source: str, folder: Path, group: ControlGroup) -> Trained:
     """One step more of what another world saved as `source`."""
     wait_for(folder / source / "checkpoints")
     stored = None
     while stored is None:
-        stored = checkpoints(folder / source, messages).newest()
-    trained = Trained(strategy, messages.rank, seed=2)
+        stored = checkpoints(folder / source, group).newest()
+    trained = Trained(strategy, group.rank, seed=2)
     trained.load(stored)
     trained.train(1)
     return trained
 
 
-def refuse_full_disk(strategy: str, folder: Path, messages: Messages) -> None:
-    """The disk of the last rank is full: the save fails on all, and the checkpoint before it stays."""
-    trained = Trained(strategy, messages.rank)
+def refuse_full_disk(strategy: str, folder: Path, group: ControlGroup) -> None:
+    """The disk of the second rank is full: the save fails on all, and the checkpoint before it stays."""
+    trained = Trained(strategy, group.rank)
     trained.train(1)
-    path = checkpoints(folder / f"full-{strategy}", messages).save(trained.snapshot())
+    path = checkpoints(folder / f"full-{strategy}", group).save(trained.snapshot())
     trained.train(1)
-    disk = FaultyDisk(0, FULL_DISK, lasting=True) if messages.rank.index == messages.rank.world - 1 else None
-    failing = checkpoints(folder / f"full-{strategy}", messages, disk)
+    disk = FaultyDisk(0, FULL_DISK, lasting=True) if group.rank.index == 1 else None
+    failing = checkpoints(folder / f"full-{strategy}", group, disk)
     with pytest.raises(ResourceError, match="disk or quota full"):
         failing.save(trained.snapshot())
-    stored = checkpoints(folder / f"full-{strategy}", messages).newest()
+    stored = checkpoints(folder / f"full-{strategy}", group).newest()
     assert stored is not None
     assert stored.path == path
-    assert messages.exchange([entry.name for entry in path.parent.iterdir()]) == [[path.name]] * messages.rank.world
+    assert group.all_gather([entry.name for entry in path.parent.iterdir()]) == [[path.name]] * group.rank.world
 
 
-def refuse_damage(folder: Path, messages: Messages) -> None:
+def refuse_damage(folder: Path, group: ControlGroup) -> None:
     """One damaged file, which one rank hashes: all ranks pass over the checkpoint."""
-    trained = Trained("fsdp2", messages.rank)
-    saves = checkpoints(folder / "damaged", messages)
+    trained = Trained("fsdp2", group.rank)
+    saves = checkpoints(folder / "damaged", group)
     for _ in range(2):
         trained.train(1)
         path = saves.save(trained.snapshot())
@@ -199,13 +198,31 @@ def refuse_damage(folder: Path, messages: Messages) -> None:
         content[-1] ^= 1
         (path / "optimizer-rank-1.safetensors").write_bytes(content)
 
-    messages.first(damage)
-    stored = checkpoints(folder / "damaged", messages).newest()
+    group.run_on_first_rank(damage)
+    stored = checkpoints(folder / "damaged", group).newest()
     assert stored is not None
     assert stored.step == 1
 
 
-def die_in_a_save(folder: Path, messages: Messages) -> None:
+def find_drift(strategy: str, group: ControlGroup) -> None:
+    """A bit flipped in the last rank's copy is found on all; where nobody has a copy of its shard, nobody can."""
+    trained = Trained(strategy, group.rank)
+    trained.train(2)
+    state = {"model": trained.named, "optimizer": optimizer_state(trained.optimizer, trained.named)}
+    refuse_drift(state, group)
+    last = group.rank.world - 1
+    if group.rank.index == last:
+        for tensor in (*trained.named.values(),):
+            local_shard_of(tensor).local.view(torch.int64).view(-1)[-1:].bitwise_xor_(1)
+    if "fsdp" in strategy:
+        refuse_drift(state, group)
+        return
+    # of two copies nobody knows which one is right
+    with pytest.raises(CheckpointError, match=rf"drifted apart: ranks \d, {last} differ in model embed\.weight"):
+        refuse_drift(state, group)
+
+
+def die_in_a_save(folder: Path, group: ControlGroup) -> None:
     """Rank 1 is killed while it writes its part of step 2."""
 
     class DeadlyDisk(FaultyDisk):
@@ -213,12 +230,12 @@ def die_in_a_save(folder: Path, messages: Messages) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
             return super().write(fd, content)
 
-    trained = Trained("fsdp2", messages.rank)
+    trained = Trained("fsdp2", group.rank)
     trained.train(1)
-    checkpoints(folder / "killed", messages).save(trained.snapshot())
+    checkpoints(folder / "killed", group).save(trained.snapshot())
     trained.train(1)
     try:
-        checkpoints(folder / "killed", messages, DeadlyDisk() if messages.rank.index else None).save(trained.snapshot())
+        checkpoints(folder / "killed", group, DeadlyDisk() if group.rank.index else None).save(trained.snapshot())
     except PeerLostError:
         (folder / "killed" / "noticed").touch()
     os._exit(0)  # what is left of the group has nobody to part from
@@ -227,23 +244,25 @@ def die_in_a_save(folder: Path, messages: Messages) -> None:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     join_group(rank := Rank.from_env(), torch.device("cpu"))
-    messages = Messages(rank)
-    known = {strategy: save_under(strategy, folder, messages) for strategy in STRATEGIES[rank.world]}
+    group = ControlGroup(rank)
+    known = {strategy: save_under(strategy, folder, group) for strategy in STRATEGIES[rank.world]}
     if rank.world == 2:
-        checkpoints(folder / "walk-2", messages).save(walk("fsdp2", "one", folder, messages).snapshot())
-        refuse_damage(folder, messages)
+        checkpoints(folder / "walk-2", group).save(walk("fsdp2", "one", folder, group).snapshot())
+        refuse_damage(folder, group)
     if rank.world == 4:
-        checkpoints(folder / "walk-4", messages).save(walk("fsdp4", "walk-2", folder, messages).snapshot())
-        refuse_full_disk("hsdp2x2", folder, messages)
+        checkpoints(folder / "walk-4", group).save(walk("fsdp4", "walk-2", folder, group).snapshot())
+        refuse_full_disk("hsdp2x2", folder, group)
+    for strategy in STRATEGIES[rank.world][rank.world == 1 :]:
+        find_drift(strategy, group)
     for strategy, weights in known.items():
-        load_all(strategy, folder, messages, weights)
+        load_all(strategy, folder, group, weights)
     if rank.world == 1:
-        walked = walk("one", "walk-4", folder, messages)
+        walked = walk("one", "walk-4", folder, group)
         straight = Trained("one", rank)
         straight.train(SAVED_AT + 3)
         require_close(walked.whole(), straight.whole())
     if rank.world == 2:
-        die_in_a_save(folder, messages)
+        die_in_a_save(folder, group)
     leave_group()
 
 

@@ -14,29 +14,29 @@ from safetensors.torch import load_file
 from strategies import weight_of, whole
 from torch import Tensor, nn
 
+from flatout.checkpoint.write import Checkpoints
 from flatout.config.read import make_config
 from flatout.errors import NumericError
-from flatout.parallel.group import join_group, leave_group
-from flatout.parallel.messages import Messages
+from flatout.parallel.control_group import ControlGroup
+from flatout.parallel.process_group import join_group, leave_group
 from flatout.parallel.rank import Rank
-from flatout.track.record import Trackers
-from flatout.train.checkpoint import Checkpoints
+from flatout.track.tracker import Trackers
+from flatout.train.build import build_run
 from flatout.train.planning import plan_run
 from flatout.train.run import export
-from flatout.train.setup import set_up
 from flatout.train.snapshot import take_snapshot
 from flatout.train.state import Run
-from flatout.train.step import take_step
+from flatout.train.step import launch_step
 
 
-def build(values: dict[str, Any], folder: Path, messages: Messages, *, resume: bool) -> Run:
+def build(values: dict[str, Any], folder: Path, messages: ControlGroup, *, resume: bool) -> Run:
     """A Run that writes its checkpoints to `folder`, and goes on from the newest there with `resume`."""
     config = make_config({**values, "run_dir": str(folder)})
     tracker = Trackers()
     planned = plan_run(config, tracker, messages.rank)
     checkpoints = Checkpoints(folder, keep=9, on_event=tracker.event, messages=messages)
     snapshot = checkpoints.newest() if resume else None
-    return set_up(config, planned, checkpoints, snapshot, tracker, messages.rank)
+    return build_run(config, planned, checkpoints, snapshot, tracker, messages.rank)
 
 
 def train(run: Run, end: int) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def train(run: Run, end: int) -> dict[str, Any]:
     for step in run.plan.steps(start=run.progress.step):
         if step.index == end:
             break
-        outcome = take_step(run, step)
+        outcome = launch_step(run, step)()
         assert outcome is not None
         run.progress.advance(step, updated=True, num_naive_tokens=1)
         outcomes.append(outcome)
@@ -66,12 +66,12 @@ def refuse_poison(run: Run) -> None:
 
     run.model.get_decoder().layers[0].mlp.down_proj.register_forward_hook(poison)
     with pytest.raises(NumericError, match="the weights were not updated"):
-        take_step(run, run.plan.step(0))
+        launch_step(run, run.plan.step(0))()
     for name, parameter in run.named_parameters.items():
         assert torch.equal(whole(weight_of(run, parameter)), before[name]), name
 
 
-def move(spec: dict[str, Any], messages: Messages) -> dict[str, Any]:
+def move(spec: dict[str, Any], messages: ControlGroup) -> dict[str, Any]:
     """Train, save, and go on under the next strategy, through all of them; then export."""
     folder, figures, end = Path(spec["folder"]), [], 0
     for index, sections in enumerate(spec["strategies"]):
@@ -96,7 +96,7 @@ def main(path: str) -> None:
     torch.set_num_threads(1)
     rank = Rank.from_env()
     join_group(rank, torch.device("cpu"))
-    messages = Messages(rank)
+    messages = ControlGroup(rank)
     got = move(spec, messages)
     if rank.is_first:
         got["exported"] = load_file(next(Path(spec["folder"], "final").glob("*.safetensors")))

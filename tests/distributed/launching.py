@@ -11,11 +11,11 @@ from flatout.config.read import dump_config
 DEADLINE_S = 120
 
 
-def launch(config: Any, folder: Path) -> subprocess.Popen[str]:
+def launch(config: Any, folder: Path, **popen: Any) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     (folder / "run.yaml").write_text(dump_config(config))
     command = [sys.executable, "-m", "flatout", "train", str(folder / "run.yaml")]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **popen)
 
 
 def settings(tiny: Any, **more: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,22 +16,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from spawned_ranks import start_ranks
 from torch import Tensor
 
+from flatout.checkpoint.write import Checkpoints
 from flatout.config.read import make_config
 from flatout.errors import NumericError
-from flatout.models import compile as compiling
-from flatout.parallel.group import leave_group
+from flatout.models.blocks import decoder_layers
+from flatout.models.compile import layers as compiling
+from flatout.parallel.process_group import leave_group
 from flatout.parallel.rank import Rank
-from flatout.parallel.shards import whole_tensors
-from flatout.parallel.strategy import KeepsState, local_part
-from flatout.plan.types import MicroBatch
-from flatout.track.record import Trackers
-from flatout.train.checkpoint import Checkpoints
+from flatout.parallel.shards import global_tensors
+from flatout.parallel.strategies.protocol import PartitionedOptimizer, local_part
+from flatout.plan.schedule.types import MicroBatch
+from flatout.track.tracker import Trackers
+from flatout.train.build import build_run
+from flatout.train.evaluate import evaluate
 from flatout.train.planning import plan_run
-from flatout.train.setup import set_up
 from flatout.train.state import Run
-from flatout.train.step import evaluate, take_step
+from flatout.train.step import launch_step
 
 
 def build(values: dict[str, Any], folder: Path, rank: Rank) -> Run:
@@ -44,18 +46,18 @@ def build(values: dict[str, Any], folder: Path, rank: Rank) -> Run:
     if torch.cuda.is_available():
         # graphs of another case, made under another autocast, are no graphs of this one
         torch._dynamo.reset()
-    return set_up(config, planned, checkpoints, None, tracker, rank)
+    return build_run(config, planned, checkpoints, None, tracker, rank)
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on the CPU; every rank must call it."""
-    found = whole_tensors({"it": tensor}, keep=True)
+    found = global_tensors({"it": tensor}, keep=True)
     return found["it"].cpu().clone()
 
 
 def weight_of(run: Run, parameter: Tensor) -> Tensor:
     """The weight where it lies."""
-    return run.optimizer.weight(parameter) if isinstance(run.optimizer, KeepsState) else parameter
+    return run.optimizer.weight(parameter) if isinstance(run.optimizer, PartitionedOptimizer) else parameter
 
 
 def never_recompiling(run: Run) -> AbstractContextManager[object]:
@@ -74,7 +76,7 @@ def take(run: Run, num_steps: int) -> dict[str, Any]:
         if index == num_steps:
             break
         with never_recompiling(run):
-            outcome = take_step(run, step)
+            outcome = launch_step(run, step)()
         assert outcome is not None
         run.progress.advance(step, updated=True, num_naive_tokens=1)
         losses.append(outcome.loss)
@@ -95,12 +97,13 @@ def take(run: Run, num_steps: int) -> dict[str, Any]:
 def take_masked(run: Run) -> dict[str, Any]:
     """Loss and gradients of a step whose only label tokens are the first rank's; the others' passes carry no loss."""
     first = run.plan.step(0)
-    lengths = run.plan.samples.lengths[run.plan.samples.places_of(first.sample_ids)].tolist()
+    lengths = run.plan.samples.lengths[run.plan.samples.indices_of(first.sample_ids)].tolist()
     (kept_length, kept), (other_length, other) = sorted(zip(lengths, first.sample_ids, strict=True))[-2:]
-    labelled = MicroBatch((kept,), kept_length, 1)
+    num_labels = int(run.plan.samples.num_labels[run.plan.samples.indices_of((kept,))].sum())
+    labelled = MicroBatch((kept,), kept_length, num_labels)
     silent = MicroBatch((other,), other_length, 0, is_filler=True)
     ranks = ((labelled,), *((silent,),) * (run.rank.world - 1))
-    outcome = take_step(run, replace(first, num_label_tokens=7, ranks=ranks))
+    outcome = launch_step(run, replace(first, num_label_tokens=7, ranks=ranks))()
     assert outcome is not None
     named = run.named_parameters.items()
     return {
@@ -130,7 +133,7 @@ def take_stopped(run: Run) -> dict[str, Any]:
         run.stop.__enter__()
         signal.raise_signal(signal.SIGTERM)
         run.stop.__exit__(None, None, None)
-    outcome = take_step(run, run.plan.step(0))
+    outcome = launch_step(run, run.plan.step(0))()
     # one process alone stops as well
     assert outcome is None
     return {"weights": {name: whole(parameter) for name, parameter in run.named_parameters.items()}}
@@ -142,7 +145,7 @@ def take_poisoned(run: Run) -> dict[str, Any]:
     kept = last.detach().clone()
     local_part(last.data).fill_(float("nan"))
     try:
-        take_step(run, run.plan.step(0))
+        launch_step(run, run.plan.step(0))()
     except NumericError:
         last.data.copy_(kept)
         return {"weights": {name: whole(parameter) for name, parameter in run.named_parameters.items()}}
@@ -160,10 +163,12 @@ def take_proved(run: Run, num_steps: int) -> dict[str, Any]:
     torch.nn.Module.compile = lambda self, *args, **kwargs: None  # type: ignore[method-assign]
     try:
         loaded: Any = SimpleNamespace(model=run.model, autocast=run.autocast, dtype=run.dtype)
-        line = compiling._compile(loaded, 64, 0.999, inner_loss(run.loss), run.loss)
+        layers = decoder_layers(run.model)
+        outcome = compiling._compile(loaded, layers, 64, 0.999, inner_loss(run.loss), run.loss)
     finally:
         torch.nn.Module.compile = kept  # type: ignore[method-assign]
-    assert line.endswith("gradients equal eager ones (smallest cosine 1.000000)"), line
+    assert outcome.is_complete, outcome.line
+    assert outcome.line.endswith("gradients equal eager ones (smallest cosine 1.000000)"), outcome.line
     assert not any(local_part(parameter.grad).any() for parameter in run.parameters if parameter.grad is not None)
     return take(run, num_steps)
 
@@ -178,7 +183,7 @@ def measure(run: Run, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def held_share(run: Run) -> float:
-    """The share of the quantised bytes that this rank holds; 1.0 where nothing is quantised."""
+    """The share of the quantized bytes that this rank holds; 1.0 where nothing is quantized."""
     stored = [parameter for parameter in run.model.parameters() if parameter.itemsize == 1]
     num_bytes = sum(parameter.numel() for parameter in stored)
     return sum(local_part(parameter).numel() for parameter in stored) / num_bytes if num_bytes else 1.0
@@ -195,7 +200,7 @@ def main(spec_path: str) -> None:
         run.feed.close()
         if rank.is_first:
             expected = torch.load(case["reference"], weights_only=True)
-            if isinstance(run.optimizer, KeepsState):
+            if isinstance(run.optimizer, PartitionedOptimizer):
                 # it keeps the gradients to itself; the norm and the updates show them
                 expected["grads"] = {}
             differences = {key: difference(got[key], expected[key], rms=key == "weights") for key in expected}
@@ -229,25 +234,12 @@ def spawn(script: Path, spec: dict[str, Any], folder: Path, num_ranks: int, time
     """Run `script` as so many ranks with `spec` in a file; all must end well. Logs are `rank-N.log` in `folder`."""
     spec_path = folder / "spec.json"
     spec_path.write_text(json.dumps(spec))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(spec_path)],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=(folder / f"rank-{rank}.log").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(num_ranks)
+    # one log a rank: the processes write into them by themselves
+    command = [sys.executable, str(script), str(spec_path)]
+    scripts = [
+        ["sh", "-c", 'exec "$@" > "$0" 2>&1', str(folder / f"rank-{rank}.log"), *command] for rank in range(num_ranks)
     ]
+    processes = start_ranks(scripts, {"PYTHONPATH": os.pathsep.join(sys.path)})
     try:
         wait_for(processes, timeout_s)
     finally:

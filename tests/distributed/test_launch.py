@@ -1,11 +1,19 @@
 """`flatout train run.yaml` with `gpus`: real launchers, real ranks."""
 
+import ipaddress
+import json
+import os
 import signal
+import socket
+import struct
+import subprocess
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import DEADLINE_S, launch, settings, wait_for_steps
+from launching import DEADLINE_S, launch, num_steps_told, settings, wait_for_steps
 
 from flatout.launch.reports import RankReport
 
@@ -56,3 +64,155 @@ def test_a_signal_to_the_launcher_saves_once(tiny: Any, tmp_path: Path) -> None:
     assert process.returncode == 0, output
     assert f"from step {stopped_at}" in output
     assert "Single: 1 rank(s)" in output
+
+
+def processes_under(pid: int) -> list[int]:
+    """A process and what it has started, and those again."""
+    found = [pid]
+    for parent in found:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def listening(pids: list[int]) -> list[tuple[str, int]]:
+    """Addresses and ports that these processes listen on."""
+    sockets = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                sockets.add(str(link.readlink()))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+                address, port = words[1].split(":")
+                octets = struct.pack(
+                    f"={len(address) // 8}I", *(int(address[i : i + 8], 16) for i in range(0, len(address), 8))
+                )
+                found.append((str(ipaddress.ip_address(octets)), int(port, 16)))
+    return found
+
+
+ATTACKS = [
+    b"[" * 60_000 + b"\n",
+    b'{"token": 1, "rank": 1, "host": "x"}\n',
+    b'{"rank": 1, "mark": {"step": Infinity}}\n',
+    b"x" * 3_000_000,
+]
+
+
+def test_one_machine_listens_on_loopback_and_strangers_end_nothing(tiny: Any, tmp_path: Path) -> None:
+    batch = {"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 100_000}
+    run_dir = tmp_path / "run"
+    process = launch(tiny.config(run_dir, **settings(tiny, batch=batch)), tmp_path)
+    wait_for_steps(run_dir, 3)
+    ports = listening(processes_under(process.pid))
+    assert len(ports) >= 2
+    assert {address for address, _ in ports} <= {"127.0.0.1", "::1"}
+    with ExitStack() as stack:
+        for address, port in ports:
+            for attack in ATTACKS:
+                stranger = stack.enter_context(socket.create_connection((address, port), timeout=1))
+                with suppress(OSError):
+                    stranger.sendall(attack)
+            with suppress(OSError):
+                for _ in range(100):
+                    stack.enter_context(socket.create_connection((address, port), timeout=1))
+        wait_for_steps(run_dir, num_steps_told(run_dir) + 5)
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    (dropped,) = (event for event in events if event["kind"] == "rejected_connection")
+    assert (dropped["address"], dropped["why"]) == ("127.0.0.1", "it did not show the secret of this run")
+    process.terminate()
+    output = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 75, output
+    assert [path.name for path in sorted((run_dir / "logs").iterdir())] == ["attempt-0", "latest"]
+
+
+def rank_processes(supervisor: int) -> list[int]:
+    """The ranks' processes, as soon as both are there."""
+    until_s = time.monotonic() + DEADLINE_S
+    while len(pids := processes_under(supervisor)) < 3:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    return pids[1:3]
+
+
+def test_a_killed_supervisor_leaves_nothing_behind_while_ranks_start(tiny: Any, tmp_path: Path) -> None:
+    """From the first moment of a rank on; the same command is not refused afterwards."""
+    config = tiny.config(tmp_path / "run", **settings(tiny))
+    for wait_s in (0.0, 1.0):
+        process = launch(config, tmp_path)
+        pids = rank_processes(process.pid)
+        time.sleep(wait_s)  # anywhere in the start: what is proved must hold at any time
+        process.kill()
+        process.communicate(timeout=DEADLINE_S)
+        until_s = time.monotonic() + DEADLINE_S
+        while any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids):
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+    process = launch(config, tmp_path)
+    output = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 0, output
+
+
+def test_a_refused_second_run_leaves_the_logs_of_the_first_alone(tiny: Any, tmp_path: Path) -> None:
+    from flatout.io.run_lock import RunLock
+
+    config = tiny.config(tmp_path / "run", **settings(tiny))
+    with RunLock(tmp_path / "run"):
+        process = launch(config, tmp_path)
+        output = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 6, output
+    assert f"is locked by pid {os.getpid()}" in output
+    assert not (tmp_path / "run" / "logs").exists()
+
+
+@pytest.mark.parametrize(("gpus", "tokenizes"), [([0, 1], False), ([0], True)])
+def test_ctrl_c_at_the_start_is_one_line(tiny: Any, tmp_path: Path, gpus: list[int], tokenizes: bool) -> None:
+    """As a terminal sends it, to the whole foreground group, processes that tokenize included."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(tiny.chats.read_text() * (300 if tokenizes else 1))
+    data = {"name": "fresh", "root": str(tmp_path / "data"), "num_procs": 2, "sources": [{"path": str(rows)}]}
+    process = launch(tiny.config(tmp_path / "run", **settings(tiny, gpus=gpus, data=data)), tmp_path, process_group=0)
+    until_s = time.monotonic() + DEADLINE_S
+    while not has_started(process.pid, tmp_path / "run", tokenizes):
+        assert time.monotonic() < until_s
+    os.killpg(process.pid, signal.SIGINT)
+    output = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 130, output
+    assert "Traceback" not in output, output
+    assert [line for line in output.splitlines() if "stop" in line] == ["stopped"]
+
+
+def has_started(pid: int, run_dir: Path, tokenizes: bool) -> bool:
+    """Whether a run stands after its first line, or is in the middle of tokenizing."""
+    if not tokenizes:
+        return (run_dir / "train.log").exists()
+    time.sleep(0.05)
+    commands = []
+    for child in processes_under(pid):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            commands.append(Path(f"/proc/{child}/cmdline").read_bytes())
+    return sum(b"multiprocessing.spawn" in command for command in commands) >= 2
+
+
+def test_a_second_signal_ends_ranks_at_once(tiny: Any, tmp_path: Path) -> None:
+    """Also one that hears nothing, as it is stopped."""
+    batch = {"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 100_000}
+    process = launch(tiny.config(tmp_path / "run", **settings(tiny, batch=batch)), tmp_path)
+    wait_for_steps(tmp_path / "run", 3)
+    os.kill(rank_processes(process.pid)[1], signal.SIGSTOP)
+    process.terminate()
+    ended_s = time.monotonic() + DEADLINE_S / 2
+    # after a moment a second signal is another one; before, it is the same one passed on twice
+    while process.poll() is None:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+        assert time.monotonic() < ended_s
+        process.terminate()
+    output = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert output.endswith("stopped at once; steps since the last checkpoint are lost\n")

@@ -68,12 +68,12 @@ class Cases:
         self.cases.append({**case, "reference": self.references[key]})
 
 
-def add_quantised(cases: Cases, random: dict[str, str]) -> None:
+def add_quantized(cases: Cases, random: dict[str, str]) -> None:
     for storage in ("nf4", "fp8"):
         for strategy in ("ddp", "zero2", "zero3"):
             given = values(cases.tiny, "lora", "fp32", strategy=strategy, base={"storage": storage})
             cases.add(f"{storage} fp32 {strategy}", 2, given)
-        again = {**given, "recompute": "layers", "model": {**random, "precision": "fp32"}}
+        again = {**given, "recompute": "full", "model": {**random, "precision": "fp32"}}
         cases.add(f"{storage} fp32 zero3 random", 2, again)
 
 
@@ -117,7 +117,7 @@ def two_ranks(tiny: Any, untied: str, tmp_path_factory: pytest.TempPathFactory) 
     cases.add(
         "fp64 lora zero2 freed", 2, values(tiny, "lora", strategy="zero2", sharding={"reshard_after_forward": True})
     )
-    cases.add("fp64 full zero3 recompute", 2, values(tiny, "full", strategy="zero3", recompute="layers"))
+    cases.add("fp64 full zero3 recompute", 2, values(tiny, "full", strategy="zero3", recompute="full"))
     random = {"name": untied, "init": "random"}
     for strategy in ("ddp", "zero3"):
         cases.add(f"fp64 full {strategy} untied", 2, values(tiny, "full", strategy=strategy, model=random))
@@ -127,7 +127,7 @@ def two_ranks(tiny: Any, untied: str, tmp_path_factory: pytest.TempPathFactory) 
             sent = values(tiny, method, strategy=strategy, comm={"compress": "bf16"})
             cases.add(f"bf16 sums {method} {strategy}", 1, sent)
     add_proved(cases)
-    add_quantised(cases, random)
+    add_quantized(cases, random)
     return run_cases(cases.cases, cases.folder, 2, 200)
 
 
@@ -140,8 +140,8 @@ def four_ranks(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             given = values(tiny, method, strategy=strategy, sharding=sharding)
             cases.add(f"fp64 {method} {strategy}", 4, given)
         cases.add(f"fp64 {method} {strategy} masked", 1, given, kind="masked")
-    quantised = {"base": {"storage": "nf4"}, "sharding": {"replicas": 2, "offload": True}}
-    cases.add("nf4 fp32 hsdp offload", 2, values(tiny, "lora", "fp32", strategy="hsdp", **quantised))
+    quantized = {"base": {"storage": "nf4"}, "sharding": {"replicas": 2, "offload": True}}
+    cases.add("nf4 fp32 hsdp offload", 2, values(tiny, "lora", "fp32", strategy="hsdp", **quantized))
     return run_cases(cases.cases, cases.folder, 4, 200)
 
 
@@ -172,10 +172,10 @@ def check_fp32(two_ranks: dict[str, dict[str, Any]]) -> None:
     assert_close(two_ranks, "fp32", {"loss": 1e-6, "norm": 1e-6, "grads": 1e-6, "weights": 1e-6, "eval": 1e-6})
 
 
-def check_quantised_bases(two_ranks: dict[str, dict[str, Any]]) -> None:
+def check_quantized_bases(two_ranks: dict[str, dict[str, Any]]) -> None:
     # after two steps from zero, B is little more than the signs of its gradients
     assert_close(two_ranks, "nf4", {"loss": 1e-6, "norm": 1e-6, "grads": 1e-6, "weights": 1e-4})
-    # a last bit of difference before quantising to float8 may move a value by a sixteenth
+    # a last bit of difference before quantizing to float8 may move a value by a sixteenth
     assert_close(two_ranks, "fp8", {"loss": 1e-6, "norm": 1e-5, "grads": 1e-5, "weights": 1e-3})
     for storage in ("nf4", "fp8"):
         whole, cut = (two_ranks[f"{storage} fp32 {strategy}"] for strategy in ("zero2", "zero3"))
@@ -193,7 +193,7 @@ def check_sums_in_bf16(two_ranks: dict[str, dict[str, Any]]) -> None:
 
 def test_two_ranks_equal_one(two_ranks: dict[str, dict[str, Any]]) -> None:
     # one test: several would each run all cases, in the workers that share the suite
-    for check in (check_fp64, check_fp32, check_quantised_bases, check_sums_in_bf16):
+    for check in (check_fp64, check_fp32, check_quantized_bases, check_sums_in_bf16):
         check(two_ranks)
 
 

@@ -1,4 +1,4 @@
-"""`flatout verify` on whole models: five architectures, packed, accumulated and over real processes."""
+"""`flatout verify` on whole models: several architectures, packed, accumulated and over real processes."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from flatout.cli.main import main
 from flatout.config.read import dump_config
@@ -18,21 +19,53 @@ def run_verify(config: Any, folder: Path, *arguments: str) -> tuple[int, dict[st
     return code, json.loads((config.folder / "verify.json").read_text())
 
 
-def test_five_families_agree_in_every_cut_and_over_two_ranks(tiny: Any, tmp_path: Path) -> None:
-    config = tiny.config(tmp_path / "run", lora={"rank": 4, "dropout": 0.1})
-    code, report = run_verify(config, tmp_path, "--families", "--ranks", "2")
+# what sets each apart: none of it, soft caps and windows, a window, one linear layer for several
+ARCHS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 8},
+    "mistral": {"sliding_window": 8},
+    "phi3": {},
+}
+SHAPE = {
+    "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "head_dim": 8, "max_position_embeddings": 2048, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["own", *ARCHS])
+def test_every_cut_agrees(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], arch: str) -> None:
+    """The run's own model (qwen3) over two ranks, and other architectures of random weights."""
+    model = {"name": str(tiny.model_dir), "precision": "fp32"}
+    if arch != "own":
+        CONFIG_MAPPING[arch](**SHAPE, **ARCHS[arch]).save_pretrained(tmp_path / "model")
+        model |= {"name": str(tmp_path / "model"), "init": "random"}
+    data = {"tokenizer": str(tiny.model_dir)}
+    config = tiny.config(tmp_path / "run", model=model, data=data, lora={"rank": 4, "dropout": 0.1})
+    code, report = run_verify(config, tmp_path, "--ranks", "2" if arch == "own" else "1")
     rows = {row["case"]: row for row in report["rows"]}
     assert (code, report["passed"]) == (0, True)
-    for family in ("", "qwen3: ", "llama: ", "gemma2: ", "mistral: ", "phi3: "):
-        alone, packed = rows[f"{family}each sample alone"], rows[f"{family}packed"]
-        assert (packed["num_micro_batches"], alone["num_micro_batches"]) == (1, 6)
-        assert all(rows[family + name]["num_ranks"] == 2 for name in ("ddp", "zero1", "zero2", "zero3", "fsdp"))
+    assert (rows["packed"]["num_micro_batches"], rows["each sample alone"]["num_micro_batches"]) == (1, 6)
+    strategies = {case for case, row in rows.items() if row["num_ranks"] == 2}
+    assert strategies == ({"ddp", "zero1", "zero2", "zero3", "fsdp"} if arch == "own" else set())
     assert {row["verdict"] for row in report["rows"]} == {"ok"}
     worst = max(row["worst_difference"] for row in report["rows"])
     assert worst < 1e-5, f"worst gradient {worst:.1e}"
     # no row may be its own reference
     assert sum(row["worst_difference"] > 0 for row in report["rows"]) == len(rows)
     assert not list((tmp_path / "run").glob(".verify-*"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 80 and "written to" not in line] == []
+
+
+def test_rope_by_length_agrees_packed_and_on_two_ranks(tiny: Any, length_scaled: Path, tmp_path: Path) -> None:
+    config = tiny.config(tmp_path / "run", model={"name": str(length_scaled)})
+    code, report = run_verify(config, tmp_path, "--ranks", "2", "--fp64")
+    rows = {(row["case"], row["num_ranks"]): row["worst_difference"] for row in report["rows"]}
+    assert (code, report["passed"]) == (0, True)
+    assert ("packed", 1) in rows
+    assert ("ddp", 2) in rows
+    assert max(difference for (case, _), difference in rows.items() if "float32" not in case) < 1e-13
 
 
 def test_every_strategy_agrees_on_every_number_of_ranks_it_is_for(tiny: Any, tmp_path: Path) -> None:
@@ -40,11 +73,11 @@ def test_every_strategy_agrees_on_every_number_of_ranks_it_is_for(tiny: Any, tmp
     batch = {"samples_per_step": 12}
     config = tiny.config(tmp_path / "run", method="full", batch=batch, comm={"compress": "bf16"})
     code, report = run_verify(config, tmp_path, "--ranks", "4", "--fp64")
-    spread = {(row["case"], row["num_ranks"]): row for row in report["rows"] if row["num_ranks"] > 1}
+    parallel_layout = {(row["case"], row["num_ranks"]): row for row in report["rows"] if row["num_ranks"] > 1}
     strategies = {(name, 4) for name in ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")}
-    assert set(spread) == {("ddp", 2), ("ddp", 3), *strategies}
+    assert set(parallel_layout) == {("ddp", 2), ("ddp", 3), *strategies}
     assert code == 0
-    assert max(row["worst_difference"] for row in spread.values()) < 1e-10
+    assert max(row["worst_difference"] for row in parallel_layout.values()) < 1e-10
     assert any("comm.compress" in note for note in report["notes"])
 
 
@@ -54,7 +87,7 @@ def test_the_runs_own_precision_is_held_to_what_plain_transformers_loses(tiny: A
     verdicts = {row["case"]: row["verdict"] for row in report["rows"]}
     assert code == 0
     assert verdicts["plain transformers in bfloat16"] == "noise"
-    assert verdicts["packed in bfloat16, as the run computes"] == "ok"
+    assert verdicts["packed in bfloat16, as in the run"] == "ok"
     exact = [row["worst_difference"] for row in report["rows"] if "bfloat16" not in row["case"]]
     assert max(exact) < 1e-6
 
@@ -70,7 +103,10 @@ def test_a_tolerance_below_rounding_fails_with_exit_code_5(
 ) -> None:
     code, report = run_verify(tiny.config(tmp_path / "run"), tmp_path, "--ranks", "1", "--tolerance", "1e-12")
     assert (code, report["passed"]) == (5, False)
-    assert "do not train with it" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "do not train with it" in told.err
+    assert "limit 1e-12; worst gradient: model.layers" in told.out
+    assert max(map(len, told.out.replace(str(tmp_path), "").splitlines())) <= 80
 
 
 @pytest.mark.gpu
@@ -80,14 +116,14 @@ def test_on_gpus_every_row_agrees_and_the_own_precision_too(tiny: Any, tmp_path:
     config = tiny.config(
         tmp_path / "run", method=method, device="cuda", model={"name": str(tiny.model_dir), "precision": "auto"}
     )
-    code, report = run_verify(config, tmp_path, "--families")
+    code, report = run_verify(config, tmp_path)
     assert code == 0, [row for row in report["rows"] if row["verdict"] == "FAIL"]
-    assert any("as the run computes" in row["case"] for row in report["rows"])
+    assert any("as in the run" in row["case"] for row in report["rows"])
 
 
 def test_a_lost_process_is_a_failed_row_that_names_it_and_leaves_nobody_behind(tiny: Any, tmp_path: Path) -> None:
     """Ranks find no reference: the first to tell ends the others, wherever they wait."""
-    from flatout.train.verify_ranks import RankCase, run_rank_cases
+    from flatout.verify.ranks import RankCase, run_rank_cases
 
     values = tiny.config(tmp_path / "run").model_dump(mode="json") | {"strategy": "ddp"}
     case = RankCase("ddp", 2, values, 0, str(tmp_path / "nowhere"), 1e-4)

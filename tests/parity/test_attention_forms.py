@@ -4,13 +4,14 @@ import itertools
 
 import pytest
 import torch
+from tiny_models import tiny_model
 
 from flatout.kernels.attention import make_varlen_attention, packed_attention, plain_attention, sdpa_attention
 
 LENGTHS = [1, 13, 2, 7, 1]
 
 
-def borders(lengths, device="cpu"):
+def boundaries(lengths, device="cpu"):
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
@@ -37,7 +38,7 @@ def both(form, truth, tensors, tolerance=1e-12):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
 @pytest.mark.parametrize("form", [sdpa_attention, plain_attention])
 def test_form_equals_truth(form, heads, kv_heads, window):
-    cu_seqlens = borders(LENGTHS)
+    cu_seqlens = boundaries(LENGTHS)
     arguments = {"scale": 0.3, "window": window}
     both(
         lambda *t: form(*t, cu_seqlens, **arguments),
@@ -49,7 +50,7 @@ def test_form_equals_truth(form, heads, kv_heads, window):
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_plain_softcap_and_sinks(softcap, with_sinks):
-    cu_seqlens = borders(LENGTHS)
+    cu_seqlens = boundaries(LENGTHS)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True) if with_sinks else None
     tensors = inputs(value_size=6)
     arguments = {"scale": 0.3, "window": 4, "softcap": softcap, "sinks": sinks}
@@ -64,7 +65,7 @@ def test_truth_by_hand():
     """Two documents of two tokens, one head: a first token returns its own value, a second a known mixture."""
     query = key = torch.tensor([1.0, 2.0, 1.0, 2.0], dtype=torch.float64).view(4, 1, 1)
     value = torch.tensor([1.0, 3.0, 5.0, 9.0], dtype=torch.float64).view(4, 1, 1)
-    output = packed_attention(query, key, value, borders([2, 2]), scale=1.0).flatten()
+    output = packed_attention(query, key, value, boundaries([2, 2]), scale=1.0).flatten()
     share = torch.sigmoid(torch.tensor(2.0, dtype=torch.float64))  # scores 2*1 and 2*2 differ by 2
     expected = torch.stack([value[0, 0, 0], 1 + 2 * share, value[2, 0, 0], 5 + 4 * share])
     torch.testing.assert_close(output, expected)
@@ -72,7 +73,7 @@ def test_truth_by_hand():
 
 @pytest.mark.parametrize("form", [sdpa_attention, plain_attention])
 def test_strided_inputs_and_extreme_scores(form):
-    cu_seqlens = borders(LENGTHS)
+    cu_seqlens = boundaries(LENGTHS)
     query, key, value = (
         torch.randn(4 if i == 0 else 2, 24, 16, dtype=torch.float64)[:, :, ::2].transpose(0, 1) for i in range(3)
     )
@@ -86,12 +87,16 @@ def test_strided_inputs_and_extreme_scores(form):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("window", [None, 2, 5])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_varlen_errs_no_more_than_plain(window, kv_heads):
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_varlen_errs_no_more_than_plain(window, kv_heads, heads_first):
     """Rule K: at most 2x (values) and 3x (gradients) the plain form's own bf16 error against fp64."""
     lengths = [1, 130, 2, 67, 1]
-    cu_seqlens = borders(lengths, "cuda")
+    cu_seqlens = boundaries(lengths, "cuda")
     exact = inputs(torch.float64, "cuda", kv_heads=kv_heads, size=64, lengths=lengths)
-    rounded = [tensor.detach().to(torch.bfloat16).requires_grad_(True) for tensor in exact]
+    rounded = [tensor.detach().to(torch.bfloat16) for tensor in exact]
+    if heads_first:
+        rounded = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in rounded]
+    rounded = [tensor.requires_grad_(True) for tensor in rounded]
     exact = [tensor.detach().double().requires_grad_(True) for tensor in rounded]
     varlen = make_varlen_attention()
     arguments = {"scale": 0.125, "window": window}
@@ -110,3 +115,19 @@ def test_varlen_errs_no_more_than_plain(window, kv_heads):
     assert error(outputs[0], true) <= 2 * error(outputs[1], true)
     for mine, plain, truth in zip(*gradients, true_gradients, strict=True):
         assert error(mine, truth) <= 3 * error(plain, truth)
+
+
+def test_a_window_counts_beside_sinks():
+    """Through the registered entry, as gpt-oss calls it: each document is longer than the window."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
+    packed, alone = (tiny_model("gpt_oss", attention=form, **sizes) for form in ("flatout_plain", "eager"))
+    documents = [torch.arange(3, 14), torch.arange(20, 29)]
+    bounds = torch.tensor([0, 11, 20], dtype=torch.int32)
+    logits = packed(
+        input_ids=torch.cat(documents)[None], position_ids=torch.cat([torch.arange(11), torch.arange(9)])[None],
+        use_cache=False, cu_seq_lens_q=bounds, max_length_q=11,
+    ).logits[0]  # fmt: skip
+    for own, document in zip(logits.split([11, 9]), documents, strict=True):
+        truth = alone(input_ids=document[None], use_cache=False).logits[0]
+        # transformers' eager attention takes its softmax in float32
+        torch.testing.assert_close(own, truth, atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Float8 and 4-bit products: what the bytes stand for, values and gradients, alone and joined."""
+"""Float8 and 4-bit products: what the bytes stand for, values and gradients, alone and fused."""
 
 from types import SimpleNamespace
 
@@ -10,21 +10,21 @@ from torch import nn
 from flatout.config.read import make_config
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.errors import ResourceError
-from flatout.kernels.fp8 import fp8_problem, quantise_rows, scaled_product
+from flatout.kernels.fp8 import fp8_problem, quantize_rows, scaled_product
 from flatout.kernels.fp8 import reference as fp8_reference
-from flatout.models.bases import Fp8Linear, join_bases
+from flatout.models.bases.frozen_linear import Fp8Linear, fuse_bases
+from flatout.models.bases.nf4 import Nf4Linear
 from flatout.models.blocks import decoder_layers, replace_module
 from flatout.models.head import packed_loss
-from flatout.models.joined import JoinedLora, join_layers
-from flatout.models.load import load_model
-from flatout.models.lora import add_lora, lora_layers, trainable_parameters
-from flatout.models.nf4 import Nf4Linear
-from flatout.models.packed import pack
-from flatout.plan.memory import MemoryModel, MicroBatchSize
-from flatout.plan.shape import ModelShape
-from flatout.plan.spread import ALONE
-from flatout.track.record import Trackers
-from flatout.train.setup import join_adapters
+from flatout.models.load.model import load_model
+from flatout.models.lora.fused import FusedLora, fuse_layers
+from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
+from flatout.models.packed import flatten_samples
+from flatout.plan.layout import ALONE
+from flatout.plan.memory.estimate import MemoryModel, MicroBatchSize
+from flatout.track.tracker import Trackers
+from flatout.train.build import fuse_adapters
+from flatout.train.model_shape import make_shape
 
 CPU = torch.device("cpu")
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -38,10 +38,10 @@ def relative(one, other):
     return ((one - other).norm() / other.norm()).item()
 
 
-def test_a_quantised_row_is_within_half_a_step():
+def test_a_quantized_row_is_within_half_a_step():
     values = draw(7, 48, dtype=torch.float64) * torch.tensor([1e-8, 1e-3, 1.0, 10.0, 1e4, 1.0, 0.0])[:, None]
     values[5, 3:] *= 1e-4
-    stored, scale = quantise_rows(values)
+    stored, scale = quantize_rows(values)
     restored = stored.double() * scale.double()
     # e4m3 has 3 bits behind the point; the smallest steps are 2^-9 of the scale
     allowed = torch.maximum(values.abs() * 2**-4, scale.double() * 2**-10) * 1.01
@@ -51,17 +51,17 @@ def test_a_quantised_row_is_within_half_a_step():
     assert not stored[-1].float().any()
 
 
-def test_rows_are_quantised_alike_from_any_memory_layout():
+def test_rows_are_quantized_alike_from_any_memory_layout():
     values = draw(32, 24)
-    stored, scale = quantise_rows(values.t())
-    again, same_scale = quantise_rows(values.t().contiguous())
+    stored, scale = quantize_rows(values.t())
+    again, same_scale = quantize_rows(values.t().contiguous())
     assert torch.equal(stored.float(), again.float())
     assert torch.equal(scale, same_scale)
 
 
 def test_a_scaled_product_is_that_of_what_the_bytes_stand_for():
-    left, left_scale = quantise_rows(draw(5, 48))
-    right, right_scale = quantise_rows(draw(32, 48, seed=1))
+    left, left_scale = quantize_rows(draw(5, 48))
+    right, right_scale = quantize_rows(draw(32, 48, seed=1))
     product = scaled_product(left, right, left_scale, right_scale[:, 0], torch.float64)
     truth = (left.double() * left_scale.double()) @ (right.double() * right_scale.double()).T
     torch.testing.assert_close(product, truth, rtol=1e-12, atol=1e-12)
@@ -69,7 +69,7 @@ def test_a_scaled_product_is_that_of_what_the_bytes_stand_for():
 
 @pytest.mark.parametrize("shape", [(48,), (3, 48), (2, 5, 48)])
 def test_an_fp8_layer_computes_what_it_stands_for(shape):
-    linear = Fp8Linear.from_dense(draw(32, 48), draw(32, seed=2))
+    linear = Fp8Linear(draw(32, 48), draw(32, seed=2))
     x, direction = draw(*shape, seed=3).requires_grad_(), draw(*shape[:-1], 32, seed=4)
     output = linear(x)
     (x_grad,) = torch.autograd.grad(output, x, direction)
@@ -96,48 +96,50 @@ def adapted_model(folder, make, targets="all-linear"):
 
 
 def stored_model(folder, make, *, fp8):
-    """Loss and gradients of an adapted model alone and joined, and how the products describe themselves."""
+    """Loss and gradients of an adapted model alone and fused, and how the products describe themselves."""
     model = adapted_model(folder, make)
     alone = loss_and_gradient(model)
-    join_layers(model, fp8=fp8)
-    kinds = {module.product.describe for module in model.modules() if isinstance(module, JoinedLora)}
+    fuse_layers(model, fp8=fp8)
+    kinds = {module.product.describe for module in model.modules() if isinstance(module, FusedLora)}
     return alone, loss_and_gradient(model), kinds
 
 
 def loss_and_gradient(model):
-    loss = packed_loss(model, pack(tiny_samples([9, 1, 17, 5]))).loss_sum
+    loss = packed_loss(model, flatten_samples(tiny_samples([9, 1, 17, 5]))).loss_sum
     gradients = torch.autograd.grad(loss, list(trainable_parameters(model).values()))
     return loss.item(), torch.cat([gradient.flatten() for gradient in gradients])
 
 
-@pytest.mark.parametrize(("make", "kind"), [(Fp8Linear.from_dense, "float8"), (Nf4Linear.from_dense, "4-bit")])
-def test_joined_products_equal_those_alone(make, kind, tmp_path):
-    (loss, truth), (joined_loss, joined), kinds = stored_model(tmp_path, make, fp8=False)
+@pytest.mark.parametrize(("make", "kind"), [(Fp8Linear, "float8"), (Nf4Linear.from_dense, "4-bit")])
+def test_fused_products_equal_those_alone(make, kind, tmp_path):
+    (loss, truth), (fused_loss, fused), kinds = stored_model(tmp_path, make, fp8=False)
     assert kinds == {kind}
     # float8 falls on the other side of a step where fp32 sums differ in the last bit
-    assert joined_loss == pytest.approx(loss, rel=1e-3 if kind == "float8" else 1e-5)
-    assert relative(joined, truth) < (0.1 if kind == "float8" else 1e-4)
+    assert fused_loss == pytest.approx(loss, rel=1e-3 if kind == "float8" else 1e-5)
+    assert relative(fused, truth) < (0.1 if kind == "float8" else 1e-4)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "down_proj"]])
 def test_weights_turned_once_give_the_same_bits(targets, tmp_path):
-    models = {turned: adapted_model(tmp_path, Fp8Linear.from_dense, targets) for turned in (False, True)}
+    models = {transposed: adapted_model(tmp_path, Fp8Linear, targets) for transposed in (False, True)}
     weights = {name: layer.weight for name, layer in lora_layers(models[True]).items()}
-    reports = {turned: join_layers(model, turned=turned).report for turned, model in models.items()}
-    assert "(float8, turned once)" in reports[True]
+    reports = {transposed: fuse_layers(model, transposed=transposed).report for transposed, model in models.items()}
+    assert "(float8, transposed once)" in reports[True]
     assert "(float8)" in reports[False]
     (loss, gradient), (turned_loss, turned_gradient) = (loss_and_gradient(model) for model in models.values())
     assert turned_loss == loss
     assert torch.equal(turned_gradient, gradient)
-    # one byte more for each joined weight, as the plan counts it, and in nothing that is saved
+    # one byte more for each fused weight, as the plan counts it, and in nothing that is saved
     (buffers, turned_buffers) = (dict(model.named_buffers()) for model in models.values())
     kept = [turned_buffers[name] for name in turned_buffers if name not in buffers]
     config = make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}, "lora": {"rank": 4, "targets": targets}})
-    shape = ModelShape.from_config(models[True].config.to_dict())
-    planned, more = (MemoryModel(config, shape, "fp32", False, turned_weights=turned) for turned in (False, True))
+    shape = make_shape(models[True].config.to_dict())
+    planned, more = (
+        MemoryModel(config, shape, "fp32", False, transposed_weights=transposed) for transposed in (False, True)
+    )
     size = MicroBatchSize(32, 16, 4)
     difference = more.estimate(size, "none").weights_bytes - planned.estimate(size, "none").weights_bytes
-    assert sum(buffer.nbytes for buffer in kept) == difference == planned.turnable_bytes > 0
+    assert sum(buffer.nbytes for buffer in kept) == difference == planned.transposable_bytes > 0
     assert models[True].state_dict().keys() == models[False].state_dict().keys()
     for name, layer in lora_layers(models[True]).items():
         assert torch.equal(layer.weight, weights[name])
@@ -147,9 +149,9 @@ def test_weights_turned_once_give_the_same_bits(targets, tmp_path):
 def test_weights_turned_once_compile_as_one_graph(tmp_path):
     """Traced, forward and backward, with the copy as an input like any other storage."""
     gradients = []
-    for turned in (False, True):
-        model = adapted_model(tmp_path, Fp8Linear.from_dense)
-        join_layers(model, turned=turned)
+    for transposed in (False, True):
+        model = adapted_model(tmp_path, Fp8Linear)
+        fuse_layers(model, transposed=transposed)
         mlp = decoder_layers(model)[0].mlp
         x = draw(11, 64).requires_grad_()
         compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -159,38 +161,39 @@ def test_weights_turned_once_compile_as_one_graph(tmp_path):
 
 def test_4_bit_weights_are_never_kept_turned(tmp_path):
     model = adapted_model(tmp_path, Nf4Linear.from_dense)
-    assert join_layers(model, turned=True).report.endswith("(4-bit)")
+    assert fuse_layers(model, transposed=True).report.endswith("(4-bit)")
 
 
 def test_the_run_keeps_weights_turned_where_the_plan_says(tmp_path):
-    for turned in (False, True):
-        model = adapted_model(tmp_path, Fp8Linear.from_dense)
-        planned = SimpleNamespace(spread=ALONE, memory=SimpleNamespace(turned_weights=turned))
+    for transposed in (False, True):
+        model = adapted_model(tmp_path, Fp8Linear)
+        planned = SimpleNamespace(parallel_layout=ALONE, memory=SimpleNamespace(transposed_weights=transposed))
         config = make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}})
-        assert ("turned once" in join_adapters(model, config, planned, Trackers()).report) == turned
+        report = fuse_adapters(SimpleNamespace(model=model), config, planned, Trackers()).report
+        assert ("transposed once" in report) == transposed
 
 
 def test_4_bit_weights_in_float8_products_are_close_to_dense_ones(tmp_path):
-    (loss, truth), (joined_loss, joined), kinds = stored_model(tmp_path, Nf4Linear.from_dense, fp8=True)
+    (loss, truth), (fused_loss, fused), kinds = stored_model(tmp_path, Nf4Linear.from_dense, fp8=True)
     assert kinds == {"4-bit, float8 products"}
-    assert joined_loss == pytest.approx(loss, rel=0.02)
-    assert torch.nn.functional.cosine_similarity(truth, joined, dim=0) > 0.9
+    assert fused_loss == pytest.approx(loss, rel=0.02)
+    assert torch.nn.functional.cosine_similarity(truth, fused, dim=0) > 0.9
 
 
 def test_sizes_that_no_kernel_takes_are_named():
     assert fp8_problem(CPU, 32, 48) is None
     assert "multiples of 16" in str(fp8_problem(CPU, 30, 48))
-    odd = [Fp8Linear.from_dense(draw(30, 48), None)]
+    odd = [Fp8Linear(draw(30, 48), None)]
     with pytest.raises(ResourceError, match=r"30 x 48; use base\.storage: nf4"):
-        join_bases(odd, fp8=True)
+        fuse_bases(odd, fp8=True)
 
 
 @pytest.mark.parametrize("shape", [(16, 32, 48), (1, 64, 16), (333, 128, 4096)])
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=on_gpu)])
 def test_the_library_s_product_equals_the_reference(shape, marked):
     rows, outputs, inputs = shape
-    left, left_scale = quantise_rows(draw(rows, inputs).cuda())
-    right, right_scale = quantise_rows(draw(outputs, inputs, seed=1).cuda())
+    left, left_scale = quantize_rows(draw(rows, inputs).cuda())
+    right, right_scale = quantize_rows(draw(outputs, inputs, seed=1).cuda())
     product = scaled_product(left, right, left_scale, right_scale[:, 0], torch.bfloat16)
     truth = fp8_reference.scaled_product(left, right, left_scale, right_scale[:, 0], torch.float64)
     # bf16 output, and the fast accumulator's 14 bits

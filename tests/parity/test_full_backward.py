@@ -7,14 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from flatout.checkpoint.write import Checkpoints
 from flatout.errors import NumericError, UsageError
 from flatout.parallel.rank import Rank
-from flatout.track.record import Trackers
-from flatout.train.checkpoint import Checkpoints
-from flatout.train.optim_backward import check_backward_update
-from flatout.train.planning import plan_run
+from flatout.track.tracker import Trackers
+from flatout.train.build import build_run
+from flatout.train.planning import check_backward_update, plan_run
 from flatout.train.run import train
-from flatout.train.setup import set_up
 from flatout.train.state import Run
 from flatout.train.step_backward import choose_step
 
@@ -34,7 +33,7 @@ def full_config(tiny: Any, run_dir: Path, update: str, **sections: Any) -> Any:
 def make_run(config: Any) -> Run:
     planned = plan_run(config, Trackers(), Rank())
     checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
-    return set_up(config, planned, checkpoints, None, Trackers(), Rank())
+    return build_run(config, planned, checkpoints, None, Trackers(), Rank())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])

@@ -9,14 +9,15 @@ import torch
 from tiny_models import save_tiny_model, tiny_samples
 from torch import nn
 
+from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
 from flatout.config.schema import FullConfig, ModelConfig, OptimConfig
-from flatout.models.compile import compile_layers
-from flatout.models.fp8_training import use_fp8_products
+from flatout.models.bases.fp8_training import convert_to_float8
+from flatout.models.compile.layers import compile_layers
 from flatout.models.head import packed_loss
-from flatout.models.load import load_model
-from flatout.models.packed import kernel_borders, pack
-from flatout.train.optim import load_optimizer_state, make_optimizer, optimizer_state, set_lr
-from flatout.train.optim_backward import BackwardUpdate
+from flatout.models.load.model import load_model
+from flatout.models.packed import flatten_samples, padded_num_boundaries
+from flatout.optim.build import make_optimizer, set_lr
+from flatout.optim.update_in_backward import BackwardUpdate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -111,7 +112,8 @@ def load(folder: Path, **full: Any) -> Any:
 def batches(count: int) -> list[Any]:
     lengths = [[5, 300, 1, 90], [64, 200], [17, 33, 250, 41], [128] * 3]
     return [
-        pack(tiny_samples(lengths[i % 4], seed=i % 4), num_borders=kernel_borders(100)).to(CUDA) for i in range(count)
+        flatten_samples(tiny_samples(lengths[i % 4], seed=i % 4), num_boundaries=padded_num_boundaries(100)).to(CUDA)
+        for i in range(count)
     ]
 
 
@@ -140,7 +142,7 @@ def test_updates_in_backward_through_compiled_layers(tmp_path: Path, weights: st
     curves = []
     for in_backward in (False, True):
         loaded = load(tmp_path, weights=weights)
-        assert "layers as one graph" in compile_layers(loaded, "auto", num_borders=kernel_borders(100))
+        assert compile_layers(loaded, "auto", num_boundaries=padded_num_boundaries(100)).is_complete
         named = dict(loaded.model.named_parameters())
         optimizer = make_optimizer(named, config, seed=1)
         if not in_backward:
@@ -152,7 +154,7 @@ def test_updates_in_backward_through_compiled_layers(tmp_path: Path, weights: st
             loss = loss_of(loaded, batch)
             update.start(1e-3)
             loss.backward()
-            assert torch.isfinite(update.grad_norm())
+            assert torch.isfinite(update.finish())
             assert all(parameter.grad is None for parameter in named.values())
             found.append(loss.detach())
         curves.append(torch.stack(found))
@@ -169,9 +171,9 @@ def test_fp8_products_learn_as_bf16_ones_do(tmp_path: Path, weights: str) -> Non
     for compute in ("model", "fp8"):
         loaded = load(tmp_path, weights=weights, compute=compute)
         if compute == "fp8":
-            line = use_fp8_products(loaded.model, compile_mode="auto")
+            line = convert_to_float8(loaded.model, compile_mode="auto")
             assert line == "14 linear layers compute in fp8, one scale a tensor"
-        assert "layers as one graph" in compile_layers(loaded, "auto", num_borders=kernel_borders(100), fp8=True)
+        assert compile_layers(loaded, "auto", num_boundaries=padded_num_boundaries(100), fp8=True).is_complete
         named = dict(loaded.model.named_parameters())
         grads = torch.autograd.grad(loss_of(loaded, batches(1)[0]), list(named.values()))
         gradients.append(torch.cat([grad.double().flatten() for grad in grads]))

@@ -6,13 +6,13 @@ import torch
 from tiny_models import VOCAB_SIZE, save_tiny_model
 
 from flatout.config.schema import LoraConfig, ModelConfig
-from flatout.models.compile import compile_layers
-from flatout.models.graphs import GraphedDecoder
+from flatout.models.compile.cuda_graphs import GraphedDecoder
+from flatout.models.compile.layers import compile_layers
 from flatout.models.head import packed_loss
-from flatout.models.joined import join_layers
-from flatout.models.load import load_model
-from flatout.models.lora import add_lora, lora_layers, trainable_parameters
-from flatout.models.packed import kernel_borders, pack, stream_size
+from flatout.models.load.model import load_model
+from flatout.models.lora.fused import fuse_layers
+from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
+from flatout.models.packed import flatten_samples, packed_size, padded_num_boundaries
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SHAPE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "max_position_embeddings": 4096}
@@ -20,10 +20,10 @@ LADDER = (1024, 1152)
 LENGTHS = [[700, 31, 290], [512, 300, 150, 50, 5, 1], [1000], [900, 130]]
 
 
-def batch_of(lengths, num_borders):
+def batch_of(lengths, num_boundaries):
     draw = np.random.default_rng(sum(lengths))
     documents = [(draw.integers(3, VOCAB_SIZE, length), draw.random(length) < 0.6) for length in lengths]
-    return pack(documents, num_borders=num_borders, ladder=LADDER).to(torch.device("cuda"))
+    return flatten_samples(documents, num_boundaries=num_boundaries, size_buckets=LADDER).to(torch.device("cuda"))
 
 
 @pytest.fixture
@@ -36,13 +36,13 @@ def trained(tmp_path):
     add_lora(loaded.model, LoraConfig(rank=8), seed=0)
     for layer in lora_layers(loaded.model).values():
         layer.lora_b.data.normal_(0, 0.1)
-    join_layers(loaded.model)
-    num_borders = kernel_borders(8)
-    assert "one graph" in compile_layers(loaded, "auto", num_borders=num_borders)
+    fuse_layers(loaded.model)
+    num_boundaries = padded_num_boundaries(8)
+    assert compile_layers(loaded, "auto", num_boundaries=num_boundaries).is_complete
     parameters = list(trainable_parameters(loaded.model).values())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    return loaded.model, parameters, num_borders
+    return loaded.model, parameters, num_boundaries
 
 
 def gradients_of(model, parameters, batch, decoder=None):
@@ -54,14 +54,14 @@ def gradients_of(model, parameters, batch, decoder=None):
 
 
 def test_replays_equal_plain_passes(trained):
-    model, parameters, num_borders = trained
+    model, parameters, num_boundaries = trained
     decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters])
-    sizes = sorted({stream_size(lengths, ladder=LADDER) for lengths in LENGTHS}, reverse=True)
+    sizes = sorted({packed_size(lengths, size_buckets=LADDER) for lengths in LENGTHS}, reverse=True)
     for size in sizes:
-        decoder.record(size, num_borders)
+        decoder.record(size, num_boundaries)
     assert not any(parameter.grad.any() for parameter in parameters)
     for lengths in [*LENGTHS, *LENGTHS[::-1]]:
-        batch = batch_of(lengths, num_borders)
+        batch = batch_of(lengths, num_boundaries)
         assert batch.size in decoder._recorded
         loss, truth = gradients_of(model, parameters, batch)
         replayed_loss, replayed = gradients_of(model, parameters, batch, decoder)
@@ -71,10 +71,10 @@ def test_replays_equal_plain_passes(trained):
 
 
 def test_gradients_add_up_over_replays(trained):
-    model, parameters, num_borders = trained
+    model, parameters, num_boundaries = trained
     decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters])
-    decoder.record(stream_size(LENGTHS[0], ladder=LADDER), num_borders)
-    batch = batch_of(LENGTHS[0], num_borders)
+    decoder.record(packed_size(LENGTHS[0], size_buckets=LADDER), num_boundaries)
+    batch = batch_of(LENGTHS[0], num_boundaries)
     _, once = gradients_of(model, parameters, batch, decoder)
     packed_loss(model, batch, decoder=decoder).loss_sum.backward()
     twice = torch.cat([parameter.grad.flatten() for parameter in parameters])
@@ -82,9 +82,9 @@ def test_gradients_add_up_over_replays(trained):
 
 
 def test_other_sizes_run_without(trained):
-    model, parameters, num_borders = trained
+    model, parameters, num_boundaries = trained
     decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters])
-    batch = batch_of([77, 5], num_borders)
+    batch = batch_of([77, 5], num_boundaries)
     loss, truth = gradients_of(model, parameters, batch)
     same_loss, same = gradients_of(model, parameters, batch, decoder)
     assert same_loss == pytest.approx(loss, rel=1e-5)

@@ -8,11 +8,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatout.config.schema import LoraConfig
 from flatout.kernels.cross_entropy import reference, tiled
 from flatout.kernels.cross_entropy.fused import tile_terms
 from flatout.models import head
 from flatout.models.head import packed_loss, prepare_head
-from flatout.models.packed import pack
+from flatout.models.lora.layer import add_lora
+from flatout.models.packed import flatten_samples
 
 
 def problem(num_rows, width, vocabulary, dtype=torch.float64, size=1.0):
@@ -160,15 +162,19 @@ def test_bad_tile_rows_are_refused():
         tiled.token_loss(*problem(3, 4, 7), tile_rows=0)
 
 
+@pytest.mark.parametrize("with_adapter", [False, True])
 @pytest.mark.parametrize("family", ["granite", "cohere", "gemma2"])
-def test_logit_scale_and_softcap_of_the_config(family):
+def test_logit_scale_and_softcap_of_the_config(family, with_adapter):
     extra = {
         "granite": {"logits_scaling": 3.0},
         "cohere": {"logit_scale": 0.25},
         "gemma2": {"final_logit_softcapping": 2.0},
     }
-    model = tiny_model(family, attention="flatout_plain", **extra[family])
-    batch = pack(tiny_samples([6, 11]))
+    model = tiny_model(family, attention="flatout_plain", tie_word_embeddings=False, **extra[family])
+    if with_adapter:
+        add_lora(model, LoraConfig(rank=2, targets=["lm_head"]), seed=0)
+        nn.init.normal_(model.lm_head.lora_b, generator=torch.Generator().manual_seed(0))
+    batch = flatten_samples(tiny_samples([6, 11]))
     logits = model(
         input_ids=batch.token_ids[None], position_ids=batch.position_ids[None], use_cache=False,
         cu_seq_lens_q=batch.cu_seqlens, max_length_q=batch.max_seqlen,
@@ -179,12 +185,12 @@ def test_logit_scale_and_softcap_of_the_config(family):
 
 @pytest.mark.parametrize("kind", ["bias", "hook"])
 def test_unusual_heads_go_through_the_module(kind):
-    model = tiny_model("llama", attention="flatout_sdpa")
+    model = tiny_model("llama", attention="flatout_documents")
     if kind == "bias":
         model.lm_head.bias = nn.Parameter(torch.randn(300, dtype=torch.float64))
     else:
         model.lm_head.register_forward_hook(lambda module, inputs, output: output * 0.5)
-    batch = pack(tiny_samples([6, 11]))
+    batch = flatten_samples(tiny_samples([6, 11]))
     hidden = model.model(
         input_ids=batch.token_ids[None], position_ids=batch.position_ids[None], use_cache=False,
         cu_seq_lens_q=batch.cu_seqlens, max_length_q=batch.max_seqlen,
@@ -201,10 +207,10 @@ def test_unusual_heads_go_through_the_module(kind):
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_batch_without_labels_gives_zero_with_a_live_graph(with_bias):
-    model = tiny_model("llama", attention="flatout_sdpa")
+    model = tiny_model("llama", attention="flatout_documents")
     if with_bias:
         model.lm_head.bias = nn.Parameter(torch.zeros(300, dtype=torch.float64))
-    sums = packed_loss(model, pack([(ids, trained & False) for ids, trained in tiny_samples([6, 11])]))
+    sums = packed_loss(model, flatten_samples([(ids, trained & False) for ids, trained in tiny_samples([6, 11])]))
     sums.loss_sum.backward()
     assert float(sums.loss_sum) == 0.0
     assert int(sums.num_correct) == 0

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from tiny_models import tiny_model
 
 from flatout.config.schema import LoraConfig
-from flatout.models.export import adapter_state, load_adapter, merge, save_adapter
-from flatout.models.lora import add_lora, lora_layers
+from flatout.models.export import merge
+from flatout.models.lora.adapter import adapter_state, load_adapter, save_adapter
+from flatout.models.lora.layer import add_lora, lora_layers
 
 IDS = torch.arange(3, 20)[None]
 VARIANTS = {

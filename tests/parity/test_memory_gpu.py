@@ -9,12 +9,12 @@ from tiny_models import save_tiny_model, tiny_samples
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from flatout.config.schema import LoraConfig, ModelConfig
-from flatout.models.compile import compile_layers
+from flatout.models.compile.layers import compile_layers
+from flatout.models.compile.recompute import apply_recompute, compiling_with
 from flatout.models.head import packed_loss
-from flatout.models.load import load_model
-from flatout.models.lora import add_lora, trainable_parameters
-from flatout.models.packed import kernel_borders, pack
-from flatout.models.recompute import apply_recompute, compiling_with
+from flatout.models.load.model import load_model
+from flatout.models.lora.layer import add_lora, trainable_parameters
+from flatout.models.packed import flatten_samples, padded_num_boundaries
 from flatout.train.run import train
 
 pytestmark = [
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 SHAPE = {"hidden_size": 512, "head_dim": 64, "intermediate_size": 1024, "initializer_range": 0.05}
 CUDA = torch.device("cuda", 0)
-BORDERS = kernel_borders(20)
+BORDERS = padded_num_boundaries(20)
 
 
 def model_at(folder, level, compiled):
@@ -35,8 +35,8 @@ def model_at(folder, level, compiled):
         parameter.data.normal_(0, 0.02, generator=generator)
     apply_recompute(loaded.model, level)
     with compiling_with(level):
-        line = compile_layers(loaded, "auto" if compiled else "off", num_borders=BORDERS)
-    assert ("as one graph" in line) == compiled, line
+        outcome = compile_layers(loaded, "auto" if compiled else "off", num_boundaries=BORDERS)
+    assert outcome.is_complete == compiled, outcome.line
     return loaded
 
 
@@ -56,15 +56,15 @@ def peak_and_gradient(loaded, batch):
 @pytest.mark.parametrize("compiled", [True, False])
 def test_levels_agree_and_each_keeps_less(tmp_path, compiled):
     save_tiny_model(tmp_path, "qwen3", **SHAPE, num_hidden_layers=8)
-    batch = pack(tiny_samples([2000, 3000, 1500, 1692]), num_borders=BORDERS).to(CUDA)
+    batch = flatten_samples(tiny_samples([2000, 3000, 1500, 1692]), num_boundaries=BORDERS).to(CUDA)
     kept, gradients = {}, {}
-    for level in ("none", "lean", "partial", "layers", "offload") if compiled else ("none", "layers", "offload"):
+    for level in ("none", "selective", "budget", "full", "offload") if compiled else ("none", "full", "offload"):
         kept[level], gradients[level] = peak_and_gradient(model_at(tmp_path, level, compiled), batch)
         assert torch.nn.functional.cosine_similarity(gradients["none"], gradients[level], dim=0) > 0.999
     assert list(kept.values()) == sorted(kept.values(), reverse=True)
     num_inputs_bytes = 8 * batch.num_tokens * 512 * 2
-    assert kept["layers"] > num_inputs_bytes
-    assert kept["offload"] < kept["layers"] - num_inputs_bytes / 3
+    assert kept["full"] > num_inputs_bytes
+    assert kept["offload"] < kept["full"] - num_inputs_bytes / 3
 
 
 def test_a_compiled_step_offloads_without_recompiling(tmp_path):
@@ -72,7 +72,7 @@ def test_a_compiled_step_offloads_without_recompiling(tmp_path):
     loaded = model_at(tmp_path, "offload", compiled=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for lengths in ([5, 300, 1, 90], [64], [2000, 300], [3] * 15):
-            batch = pack(tiny_samples(lengths), num_borders=BORDERS).to(CUDA)
+            batch = flatten_samples(tiny_samples(lengths), num_boundaries=BORDERS).to(CUDA)
             packed_loss(loaded.model, batch).loss_sum.backward()
 
 

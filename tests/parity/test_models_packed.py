@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from tiny_models import FAMILIES, tiny_model, tiny_samples, use_rotary_table
 
 from flatout.errors import UsageError
-from flatout.models.head import document_arguments, packed_loss
-from flatout.models.packed import pack
+from flatout.models.attention import registered_name
+from flatout.models.blocks import document_arguments
+from flatout.models.head import packed_loss
+from flatout.models.packed import flatten_samples
 
 LENGTHS = [5, 17, 1, 9, 12]
 CASES = [
@@ -21,7 +23,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def pair(family, form, dtype):
-    ours = use_rotary_table(tiny_model(family, dtype, f"flatout_{form}"))
+    ours = use_rotary_table(tiny_model(family, dtype, registered_name(form)))
     truth = use_rotary_table(tiny_model(family, dtype, "truth"))
     truth.load_state_dict(ours.state_dict())
     return ours, truth
@@ -39,11 +41,11 @@ def packed_logits(model, batch):
 def alone_loss(model, samples):
     """The plain way: each sample through the model by itself, the next token of every row, masked, summed."""
     total, logits = 0.0, []
-    for token_ids, trained in samples:
+    for token_ids, loss_mask in samples:
         ids = torch.from_numpy(token_ids)
         logits.append(model(input_ids=ids[None], use_cache=False).logits[0])
         losses = F.cross_entropy(logits[-1][:-1], ids[1:], reduction="none")
-        total = total + losses[torch.from_numpy(trained)[1:]].sum()
+        total = total + losses[torch.from_numpy(loss_mask)[1:]].sum()
     return total, torch.cat(logits)
 
 
@@ -56,7 +58,7 @@ def relative(ours, truth):
 def test_packed_equals_alone(family, form, dtype):
     ours, truth = pair(family, form, dtype)
     samples = tiny_samples(LENGTHS)
-    batch = pack(samples)
+    batch = flatten_samples(samples)
     sums = packed_loss(ours, batch, tile_rows=5)
     loss, logits = alone_loss(truth, samples)
     logits_ours = packed_logits(ours, batch)
@@ -76,7 +78,7 @@ def test_packed_equals_alone(family, form, dtype):
 @pytest.mark.parametrize(("family", "form"), CASES)
 def test_no_document_sees_another(family, form):
     model, _ = pair(family, form, torch.float64)
-    batch = pack(tiny_samples(LENGTHS))
+    batch = flatten_samples(tiny_samples(LENGTHS))
     documents = torch.bucketize(torch.arange(batch.num_tokens), batch.cu_seqlens[1:], right=True)
     embedded = model.get_input_embeddings()(batch.token_ids).detach()
 
@@ -106,7 +108,7 @@ def test_tied_embeddings_collect_both_gradients():
     ours, truth = pair("qwen3", "sdpa", torch.float64)
     assert ours.get_input_embeddings().weight is ours.get_output_embeddings().weight
     samples = tiny_samples(LENGTHS)
-    packed_loss(ours, pack(samples)).loss_sum.backward()
+    packed_loss(ours, flatten_samples(samples)).loss_sum.backward()
     alone_loss(truth, samples)[0].backward()
     gradient = ours.get_input_embeddings().weight.grad
     assert relative(gradient, truth.get_input_embeddings().weight.grad) < 1e-10
@@ -117,9 +119,9 @@ def test_tied_embeddings_collect_both_gradients():
 
 @pytest.mark.parametrize("form", ["plain", "sdpa"])
 def test_gradient_checkpointing_changes_nothing(form):
-    plain, checked = (tiny_model("qwen3", attention=f"flatout_{form}").train() for _ in range(2))
+    plain, checked = (tiny_model("qwen3", attention=registered_name(form)).train() for _ in range(2))
     checked.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    batch = pack(tiny_samples(LENGTHS))
+    batch = flatten_samples(tiny_samples(LENGTHS))
     losses = [packed_loss(model, batch).loss_sum for model in (plain, checked)]
     for loss in losses:
         loss.backward()
@@ -129,8 +131,8 @@ def test_gradient_checkpointing_changes_nothing(form):
 
 
 def test_bf16_autocast_mixes_no_dtypes_and_stays_close():
-    model = tiny_model("qwen3", torch.float32, "flatout_sdpa")
-    batch = pack(tiny_samples(LENGTHS))
+    model = tiny_model("qwen3", torch.float32, "flatout_documents")
+    batch = flatten_samples(tiny_samples(LENGTHS))
     exact = packed_loss(model, batch).loss_sum
     with torch.autocast("cpu", dtype=torch.bfloat16):
         sums = packed_loss(model, batch)
@@ -144,26 +146,26 @@ def test_a_window_that_comes_through_the_mask_only_is_refused():
     model = tiny_model(
         "phimoe", attention="flatout_plain", num_local_experts=2, num_experts_per_tok=1, sliding_window=8
     )
-    packed_loss(model, pack(tiny_samples([4, 3])))
+    packed_loss(model, flatten_samples(tiny_samples([4, 3])))
     with pytest.raises(UsageError, match="window"):
-        packed_loss(model, pack(tiny_samples([4, 3, 9])))
+        packed_loss(model, flatten_samples(tiny_samples([4, 3, 9])))
 
 
 def test_generation_with_packed_attention_is_refused():
-    model = tiny_model("llama", attention="flatout_sdpa")
-    with pytest.raises(UsageError, match="sdpa to generate"):
+    model = tiny_model("llama", attention="flatout_documents")
+    with pytest.raises(UsageError, match="to generate, load the model with sdpa"):
         model(input_ids=torch.tensor([[3, 4]]))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3_text"])
 @pytest.mark.parametrize("form", ["sdpa", "plain"])
 def test_kernel_shapes_change_no_loss(family, form):
-    model = tiny_model(family, torch.float64, attention=f"flatout_{form}")
+    model = tiny_model(family, torch.float64, attention=registered_name(form))
     samples = tiny_samples([5, 17, 1, 40])
     results = []
-    for num_borders in (None, 64):
+    for num_boundaries in (None, 64):
         model.zero_grad()
-        loss = packed_loss(model, pack(samples, num_borders=num_borders)).loss_sum
+        loss = packed_loss(model, flatten_samples(samples, num_boundaries=num_boundaries)).loss_sum
         loss.backward()
         results.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])))
     assert float(results[0][0]) == pytest.approx(float(results[1][0]), rel=1e-7)

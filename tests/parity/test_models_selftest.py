@@ -9,9 +9,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.errors import NumericError, UsageError
-from flatout.models.attention import window_marker
-from flatout.models.load import LoadedModel, load_model
-from flatout.models.lora import add_lora
+from flatout.models.attention import registered_name, window_marker
+from flatout.models.load.model import LoadedModel, load_model
+from flatout.models.lora.layer import add_lora
 from flatout.models.selftest import check_packing
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def test_passes_through_load(tmp_path, family, precision):
     model.model.train()
     assert "no leak" in check_packing(model)
     assert model.model.training
-    assert model.model.config._attn_implementation == f"flatout_{model.attention}"
+    assert model.model.config._attn_implementation == registered_name(model.attention)
 
 
 def test_passes_with_masters_under_autocast_and_with_lora(tmp_path):
@@ -46,7 +46,7 @@ def test_passes_with_masters_under_autocast_and_with_lora(tmp_path):
 
 
 def test_leaves_the_random_state_alone(tmp_path):
-    model = tiny_model("llama", attention="flatout_sdpa")
+    model = tiny_model("llama", attention="flatout_documents")
     before = torch.get_rng_state()
     check_packing(loaded(model))
     assert torch.equal(before, torch.get_rng_state())

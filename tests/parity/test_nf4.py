@@ -1,11 +1,11 @@
-"""NF4 with double quantisation: golden values from the format's definition, and bit-equality with bitsandbytes."""
+"""NF4 with double quantization: golden values from the format's definition, and bit-equality with bitsandbytes."""
 
 import pytest
 import torch
 
-from flatout.kernels.nf4 import Nf4Weight, dequantise, dequantise_fp8, dynamic_map, quantise, register_ops, row_scale
-from flatout.kernels.nf4.reference import NF4_LEVELS, dequantise_absmax
-from flatout.kernels.nf4.reference import dequantise as plain
+from flatout.kernels.nf4 import Nf4Weight, dequantize, dequantize_fp8, dynamic_map, quantize, register_ops, row_scale
+from flatout.kernels.nf4.reference import NF4_LEVELS, dequantize_absmax
+from flatout.kernels.nf4.reference import dequantize as plain
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # one block, an odd number of elements, blocks across rows, more than one nested block, a single row
@@ -19,20 +19,20 @@ def ops():
 
 def weight_of(shape, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    spread = torch.rand(shape[0], 1, generator=generator) + 0.01
-    return (torch.randn(shape, generator=generator) * spread).to(dtype)
+    parallel_layout = torch.rand(shape[0], 1, generator=generator) + 0.01
+    return (torch.randn(shape, generator=generator) * parallel_layout).to(dtype)
 
 
 def test_two_blocks_by_hand():
     levels = torch.tensor(NF4_LEVELS).repeat(4)
-    stored = quantise(torch.stack([2 * levels, 4 * levels]))
+    stored = quantize(torch.stack([2 * levels, 4 * levels]))
     assert stored.packed.tolist() == [0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF] * 8
     # the absmax 2 and 4 are 3 - 1 and 3 + 1; the map ends at -(1 - 0.9 / 128) and at 1
     assert stored.offset.item() == 3
     assert stored.nested_absmax.tolist() == [1]
     assert stored.absmax.tolist() == [0, 255]
     lowest = 3 - (1 - 0.9 / 128)
-    assert dequantise_absmax(stored).tolist() == pytest.approx([lowest, 4], abs=1e-6)
+    assert dequantize_absmax(stored).tolist() == pytest.approx([lowest, 4], abs=1e-6)
     dense = plain(stored, 2, 64, torch.float32)
     assert torch.equal(dense[1], 4 * levels)
     torch.testing.assert_close(dense[0], lowest * levels, atol=1e-6, rtol=0)
@@ -61,7 +61,7 @@ def test_dynamic_map_has_the_decades():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_element_has_its_nearest_level(shape):
     weight = weight_of(shape)
-    stored = quantise(weight)
+    stored = quantize(weight)
     blocks = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64)
     scaled = (blocks / blocks.abs().amax(1, keepdim=True).clamp(min=1e-38)).flatten()[: weight.numel()]
     nearest = (scaled[:, None] - torch.tensor(NF4_LEVELS)).abs().amin(1)
@@ -70,23 +70,23 @@ def test_every_element_has_its_nearest_level(shape):
 
 
 def test_zeros_stay_zeros():
-    stored = quantise(torch.zeros(3, 100))
+    stored = quantize(torch.zeros(3, 100))
     assert not plain(stored, 3, 100, torch.float32).any()
     scale = row_scale(stored, 3, 100)
     assert bool((scale > 0).all())
-    assert not dequantise_fp8([stored], [scale], [3], 100).float().any()
+    assert not dequantize_fp8([stored], [scale], [3], 100).float().any()
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("num_columns", [128, 70])
 def test_several_weights_below_each_other(num_columns, transposed):
     rows = [5, 64, 33]
-    stored = [quantise(weight_of((count, num_columns), seed=count)) for count in rows]
+    stored = [quantize(weight_of((count, num_columns), seed=count)) for count in rows]
     dense = torch.cat([plain(one, count, num_columns, torch.float32) for one, count in zip(stored, rows, strict=True)])
     for dtype in (*DTYPES, torch.float64):
-        assert torch.equal(dequantise(stored, rows, num_columns, dtype), dense.to(dtype))
+        assert torch.equal(dequantize(stored, rows, num_columns, dtype), dense.to(dtype))
     scales = [row_scale(one, count, num_columns) for one, count in zip(stored, rows, strict=True)]
-    scaled = dequantise_fp8(stored, scales, rows, num_columns, transposed=transposed)
+    scaled = dequantize_fp8(stored, scales, rows, num_columns, transposed=transposed)
     assert scaled.is_contiguous()
     assert scaled.dtype == torch.float8_e4m3fn
     scaled = (scaled.t() if transposed else scaled).float()
@@ -99,11 +99,11 @@ def test_several_weights_below_each_other(num_columns, transposed):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_quantises_as_bitsandbytes(shape, dtype):
+def test_quantizes_as_bitsandbytes(shape, dtype):
     bnb = pytest.importorskip("bitsandbytes").functional
     weight = weight_of(shape, dtype)
     packed, state = bnb.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
-    ours = quantise(weight)
+    ours = quantize(weight)
     assert torch.equal(ours.packed, packed.view(-1))
     assert torch.equal(ours.nested_absmax, state.state2.absmax)
     assert torch.equal(ours.offset, state.offset)
@@ -111,15 +111,15 @@ def test_quantises_as_bitsandbytes(shape, dtype):
     # its CPU form finds 8-bit levels through a coarse table and may miss the nearest one; ours never is further off
     blocks = torch.nn.functional.pad(weight.float().flatten(), (0, -weight.numel() % 64)).view(-1, 64)
     truth = blocks.abs().amax(1)
-    theirs = dequantise_absmax(ours._replace(absmax=state.absmax))
-    assert bool(((dequantise_absmax(ours) - truth).abs() <= (theirs - truth).abs() + 1e-6).all())
+    theirs = dequantize_absmax(ours._replace(absmax=state.absmax))
+    assert bool(((dequantize_absmax(ours) - truth).abs() <= (theirs - truth).abs() + 1e-6).all())
     assert float((ours.absmax != state.absmax).float().mean()) < 0.02 or len(ours.absmax) == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_dequantises_to_the_bits_of_bitsandbytes(shape, dtype, device):
+def test_dequantizes_to_the_bits_of_bitsandbytes(shape, dtype, device):
     bnb = pytest.importorskip("bitsandbytes").functional
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
@@ -127,4 +127,4 @@ def test_dequantises_to_the_bits_of_bitsandbytes(shape, dtype, device):
     packed, state = bnb.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
     stored = Nf4Weight(packed.view(-1), state.absmax, state.state2.absmax, state.state2.code, state.offset)
     theirs = bnb.dequantize_4bit(packed, state)
-    assert torch.equal(dequantise([stored], [shape[0]], shape[1], dtype), theirs.view(shape))
+    assert torch.equal(dequantize([stored], [shape[0]], shape[1], dtype), theirs.view(shape))

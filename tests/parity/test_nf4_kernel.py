@@ -1,11 +1,11 @@
-"""The Triton twin of NF4's dequantise: on a CUDA GPU, or on the CPU with TRITON_INTERPRET=1."""
+"""The Triton twin of NF4's dequantize: on a CUDA GPU, or on the CPU with TRITON_INTERPRET=1."""
 
 import os
 
 import pytest
 import torch
 
-from flatout.kernels.nf4 import dequantise, dequantise_fp8, nf4_levels, quantise, register_ops, row_scale
+from flatout.kernels.nf4 import dequantize, dequantize_fp8, nf4_levels, quantize, register_ops, row_scale
 from flatout.kernels.nf4 import reference as plain
 
 pytest.importorskip("triton")
@@ -27,23 +27,23 @@ def stored_weight(num_rows, num_columns):
     generator = torch.Generator().manual_seed(num_rows)
     weight = torch.randn(num_rows, num_columns, generator=generator) * torch.rand(num_rows, 1, generator=generator)
     weight[num_rows // 2] = 0
-    return quantise(weight.to(DEVICE))
+    return quantize(weight.to(DEVICE))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dense_rows_of_a_larger_buffer(shape, dtype):
-    from flatout.kernels.nf4.triton import dequantise_into
+    from flatout.kernels.nf4.triton import dequantize_into
 
     num_rows, num_columns = shape
     stored = stored_weight(*shape)
-    expected = plain.dequantise(stored, *shape, dtype)
+    expected = plain.dequantize(stored, *shape, dtype)
     for buffer in (
         torch.full((num_rows + 3, num_columns), torch.nan, dtype=dtype, device=DEVICE),
         torch.full((num_rows + 3, num_columns + 8), torch.nan, dtype=dtype, device=DEVICE)[:, 3 : 3 + num_columns],
         torch.full((num_columns, num_rows + 3), torch.nan, dtype=dtype, device=DEVICE).t(),
     ):
-        dequantise_into(stored, buffer[1 : 1 + num_rows], nf4_levels(DEVICE), None)
+        dequantize_into(stored, buffer[1 : 1 + num_rows], nf4_levels(DEVICE), None)
         assert torch.equal(buffer[1 : 1 + num_rows], expected)
         assert bool(buffer[:1].isnan().all())
         assert bool(buffer[1 + num_rows :].isnan().all())
@@ -52,14 +52,14 @@ def test_dense_rows_of_a_larger_buffer(shape, dtype):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scaled_rows_before_rounding_to_float8(shape, transposed):
-    from flatout.kernels.nf4.triton import dequantise_into
+    from flatout.kernels.nf4.triton import dequantize_into
 
     stored = stored_weight(*shape)
     scale = row_scale(stored, *shape)
     out = torch.full(shape[::-1] if transposed else shape, torch.nan, device=DEVICE)
     out = out.t() if transposed else out
-    dequantise_into(stored, out, nf4_levels(DEVICE), scale)
-    expected = plain.dequantise_fp8(stored, scale, *shape)
+    dequantize_into(stored, out, nf4_levels(DEVICE), scale)
+    expected = plain.dequantize_fp8(stored, scale, *shape)
     assert torch.equal(out.to(torch.float8_e4m3fn).float(), expected.float())
 
 
@@ -71,9 +71,9 @@ def test_float8_of_several_weights_is_the_reference_to_the_bit(num_columns, tran
     rows = [5, 130, 64]
     stored = [stored_weight(count, num_columns) for count in rows]
     scales = [row_scale(one, count, num_columns) for one, count in zip(stored, rows, strict=True)]
-    ours = dequantise_fp8(stored, scales, rows, num_columns, transposed=transposed)
+    ours = dequantize_fp8(stored, scales, rows, num_columns, transposed=transposed)
     parts = [
-        plain.dequantise_fp8(one, scale, count, num_columns).float()
+        plain.dequantize_fp8(one, scale, count, num_columns).float()
         for one, scale, count in zip(stored, scales, rows, strict=True)
     ]
     expected = torch.cat(parts).t() if transposed else torch.cat(parts)
@@ -87,6 +87,6 @@ def test_float8_of_several_weights_is_the_reference_to_the_bit(num_columns, tran
 def test_cuda_equals_cpu_to_the_bit(num_columns, dtype):
     register_ops()
     stored = stored_weight(37, num_columns)
-    ours = dequantise([stored], [37], num_columns, dtype)
+    ours = dequantize([stored], [37], num_columns, dtype)
     on_cpu = type(stored)(*(tensor.cpu() for tensor in stored))
-    assert torch.equal(ours.cpu(), plain.dequantise(on_cpu, 37, num_columns, dtype))
+    assert torch.equal(ours.cpu(), plain.dequantize(on_cpu, 37, num_columns, dtype))

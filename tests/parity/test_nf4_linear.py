@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flatout.models.nf4 import Nf4Linear
+from flatout.models.bases.nf4 import Nf4Linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -24,7 +24,7 @@ def make(num_rows, num_columns, device, dtype=torch.float32, bias=True):
 @pytest.mark.parametrize(("num_rows", "num_columns", "bias"), [(48, 128, True), (7, 33, True), (65, 64, False)])
 def test_equals_a_dense_layer(num_rows, num_columns, bias, dtype, device):
     layer, x, upstream = make(num_rows, num_columns, device, dtype, bias)
-    dense = layer.dense()
+    dense = layer.weight
     assert dense.shape == (num_rows, num_columns)
     assert dense.dtype == layer.weight.dtype == dtype
     outcomes = []
@@ -40,7 +40,7 @@ def test_a_normal_weight_loses_a_tenth():
     layer, _, _ = make(256, 512, "cpu")
     torch.manual_seed(0)
     weight = torch.randn(256, 512)
-    assert 0.08 < float((layer.dense() - weight).norm() / weight.norm()) < 0.1
+    assert 0.08 < float((layer.weight - weight).norm() / weight.norm()) < 0.1
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -60,7 +60,7 @@ def test_compiles_and_keeps_no_dense_weight(num_columns, device):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = compiled(x)
     (ours,) = torch.autograd.grad(output, x, upstream)
-    (theirs,) = torch.autograd.grad(torch.tanh(F.linear(x, layer.dense(), layer.bias)), x, upstream)
+    (theirs,) = torch.autograd.grad(torch.tanh(F.linear(x, layer.weight, layer.bias)), x, upstream)
     torch.testing.assert_close(ours, theirs)
     assert kept
     assert not [tensor for tensor in kept if 96 * num_columns <= tensor.numel()]

@@ -20,11 +20,11 @@ def padded_batch(samples: list[tuple[Any, Any]], pad_id: int) -> tuple[Tensor, T
     ids = torch.full((len(samples), longest), pad_id)
     mask = torch.zeros((len(samples), longest), dtype=torch.long)
     labels = torch.full((len(samples), longest), -100)
-    for row, (tokens, trained) in enumerate(samples):
-        tokens, trained = torch.tensor(tokens.tolist()), torch.tensor(trained.tolist())
+    for row, (tokens, loss_mask) in enumerate(samples):
+        tokens, loss_mask = torch.tensor(tokens.tolist()), torch.tensor(loss_mask.tolist())
         ids[row, : len(tokens)] = tokens
         mask[row, : len(tokens)] = 1
-        labels[row, : len(tokens)] = torch.where(trained, tokens, -100)
+        labels[row, : len(tokens)] = torch.where(loss_mask, tokens, -100)
     return ids, mask, labels
 
 
@@ -52,13 +52,13 @@ def plain_losses(
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_200_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any, method: str) -> None:
-    from flatout.models.export import save_adapter
+    from flatout.checkpoint.write import Checkpoints
+    from flatout.models.lora.adapter import save_adapter
     from flatout.parallel.rank import Rank
-    from flatout.track.record import Trackers
-    from flatout.train.checkpoint import Checkpoints
+    from flatout.track.tracker import Trackers
+    from flatout.train.build import build_run
     from flatout.train.planning import plan_run
     from flatout.train.run import train
-    from flatout.train.setup import set_up
 
     config = tiny.config(
         tmp_path / "run",
@@ -71,7 +71,7 @@ def test_200_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any
     model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32, attn_implementation="eager")
     if method == "lora":
         checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
-        start = set_up(config, planned, checkpoints, None, Trackers(), Rank())
+        start = build_run(config, planned, checkpoints, None, Trackers(), Rank())
         (tmp_path / "start").mkdir()
         save_adapter(start.model, tmp_path / "start", base_name=config.model.name, config=config.lora)
         model = peft.PeftModel.from_pretrained(model, str(tmp_path / "start"), is_trainable=True)

@@ -1,5 +1,6 @@
 """One optimizer step in fp64: any way of cutting it up gives the loss and gradients of one padded batch."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,23 +9,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flatout.checkpoint.write import Checkpoints
 from flatout.models.head import packed_loss
-from flatout.models.packed import pack
+from flatout.models.packed import flatten_samples
 from flatout.parallel.rank import Rank
-from flatout.plan.steps import make_plan
-from flatout.plan.types import StepPlan
-from flatout.track.record import Trackers
-from flatout.train.checkpoint import Checkpoints
-from flatout.train.planning import Planned, plan_run
-from flatout.train.setup import set_up
+from flatout.plan.schedule.run_plan import make_plan
+from flatout.plan.schedule.types import StepPlan
+from flatout.track.tracker import Trackers
+from flatout.train.build import build_run
+from flatout.train.evaluate import evaluate
+from flatout.train.planning import PlannedRun, plan_run
 from flatout.train.state import Run
-from flatout.train.step import accumulate_gradients, evaluate, take_step
+from flatout.train.step import accumulate_gradients, launch_step
 
 
-def make_run(config: Any, tmp_path: Path, num_ranks: int = 1) -> tuple[Run, Planned]:
+def make_run(config: Any, tmp_path: Path, num_ranks: int = 1) -> tuple[Run, PlannedRun]:
     planned = plan_run(config, Trackers(), Rank())
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
-    return set_up(config, planned, checkpoints, None, Trackers(), Rank()), planned
+    return build_run(config, planned, checkpoints, None, Trackers(), Rank()), planned
 
 
 def gradients(run: Run) -> Tensor:
@@ -38,17 +40,17 @@ def wake_adapter(run: Run) -> None:
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-def padded_reference(run: Run, planned: Planned, step: StepPlan) -> tuple[float, Tensor]:
+def padded_reference(run: Run, planned: PlannedRun, step: StepPlan) -> tuple[float, Tensor]:
     """Mean loss over the step's label tokens and its gradient, from right-padded rows through model(...).logits."""
     samples = [planned.store.sample(i) for i in step.sample_ids]
     longest = max(len(ids) for ids, _ in samples)
     loss_sum, num_labels = torch.zeros((), dtype=torch.float64), 0
     run.optimizer.zero_grad(set_to_none=True)
-    run.joined.refresh()
-    for ids, trained in samples:
+    run.fused_lora.refresh()
+    for ids, loss_mask in samples:
         row = torch.zeros((1, longest), dtype=torch.long)
         row[0, : len(ids)] = torch.tensor(ids.tolist())
-        targets = torch.where(torch.tensor(trained.tolist()), row[0, : len(ids)], -100)[1:]
+        targets = torch.where(torch.tensor(loss_mask.tolist()), row[0, : len(ids)], -100)[1:]
         document = {"cu_seq_lens_q": torch.tensor([0, longest], dtype=torch.int32), "max_length_q": longest}
         logits = run.model(input_ids=row, position_ids=torch.arange(longest)[None], use_cache=False, **document).logits
         loss_sum = loss_sum + F.cross_entropy(logits[0, : len(ids) - 1], targets, reduction="sum", ignore_index=-100)
@@ -72,7 +74,7 @@ def test_packed_and_accumulated_equal_padded(tiny: Any, tmp_path: Path, method: 
     loss, expected = padded_reference(run, planned, planned.plan.step(0))
     cuts = []
     for budget in (600, 1200, 100_000):
-        cut = cut_again(config, planned, budget, num_ranks=1).step(0)
+        cut = resplit(config, planned, budget, num_ranks=1).step(0)
         cuts.append(len(cut.ranks[0]))
         run.optimizer.zero_grad(set_to_none=True)
         loss_sum, _ = accumulate_gradients(run, cut)
@@ -81,7 +83,7 @@ def test_packed_and_accumulated_equal_padded(tiny: Any, tmp_path: Path, method: 
     assert cuts[0] > cuts[1] > cuts[2] == 1
 
 
-def cut_again(config: Any, planned: Planned, budget: int, num_ranks: int) -> Any:
+def resplit(config: Any, planned: PlannedRun, budget: int, num_ranks: int) -> Any:
     store, settings = planned.store, {"seed": config.seed, "num_ranks": num_ranks}
     return make_plan(store.lengths, store.num_labels, config.batch, micro_batch_tokens=budget, **settings)
 
@@ -93,12 +95,12 @@ def test_summed_over_ranks_equals_one_rank(tiny: Any, tmp_path: Path, num_ranks:
     run, planned = make_run(config, tmp_path)
     wake_adapter(run)
     loss, expected = padded_reference(run, planned, planned.plan.step(0))
-    step = cut_again(config, planned, 640, num_ranks).step(0)
+    step = resplit(config, planned, 640, num_ranks).step(0)
     assert sorted(step.sample_ids) == sorted(planned.plan.step(0).sample_ids)
     run.optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), dtype=torch.float64)
     for index in range(num_ranks):
-        run.rank = Rank(index, num_ranks)
+        run = replace(run, rank=Rank(index, num_ranks))
         total += accumulate_gradients(run, step)[0]
     assert total.item() / step.num_label_tokens == pytest.approx(loss, rel=1e-12)
     assert ((gradients(run) - expected).norm() / expected.norm()).item() < 1e-12
@@ -134,7 +136,7 @@ def test_grad_norm_and_clipping_equal_the_formula(tiny: Any, tmp_path: Path) -> 
     wake_adapter(run)
     _, expected = padded_reference(run, planned, planned.plan.step(0))
     before = torch.cat([p.detach().reshape(-1) for p in run.parameters]).clone()
-    outcome = take_step(run, planned.plan.step(0))
+    outcome = launch_step(run, planned.plan.step(0))()
     assert outcome is not None
     assert outcome.grad_norm == pytest.approx(expected.norm().item(), rel=1e-12)
     moved = before - torch.cat([p.detach().reshape(-1) for p in run.parameters])
@@ -148,7 +150,7 @@ def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(
 ) -> None:
     """The held-out loss is one number whatever the micro-batches; it moves no gradient, weight or random state.
 
-    Without dropout the layers are joined, and read the changed adapter only after a refresh.
+    Without dropout the layers are fused, and read the changed adapter only after a refresh.
     """
     config = tiny.config(
         tmp_path,
@@ -168,16 +170,16 @@ def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(
     held_out = planned.eval_plan.sample_ids
     assert not set(held_out) & {i for step in planned.plan.steps() for i in step.sample_ids}
     run.model.eval()
-    run.joined.refresh()
+    run.fused_lora.refresh()
     with torch.no_grad():
         expected, correct, count = 0.0, 0, 0
         for sample_id in held_out:
-            ids, trained = planned.store.sample(sample_id)
+            ids, loss_mask = planned.store.sample(sample_id)
             document = {"cu_seq_lens_q": torch.tensor([0, len(ids)], dtype=torch.int32), "max_length_q": len(ids)}
             row = torch.tensor(ids.tolist())
             positions = torch.arange(len(ids))[None]
             logits = run.model(input_ids=row[None], position_ids=positions, use_cache=False, **document).logits[0, :-1]
-            keep = torch.tensor(trained.tolist())[1:]
+            keep = torch.tensor(loss_mask.tolist())[1:]
             expected += F.cross_entropy(logits[keep], row[1:][keep], reduction="sum").item()
             correct += int((logits[keep].argmax(-1) == row[1:][keep]).sum())
             count += int(keep.sum())
@@ -190,7 +192,7 @@ def test_a_step_without_labels_updates_nothing(tiny: Any, tmp_path: Path) -> Non
     step = planned.plan.step(0)
     empty = StepPlan(0, 0, step.sample_ids, step.num_tokens, 0, step.ranks, step.balance)
     before = [parameter.detach().clone() for parameter in run.parameters]
-    outcome = take_step(run, empty)
+    outcome = launch_step(run, empty)()
     assert outcome is not None
     assert outcome.skipped == "no label tokens"
     assert all(torch.equal(a, b) for a, b in zip(before, run.parameters, strict=True))
@@ -204,7 +206,7 @@ def test_frozen_weights_and_their_states_never_change(tiny: Any, tmp_path: Path)
     frozen = [p for p in run.model.parameters() if id(p) not in trained]
     before = [parameter.clone() for parameter in frozen]
     for step in planned.plan.steps():
-        take_step(run, step)
+        launch_step(run, step)()
     assert frozen
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, frozen, strict=True))
     assert set(run.optimizer.state) == set(run.parameters)
@@ -217,9 +219,8 @@ def test_dropout_differs_by_position_and_repeats_with_it(tiny: Any, tmp_path: Pa
     step = planned.plan.step(0)
 
     def loss_of(index: int, rank: int) -> float:
-        run.rank = Rank(rank, 2)
         moved = StepPlan(index, 0, step.sample_ids, step.num_tokens, step.num_label_tokens, step.ranks * 2, 1.0)
-        return accumulate_gradients(run, moved)[0].item()
+        return accumulate_gradients(replace(run, rank=Rank(rank, 2)), moved)[0].item()
 
     losses = [loss_of(index, rank) for index, rank in ((0, 0), (0, 0), (1, 0), (0, 1))]
     assert losses[0] == losses[1]
@@ -241,17 +242,17 @@ def test_cutting_a_sample_changes_no_loss_of_what_is_kept(tiny: Any, tmp_path: P
     whole.model.eval()
     num_cut = 0
     for index in range(short.store.num_samples):
-        ids, trained = short.store.sample(index)
+        ids, loss_mask = short.store.sample(index)
         origin = short.store.origin(index)
         twin = next(i for i in range(planned.store.num_samples) if planned.store.origin(i) == origin)
         all_ids, all_trained = planned.store.sample(twin)
         num_cut += len(ids) < len(all_ids)
         assert ids.tolist() == all_ids[: len(ids)].tolist()
-        assert trained.tolist() == all_trained[: len(ids)].tolist()
+        assert loss_mask.tolist() == all_trained[: len(ids)].tolist()
         if index < 12:
-            kept = packed_loss(whole.model, pack([(ids, trained)])).loss_sum
+            kept = packed_loss(whole.model, flatten_samples([(ids, loss_mask)])).loss_sum
             marked = all_trained.copy()
             marked[len(ids) :] = False
-            expected = packed_loss(whole.model, pack([(all_ids, marked)])).loss_sum
+            expected = packed_loss(whole.model, flatten_samples([(all_ids, marked)])).loss_sum
             assert kept.item() == pytest.approx(expected.item(), rel=1e-12)
     assert num_cut > 20

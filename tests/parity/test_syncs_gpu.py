@@ -11,11 +11,11 @@ import pytest
 import torch
 from tiny_models import save_tiny_model
 
+from flatout.checkpoint.write import Checkpoints
 from flatout.parallel.rank import Rank
-from flatout.track.record import Trackers
-from flatout.train.checkpoint import Checkpoints
+from flatout.track.tracker import Trackers
+from flatout.train.build import build_run
 from flatout.train.planning import plan_run
-from flatout.train.setup import set_up
 from flatout.train.state import Run
 from flatout.train.step import accumulate_gradients, launch_step
 
@@ -43,27 +43,28 @@ def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[R
     save_tiny_model(tmp_path / "model", "qwen3", **shape)
     for file in (*tiny.model_dir.glob("*token*"), *tiny.model_dir.glob("chat_template*")):
         (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
-    is_lean = request.param == "lean"
+    is_low_bit = request.param == "lean"
+    adapter = {"lora": {"rank": 8, "dropout": 0.1 if request.param == "dropout" else 0.0}}
     config = tiny.config(
         tmp_path / "run",
-        method="full" if is_lean or request.param == "full" else "lora",
-        full={"weights": "bf16" if is_lean else "fp32"},
-        optim={"name": "adamw8bit" if is_lean else "adamw"},
+        method="full" if is_low_bit or request.param == "full" else "lora",
+        full={"weights": "bf16" if is_low_bit else "fp32"},
+        optim={"name": "adamw8bit" if is_low_bit else "adamw"},
         device="cuda",
         model={"name": str(tmp_path / "model"), "precision": "bf16"},
-        lora={"rank": 8, "dropout": 0.1 if request.param == "dropout" else 0.0},
+        **(adapter if request.param in ("lora", "dropout") else {}),
         batch={"samples_per_step": 6, "micro_batch_tokens": 700, "max_steps": 12},
     )
     planned = plan_run(config, Trackers(), Rank())
     checkpoints = Checkpoints(tmp_path / "run", keep=1, on_event=lambda kind, facts: None)
-    made = set_up(config, planned, checkpoints, None, Trackers(), Rank())
+    made = build_run(config, planned, checkpoints, None, Trackers(), Rank())
     yield made
     made.feed.close()
 
 
 @pytest.mark.parametrize("run", ["lora", "dropout", "full"], indirect=True)
 def test_forward_and_backward_never_wait(run: Run) -> None:
-    steps = run.feed.ahead(run.plan.steps(), run.rank.index)
+    steps = run.feed.prefetching(run.plan.steps(), run.rank.index)
     for index, step in enumerate(steps):
         run.optimizer.zero_grad(set_to_none=True)
         if index < WARM_UP_STEPS:
@@ -85,7 +86,7 @@ def test_the_debug_mode_sees_a_wait() -> None:
 def test_a_step_that_follows_another_never_waits_but_for_the_one_before(run: Run) -> None:
     """From the first forward to the update and the figures of the last step: no synchronisation at all."""
     before = None
-    for index, step in enumerate(run.feed.ahead(run.plan.steps(), run.rank.index)):
+    for index, step in enumerate(run.feed.prefetching(run.plan.steps(), run.rank.index)):
         with sync_debug("default" if index < WARM_UP_STEPS else "error"):
             pending = launch_step(run, step)
             outcome = before() if before is not None else None

@@ -8,189 +8,172 @@ catches makes the command fail.
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-STEP, SETUP, PACKED, LORA = "train/step.py", "train/setup.py", "models/packed.py", "models/lora.py"
 EXACT = "tests/parity/test_step_exact.py"
+PACKED_EXACT = f"{EXACT}::test_packed_and_accumulated_equal_padded"
 RUNS = "tests/unit/train/test_runs.py"
 REPORTED = f"{RUNS}::test_what_is_reported_is_true"
+SKIPPED = f"{RUNS}::test_a_step_that_fp16_skips_is_no_update"
 RESUME = f"{RUNS}::test_resume_at_every_step_is_bit_equal"
-COPY = "tests/unit/train/test_copy_beside.py::test_every_update_waits_for_the_copy"
+COPY = "tests/unit/checkpoint/test_host_staging.py::test_every_update_waits_for_the_copy"
 RANKS = "tests/distributed/test_gloo.py::test_ranks_equal_one_process[lora-2]"
+FALLBACK = "tests/unit/models/test_compile_fallback.py"
+UNTIED = (
+    "(model.train(), setattr(model.get_output_embeddings(), 'weight', "
+    "torch.nn.Parameter(model.get_output_embeddings().weight.detach().clone())))"
+)
 
 
 @dataclass(frozen=True)
 class Bug:
-    """`old` becomes `new` in `file`; `test` must then fail."""
+    """In the function `place` the code `old` becomes `new`; `test` must then fail.
+
+    `place` is a qualified name, such as `DDP.sum_gradients`, in whatever file it lies. `old` is an expression or a
+    statement that occurs there once, whatever its layout; W, X, Y and Z in it stand for any expression, the same ones
+    in `new`.
+    """
 
     name: str
-    file: str
+    place: str
     old: str
     new: str
     test: str
 
 
 BUGS = (
-    Bug(
-        "mean of means",
-        STEP,
-        "batch_loss / step.num_label_tokens",
-        "batch_loss / max(1, batch.num_label_tokens) / len(micro_batches)",
-        f"{EXACT}::test_packed_and_accumulated_equal_padded",
-    ),
-    Bug(
-        "ranks averaged",
-        "parallel/ddp.py",
-        "dist.all_reduce(grads[0])",
-        "dist.all_reduce(grads[0].div_(2))",
-        RANKS,
-    ),
-    Bug(
-        "gradients not summed over ranks",
-        STEP,
-        "    run.strategy.sum_gradients(run.parameters)\n    totals",
-        "    totals",
-        RANKS,
-    ),
-    Bug(
-        "documents see each other",
-        "models/head.py",
-        '"cu_seq_lens_q": batch.cu_seqlens,',
-        '"cu_seq_lens_q": batch.cu_seqlens[[0, -1]],',
-        f"{EXACT}::test_packed_and_accumulated_equal_padded",
-    ),
-    Bug(
-        "positions go on over documents",
-        PACKED,
-        "np.arange(len(token_ids)) - np.repeat(borders[:-1], lengths)",
-        "np.arange(len(token_ids))",
-        "tests/unit/models/test_packed_batch.py",
-    ),
-    Bug(
-        "labels shifted by one",
-        PACKED,
-        "label_rows=torch.from_numpy(label_positions - 1)",
-        "label_rows=torch.from_numpy(label_positions)",
-        f"{EXACT}::test_packed_and_accumulated_equal_padded",
-    ),
-    Bug(
-        "a document predicts the next one",
-        PACKED,
-        "    trained[borders[:-1]] = False\n",
-        "",
-        "tests/unit/models/test_packed_batch.py",
-    ),
-    Bug("rate moves per micro-batch", STEP, "run.progress.num_updates +", "run.progress.num_updates * 2 +", REPORTED),
-    Bug("optimizer not restored", SETUP, "    load_optimizer_state(run.optimizer", "    0 and (run.optimizer", RESUME),
-    Bug("dropout not tied to the position", STEP, "step=step.index, rank", "step=id(step), rank", RESUME),
-    Bug("evaluation leaves dropout off", STEP, "    run.model.train()\n", "", f"{EXACT}::test_evaluation_equals"),
-    Bug("evaluation with dropout", STEP, "    run.model.eval()\n", "", f"{EXACT}::test_evaluation_equals"),
-    Bug(
-        "rows repeated to fill the last step",
-        "plan/steps.py",
-        "np.arange(start, min(start + (stop - first) * per_step, self.num_samples))",
-        "np.arange(start, start + (stop - first) * per_step) % self.num_samples",
-        "tests/property/test_plan_properties.py",
-    ),
-    Bug("merge without the scale", LORA, "self.scaling * product", "product", "tests/parity/test_export_models.py"),
-    Bug(
-        "head untied",
-        "models/load.py",
-        "    model.train()\n    report = _report(",
-        "    head = model.get_output_embeddings()\n"
-        "    head.weight = torch.nn.Parameter(head.weight.detach().clone())\n    report = _report(",
-        f"{EXACT}::test_tied_embedding_gets_the_gradient_of_both_uses",
-    ),
-    Bug(
-        "non-finite loss trained on",
-        "train/guards.py",
-        "if math.isfinite(loss) and math.isfinite(grad_norm):",
-        "if True:",
-        f"{RUNS}::test_a_non_finite_loss_stops_before_the_update",
-    ),
-    Bug(
-        "end of turn not trained",
-        "data/mask.py",
-        "return MaskedText(row.text, spans, typed, dropped)",
-        "return MaskedText(row.text, tuple((a, b - 1) for a, b in spans), typed, dropped)",
-        "tests/unit/data/test_mask_rules.py",
-    ),
-    Bug("clipping left out", STEP, "(run.config.optim.max_grad_norm / ", "(1e30 / ", f"{EXACT}::test_grad_norm"),
-    Bug(
-        "norms decayed",
-        "train/optim.py",
-        "if parameter.ndim >= 2]",
-        "if parameter.ndim >= 1]",
-        "tests/unit/train/test_optim.py",
-    ),
-    Bug(
-        "gradients of a failed pass kept",
-        "train/memory.py",
-        "    run.optimizer.zero_grad(set_to_none=True)\n",
-        "",
-        "tests/unit/train/test_out_of_memory.py::test_only_the_gradients_of_the_pass_that_fits_remain",
-    ),
-    Bug(
-        "joined gradient without the scale",
-        "models/joined.py",
-        ".to(ctx.dtype) * ctx.scaling",
-        ".to(ctx.dtype)",
-        "tests/parity/test_joined_lora.py",
-    ),
-    Bug(
-        "training reads an old adapter",
-        STEP,
-        "    run.joined.refresh()\n    loss_sum",
-        "    loss_sum",
-        f"{RUNS}::test_a_resumed_run_reads_the_restored_adapter",
-    ),
-    Bug(
-        "evaluation reads an old adapter",
-        STEP,
-        "    run.joined.refresh()\n    totals",
-        "    totals",
-        f"{EXACT}::test_evaluation_equals",
-    ),
-    Bug("update beside the copy", STEP, "    run.saver.before_update()\n    # the scaler", "    # the scaler", COPY),
-    Bug("update ahead beside the copy", STEP, "    run.saver.before_update()\n    with", "    with", COPY),
-    Bug("update in backward beside the copy", "train/step_backward.py", "    run.saver.before_update()\n", "", COPY),
-    Bug(
-        "a finished first rank taken for a dead one",
-        "parallel/heartbeat.py",
-        "self._first_has_left = True",
-        "self._first_has_left = False",
-        "tests/unit/parallel/test_heartbeat.py",
-    ),
-    Bug(
-        "layers compiled again in mid-run",
-        "models/compile.py",
-        'f"triton.{fusing}": True',
-        'f"triton.{fusing}": False',
-        "tests/unit/models/test_compile_fallback.py::test_the_kernel_of_norms_gradients",
-    ),
-    Bug(
-        "compiler at work while weights are read",
-        "models/compile.py",
-        "            maybe_warm_pool()\n",
-        "            torch.compile(lambda x: x + 1, backend='eager')(torch.ones(8))\n",
-        "tests/unit/models/test_compile_fallback.py::test_what_is_imported_early",
-    ),
-)
+    Bug("mean of means", "_backward_each", "X / Y.num_label_tokens",
+        "X / max(1, batch.num_label_tokens) / len(micro_batches)", PACKED_EXACT),
+    Bug("ranks averaged", "BucketedSum._launch", "dist.all_reduce(X, async_op=True)",
+        "dist.all_reduce(X.div_(2), async_op=True)", RANKS),
+    Bug("gradients not summed over ranks", "launch_step", "X.sum_gradients(Y)", "None", RANKS),
+    Bug("documents see each other", "document_arguments", "X.cu_seqlens", "X.cu_seqlens[[0, -1]]", PACKED_EXACT),
+    Bug("positions go on over documents", "flatten_samples", "np.arange(len(X)) - Y", "np.arange(len(X))",
+        "tests/unit/models/test_packed_batch.py"),
+    Bug("labels shifted by one", "flatten_samples", "torch.from_numpy(X - 1)", "torch.from_numpy(X)", PACKED_EXACT),
+    Bug("a document predicts the next one", "flatten_samples", "X[Y] = False", "pass",
+        "tests/unit/models/test_packed_batch.py"),
+    Bug("rate moves per micro-batch", "next_lr", "X.progress.num_updates", "X.progress.num_updates * 2", REPORTED),
+    Bug("rate follows steps, not updates", "next_lr", "X.progress.num_updates", "X.progress.step", SKIPPED),
+    Bug("a skipped step counted as an update", "finish_step", "X.skipped is None", "True", SKIPPED),
+    Bug("optimizer not restored", "restore", "load_optimizer_state(X, Y, Z)", "None", RESUME),
+    Bug("dropout not tied to the position", "_backward_each",
+        "seed_micro_batch(X, step=Y.index, rank=Z, micro_batch=W)",
+        "seed_micro_batch(X, step=id(Y), rank=Z, micro_batch=W)", RESUME),
+    Bug("evaluation leaves dropout off", "evaluate", "X.model.train()", "None", f"{EXACT}::test_evaluation_equals"),
+    Bug("evaluation with dropout", "evaluate", "X.model.eval()", "None", f"{EXACT}::test_evaluation_equals"),
+    Bug("rows repeated to fill the last step", "RunPlan._block", "np.arange(X, min(Y, Z))", "np.arange(X, Y) % Z",
+        "tests/property/test_plan_properties.py"),
+    Bug("merge without the scale", "LoraLinear._sum", "self.scaling * X", "X", "tests/parity/test_export_models.py"),
+    Bug("head untied", "load_model", "model.train()", UNTIED,
+        f"{EXACT}::test_tied_embedding_gets_the_gradient_of_both_uses"),
+    Bug("non-finite loss trained on", "require_finite", "math.isfinite(X) and math.isfinite(Y)", "True",
+        f"{RUNS}::test_a_non_finite_loss_stops_before_the_update"),
+    Bug("end of turn not trained", "Masker.mask", "MaskedText(W, X, Y, Z)",
+        "MaskedText(W, tuple((a, b - 1) for a, b in X), Y, Z)", "tests/unit/data/test_mask_rules.py"),
+    Bug("clipping left out", "_update", "X.max_grad_norm / Y", "1e30 / Y", f"{EXACT}::test_grad_norm"),
+    Bug("norms decayed", "split_by_decay", "X in Y or Z", "False", "tests/unit/optim/test_optim_build.py"),
+    Bug("gradients of a failed pass kept", "lower_cap", "X.zero_grad(set_to_none=True)", "None",
+        "tests/unit/train/test_out_of_memory.py::test_only_the_gradients_of_the_pass_that_fits_remain"),
+    Bug("fused gradient without the scale", "_FusedLora.backward", "X.to(Y) * ctx.scaling", "X.to(Y)",
+        "tests/parity/test_fused_lora.py"),
+    Bug("training reads an old adapter", "_backward_each", "X.fused_lora.refresh()", "None",
+        f"{RUNS}::test_a_resumed_run_reads_the_restored_adapter"),
+    Bug("evaluation reads an old adapter", "evaluate", "X.fused_lora.refresh()", "None",
+        f"{EXACT}::test_evaluation_equals"),
+    Bug("update beside the copy", "_update", "X.saver.before_update()", "None", COPY),
+    Bug("update in backward beside the copy", "step_in_backward", "X.saver.before_update()", "None", COPY),
+    Bug("a finished first rank taken for a dead one", "HeartbeatClient.poll", "self._has_first_left = True", "pass",
+        "tests/unit/parallel/test_heartbeat.py"),
+    Bug("layers compiled again in mid-run", "_compiler_settings", '{f"triton.{X}": True}', '{f"triton.{X}": False}',
+        f"{FALLBACK}::test_the_kernel_of_norms_gradients"),
+    Bug("compiler at work while weights are read", "import_compiler.import_it", "maybe_warm_pool()",
+        "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(8))", f"{FALLBACK}::test_what_is_imported_early"),
+    Bug("window ignored beside sinks", "plain_attention", "_causal_mask(X, window)",
+        "_causal_mask(X, None if sinks is not None else window)",
+        "tests/parity/test_attention_forms.py::test_a_window_counts_beside_sinks"),
+    Bug("logit scale dropped from a head with an adapter", "_module_loss.tile_loss",
+        "product_loss(X, Y, scale=scale, softcap=softcap)", "product_loss(X, Y, softcap=softcap)",
+        "tests/parity/test_head_tiled.py::test_logit_scale_and_softcap"),
+)  # fmt: skip
 
 
 def plant(bug: Bug, copy: Path) -> None:
-    file = copy / "flatout" / bug.file
-    text = file.read_text()
-    assert text.count(bug.old) == 1, f"{bug.name}: {bug.file} holds {text.count(bug.old)} of the text to replace"
-    file.write_text(text.replace(bug.old, bug.new))
+    """Change the one place in a copy of the package. Fails when it is not there, or not once."""
+    function, file = _function(bug.place, copy / "flatout")
+    old, new = _parsed(bug.old), _parsed(bug.new)
+    found = [(node, bound) for node in ast.walk(function) if _matches(old, node, bound := {})]
+    assert len(found) == 1, f"{bug.name}: {bug.place} in {file} holds {len(found)} of {bug.old!r}"
+    node, bound = found[0]
+    lines = file.read_bytes().splitlines(keepends=True)
+    start, end = _offset(lines, node.lineno, node.col_offset), _offset(lines, node.end_lineno, node.end_col_offset)
+    text, code = b"".join(lines), ast.unparse(_Fill(bound).visit(new))
+    code = f"({code})" if isinstance(node, ast.expr) else code
+    file.write_bytes(text[:start] + code.encode() + text[end:])
+
+
+def _function(place: str, package: Path) -> tuple[ast.AST, Path]:
+    line = f"def {place.rpartition('.')[2]}("
+    found = [
+        (node, file)
+        for file in sorted(package.rglob("*.py"))
+        if line in (text := file.read_text())
+        for name, node in _functions(ast.parse(text), "")
+        if name == place
+    ]
+    assert len(found) == 1, f"{place} is in {[str(file) for _, file in found]}"
+    return found[0]
+
+
+def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            if isinstance(child, ast.FunctionDef):
+                yield prefix + child.name, child
+            yield from _functions(child, f"{prefix}{child.name}.")
+
+
+def _parsed(code: str) -> ast.AST:
+    (statement,) = ast.parse(code).body
+    return statement.value if isinstance(statement, ast.Expr) else statement
+
+
+def _matches(pattern: object, node: object, bound: dict[str, ast.AST]) -> bool:
+    """Whether a syntax tree is the pattern's, and what its free names stand for."""
+    if isinstance(pattern, ast.Name) and pattern.id in "WXYZ" and isinstance(node, ast.expr):
+        known = bound.setdefault(pattern.id, node)
+        return ast.dump(known) == ast.dump(node)
+    if isinstance(pattern, list):
+        pairs = isinstance(node, list) and len(pattern) == len(node)
+        return pairs and all(_matches(old, new, bound) for old, new in zip(pattern, node, strict=True))
+    if isinstance(pattern, ast.AST):
+        fields = [field for field in pattern._fields if field not in ("ctx", "type_comment")]
+        return type(pattern) is type(node) and all(
+            _matches(getattr(pattern, field), getattr(node, field), bound) for field in fields
+        )
+    return pattern == node
+
+
+class _Fill(ast.NodeTransformer):
+    def __init__(self, bound: dict[str, ast.AST]) -> None:
+        self._bound = bound
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return self._bound.get(node.id, node)
+
+
+def _offset(lines: list[bytes], line: int, column: int) -> int:
+    return sum(map(len, lines[: line - 1])) + column
 
 
 def is_caught(bug: Bug) -> bool:

@@ -1,4 +1,4 @@
-"""Every example parses; turned to a tiny model and tiny data in its own formats, it is planned by the command."""
+"""Every example parses; transposed to a tiny model and tiny data in its own formats, it is planned by the command."""
 
 import json
 from pathlib import Path

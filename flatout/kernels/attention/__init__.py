@@ -1,4 +1,4 @@
-"""Packed causal attention: varlen, cudnn, fa3, fa4 (CUDA), sdpa and plain (by document); reference.py is the truth."""
+"""Packed causal attention: varlen, cudnn, fa3, fa4 (CUDA), sdpa, plain (by document); reference.py is the reference."""
 
 from flatout.kernels.attention.cudnn import cudnn_problem, make_cudnn_attention, prepare_cudnn_attention
 from flatout.kernels.attention.documents import plain_attention, sdpa_attention

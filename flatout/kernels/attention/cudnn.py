@@ -1,6 +1,7 @@
 """Packed causal attention by cuDNN's fused kernels through NVIDIA's `cudnn` frontend package, where installed.
 
-torch brings cuDNN itself; its own binding builds cuDNN's graph anew at every call with borders, the frontend keeps it.
+torch ships cuDNN itself, but its binding rebuilds cuDNN's graph at every call with boundaries; with the frontend,
+graphs are cached.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from torch import Tensor
 
 from flatout.kernels.attention.flash import Attention, form_of, packed_operator
 
-# documents of any length in one stream need Hopper or newer; 64-bit borders need 9.6
+# ragged batches need Hopper or newer; 64-bit boundaries need cuDNN 9.6
 _MIN_MAJOR = 9
 _MIN_BACKEND = 90600
-# the backward pass's scratch memory is sized for this many tokens, rounded up, so few graphs serve a whole run
+# the backward pass's workspace is sized for tokens rounded up to a multiple of this, so that a run has few graphs
 _TOKENS_MULTIPLE = 4096
 _MAX_GRAPHS = 512
-# what layers were called with, apart from sizes
+# the arguments of past layer calls, except sizes
 _layers: set[tuple[Any, ...]] = set()
 
 
 def cudnn_problem(device: torch.device) -> str | None:
-    """Why cuDNN's attention cannot be tried on this device (None when it can)."""
+    """Return why cuDNN's attention cannot be tried on this device (None if it can)."""
     if find_spec("cudnn") is None:
         return "cudnn is not installed (nvidia-cudnn-frontend)"
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < _MIN_MAJOR:
@@ -39,23 +40,23 @@ def cudnn_problem(device: torch.device) -> str | None:
 
 @cache
 def make_cudnn_attention() -> Attention:
-    """Bind it, once a process; shapes and keywords as in `make_flash_attention`.
+    """Bind cuDNN's attention, once per process; shapes and keywords as in `make_flash_attention`.
 
-    Raises ImportError or AttributeError when the package is not the one known. Its backward is deterministic only
-    under torch.use_deterministic_algorithms.
+    Raises ImportError or AttributeError for an unexpected package. Its backward is only deterministic under
+    torch.use_deterministic_algorithms.
     """
     passes = _passes(importlib.import_module("cudnn"))
     return form_of(packed_operator("flatout::cudnn", *passes, log_sums_by_token=True))
 
 
-def prepare_cudnn_attention(sizes: Collection[tuple[int, int]], num_borders: int) -> int:
-    """Make cuDNN's graphs of every layer that was called with so many borders for streams of (tokens, max_seqlen).
+def prepare_cudnn_attention(sizes: Collection[tuple[int, int]], num_boundaries: int) -> int:
+    """Build cuDNN's graphs of every layer that was called with `num_boundaries`, for sizes (tokens, max_seqlen).
 
-    Returns how many there are. Making one takes the host about 50 ms, in which the first step of a size would leave
-    the GPU idle.
+    Returns the number of graphs. Building one takes the host about 50 ms, during which the GPU would idle in the first
+    step of a size.
     """
     exact = torch.are_deterministic_algorithms_enabled()
-    layers = [layer for layer in _layers if layer[4] == num_borders - 1]
+    layers = [layer for layer in _layers if layer[4] == num_boundaries - 1]
     wanted = {(_key(layer, max_seqlen), _room(num_tokens)) for layer in layers for num_tokens, max_seqlen in sizes}
     forward_keys = {key for key, _ in wanted}
     for key in forward_keys:
@@ -75,8 +76,8 @@ def _passes(cudnn: Any) -> tuple[Any, Any]:
     ) -> tuple[Tensor, Tensor]:
         layer = layer_of(q, k, cu_seqlens, scale, left)
         _layers.add(layer)
-        output, log_sums = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-        _forward_graph(*_key(layer, max_seqlen)).run([q, k, v, output, log_sums], cu_seqlens)
+        output, log_sums = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+        _forward_graph(*_key(layer, max_seqlen)).run([q, k, v], [output, log_sums], cu_seqlens)
         return output, log_sums
 
     def backward(
@@ -85,15 +86,16 @@ def _passes(cudnn: Any) -> tuple[Any, Any]:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         exact = torch.are_deterministic_algorithms_enabled()
         key = _key(layer_of(q, k, cu_seqlens, scale, left), max_seqlen)
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        _backward_graph(*key, _room(len(q)), exact).run([q, k, v, output, output_grad, log_sums, *grads], cu_seqlens)
-        return grads
+        q_grad, k_grad, v_grad = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+        inputs, outputs = [q, k, v, output, output_grad, log_sums], [q_grad, k_grad, v_grad]
+        _backward_graph(*key, _room(len(q)), exact).run(inputs, outputs, cu_seqlens)
+        return q_grad, k_grad, v_grad
 
     return forward, backward
 
 
 def _key(layer: tuple[Any, ...], max_seqlen: int) -> tuple[Any, ...]:
-    """What one of cuDNN's graphs is made for; the number of tokens is not among it."""
+    """Return the cache key of a cuDNN graph, which does not include the number of tokens."""
     *shape, scale, left = layer
     window = None if left is None or left + 1 >= max_seqlen else left + 1
     return *shape, max_seqlen, scale, window
@@ -110,7 +112,7 @@ def _handle(cudnn: Any, device: torch.device) -> Any:
 
 
 class _Graph:
-    """One of cuDNN's graphs over streams of tokens (T, heads, size), with the borders of their documents."""
+    """A cuDNN graph over streams of tokens (T, heads, size), with the boundaries of their documents."""
 
     def __init__(
         self, cudnn: Any, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], num_documents: int,
@@ -125,7 +127,7 @@ class _Graph:
         num_heads, num_key_heads, size = heads
         self._size, self._max_seqlen, self._num_documents = size, max_seqlen, num_documents
         self._half, self._float = half, types.FLOAT
-        # where a document begins, in values: of query-like tensors, of key-like ones, of log-sum-exps
+        # elements per token, to compute documents' starts: of query-like tensors, key-like tensors, log-sum-exps
         self._steps = torch.tensor([[num_heads * size], [num_key_heads * size], [num_heads]], device=device)
         shape: dict[str, Any] = {"dim": (num_documents + 1, 1, 1, 1), "stride": (1, 1, 1, 1)}
         self._starts = [self.graph.tensor(name=f"starts_{i}", data_type=types.INT64, **shape) for i in range(3)]
@@ -137,18 +139,18 @@ class _Graph:
         self._workspace_bytes = 0
 
     def given(self, name: str, kind: int) -> Any:
-        """An input: query-like (0), key-like (1) or log-sum-exps (2)."""
+        """Add an input: query-like (0), key-like (1) or log-sum-exps (2)."""
         tensor = self.graph.tensor(name=name, data_type=self._type(kind), **self._layout(kind))
         return tensor.set_ragged_offset(self._starts[kind])
 
     def wanted(self, tensor: Any, kind: int) -> Any:
-        """An output of the same kinds."""
+        """Mark an output, with kinds as in `given`."""
         layout = self._layout(kind)
         tensor.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"])
         return tensor.set_data_type(self._type(kind)).set_ragged_offset(self._starts[kind])
 
     def build(self, places: Sequence[Any]) -> _Graph:
-        """Compile for tensors in these places, in the order that `run` is given them."""
+        """Compile the graph for these tensors, in the order in which `run` receives them."""
         self.places = [*places, *self._starts, self.lengths]
         self.graph.validate()
         self.graph.build_operation_graph()
@@ -158,13 +160,13 @@ class _Graph:
         self._workspace_bytes = max(1, self.graph.get_workspace_size())
         return self
 
-    def run(self, tensors: Sequence[Tensor], cu_seqlens: Tensor) -> None:
-        """Launch on the current stream; `tensors` are contiguous."""
+    def run(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], cu_seqlens: Tensor) -> None:
+        """Launch on the current stream. `inputs` may have any layout; `outputs` must be contiguous."""
         starts = (cu_seqlens * self._steps).unbind()
         workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self._device)
         stream = torch.cuda.current_stream(self._device).cuda_stream
         self._cudnn.set_stream(handle=self.handle, stream=stream)
-        values = [*(tensor.contiguous() for tensor in tensors), *starts, cu_seqlens.diff()]
+        values = [*(tensor.contiguous() for tensor in inputs), *outputs, *starts, cu_seqlens.diff()]
         self.graph.execute(dict(zip(self.places, values, strict=True)), workspace, handle=self.handle)
 
     def _layout(self, kind: int) -> dict[str, Any]:
@@ -181,7 +183,7 @@ class _Graph:
 
 
 def _settings(graph: _Graph, scale: float, window: int | None) -> dict[str, Any]:
-    # the left bound counts the row itself, as transformers' window does
+    # the left bound includes the row itself, like transformers' window
     return {
         "attn_scale": scale, "use_padding_mask": True, "seq_len_q": graph.lengths, "seq_len_kv": graph.lengths,
         "diagonal_band_right_bound": 0, "diagonal_band_left_bound": window,

@@ -1,4 +1,4 @@
-"""Packed causal attention one document at a time: exact on every device and dtype, memory of the longest document."""
+"""Packed causal attention, one document at a time: works on every device and dtype, with one document's memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plain_attention(
     sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Written-out attention, document by document, with everything a model may ask for.
+    """Compute attention in plain torch, document by document, with all variants that models use.
 
     query (T, H, D), key (T, K, D), value (T, K, E), cu_seqlens int32 (D+1,); returns (T, H, E).
     """
@@ -46,7 +46,7 @@ def sdpa_attention(
     window: int | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """torch's scaled_dot_product_attention, document by document; shapes as in `plain_attention`."""
+    """Call torch's scaled_dot_product_attention document by document; shapes as in `plain_attention`."""
     outputs = []
     for q, k, v in _documents(query, key, value, cu_seqlens):
         windowed = window is not None and window < len(q)
@@ -67,11 +67,11 @@ def sdpa_attention(
 def _documents(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    # reading the borders waits for a GPU; the varlen form is the one for speed there
+    # reading the boundaries synchronizes with a GPU, where the varlen form is the fast one
     lengths = cu_seqlens.diff().tolist()
     return zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
 
 
 def _causal_mask(query: torch.Tensor, window: int | None) -> torch.Tensor:
-    borders = torch.tensor([0, len(query)], device=query.device)
-    return document_mask(borders, len(query), window)
+    boundaries = torch.tensor([0, len(query)], device=query.device)
+    return document_mask(boundaries, len(query), window)

@@ -1,6 +1,6 @@
 """Packed causal attention by FlashAttention-3 (arXiv:2407.08608) and -4 (its CuTe DSL package), where installed.
 
-Each is one custom operator with a backward, so that a compiled layer can hold it.
+Each is one custom operator with a backward, so that compiled layers can contain it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 _MODULES = {"fa4": "flash_attn.cute.interface", "fa3": "flash_attn_interface"}
-# FA3 is written for Hopper alone, FA4 for Hopper and what came after
+# FA3 supports only Hopper, FA4 Hopper and newer
 _MAJORS = {"fa4": (9, 10, 11, 12), "fa3": (9,)}
-# FA4 compiles another kernel for documents that fit one of its tiles; one kernel is enough
+# FA4 would compile another kernel for documents that fit in one tile; one kernel is enough
 _FA4_MIN_SEQLEN = 256
-# documents of one token, lengths that fill no tile, a tail, and borders that repeat
+# documents of one token, lengths that do not fill a tile, a tail, and repeated boundaries
 _PROOF_LENGTHS = (1, 130, 2, 67, 300, 1, 11, 0, 0)
+_COMPARED = ("values", "query gradients", "key gradients", "value gradients")
 
 
 def flash_problem(name: FlashName, device: torch.device) -> str | None:
-    """Why FlashAttention-3 or -4 cannot be tried on this device (None when it can)."""
+    """Return why FlashAttention-3 or -4 cannot be tried on this device (None if it can)."""
     if not _is_installed(_MODULES[name]):
         return f"{name} is not installed"
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in _MAJORS[name]:
@@ -41,19 +42,18 @@ def flash_problem(name: FlashName, device: torch.device) -> str | None:
 
 @cache
 def make_flash_attention(name: FlashName) -> Attention:
-    """Bind one of them, once a process. Raises ImportError or AttributeError when the package is not the one known.
+    """Bind FA3 or FA4, once per process. Raises ImportError or AttributeError for an unexpected package.
 
-    The function returned takes query (T, H, D), key and value (T, K, D) in bf16 or fp16, cu_seqlens int32 (N+1,) and
-    max_seqlen, with keywords scale and window, and returns (T, H, D). Its backward is deterministic only under
+    The returned function takes query (T, H, D), key and value (T, K, D) in bf16 or fp16, cu_seqlens int32 (N+1,) and
+    max_seqlen, with keywords scale and window, and returns (T, H, D). Its backward is only deterministic under
     torch.use_deterministic_algorithms.
     """
-    module = importlib.import_module(_MODULES[name])
-    forward, backward = _fa4(module) if name == "fa4" else _fa3(module)
-    return form_of(packed_operator(f"flatout::{name}", forward, backward))
+    passes = _passes(name, importlib.import_module(_MODULES[name]))
+    return form_of(packed_operator(f"flatout::{name}", *passes))
 
 
 def form_of(operator: Callable[..., tuple[Tensor, Tensor]]) -> Attention:
-    """What `make_flash_attention` returns, from an operator made by `packed_operator`."""
+    """Wrap an operator made by `packed_operator` as the function that `make_flash_attention` returns."""
 
     def flash_attention(
         query: Tensor,
@@ -65,7 +65,7 @@ def form_of(operator: Callable[..., tuple[Tensor, Tensor]]) -> Attention:
         scale: float,
         window: int | None = None,
     ) -> Tensor:
-        # the kernels count tokens to the left of the row, transformers counts the row itself too
+        # the kernels' window excludes the row itself, transformers' includes it
         left = None if window is None else window - 1
         output: Tensor = operator(query, key, value, cu_seqlens, max_seqlen, scale, left)[0]
         return output
@@ -76,40 +76,28 @@ def form_of(operator: Callable[..., tuple[Tensor, Tensor]]) -> Attention:
 def packed_operator(
     name: str, forward: Forward, backward: Backward, *, log_sums_by_token: bool = False
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A torch operator (query, key, value, cu_seqlens, max_seqlen, scale, left) -> (output, log-sum-exp fp32 (H, T)).
+    """Make an operator (query, key, value, cu_seqlens, max_seqlen, scale, left) -> (output, log-sum-exp fp32 (H, T)).
 
-    `log_sums_by_token` says that the kernels keep the second as (T, H).
+    With `log_sums_by_token`, the log-sum-exp has shape (T, H).
 
     `forward` takes the operator's arguments; `backward` takes the output's gradient, query, key, value, output,
-    log-sum-exp and the arguments from cu_seqlens on, and returns the three gradients. A row sees `left` tokens before
-    its own, or all with None.
+    log-sum-exp and the arguments from cu_seqlens on, and returns the three gradients. A row attends to `left` tokens
+    before its own; None means all.
     """
 
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, left: int | None
-    ) -> tuple[Tensor, Tensor]:
-        output, log_sums = forward(q, k, v, cu_seqlens, max_seqlen, scale, left)
-        return output.contiguous(), log_sums.contiguous()
+    inputs = "Tensor q, Tensor k, Tensor v"
+    rest = "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt? left"
 
-    def run_backward(
-        output_grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: Tensor,
-        log_sums: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        left: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q_grad, k_grad, v_grad = backward(
-            output_grad.contiguous(), q, k, v, output, log_sums, cu_seqlens, max_seqlen, scale, left
-        )
-        return q_grad.contiguous(), k_grad.contiguous(), v_grad.contiguous()
+    def run(*arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(tensor.contiguous() for tensor in forward(*arguments))
 
-    operator = torch.library.custom_op(name, run, mutates_args=())
-    operator_backward = torch.library.custom_op(f"{name}_backward", run_backward, mutates_args=())
+    def run_backward(output_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(tensor.contiguous() for tensor in backward(output_grad.contiguous(), *arguments))
+
+    schema = f"({inputs}, {rest}) -> (Tensor, Tensor)"
+    operator = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
+    schema = f"(Tensor output_grad, {inputs}, Tensor output, Tensor log_sums, {rest}) -> (Tensor, Tensor, Tensor)"
+    operator_backward = torch.library.custom_op(f"{name}_backward", run_backward, mutates_args=(), schema=schema)
 
     @operator.register_fake
     def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -141,110 +129,75 @@ def flash_disagreement(
     device: torch.device,
     dtype: torch.dtype,
 ) -> str | None:
-    """Why `attention` is less exact than `rival`, forward and backward on one small packed batch (None: it is not).
+    """Compare `attention` with `rival` on a small packed batch; return why it is less exact (None if it is not).
 
-    `heads` are the model's query heads, key heads and head size; with a `window` both with and without it. The error
-    against fp64 may be at most 2x (values) and 3x (gradients) the rival's.
+    `heads` are the model's query heads, key heads and head size. With a `window`, both with and without it are checked,
+    forward and backward. The error against fp64 may be at most 2x (values) and 3x (gradients) the rival's.
     """
-    batch = _proof_batch(heads, device, dtype)
-    for size in {None, window}:
-        truth, ours, theirs = (
-            _outcome(form, batch, size, compute)
-            for form, compute in ((_truth, torch.float64), (attention, dtype), (rival, dtype))
-        )
+    num_heads, num_key_heads, size = heads
+    lengths = torch.tensor(_PROOF_LENGTHS)
+    boundaries = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device, torch.int32)
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(count, int(lengths.sum()), size) for count in (num_heads, num_key_heads, num_key_heads, num_heads)]
+    # heads first in memory, as in some models
+    drawn = [torch.randn(shape, generator=draw).to(device, dtype).transpose(0, 1) for shape in shapes]
+
+    def outcome(form: Attention, compute: torch.dtype, width: int | None, *longest: int) -> tuple[Tensor, ...]:
+        *leaves, incoming = (tensor.to(compute) for tensor in drawn)
+        leaves = [leaf.detach().requires_grad_(True) for leaf in leaves]
+        with torch.enable_grad():
+            output = form(*leaves, boundaries, *longest, scale=size**-0.5, window=width)
+            gradients = torch.autograd.grad(output, leaves, incoming)
+        return output.detach(), *gradients
+
+    for width in {None, window}:
+        truth = outcome(packed_attention, torch.float64, width)
+        ours, theirs = (outcome(form, dtype, width, 512) for form in (attention, rival))
         for what, times, mine, other, true in zip(_COMPARED, (2, 3, 3, 3), ours, theirs, truth, strict=True):
             error, allowed = ((tensor.double() - true).norm().item() for tensor in (mine, other))
-            # written so that a NaN is a disagreement
+            # `not <=` so that a NaN counts as a disagreement
             if not error <= times * allowed:
                 return f"its {what} err {error / allowed:.1f} times as much as torch's kernel"
     return None
-
-
-_COMPARED = ("values", "query gradients", "key gradients", "value gradients")
-
-
-def _truth(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: int, **settings: Any) -> Tensor:
-    return packed_attention(q, k, v, cu_seqlens, **settings)
-
-
-def _proof_batch(heads: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Borders, query, key, value and the gradient that comes in."""
-    num_heads, num_key_heads, size = heads
-    lengths = torch.tensor(_PROOF_LENGTHS)
-    borders = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device, torch.int32)
-    draw = torch.Generator().manual_seed(0)
-    shapes = [(int(lengths.sum()), count, size) for count in (num_heads, num_key_heads, num_key_heads, num_heads)]
-    return [borders, *(torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)]
-
-
-def _outcome(form: Attention, batch: list[Tensor], window: int | None, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Values and the three gradients."""
-    borders, *tensors = batch
-    *leaves, incoming = (tensor.to(dtype) for tensor in tensors)
-    leaves = [leaf.detach().requires_grad_(True) for leaf in leaves]
-    with torch.enable_grad():
-        output = form(*leaves, borders, 512, scale=leaves[0].shape[-1] ** -0.5, window=window)
-        gradients = torch.autograd.grad(output, leaves, incoming)
-    return output.detach(), *gradients
 
 
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:
-        # the package around it is missing
+        # the parent package is missing
         return False
 
 
-def _fa4(module: Any) -> tuple[Forward, Backward]:
-    kernel, kernel_backward = module._flash_attn_fwd, module._flash_attn_bwd
+def _passes(name: FlashName, module: Any) -> tuple[Forward, Backward]:
+    """Return the package's forward and backward pass with the arguments of `packed_operator`."""
+    is_fa4 = name == "fa4"
+    names = ("_flash_attn_fwd", "_flash_attn_bwd") if is_fa4 else ("_flash_attn_forward", "_flash_attn_backward")
+    kernel, kernel_backward = (getattr(module, each) for each in names)
 
     def settings(cu_seqlens: Tensor, max_seqlen: int, scale: float, left: int | None) -> dict[str, Any]:
-        longest = max(max_seqlen, _FA4_MIN_SEQLEN)
+        longest = max(max_seqlen, _FA4_MIN_SEQLEN) if is_fa4 else max_seqlen
         return {
             "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_k": longest,
-            "softmax_scale": scale, "causal": True, "window_size_left": left, "window_size_right": 0,
-        }  # fmt: skip
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        output, log_sums, *_ = kernel(q, k, v, return_lse=True, **settings(*rest))
-        return output, log_sums
-
-    def backward(
-        output_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        q_grad, k_grad, v_grad = kernel_backward(
-            q, k, v, output, output_grad, log_sums, deterministic=deterministic, **settings(*rest)
-        )
-        return q_grad, k_grad, v_grad
-
-    return forward, backward
-
-
-def _fa3(module: Any) -> tuple[Forward, Backward]:
-    kernel, kernel_backward = module._flash_attn_forward, module._flash_attn_backward
-
-    def settings(cu_seqlens: Tensor, max_seqlen: int, scale: float, left: int | None) -> dict[str, Any]:
-        return {
-            "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": max_seqlen,
-            "max_seqlen_k": max_seqlen, "softmax_scale": scale, "window_size_left": -1 if left is None else left,
+            "softmax_scale": scale, "window_size_left": -1 if left is None and not is_fa4 else left,
             "window_size_right": 0,
         }  # fmt: skip
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        output, log_sums, *_ = kernel(q, k, v, causal=True, **settings(*rest))
+        wanted = {"return_lse": True} if is_fa4 else {}
+        output, log_sums, *_ = kernel(q, k, v, causal=True, **wanted, **settings(*rest))
         return output, log_sums
 
     def backward(
         output_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_grad, k_grad, v_grad = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        kernel_backward(
-            output_grad, q, k, v, output, log_sums, dq=q_grad, dk=k_grad, dv=v_grad, is_causal=True,
-            deterministic=deterministic, **settings(*rest),
-        )  # fmt: skip
+        options = {"deterministic": torch.are_deterministic_algorithms_enabled(), **settings(*rest)}
+        if is_fa4:
+            q_grad, k_grad, v_grad = kernel_backward(q, k, v, output, output_grad, log_sums, causal=True, **options)
+        else:
+            q_grad, k_grad, v_grad = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+            grads = {"dq": q_grad, "dk": k_grad, "dv": v_grad}
+            kernel_backward(output_grad, q, k, v, output, log_sums, is_causal=True, **grads, **options)
         return q_grad, k_grad, v_grad
 
     return forward, backward

@@ -1,4 +1,4 @@
-"""Packed causal attention written out with the whole mask: the truth of every other form."""
+"""Packed causal attention in plain torch with the full mask: the reference for every other form."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch.nn.functional as F
 
 
 def document_mask(cu_seqlens: torch.Tensor, num_tokens: int, window: int | None = None) -> torch.Tensor:
-    """Who sees whom: bool (T, T), True where row i may look at column j.
+    """Return the attention mask: bool (T, T), True where row i attends to column j.
 
-    `cu_seqlens` int (D+1,) are the documents' borders. i sees j of its own document with j <= i and, under a sliding
-    window, i - j < window.
+    `cu_seqlens` int (D+1,) are the documents' boundaries. i attends to j of its own document with j <= i and, with a
+    sliding window, i - j < window.
     """
     rows = torch.arange(num_tokens, device=cu_seqlens.device)
     documents = torch.bucketize(rows, cu_seqlens[1:], right=True)
@@ -29,10 +29,10 @@ def masked_attention(
     sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Softmax attention under a mask: softmax(softcap * tanh(scale * q k^T / softcap)) v, softmax in fp32 or fp64.
+    """Compute masked softmax attention: softmax(softcap * tanh(scale * q k^T / softcap)) v, softmax in fp32 or fp64.
 
     query (T, H, D), key (T, K, D), value (T, K, E), K divides H (grouped heads, arXiv:2305.13245), mask bool (T, T).
-    `sinks` (H,) add one logit a head that takes probability and gives no value (gpt-oss). Returns (T, H, E).
+    `sinks` (H,) add one logit per head that takes probability but has no value (gpt-oss). Returns (T, H, E).
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1).transpose(0, 1) for tensor in (key, value))
@@ -61,6 +61,6 @@ def packed_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of packed documents, one (T, T) mask for all: shapes as in `masked_attention`."""
+    """Compute causal attention of packed documents with one (T, T) mask; shapes as in `masked_attention`."""
     mask = document_mask(cu_seqlens, len(query), window)
     return masked_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)

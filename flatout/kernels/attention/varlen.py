@@ -12,7 +12,7 @@ MAX_HEAD_DIM = 256
 
 
 def varlen_problem(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> str | None:
-    """Why the varlen kernel cannot serve this device, dtype and head size (None when it can)."""
+    """Return why the varlen kernel does not support this device, dtype and head size (None if it does)."""
     if device.type != "cuda":
         return f"the varlen kernel needs CUDA, not {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
@@ -23,15 +23,15 @@ def varlen_problem(device: torch.device, dtype: torch.dtype, head_dim: int | Non
 
 
 def make_varlen_attention() -> Callable[..., torch.Tensor]:
-    """Bind torch's varlen kernel once, by the signature that this torch has.
+    """Bind torch's varlen kernel, with the signature of the installed torch.
 
-    The function returned takes query (T, H, D), key and value (T, K, D), cu_seqlens int32 (N+1,) and max_seqlen, with
-    keywords scale and window, and returns (T, H, D). Its backward is deterministic only under
+    The returned function takes query (T, H, D), key and value (T, K, D), cu_seqlens int32 (N+1,) and max_seqlen, with
+    keywords scale and window, and returns (T, H, D). Its backward is only deterministic under
     torch.use_deterministic_algorithms.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    # older ones take fewer key than query heads without being told
+    # older versions support fewer key than query heads without this argument
     names_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
     def varlen_attention(
@@ -47,13 +47,13 @@ def make_varlen_attention() -> Callable[..., torch.Tensor]:
         extra: dict[str, Any] = {}
         if names_groups and query.shape[1] != key.shape[1]:
             extra["enable_gqa"] = True
-        # the kernel counts tokens to the left of the row, transformers counts the row itself too
+        # the kernel's window excludes the row itself, transformers' includes it
         left = -1 if window is None else window - 1
         output = varlen_attn(
             query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
             scale=scale, window_size=(left, 0), **extra,
         )  # fmt: skip
-        # the pair with the log-sum-exp comes only when asked for
+        # a tensor, not a pair, as the log-sum-exp is not requested
         return cast(torch.Tensor, output)
 
     return varlen_attention

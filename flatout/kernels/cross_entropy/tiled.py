@@ -1,4 +1,4 @@
-"""Cross-entropy of an output head by row tiles: the logits of one tile at a time, gradients made in the forward."""
+"""Cross-entropy of an output head by row tiles: one tile of logits at a time, gradients computed in the forward."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.nn.functional as F
 
 from flatout.kernels.cross_entropy.fused import NO_TARGET, compiled_tile_terms
 
-# 2,048 rows keep the GEMMs of a 150k vocabulary at full speed on an H200 and cost 1.2 GB of fp32 logits
+# 2,048 rows run the GEMMs of a 150k vocabulary at full speed on an H200 and take 1.2 GB of fp32 logits
 DEFAULT_TILE_ROWS = 2048
-# fused tiles have multiples of these rows: each new size may load kernels, 2 to 3 ms in which an H200 stands still
+# rows of fused tiles are multiples of this: each new size may load kernels, during which an H200 idles for 2 to 3 ms
 ROWS_MULTIPLE = 128
 
 
 class _TiledLoss(torch.autograd.Function):
-    """The gradient of a sum is known before the scalar that multiplies it, so one pass makes both."""
+    """Computes loss and gradient in one pass: the incoming gradient is a scalar, which can be applied afterwards."""
 
     @staticmethod
     def forward(
@@ -55,7 +55,7 @@ class _TiledLoss(torch.autograd.Function):
                 hidden_grad[rows] = (logit_grad @ compute_weight)[:num_rows]
             if weight_grad is not None:
                 weight_grad += logit_grad.T @ tile
-            # before the next tile's are made: 0.6 GB each in bf16 with a 150k vocabulary
+            # free before the next tile: 0.6 GB each in bf16 with a 150k vocabulary
             del logits, logit_grad
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.dtypes = (hidden.dtype, weight.dtype)
@@ -75,10 +75,10 @@ class _TiledLoss(torch.autograd.Function):
 
 
 def _filled_up(tile: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tile with rows of zeros, whose part of every sum is 0, up to a multiple of ROWS_MULTIPLE."""
+    """Pad a tile to a multiple of ROWS_MULTIPLE with rows of zeros, which add 0 to every sum."""
     num_more = -len(tile) % ROWS_MULTIPLE
     if not num_more:
-        # no view: a compiled function is made for the size of what it views too, which may be the first tile's own
+        # a copy, as torch.compile also guards on the size of a view's base
         return tile, targets.clone()
     return F.pad(tile, (0, 0, 0, num_more)), F.pad(targets, (0, num_more), value=NO_TARGET)
 
@@ -86,9 +86,15 @@ def _filled_up(tile: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor,
 def _plain_terms(
     product: torch.Tensor, targets: torch.Tensor, scale: float, softcap: float | None, *, with_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `fused.tile_terms`, in place and in any dtype; without `with_grad` the third value is empty."""
+    """Compute `fused.tile_terms` in place and in any dtype; without `with_grad` the third value is empty."""
     logits = product.to(torch.promote_types(product.dtype, torch.float32))
-    slope = _shape_logits(logits, scale, softcap)
+    slope = None
+    if scale != 1.0:
+        logits.mul_(scale)
+    if softcap is not None:
+        logits.div_(softcap).tanh_()
+        slope = 1 - logits.square()
+        logits.mul_(softcap)
     log_total = logits.logsumexp(-1, keepdim=True)
     picked = targets[:, None]
     loss_sum = (log_total - logits.gather(-1, picked)).sum()
@@ -101,21 +107,9 @@ def _plain_terms(
     return loss_sum, num_correct, logit_grad.to(product.dtype)
 
 
-def _shape_logits(logits: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor | None:
-    """Scale and cap the logits in place; the cap's slope 1 - tanh(u / cap)^2, or None without a cap."""
-    if scale != 1.0:
-        logits.mul_(scale)
-    if softcap is None:
-        return None
-    logits.div_(softcap).tanh_()
-    slope = 1 - logits.square()
-    logits.mul_(softcap)
-    return slope
-
-
 def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tiles are fused, and filled up, by themselves: on CUDA in 16 bit, not under
-    torch.use_deterministic_algorithms, since the compiler chooses kernels by timing."""
+    """Whether tiles are fused and padded by default: on CUDA in 16 bit, unless algorithms must be deterministic."""
+    # the compiler chooses kernels by timing
     return device.type == "cuda" and dtype.itemsize == 2 and not torch.are_deterministic_algorithms_enabled()
 
 
@@ -130,15 +124,15 @@ def token_loss(
     compute_dtype: torch.dtype | None = None,
     fused: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed cross-entropy of an output head and the number of rows whose largest logit is the target.
+    """Return the summed cross-entropy of an output head and the number of rows whose argmax is the target.
 
     hidden (L, D), weight (V, D), targets int64 (L,) in 0..V-1. Logits are softcap * tanh(scale * h @ W.T / softcap), or
-    scale * h @ W.T without a cap, made `tile_rows` rows at a time in `compute_dtype` (hidden's when None), summed in
-    fp32 (fp64 when the compute is fp64). Returns the loss sum (0-d, with its graph) and the count (0-d int64).
-    The weight's gradient is made only when it is trained, and is summed over tiles in fp32. No rows give 0 with a
-    live graph. Gradients of a frozen head cost two GEMMs in all. `fused` makes a tile's loss and gradient in one
-    compiled pass (None: as `is_fused` says). Method: loss and gradient in one pass over tiles, as in Liger Kernel
-    (arXiv:2410.10989, section 3.2).
+    scale * h @ W.T without a cap, computed `tile_rows` rows at a time in `compute_dtype` (hidden's when None), summed
+    in fp32 (fp64 when the compute is fp64). Returns the loss sum (0-d, with its graph) and the count (0-d int64).
+    The weight's gradient is only computed if it is trained, and is summed over tiles in fp32. With no rows, the result
+    is 0 with a graph. With a frozen head, forward and backward take two GEMMs in total. `fused` computes a tile's loss
+    and gradient in one compiled pass (None: decided by `is_fused`). Method: loss and gradient in one pass over tiles,
+    as in Liger Kernel (arXiv:2410.10989, section 3.2).
     """
     if tile_rows < 1:
         raise ValueError(f"tile_rows is {tile_rows}; it must be at least 1")

@@ -1,4 +1,4 @@
-"""Float8 products on CUDA: the library's rowwise GEMM (`torch._scaled_mm`); elsewhere the reference."""
+"""Float8 products: `torch._scaled_mm`'s rowwise GEMM on CUDA, otherwise the reference."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 from flatout.kernels.fp8 import reference
 
-# the library's kernels read 16 elements at a time
+# torch._scaled_mm needs sizes in multiples of this
 MULTIPLE = 16
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether a CUDA device has float8 arithmetic: from compute capability 8.9 on."""
+    """Whether a CUDA device has float8 arithmetic: compute capability 8.9 or newer."""
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def fp8_problem(device: torch.device, num_rows: int, num_columns: int) -> str | None:
-    """Why a weight (num_rows, num_columns) cannot be multiplied in float8 on this device (None when it can)."""
+    """Return why a weight (num_rows, num_columns) cannot be multiplied in float8 on this device (None if it can)."""
     if num_rows % MULTIPLE or num_columns % MULTIPLE:
         return f"float8 products need sizes in multiples of {MULTIPLE}, not {num_rows} x {num_columns}"
     if device.type == "cuda" and not has_fp8(device):
@@ -26,7 +26,7 @@ def fp8_problem(device: torch.device, num_rows: int, num_columns: int) -> str | 
 
 
 def scaled_product(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `reference.scaled_product`; on CUDA in 16 bit by the library, which sums in its fast accumulator."""
+    """Compute `reference.scaled_product`; on CUDA in 16 bit with `torch._scaled_mm` and its fast accumulation."""
     if not left.is_cuda or dtype.itemsize != 2:
         return reference.scaled_product(left, right, left_scale, right_scale, dtype)
     return torch._scaled_mm(

@@ -1,6 +1,6 @@
-"""Rows of a table that stays in host memory, read by the GPU itself: `table[ids]` without a wait of the host.
+"""Rows of a table in host memory, read directly by the GPU: `table[ids]` without synchronizing the host.
 
-The truth is `torch.nn.functional.embedding`; triton.py is its twin for a pinned table and ids on CUDA.
+The reference is `torch.nn.functional.embedding`; triton.py is its equivalent for a pinned table and ids on CUDA.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ __all__ = ["gather_rows"]
 
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """table (V, W) in host memory, pinned where `ids` (...,) int64 are on CUDA; returns (..., W) on the ids' device.
+    """Gather rows of table (V, W) in host memory; return (..., W) on the device of `ids` (...,) int64.
 
-    Without triton the host waits for the ids and copies the rows.
+    The table must be pinned if the ids are on CUDA. Without triton, the host waits for the ids and copies the rows.
     """
     if ids.device.type == "cuda" and find_spec("triton") is not None:
         from flatout.kernels.host_rows.triton import gather_pinned_rows

@@ -1,4 +1,4 @@
-"""Gather rows of a pinned host tensor through the addresses that host and GPU share."""
+"""Gather rows of a pinned host tensor through the unified address space of host and GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-# triton takes annotations for its own; capitals are its custom for constants
+# triton interprets annotations itself, and writes constants in capitals
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather(table, ids, out, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     row = tl.program_id(0).to(tl.int64)
@@ -21,7 +21,7 @@ def _gather(table, ids, out, width, BLOCK: tl.constexpr):  # type: ignore[no-unt
 
 
 def gather_pinned_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """table (V, W) pinned, ids (...,) on CUDA; returns (..., W) there. Raises ValueError for a table not pinned."""
+    """Gather rows of a pinned table (V, W) by ids (...,) on CUDA; return (..., W). Raises ValueError if not pinned."""
     if not table.is_pinned():
         raise ValueError("the table is not in pinned host memory, which the GPU cannot read")
     ids = ids.contiguous()

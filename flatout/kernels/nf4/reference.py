@@ -1,9 +1,10 @@
-"""NF4 with double quantisation in bitsandbytes' format: the definition, in plain torch, on any device.
+"""NF4 with double quantization in bitsandbytes' format: the definition, in plain torch, on any device.
 
-A weight is flattened and cut into blocks of 64. A block keeps its largest absolute value (absmax) and 16 levels, the
-quantiles of a normal distribution (QLoRA, arXiv:2305.14314), two to a byte, the first in the high bits. The absmax
-themselves, less their mean (`offset`), are cut into blocks of 256 and kept as one byte on the dynamic 8-bit map of
-"8-bit Approximations for Parallelism in Deep Learning" (arXiv:1511.04561), each block with an fp32 absmax of its own.
+A weight is flattened and split into blocks of 64. Each block has its largest absolute value (absmax), and each element
+one of 16 levels, quantiles of a normal distribution (QLoRA, arXiv:2305.14314), packed two per byte, the first in the
+high bits. The absmax, less their mean (`offset`), are split into blocks of 256 and stored as one byte each on the
+dynamic 8-bit map of "8-bit Approximations for Parallelism in Deep Learning" (arXiv:1511.04561), with one fp32 absmax
+per block.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NF4_LEVELS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 FP8_MAX = 448.0
-# weights are quantised in pieces of so many elements, so that temporaries stay small beside one weight
+# weights are quantized in pieces of this many elements, so that temporaries stay small compared with a weight
 _PIECE = 1 << 24
 
 
@@ -39,67 +40,67 @@ class Nf4Weight(NamedTuple):
 
 
 def nf4_levels(device: torch.device) -> torch.Tensor:
-    """The 16 levels, fp32, ascending."""
+    """Return the 16 levels, fp32, ascending."""
     return torch.tensor(NF4_LEVELS, dtype=torch.float32, device=device)
 
 
 def dynamic_map() -> torch.Tensor:
-    """The signed dynamic 8-bit map, fp32 (256,) on the CPU, ascending.
+    """Return the signed dynamic 8-bit map, fp32 (256,) on the CPU, ascending.
 
-    For each power of ten from 1e-6 to 1 its decade 0.1 .. 1 in 1, 2, 4, .. 64 equal parts, of which the middles are
-    levels, with both signs; then 0 and 1.
+    For the powers of ten from 1e-6 to 1, the interval from 0.1 to 1 times the power is split into 1, 2, 4, .. 64 equal
+    parts, whose midpoints are levels, with both signs; in addition 0 and 1.
     """
     levels = [0.0, 1.0]
     for exponent in range(7):
-        borders = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
-        middles = (borders[:-1] + borders[1:]) / 2.0
+        boundaries = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
+        middles = (boundaries[:-1] + boundaries[1:]) / 2.0
         levels += (10 ** (exponent - 6) * middles).tolist() + (-(10 ** (exponent - 6)) * middles).tolist()
     return torch.tensor(sorted(levels), dtype=torch.float32)
 
 
-def quantise(weight: torch.Tensor) -> Nf4Weight:
-    """Quantise a weight of any shape and float dtype, flattened; on the weight's device."""
+def quantize(weight: torch.Tensor) -> Nf4Weight:
+    """Quantize a weight of any shape and float dtype, flattened; on the weight's device."""
     flat = weight.detach().reshape(-1)
-    absmax, codes = _quantise_blocks(flat, nf4_levels(weight.device), BLOCK)
+    absmax, codes = _quantize_blocks(flat, nf4_levels(weight.device), BLOCK)
     if len(codes) % 2:
-        # a missing partner is quantised as the value 0, which is level 7
+        # an odd element is paired with the value 0, which is level 7
         codes = torch.cat([codes, codes.new_full((1,), 7)])
     offset = absmax.mean()
     nested_map = dynamic_map().to(weight.device)
-    nested_absmax, absmax_codes = _quantise_blocks(absmax - offset, nested_map, NESTED_BLOCK)
+    nested_absmax, absmax_codes = _quantize_blocks(absmax - offset, nested_map, NESTED_BLOCK)
     return Nf4Weight((codes[::2] << 4) | codes[1::2], absmax_codes, nested_absmax, nested_map, offset)
 
 
-def _quantise_blocks(flat: torch.Tensor, levels: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(absmax fp32 of each block, the nearest level's number of each element, uint8)."""
-    borders = (levels[:-1] + levels[1:]) / 2
+def _quantize_blocks(flat: torch.Tensor, levels: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (absmax of each block, fp32; index of the nearest level for each element, uint8)."""
+    boundaries = (levels[:-1] + levels[1:]) / 2
     absmax, codes = [], []
     for piece in flat.split(_PIECE):
         values = torch.nn.functional.pad(piece.float(), (0, -len(piece) % block)).view(-1, block)
         largest = values.abs().amax(dim=1)
         # bitsandbytes multiplies by the reciprocal in fp32; a block of zeros keeps absmax 0
         scaled = values * (1.0 / largest.clamp(min=1e-38))[:, None]
-        numbers = torch.bucketize(scaled.clamp(-1, 1), borders, out_int32=True).to(torch.uint8)
+        numbers = torch.bucketize(scaled.clamp(-1, 1), boundaries, out_int32=True).to(torch.uint8)
         absmax.append(largest)
         codes.append(numbers.view(-1)[: len(piece)])
     return torch.cat(absmax), torch.cat(codes)
 
 
-def dequantise_absmax(weight: Nf4Weight) -> torch.Tensor:
-    """Largest absolute value of each block, fp32 (B,): map * nested absmax, rounded, then plus the offset."""
+def dequantize_absmax(weight: Nf4Weight) -> torch.Tensor:
+    """Return the absmax of each block, fp32 (B,): map * nested absmax, rounded, then plus the offset."""
     num_blocks = len(weight.absmax)
     scales = weight.nested_absmax.repeat_interleave(NESTED_BLOCK)[:num_blocks]
     return weight.nested_map[weight.absmax.int()] * scales + weight.offset
 
 
-def dequantise(weight: Nf4Weight, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """The dense weight (num_rows, num_columns): level * absmax in fp32, then rounded to `dtype`."""
-    return _expand(weight, dequantise_absmax(weight), num_rows, num_columns).to(dtype)
+def dequantize(weight: Nf4Weight, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the dense weight (num_rows, num_columns): level * absmax in fp32, then rounded to `dtype`."""
+    return _expand(weight, dequantize_absmax(weight), num_rows, num_columns).to(dtype)
 
 
 def row_scale(weight: Nf4Weight, num_rows: int, num_columns: int) -> torch.Tensor:
-    """The scale of each row for float8_e4m3fn, fp32 (num_rows,): the largest absmax of its blocks / 448, never 0."""
-    absmax = dequantise_absmax(weight).abs()
+    """Return each row's scale for float8_e4m3fn, fp32 (num_rows,): the largest absmax of its blocks / 448, never 0."""
+    absmax = dequantize_absmax(weight).abs()
     if num_columns % BLOCK == 0:
         largest = absmax.view(num_rows, -1).amax(dim=1)
     else:
@@ -108,9 +109,9 @@ def row_scale(weight: Nf4Weight, num_rows: int, num_columns: int) -> torch.Tenso
     return (largest / FP8_MAX).clamp(min=1e-12)
 
 
-def dequantise_fp8(weight: Nf4Weight, scale: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
-    """The weight over its row scale, float8_e4m3fn (num_rows, num_columns): level * (absmax / scale), then rounded."""
-    absmax = dequantise_absmax(weight)
+def dequantize_fp8(weight: Nf4Weight, scale: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
+    """Return level * (absmax / scale), rounded to float8_e4m3fn (num_rows, num_columns); `scale` is per row."""
+    absmax = dequantize_absmax(weight)
     if num_columns % BLOCK == 0:
         ratio = absmax / scale.repeat_interleave(num_columns // BLOCK)
         return _expand(weight, ratio, num_rows, num_columns).to(torch.float8_e4m3fn)

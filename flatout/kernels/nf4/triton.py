@@ -12,7 +12,7 @@ from flatout.kernels.nf4.reference import BLOCK, NESTED_BLOCK, Nf4Weight
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _dequantise_kernel(  # type: ignore[no-untyped-def]
+def _dequantize_kernel(  # type: ignore[no-untyped-def]
     packed_ptr,
     absmax_ptr,
     nested_absmax_ptr,
@@ -52,25 +52,26 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + targets, values.to(out_ptr.dtype.element_ty), mask=kept)
 
 
-def dequantise_into(weight: Nf4Weight, out: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor | None) -> None:
-    """Write the dense weight (over its row scale, fp32 (rows,), if given) into `out` (rows, columns), of any strides.
+def dequantize_into(weight: Nf4Weight, out: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor | None) -> None:
+    """Write the dense weight (divided by its row scale, fp32 (rows,), if given) into `out` (rows, columns).
 
-    columns is a multiple of 64, `levels` the 16 NF4 levels. One launch; equal to the reference to the bit.
+    `out` may have any strides; columns is a multiple of 64, `levels` are the 16 NF4 levels. One launch; bitwise equal
+    to the reference.
     """
     num_rows, num_columns = out.shape
     blocks_per_row = num_columns // BLOCK
     if out.stride(0) == 1:
-        # neighbours in memory are rows: a tall tile, so that stores are whole cache lines
+        # rows are contiguous in memory, so use a tall tile to store whole cache lines
         tile_rows, tile_blocks, num_warps = 128, 1, 8
     elif scale is None and out.is_contiguous():
-        # without row scales the weight is one long row
+        # without row scales, treat the weight as one long row
         num_rows, blocks_per_row = 1, num_rows * blocks_per_row
         tile_rows, tile_blocks, num_warps = 1, 64, 4
     else:
         tile_rows, tile_blocks, num_warps = 8, 8, 4
     grid = (triton.cdiv(blocks_per_row, tile_blocks), triton.cdiv(num_rows, tile_rows))
     constants: dict[str, Any] = {"IS_SCALED": scale is not None, "ROWS": tile_rows, "BLOCKS": tile_blocks}
-    _dequantise_kernel[grid](
+    _dequantize_kernel[grid](
         *weight, levels, weight.offset if scale is None else scale, out,
         num_rows, blocks_per_row, out.stride(0), out.stride(1),
         **constants, BLOCK=BLOCK, NESTED_BLOCK=NESTED_BLOCK, num_warps=num_warps, enable_fp_fusion=False,

@@ -24,6 +24,16 @@ def test_errors_are_one_line_with_their_exit_code(capsys: pytest.CaptureFixture[
     assert "Traceback" not in error
 
 
+def test_what_a_terminal_cannot_show_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "\x1b[31mred\x9b\u202e.yaml"]) == 2
+    assert r"\x1b[31mred\x9b\u202e.yaml" in capsys.readouterr().err
+
+
+def test_no_line_of_an_error_is_endless(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "run", "--device", "cpu", "--device-map", "x" * 5000]) == 2
+    assert len(capsys.readouterr().err) < 1000
+
+
 def test_a_device_map_for_training_names_the_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "run.yaml", "--device-map", "auto"]) == 2
     assert "strategy=fsdp" in capsys.readouterr().err

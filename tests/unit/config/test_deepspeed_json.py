@@ -139,7 +139,7 @@ def test_precision_auto_is_decided_by_the_device() -> None:
         ({"strategy": "deepspeed", "sharding": {"prefetch": 2}}, "sharding is not for strategy: deepspeed"),
         ({"strategy": "deepspeed", "model": {"name": "m", "precision": "fp64"}}, "model.precision: fp32 or bf16"),
         ({"strategy": "deepspeed", "model": {"name": "m", "precision": "fp16"}}, "fp16"),
-        ({"strategy": "deepspeed", "deepspeed": "nowhere.json"}, "nowhere.json: cannot be read as JSON"),
+        ({"strategy": "deepspeed", "deepspeed": "nowhere.json"}, "nowhere.json: the file is missing"),
     ],
 )
 def test_settings_that_do_not_go_together(values: dict[str, Any], named: str) -> None:
@@ -152,8 +152,30 @@ def test_the_file_is_found_beside_the_yaml(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model: {name: m}\nstrategy: deepspeed\ndeepspeed: ds.json\n")
     assert load_config(tmp_path / "run.yaml").deepspeed == {"zero_optimization": {"stage": 1}}
     (tmp_path / "ds.json").write_text('{"zero_optimization": {}, "zero_optimization": {"stage": 1}}')
-    with pytest.raises(UsageError, match="'zero_optimization' is given twice"):
+    with pytest.raises(UsageError, match='"zero_optimization" is given twice'):
         load_config(tmp_path / "run.yaml")
     (tmp_path / "ds.json").write_text("[1]")
-    with pytest.raises(UsageError, match="expected an object, found list"):
+    with pytest.raises(UsageError, match="expected a JSON object, found a list"):
         load_config(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"zero_optimization": [2]}, r"zero_optimization is \[2\]; expected an object"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage is True"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer is 'cpu'"),
+        ({"optimizer": ["Adam"]}, "optimizer is"),
+        ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer.params is"),
+        ({"scheduler": [1]}, "scheduler is"),
+        ({"scheduler": {"type": {"a": 1}}}, "scheduler.type is"),
+    ],
+)
+def test_sections_of_another_kind_are_named(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        make_config({"model": {"name": "m", "precision": "fp32"}, "strategy": "deepspeed", "deepspeed": given})
+
+
+def test_a_very_long_path_is_no_file() -> None:
+    with pytest.raises(UsageError, match="File name too long"):
+        make_config({"model": {"name": "m"}, "strategy": "deepspeed", "deepspeed": "x" * 5000})

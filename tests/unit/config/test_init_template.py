@@ -10,6 +10,7 @@ from flatout.cli.main import main
 from flatout.config.read import dotted_names, load_config, make_config
 from flatout.config.schema import Config, SourceConfig
 from flatout.config.template import changed_settings, render_template
+from tests.conftest import Tiny
 
 CHANGED = {
     "name": "changed",
@@ -24,7 +25,6 @@ CHANGED = {
             {"path": "org/set", "system": "Two\nlines: 'quoted'"},
         ],
     },
-    "lora": {"targets": ["q_proj", "v_proj"], "alpha": 0.5},
     "optim": {"eps": 1e-12, "max_grad_norm": None},
     "eval": {"fraction": 0.125, "every_steps": 7, "patience": 3},
 }
@@ -117,6 +117,34 @@ def test_init_alone_plans_and_trains_unmodified(
     assert "wrote demo/" in capsys.readouterr().out
 
 
+def test_a_first_file_is_short_and_all_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["--data", "rows.jsonl", "--model", "org/model"]
+    assert main(["init", "first.yaml", *given]) == main(["init", "first-all.yaml", "--all", *given]) == 0
+    first, everything = (Path(name).read_text() for name in ("first.yaml", "first-all.yaml"))
+    assert load_config(Path("first.yaml")).model_copy(update={"name": "first-all"}) == load_config(
+        Path("first-all.yaml")
+    )
+    assert len(first.splitlines()) < 80 < 200 < len(everything.splitlines())
+    assert "lr: 0.0002" in first
+    assert "deepspeed" not in first
+
+
+def test_a_built_data_set_names_its_model(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "run.yaml", "--data", "chats"]) == 2
+    assert "--data chats: also give --model" in capsys.readouterr().err
+    build = ["data", "build", str(tiny.chats), "--name", "chats", "--tokenizer", str(tiny.model_dir)]
+    assert main(build) == 0
+    assert main(["init", "run.yaml", "--data", "chats"]) == 0
+    assert main(["plan", "run.yaml"]) == 0
+    config = load_config(Path("run.yaml"))
+    assert (config.model.name, config.method, config.data.name) == (str(tiny.model_dir), "lora", "chats")
+    assert not Path("demo").exists()
+
+
 def test_schema_is_the_models_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
@@ -130,4 +158,4 @@ def test_the_way_back_to_the_defaults_is_complete() -> None:
     config = make_config(CHANGED)
     back = [f"{name}={default}" for name, default in changed_settings(config)]
     assert make_config(config.model_dump(mode="json"), back) == make_config({"model": {"name": "org/model"}})
-    assert len(back) == 14
+    assert len(back) == 13

@@ -1,10 +1,14 @@
+import gzip
+import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from flatout.config.read import dotted_names, dump_config, load_config, make_config
-from flatout.config.schema import Config
+from flatout.config.read import OF_OTHERS, dotted_names, dump_config, load_config, make_config
+from flatout.config.schema import Config, ModelConfig, OptimConfig
 from flatout.errors import ProblemsError, SecurityError, UsageError
 
 MINIMAL = "model: {name: m}\n"
@@ -65,6 +69,11 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         (MINIMAL + "eval: {data: 'a b'}\n", "eval.data: string should match pattern"),
         (MINIMAL + f"name: {'a' * 300}\n", "name: string should match pattern"),
         (MINIMAL + 'name: "a\\0b"\n', "name: string should match pattern"),
+        (MINIMAL + "lora: {rank: true}\n", "lora.rank: expected a number, got True"),
+        (MINIMAL + "optim: {max_grad_norm: false}\n", "optim.max_grad_norm: expected a number, got False"),
+        ("model: tiny\n", "model: expected settings of its own under it, such as model.name, got 'tiny'"),
+        (MINIMAL + "lora: []\n", "lora: expected settings of its own under it, got []"),
+        (MINIMAL + "run_dir: [a]\n", "run_dir: expected a path, got ['a']"),
     ],
 )
 def test_bad_values_name_the_field(tmp_path: Path, text: str, core: str) -> None:
@@ -109,6 +118,12 @@ def test_resolved_config_reads_back_equal(tmp_path: Path) -> None:
         ("model: [\n", UsageError, "not valid YAML"),
         ("- a\n", UsageError, "expected sections"),
         ("x" * (1 << 20) + "y", SecurityError, "too large for a configuration"),
+        ("", UsageError, "expected sections such as `model:`, found nothing"),
+        ("seed: 2026-13-45\n", UsageError, "month must be in"),
+        ("seed: " + "9" * 5000, UsageError, "4300 digits"),
+        ("data: " + "[" * 30 + "]" * 30, SecurityError, "more than 20 levels"),
+        ("data: " + "{a: " * 3000, SecurityError, "more than 20 levels"),
+        ("data: &a [*a]\n", UsageError, "an alias stands inside of what it names"),
     ],
 )
 def test_hostile_or_broken_files_are_refused(tmp_path: Path, text: str, error: type[UsageError], core: str) -> None:
@@ -116,9 +131,54 @@ def test_hostile_or_broken_files_are_refused(tmp_path: Path, text: str, error: t
         load_config(write(tmp_path, text))
 
 
-def test_alias_bomb_is_refused_at_once(tmp_path: Path) -> None:
-    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    levels += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 20)]
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (MINIMAL.encode("utf-16"), "it is UTF-16"),
+        (gzip.compress(MINIMAL.encode()), "it is compressed"),
+        (MINIMAL.encode() + "name: \u00e9\n".encode("latin-1"), r"run\.yaml:2: .* it is no UTF-8"),
+    ],
+)
+def test_other_encodings_are_named(tmp_path: Path, content: bytes, what: str) -> None:
+    (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(UsageError, match=what):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
+    assert load_config(tmp_path / "run.yaml").model.name == "m"
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ("x = 1\nraise RuntimeError('no')\n", r"run\.py:2: .*RuntimeError: no"),
+        ("import sys\nsys.exit(0)\n", r"run\.py:2: .*SystemExit"),
+        ("config = (\n", r"run\.py:1: .*SyntaxError"),
+        ("def f(): f()\nf()\n", r"run\.py:1: .*RecursionError"),
+    ],
+)
+def test_python_that_fails_is_told_with_its_line(tmp_path: Path, code: str, what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        load_config(write(tmp_path, code, "run.py"))
+
+
+def test_a_long_value_is_shown_in_part(tmp_path: Path) -> None:
+    (problem,) = problems_of(tmp_path, MINIMAL + f"strategy: {'x' * 5000}\n")
+    assert "got 'xxx" in problem
+    assert len(problem) < 300
+
+
+@pytest.mark.parametrize("brackets", ["[]", "{}"])
+def test_alias_bomb_is_refused_at_once(tmp_path: Path, brackets: str) -> None:
+    keys = ["" if brackets == "[]" else f"k{i}: " for i in range(10)]
+
+    def level(value: str) -> str:
+        return brackets[0] + ", ".join(key + value for key in keys) + brackets[1]
+
+    levels = [f"a0: &a0 {level('x')}"]
+    levels += [f"a{i}: &a{i} {level(f'*a{i - 1}')}" for i in range(1, 20)]
     started = time.perf_counter()
     with pytest.raises(SecurityError, match="aliases"):
         load_config(write(tmp_path, "\n".join(levels)))
@@ -160,3 +220,77 @@ def test_a_bare_off_is_off(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, MINIMAL + "compile: off\n")).compile == "off"
     assert load_config(write(tmp_path, MINIMAL), ["compile=off"]).compile == "off"
     assert load_config(write(tmp_path, dump_config(load_config(write(tmp_path, MINIMAL), ["compile=off"])), "b.yaml"))
+
+
+# settings that have no effect or no sense together, and the word of the error that names one
+SENSELESS = {
+    "lora.rank=8 method=full": "lora is only for method: lora",
+    "base.storage=nf4 method=full": "base is only for method: lora",
+    "full.weights=bf16": "full is only for method: full",
+    "freeze=[head]": "freeze is only for method: full",
+    "optim.lr=1e99": "optim.lr",
+    "optim.name=sgd optim.beta2=0.9": "optim: beta2 has no effect",
+    "optim.name=sgd optim.eps=0.1": "optim: eps has no effect",
+    "schedule.decay_ratio=0.5": "schedule: decay_ratio has no effect",
+    "schedule.kind=constant schedule.min_lr_ratio=0.5": "schedule: min_lr_ratio has no effect",
+    "eval.every_steps=5": "eval: every_steps has no effect",
+    "eval.min_delta=0.1": "eval: min_delta has no effect",
+    "eval.fraction=0.999": "eval.fraction",
+    "checkpoint.allow_change=[foo]": "'foo' is no setting",
+    "strategy=ddp sharding.prefetch=3": "prefetch has no effect",
+    "strategy=single sharding.reshard_after_forward=true": "reshard_after_forward has no effect",
+    "strategy=ddp sharding.offload=true": "sharding.offload needs",
+    "strategy=fsdp sharding.replicas=2": "sharding.replicas is only for",
+    "strategy=single comm.compress=bf16": "comm.compress has no effect",
+    "run_dir=data": "run_dir: data holds",
+    "run_dir=data/built_dataset/x": "run_dir: data/built_dataset/x holds",
+    "run_dir=m": "run_dir: m holds",
+    "run_dir=./rows.jsonl data.sources=[{path: rows.jsonl}]": "run_dir: rows.jsonl holds",
+}
+
+
+@pytest.mark.parametrize("words", SENSELESS)
+def test_a_setting_without_effect_or_sense_is_refused(words: str) -> None:
+    overrides = re.findall(r"\S+=(?:\[[^]]*\]|\S+)", words)
+    with pytest.raises(UsageError) as caught:
+        make_config({"model": {"name": "m"}}, overrides)
+    assert SENSELESS[words] in str(caught.value)
+
+
+def test_changes_of_a_setting_or_of_a_section_may_be_allowed() -> None:
+    config = make_config({"model": {"name": "m"}}, ["checkpoint.allow_change=[optim.lr, lora, data, model]"])
+    assert config.checkpoint.allow_change == ["optim.lr", "lora", "data", "model"]
+
+
+@pytest.mark.parametrize(("method", "lr"), [("lora", 2e-4), ("full", 1e-5)])
+def test_the_learning_rate_follows_the_method_unless_it_is_given(method: str, lr: float) -> None:
+    values: dict[str, Any] = {"model": {"name": "m"}, "method": method}
+    assert make_config(values).optim.lr == lr
+    assert make_config(values, ["optim.lr=auto"]).optim.lr == lr
+    assert make_config(values, ["optim.beta1=0.5"]).optim.lr == lr
+    assert make_config(values, ["optim.lr=0.5"]).optim.lr == 0.5
+    in_python = Config(model=ModelConfig(name="m"), method=method, optim=OptimConfig(weight_decay=0.1))  # type: ignore[arg-type]
+    assert (in_python.optim.lr, in_python.optim.weight_decay) == (lr, 0.1)
+    # what is written down is the number
+    assert yaml.safe_load(dump_config(make_config(values)))["optim"]["lr"] == lr
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("learning_rate", "optim.lr"),
+        ("num_train_epochs", "batch.epochs"),
+        ("per_device_train_batch_size", "batch.samples_per_step"),
+        ("load_in_4bit", "base.storage: nf4"),
+        ("lora_r", "lora.rank"),
+        ("max_seq_length", "data.max_tokens"),
+        ("optim.learning_rate", "optim.lr"),
+    ],
+)
+def test_names_of_other_trainers_name_ours(theirs: str, ours: str) -> None:
+    with pytest.raises(UsageError, match=f"{theirs}: unknown key; did you mean {ours}\\?"):
+        make_config({"model": {"name": "m"}}, [f"{theirs}=1"])
+
+
+def test_every_suggestion_is_a_setting() -> None:
+    assert {name.partition(":")[0] for name in OF_OTHERS.values()} <= set(dotted_names())

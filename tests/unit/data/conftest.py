@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from flatout.data.conversation import Conversation, Message, Origin, ToolCall
-from flatout.data.template import ChatTemplate
+from flatout.data.templates.template import ChatTemplate
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import threading
 import time
@@ -17,12 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
-from flatout.data.build import build, open_or_build
+from flatout.data.build import open_or_build
 from flatout.data.conversation import Origin
-from flatout.data.draw import copies_of_rows
-from flatout.data.formats import make_parser
-from flatout.data.rows import RawRow
-from flatout.data.store import TokenStore, read_report
+from flatout.data.rows.formats import make_parser
+from flatout.data.rows.read import RawRow
+from flatout.data.sampling import copies_of_rows
+from flatout.data.token_store import TokenStore, read_report
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.data.workers import Chunk, tokenize_chunks
 from flatout.errors import DataError, FlatoutError, ResourceError
@@ -51,7 +52,7 @@ class Maker:
         return DataConfig.model_validate(base | {"sources": sources} | settings)
 
     def build(self, rows: list[Row], **settings: Any) -> TokenStore:
-        return build(self.config(self.write(rows), **settings), self.tokenizer)
+        return open_or_build(self.config(self.write(rows), **settings), self.tokenizer)
 
 
 @pytest.fixture
@@ -64,8 +65,8 @@ def texts(store: TokenStore, tokenizer: PreTrainedTokenizerFast) -> list[str]:
 
 
 def labels(store: TokenStore, tokenizer: PreTrainedTokenizerFast, index: int) -> str:
-    ids, trained = store.sample(index)
-    return str(tokenizer.decode(ids[trained].tolist()))
+    ids, loss_mask = store.sample(index)
+    return str(tokenizer.decode(ids[loss_mask].tolist()))
 
 
 def test_rows_become_samples(maker: Maker, small_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -73,7 +74,7 @@ def test_rows_become_samples(maker: Maker, small_tokenizer: PreTrainedTokenizerF
     assert texts(store, small_tokenizer)[1] == "<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\nb c<|im_end|>\n"
     assert labels(store, small_tokenizer, 1) == "b c<|im_end|>"
     assert store.num_labels.tolist() == [int(store.sample(i)[1].sum()) for i in range(2)]
-    assert not store.trained[store.offsets[:-1]].any()
+    assert not store.loss_mask[store.offsets[:-1]].any()
     assert str(store.origin(1)).endswith("rows.jsonl:2")
     assert store.meta.max_token_id == store.token_ids.max()
     assert store.meta.end_of_turn == "<|im_end|>"
@@ -87,25 +88,51 @@ def test_plain_text_and_pairs_end_by_eos(maker: Maker, small_tokenizer: PreTrain
     store = maker.build([{"prompt": "2+2=", "completion": " 4"}], template=None)
     assert texts(store, small_tokenizer) == ["2+2= 4<|im_end|>"]
     assert labels(store, small_tokenizer, 0) == " 4<|im_end|>"
-    store = maker.build([{"text": "a<|im_end|>b"}], template=None)
+    store = maker.build([{"text": "a<|im_end|>b"}], template=None, special_tokens="text")
     assert texts(store, small_tokenizer) == ["a<|im_end|>b<|im_end|>"]
     assert store.token_ids.tolist().count(small_tokenizer.eos_token_id) == 1  # the typed one is text
     assert store.num_labels[0] == len(store.token_ids) - 1
     assert store.meta.counts["typed_control_tokens"] == 1
 
 
+TEMPLATED = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>"
+
+
+def test_special_tokens_in_plain_text_are_asked_about(maker: Maker, small_tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"text": TEMPLATED}] * 3 + [{"text": "words"}]
+    with pytest.raises(DataError, match=r"3 of 4 texts hold special tokens.*rows\.jsonl:1.*data\.special_tokens: keep"):
+        maker.build(rows, on_bad_row="skip")
+    kept = maker.build(rows, special_tokens="keep")
+    assert texts(kept, small_tokenizer)[0] == TEMPLATED  # its own end, and no second one
+    assert kept.sample(0)[0].tolist().count(small_tokenizer.eos_token_id) == 2
+    assert kept.sample(3)[0][-1] == small_tokenizer.eos_token_id
+    spelt = maker.build(rows, special_tokens="text")
+    assert spelt.sample(0)[0].tolist().count(small_tokenizer.eos_token_id) == 1
+    rare = [{"text": "words"}] * 20 + [{"text": TEMPLATED}]
+    assert maker.build(rare).meta.counts["typed_control"] == 1
+
+
+def test_a_bos_that_is_written_out_is_the_only_one(maker: Maker, shared: Path) -> None:
+    row = {"text": "<s>[INST] q [/INST] a</s>"}
+    store = open_or_build(
+        maker.config(maker.write([row]), template=None, special_tokens="keep"), str(shared / "tok_mistral_v3")
+    )
+    ids = store.token_ids.tolist()
+    assert (ids[0], ids[-1], ids.count(1), ids.count(2)) == (1, 2, 1, 1)
+
+
 def test_bos_comes_once(tmp_path: Path, maker: Maker, shared: Path) -> None:
     mistral = str(shared / "tok_mistral_v3")
     for row, template in ((chat("q", "a"), None), ({"text": "words"}, None)):
         config = maker.config(maker.write([row]), template=template)
-        store = build(config, mistral)
+        store = open_or_build(config, mistral)
         assert store.token_ids.tolist().count(1) == 1
         assert store.token_ids[0] == 1
 
 
 def test_token_rows_are_checked(maker: Maker) -> None:
     store = maker.build([{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}])
-    assert (store.token_ids.tolist(), store.trained.tolist()) == ([5, 6, 7], [False, False, True])
+    assert (store.token_ids.tolist(), store.loss_mask.tolist()) == ([5, 6, 7], [False, False, True])
     with pytest.raises(DataError, match=r"rows\.jsonl:1: token id 999 at position 1 is outside 0\.\.302"):
         maker.build([{"input_ids": [5, 999], "labels": [5, 999]}])
 
@@ -143,9 +170,9 @@ def test_malformed_rows_are_told_together_or_skipped_and_listed(maker: Maker) ->
     lines = [path.read_text().strip(), "{bad", '{"messages": []}', path.read_text().strip(), '{"messages": 5}']
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(DataError) as caught:
-        build(maker.config(str(path)), maker.tokenizer)
+        open_or_build(maker.config(str(path)), maker.tokenizer)
     assert [f"rows.jsonl:{row}:" in str(caught.value) for row in (1, 2, 3, 4, 5)] == [False, True, True, False, True]
-    store = build(maker.config(str(path), on_bad_row="skip"), maker.tokenizer)
+    store = open_or_build(maker.config(str(path), on_bad_row="skip"), maker.tokenizer)
     assert store.num_samples == 2
     report = read_report(store.folder)
     assert (report["counts"]["rows"], report["counts"]["bad"]) == (5, 3)
@@ -170,19 +197,56 @@ def test_length_policies(
     maker: Maker, policy: str, lengths: list[int], small_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     full = maker.build([chat("q", "a"), LONG])
-    whole_ids, whole_trained = (array.tolist() for array in full.sample(1))
+    whole_ids, whole_mask = (array.tolist() for array in full.sample(1))
     store = maker.build([chat("q", "a"), LONG], max_tokens=32, too_long=policy)
     got = store.lengths.tolist()[1:]
     assert got[: len(lengths)] == lengths[: len(got)]
     assert max(store.lengths) <= 32
-    assert not store.trained[store.offsets[:-1]].any()
+    assert not store.loss_mask[store.offsets[:-1]].any()
     if policy == "split":
         assert np.concatenate([store.sample(i)[0] for i in range(1, store.num_samples)]).tolist() == whole_ids
         assert read_report(store.folder)["counts"]["split"] == 1
     if policy == "truncate":  # inside an answer: what is kept keeps its labels
-        ids, trained = store.sample(1)
-        assert (ids.tolist(), trained.tolist()) == (whole_ids[:32], whole_trained[:32])
+        ids, loss_mask = store.sample(1)
+        assert (ids.tolist(), loss_mask.tolist()) == (whole_ids[:32], whole_mask[:32])
         assert "<|im_end|>" not in labels(store, small_tokenizer, 1)
+
+
+def test_documents_are_split_and_chats_are_cut_by_default(maker: Maker) -> None:
+    path = maker.root / "book.txt"
+    path.write_text("the answer is yes no \n" * 40)
+    whole = open_or_build(maker.config(str(path)), maker.tokenizer)
+    store = open_or_build(maker.config(str(path), max_tokens=32), maker.tokenizer)
+    assert np.array_equal(store.token_ids, whole.token_ids)
+    assert store.lengths.max() == 32
+    chats = maker.build([chat("q", "a"), LONG, LONG], max_tokens=32)
+    assert (chats.num_samples, chats.meta.counts["truncated"]) == (3, 2)
+    pair = maker.build([{"prompt": "q ", "completion": "the answer is yes " * 20}], max_tokens=32)
+    assert pair.num_samples == 1
+
+
+@pytest.mark.parametrize("policy", ["truncate", "drop", "split"])
+def test_lost_tokens_are_told(maker: Maker, policy: str) -> None:
+    rows = [chat("the question " * 30, "a"), chat("q", "a"), LONG]
+    whole = maker.build(rows)
+    store = maker.build(rows, max_tokens=32, too_long=policy, on_bad_row="skip")
+    counts, fates = store.meta.counts, ("truncated", "split", "too_long", "lost_labels")
+    assert (counts["tokens"], counts["label_tokens"]) == (whole.lengths.sum(), whole.num_labels.sum())
+    assert counts["tokens"] - sum(counts[f"{fate}_tokens"] for fate in fates) == store.lengths.sum()
+    assert counts["label_tokens"] - sum(counts[f"{fate}_labels"] for fate in fates) == store.num_labels.sum()
+    fate = {"truncate": "truncated", "drop": "too_long"}.get(policy, policy)
+    tokens, label_tokens = counts[f"{fate}_tokens"], counts[f"{fate}_labels"]
+    lost = f"lost: {tokens:,} tokens ({tokens / counts['tokens']:.1%} of all) and {label_tokens:,} label tokens"
+    assert any(lost in note for note in read_report(store.folder)["notes"])
+
+
+def test_copies_and_windows_of_a_row_share_its_key(maker: Maker) -> None:
+    sources = [{"path": maker.write([LONG, chat("q", "a"), chat("r", "b")]), "weight": 2}]
+    store = open_or_build(maker.config(sources=sources, max_tokens=32, too_long="split"), maker.tokenizer)
+    assert len(set(store.row_keys)) == 3
+    assert [len(set(store.row_keys[store.hashes == seen])) for seen in set(store.hashes)] == [1] * len(
+        set(store.hashes)
+    )
 
 
 def test_a_finished_fingerprint_is_reused(maker: Maker) -> None:
@@ -208,8 +272,41 @@ def test_the_fingerprint_follows_what_matters(maker: Maker, change: dict[str, An
 
 def test_the_fingerprint_ignores_what_does_not(maker: Maker) -> None:
     one = maker.build([chat("q", "a")], num_procs=1)
-    other = build(maker.config(maker.write([chat("q", "a")], "moved.jsonl"), name="e"), maker.tokenizer)
+    other = open_or_build(maker.config(maker.write([chat("q", "a")], "moved.jsonl"), name="e"), maker.tokenizer)
     assert one.meta.fingerprint == other.meta.fingerprint
+
+
+def test_the_template_is_kept_byte_for_byte(maker: Maker) -> None:
+    text = "{# ü #}\r\n{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}\n"
+    text += "{% if add_generation_prompt %}[assistant]{% endif %}\n\n"
+    (maker.root / "mine.jinja").write_bytes(text.encode())
+    assert maker.build([chat("q", "a")], template=str(maker.root / "mine.jinja")).meta.template_text == text
+    assert maker.build([{"text": "words"}]).meta.template_text == ""
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(maker: Maker) -> None:
+    rows = [chat("q", f"the answer {i}" * 20) for i in range(600)]
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    path = maker.write(rows)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, limit[1]))
+    try:
+        with pytest.raises(ResourceError, match=r"cannot write .*File too large"):
+            open_or_build(maker.config(path), maker.tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [found.name for found in (maker.root / "data" / "built_dataset").iterdir()] == [".d.lock"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("num_samples", 1), ("too_long", "drop"), ("on_bad_row", "skip"), ("seed", 1), ("max_tokens", 9),
+     ("shuffle", False), ("loss_type", "all")],
+)  # fmt: skip
+def test_settings_that_a_built_set_does_not_have_are_refused(maker: Maker, setting: str, value: object) -> None:
+    store = maker.build([chat("q", "a"), chat("r", "b")])
+    config = DataConfig.model_validate({"name": "d", "root": maker.root / "data", setting: value})
+    with pytest.raises(DataError, match=f"'d' was built with {setting}={store.meta.settings[setting]}, now {value}"):
+        open_or_build(config, maker.tokenizer)
 
 
 def test_a_damaged_store_is_built_again(maker: Maker) -> None:
@@ -258,7 +355,7 @@ def test_sources_are_mixed_by_weight_and_seed(maker: Maker, small_tokenizer: Pre
     sources = [{"path": one, "weight": 2.5}, {"path": two, "weight": 0.5}]
 
     def answers(**settings: Any) -> list[str]:
-        return texts(build(maker.config(sources=sources, **settings), maker.tokenizer), small_tokenizer)
+        return texts(open_or_build(maker.config(sources=sources, **settings), maker.tokenizer), small_tokenizer)
 
     mixed = answers()
     assert (sum("one" in text for text in mixed), sum("two" in text for text in mixed)) == (25, 5)
@@ -287,7 +384,7 @@ def test_processes_change_nothing(maker: Maker) -> None:
     many = maker.build(rows, name="many", num_procs=2)
     assert alone.meta.fingerprint == many.meta.fingerprint
     assert np.array_equal(alone.token_ids, many.token_ids)
-    assert np.array_equal(alone.trained, many.trained)
+    assert np.array_equal(alone.loss_mask, many.loss_mask)
     assert np.array_equal(alone.offsets, many.offsets)
     assert np.array_equal(alone.rows, many.rows)
 
@@ -310,7 +407,7 @@ def test_a_killed_worker_names_its_rows(maker: Maker, small_tokenizer_dir: Path)
             os.kill(child.pid, signal.SIGKILL)
 
     tokenizer = SampleTokenizer(TokenizeOptions(str(small_tokenizer_dir), "chatml", None))
-    with pytest.raises(ResourceError, match=r"a tokenising process died .* in rows rows\.jsonl:\d+ to 40"):
+    with pytest.raises(ResourceError, match=r"a tokenizing process died .* in rows rows\.jsonl:\d+ to rows\.jsonl:40"):
         list(tokenize_chunks(chunks(), tokenizer, 2))
 
 
@@ -323,7 +420,7 @@ REAL = [
         (f"llamafactory_demo/{name}", {})
         for name in (
             "glaive_toolcall_en_demo.json", "glaive_toolcall_zh_demo.json", "v1_sft_demo.jsonl",
-            "reason_tool_use_demo_50.jsonl", "kto_en_demo.json", "alpaca_zh_demo.json", "identity.json",
+            "reason_tool_use_demo_50.jsonl", "alpaca_zh_demo.json", "identity.json",
         )
     ],
 ]  # fmt: skip
@@ -334,13 +431,57 @@ def test_all_real_data_builds(tokenizer: str, shared: Path, tmp_path: Path) -> N
     weights = {"t0_50k": 0.002, "alpaca_5000": 0.02, "oasst1_en_val": 0.1, "gsm8k": 0.02}
     sources = [{"path": str(shared / path), "weight": weights.get(path, 0.3), **more} for path, more in REAL]
     config = DataConfig.model_validate(
-        {"name": "real", "root": tmp_path, "sources": sources, "max_tokens": 4096, "num_procs": 1}
+        {"name": "real", "root": tmp_path, "sources": sources, "max_tokens": 4096, "num_procs": 1, "on_bad_row": "skip"}
     )
-    store = build(config, str(shared / tokenizer))
+    store = open_or_build(config, str(shared / tokenizer))
     assert store.num_samples > 900
     assert store.meta.counts["bad"] == 0
     assert (store.num_labels > 0).all()
     assert len(set(store.files.tolist())) == len(REAL)
+
+
+def test_empty_answers_carry_no_loss_and_are_counted(maker: Maker, small_tokenizer: PreTrainedTokenizerFast) -> None:
+    two = [{"role": "user", "content": "q"}, {"role": "assistant", "content": " \n"}]
+    rows = [chat("q", "a"), {"messages": two + chat("r", "b")["messages"]}, {"messages": two}]
+    store = maker.build(rows, on_bad_row="skip")
+    assert [labels(store, small_tokenizer, index) for index in range(2)] == ["a<|im_end|>", "b<|im_end|>"]
+    assert (store.num_samples, store.meta.counts["empty_answers"], store.meta.counts["no_labels"]) == (2, 2, 1)
+    with pytest.raises(DataError, match="1 of 3 rows have nothing to learn"):
+        maker.build(rows)
+
+
+def test_missing_values_of_csv_are_no_answers(maker: Maker) -> None:
+    path = maker.root / "rows.csv"
+    path.write_text("instruction,output\nq,a\nq,nan\nq,NaN\nq,\n")
+    store = open_or_build(maker.config(str(path), on_bad_row="skip"), maker.tokenizer)
+    assert (store.num_samples, store.meta.counts["bad"], store.meta.counts["no_labels"]) == (1, 2, 1)
+    assert "output is null, not a text" in read_report(store.folder)["bad_rows"][0]
+
+
+def test_nulls_of_a_table_are_absent_keys(maker: Maker, small_tokenizer: PreTrainedTokenizerFast) -> None:
+    def row(arguments: dict[str, Any]) -> Row:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]}
+
+    from pyarrow import Table, parquet
+
+    path = maker.root / "rows.parquet"
+    parquet.write_table(Table.from_pylist([{"messages": None}, row({"a": "1"}), row({"b": "2"})]), path)
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ (m.tool_calls or []) | tojson }}{% endfor %}"
+    (maker.root / "t.jinja").write_text(template + "{% if add_generation_prompt %}[assistant]{% endif %}")
+    config = maker.config(str(path), template=str(maker.root / "t.jinja"), on_bad_row="skip")
+    store = open_or_build(config, maker.tokenizer)
+    assert [re.findall(r'"arguments": (\{.*?\})', text) for text in texts(store, small_tokenizer)] == [
+        ['{"a": "1"}'], ['{"b": "2"}']
+    ]  # fmt: skip
+    assert store.meta.counts["bad"] == 1  # the null row
+
+
+def test_joined_texts_are_told(maker: Maker) -> None:
+    said: list[str] = []
+    config = maker.config(maker.write([{"prompt": "2+2=", "completion": "4"}]), template=None)
+    open_or_build(config, maker.tokenizer, say=said.append)
+    assert "joined as they are, without a chat template or a separator" in said[0]
 
 
 def test_errors_cross_processes_as_they_are(maker: Maker) -> None:
@@ -359,10 +500,27 @@ def test_pad_equal_to_eos_masks_no_real_eos(tiny, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "same")
     source = SourceConfig(path=str(tiny.chats))
     stores = [
-        build(DataConfig(name="chats", root=tmp_path / name, sources=[source]), str(folder))
+        open_or_build(DataConfig(name="chats", root=tmp_path / name, sources=[source]), str(folder))
         for name, folder in (("own", tiny.model_dir), ("equal", tmp_path / "same"))
     ]
-    for name in ("token_ids", "trained", "offsets"):
+    for name in ("token_ids", "loss_mask", "offsets"):
         assert np.array_equal(getattr(stores[0], name), getattr(stores[1], name))
     ends = stores[1].token_ids == tokenizer.eos_token_id
-    assert stores[1].trained[ends].sum() >= stores[1].num_samples
+    assert stores[1].loss_mask[ends].sum() >= stores[1].num_samples
+
+
+def test_a_long_build_says_how_far_it_is(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatout.data.build.TOLD_EVERY_S", 0.0)
+    said: list[str] = []
+    seen: list[tuple[int, int | None]] = []
+    config = maker.config(maker.write([chat("q", "a")] * 600))
+    open_or_build(config, maker.tokenizer, say=said.append, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(256, 600), (512, 600), (600, 600)]
+    assert re.fullmatch(r"tokenized 256 rows of about 600, [\d,]+ s left, [\d,]+ rows/s", said[1])
+
+
+def test_more_processes_than_a_machine_has_room_for_are_lowered(maker: Maker) -> None:
+    said: list[str] = []
+    config = maker.config(maker.write([chat("q", "a")]), num_procs=100_000)
+    assert open_or_build(config, maker.tokenizer, say=said.append).num_samples == 1
+    assert re.match(r"num_procs: 100000 lowered to \d+; more processes than cores only take memory", said[0])

@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import io
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -56,7 +62,8 @@ def test_options_reach_the_configuration(built: Path, capsys: pytest.CaptureFixt
     more = ["--column", "instruction=output", "--column", "output=instruction", "--loss-type", "all", "--root", "other"]
     assert _build(built, "--name", "x", "--max-tokens", "0", "--num-procs", "1", *more) == 0
     meta = json.loads(Path("other/built_dataset/x/manifest.json").read_text())["meta"]
-    assert (meta["loss_type"], meta["max_tokens"], meta["template"]) == ("all", None, "chatml")
+    settings = meta["settings"]
+    assert (settings["loss_type"], settings["max_tokens"], meta["template"]) == ("all", None, "chatml")
     assert "Dataset saved to: other/built_dataset/x" in capsys.readouterr().out
 
 
@@ -67,7 +74,7 @@ def test_options_reach_the_configuration(built: Path, capsys: pytest.CaptureFixt
         (
             ["--name", "x", "--too-long", "shrink"],
             2,
-            "too_long: Input should be 'error', 'drop', 'truncate' or 'split'",
+            "--too-long: Input should be 'auto', 'error', 'drop', 'truncate' or 'split'",
         ),
         (["--name", "x", "--weight", "1", "--weight", "2"], 2, "2 --weight for 1 sources"),
         (["--name", "x", "--column", "output"], 2, "--column 'output' is not OURS=YOURS"),
@@ -84,3 +91,68 @@ def test_mistakes_are_named(
 def test_show_of_an_unknown_name(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "show", "nothing"]) == 3
     assert "no data set 'nothing'" in capsys.readouterr().err
+
+
+def test_data_commands_no_terminal_and_needs_no_utf8(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("rows.json").write_text(json.dumps([{"instruction": "q", "output": "\x1b]0;owned\x07 snow ☃"}]))
+    streams = {name: io.TextIOWrapper(io.BytesIO(), encoding="ascii") for name in ("stdout", "stderr")}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    assert _build(built, "--name", "x", "--print-samples") == 0
+    assert main(["data", "show", "x"]) == 0
+    assert main(["data", "build", "\x1b[2Jrows.json", "--tokenizer", str(built), "--name", "y"]) == 3
+    out, err = (stream.detach().getvalue().decode("ascii") for stream in streams.values())  # type: ignore[attr-defined]
+    assert out.count(r"\x1b]0;owned\x07 snow ?") == 2
+    assert r"\x1b[2Jrows.json: no data file matches" in err
+    assert "\x1b" not in out + err
+
+
+def test_a_killed_build_leaves_no_process(built: Path) -> None:
+    rows = "".join(json.dumps({"instruction": "q", "output": "a" * 999}) + "\n" for _ in range(20000))
+    Path("many.jsonl").write_text(rows)
+    command = [sys.executable, "-m", "flatout", "data", "build", "many.jsonl", "--tokenizer", str(built)]
+    command += ["--template", "chatml", "--name", "x", "--num-procs", "2"]
+    build = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def alive(pid: int) -> bool:
+        with suppress(FileNotFoundError):
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return False
+
+    def wait_until(what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not what():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def children() -> list[int]:
+        return [int(pid) for pid in Path(f"/proc/{build.pid}/task/{build.pid}/children").read_text().split()]
+
+    wait_until(lambda: len(children()) >= 2 + 1)  # two that tokenize, and one that keeps book of what they share
+    workers = children()
+    build.kill()
+    build.wait()
+    wait_until(lambda: not any(map(alive, workers)))
+
+
+def test_another_set_of_that_name_is_replaced_only_when_asked(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _build(built, "--name", "x", "--max_tokens", "64") == 0
+    assert _build(built, "--name", "x", "--max-tokens=64") == 0
+    capsys.readouterr()
+    assert _build(built, "--name", "x", "--max_tokens=32", "--seed", "5") == 2
+    told = "max_tokens=64, now 32 is asked for; seed=3407, now 5 is asked for"
+    assert f"data set 'x' is there already: {told}; give another --name, or --replace" in capsys.readouterr().err
+    assert _build(built, "--name", "x", "--max_tokens=32", "--seed", "5", "--replace") == 0
+    assert f"Building 'x' again: {told}" in capsys.readouterr().err
+    Path("rows.json").write_text(json.dumps([{"instruction": "q", "output": "a"}]))
+    assert _build(built, "--name", "x", "--max-tokens", "32", "--seed", "5") == 2
+    assert "its rows, or how they are read, have changed" in capsys.readouterr().err
+
+
+def test_variables_of_the_template_reach_it(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    qwen = ["--template", "qwen3", "--empty-reasoning", "mask", "--template-arg", "enable_thinkin=false"]
+    assert _build(built, "--name", "x", *qwen) == 3
+    assert "chat template 'qwen3' reads no variable 'enable_thinkin'" in capsys.readouterr().err
+    assert _build(built, "--name", "x", *qwen[:-2]) == 0
+    settings = json.loads(Path("data/built_dataset/x/manifest.json").read_text())["meta"]["settings"]
+    assert (settings["empty_reasoning"], settings["template_args"]) == ("mask", {})

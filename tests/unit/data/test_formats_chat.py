@@ -9,9 +9,10 @@ import pytest
 
 from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Conversation, Message, Origin, ToolCall
-from flatout.data.formats import make_parser
-from flatout.data.formats.roles import _NAMES
-from flatout.data.rows import RawRow
+from flatout.data.rows.formats import make_parser
+from flatout.data.rows.formats.roles import _NAMES
+from flatout.data.rows.read import RawRow
+from flatout.errors import DataError
 
 ORIGIN = Origin("x.jsonl", 7)
 CALL: dict[str, Any] = {"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}
@@ -54,7 +55,7 @@ SHAPES: list[tuple[str, dict[str, Any], tuple[Message, ...]]] = [
         {"messages": turns(("user", " \n q\u00a0"), ("assistant", ""), ("user", "  "), ("gpt", "\r\n☃"))},
         (
             Message("user", " \n q\u00a0"),
-            Message("assistant", ""),
+            Message("assistant", "", train=False),
             Message("user", "  "),
             Message("assistant", "\r\n☃"),
         ),
@@ -133,15 +134,11 @@ SHAPES: list[tuple[str, dict[str, Any], tuple[Message, ...]]] = [
         (U, Message("assistant", "a", train=False), U, Message("assistant", "a", train=True), U, A),
     ),
     (
-        "a preference row trains on the chosen answer",
-        {"conversations": said(("human", "q")), "chosen": said(("gpt", "a"))[0], "rejected": said(("gpt", "b"))[0]},
-        (U, A),
+        "an empty answer that asks for it",
+        {"messages": [QUESTION, {"role": "assistant", "content": "", "train": True}]},
+        (U, Message("assistant", "", train=True)),
     ),
-    (
-        "a preference row that has the chosen answer already",
-        {"messages": [QUESTION, ANSWER], "chosen": [QUESTION, ANSWER], "rejected": [QUESTION]},
-        (U, A),
-    ),
+    ("a row that is a good example", {"messages": [QUESTION, ANSWER], "label": True}, (U, A)),
     ("alpaca", {"instruction": "q", "output": "a"}, (U, A)),
     ("alpaca with nothing as input", {"instruction": "q", "input": "", "output": "a", "history": []}, (U, A)),
     (
@@ -152,7 +149,7 @@ SHAPES: list[tuple[str, dict[str, Any], tuple[Message, ...]]] = [
             Message("user", "h1"),
             Message("assistant", "h2"),
             Message("user", "q \n i"),
-            Message("assistant", ""),
+            Message("assistant", "", train=False),
         ),
     ),
     (
@@ -212,6 +209,28 @@ def test_columns_setting_renames_row_columns_and_turn_keys() -> None:
     assert parsed(
         odd, format="sharegpt", columns={"messages": "chat", "from": "speaker", "value": "words"}
     ).messages == (U, A)
+
+
+PREFERENCES: list[dict[str, Any]] = [
+    {"conversations": said(("human", "q")), "chosen": said(("gpt", "a"))[0], "rejected": said(("gpt", "b"))[0]},
+    {"messages": [QUESTION, ANSWER], "chosen": [QUESTION, ANSWER], "rejected": [QUESTION]},
+    {"messages": [QUESTION], "chosen": [ANSWER], "rejected": [QUESTION]},
+    {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [QUESTION]},
+]
+
+
+@pytest.mark.parametrize("row", PREFERENCES)
+def test_preference_data_is_refused_unless_its_chosen_answer_is_named(row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"x\.jsonl:7: .*'rejected'.*preference data.*columns: \{completion: chosen\}"):
+        parsed(row)
+    found = parsed(row, columns={"completion": "chosen"}).messages
+    assert [(message.role, message.content) for message in found] == [("user", "q"), ("assistant", "a")]
+
+
+@pytest.mark.parametrize("label", [False, "false"])
+def test_a_bad_example_is_refused(label: object) -> None:
+    with pytest.raises(DataError, match=r"x\.jsonl:7: label is false, so this answer is a bad example"):
+        parsed({"messages": [QUESTION, ANSWER], "label": label})
 
 
 def test_the_sources_system_prompt_fills_in_only_where_there_is_none() -> None:

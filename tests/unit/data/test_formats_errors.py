@@ -6,9 +6,8 @@ import pytest
 
 from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Origin
-from flatout.data.formats import make_parser, read_samples
-from flatout.data.rows import RawRow
-from flatout.data.sources import RowSource
+from flatout.data.rows.formats import make_parser
+from flatout.data.rows.read import RawRow
 from flatout.errors import DataError
 
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -105,7 +104,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("parts", chat({"role": "user", "content": [{"type": "reasoning", "value": "y"}]}),
      "messages[0] has reasoning, but is a user turn; only an assistant turn reasons"),
     ("reasoning", chat(Q, A | {"thinking": "x", "reasoning": "y"}),
-     "messages[1] has different texts in thinking and reasoning; keep one"),
+     "messages[1] has thinking and reasoning that say different things; keep one"),
     ("weights", chat(Q, A | {"loss_weight": 0.5}),
      "messages[1].loss_weight is 0.5; only 0 (no loss) and 1 (loss) are possible"),
     ("C21", chat(Q, A | {"weight": float("nan")}),
@@ -155,11 +154,13 @@ FIRST_ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("C10", {"id": 1, "mesages": []}, {"format": "messages"},
      "train.jsonl:1: no column 'messages'; found 'mesages' (did you mean?)"),
     ("C10", {"question": "q", "answer": "a"}, {},
-     "train.jsonl:1: no known format has these columns; name yours, such as "
-     "columns: {instruction: question, output: answer}; "
-     "known are tokens: input_ids; oasst: message_id, parent_id, text, role; messages: messages; "
-     "sharegpt: conversations; "
-     "prompt_completion: prompt, completion; alpaca: instruction, output; text: text; columns found: question, answer"),
+     "train.jsonl:1: no known format has these columns; set columns: {instruction: question, output: answer}; "
+     "columns found: question, answer"),
+    ("C10", {"q": "q", "a": "a"}, {},
+     "train.jsonl:1: no known format has these columns; name yours, such as columns: {instruction: question, output: "
+     "answer}; known are tokens: input_ids; oasst: message_id, parent_id, text, role; oasst_trees: prompt; "
+     "segments: segments; messages: messages; sharegpt: conversations; prompt_completion: prompt, completion; "
+     "alpaca: instruction, output; text: text; columns found: q, a"),
     ("C10", {"messages": None, "x": 1}, {}, "train.jsonl:1: no known format has these columns; name yours"),
     ("C10", {"q": 1}, {"format": "text"}, "train.jsonl:1: no column 'text', which format text needs; columns found: q"),
     ("C10", {}, {}, "train.jsonl:1: no known format has these columns"),
@@ -211,11 +212,12 @@ def test_mixed_schemas_name_both_places_and_the_field(
         RawRow(Origin("b.jsonl", 1), other),
         RawRow(Origin("b.jsonl", 2), first),
     ]
-    source = RowSource("folder", (), None, lambda bad_row: iter(rows))
-    with pytest.raises(DataError) as caught:
-        list(read_samples(SourceConfig(path="folder"), source))
-    assert str(caught.value) == message
-    bad: list[str] = []
-    kept = read_samples(SourceConfig(path="folder"), source, lambda error: bad.append(str(error)))
-    assert [str(sample.origin) for sample in kept] == ["a.jsonl:1", "b.jsonl:2"]
+    parser = make_parser(SourceConfig(path="folder"), rows[0])
+    kept, bad = [], []
+    for row in rows:
+        try:
+            kept.append(str(parser.parse(row).origin))
+        except DataError as error:
+            bad.append(str(error))
+    assert kept == ["a.jsonl:1", "b.jsonl:2"]
     assert bad == [message]

@@ -2,8 +2,8 @@ from typing import Any
 
 from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Conversation, Origin
-from flatout.data.formats import make_parser
-from flatout.data.rows import RawRow
+from flatout.data.rows.formats import make_parser
+from flatout.data.rows.read import RawRow
 
 # id, parent, role, text, rank, deleted; children stand before their parents on purpose
 TREE = [
@@ -46,7 +46,7 @@ def test_each_path_to_a_last_reply_is_a_conversation_and_each_message_is_learned
         [("question", False), ("second", None)],
         [("question", False), ("unranked", None)],
     ]
-    assert [c.origin.row for c in conversations] == [6, 7, 1, 4]
+    assert [c.origin.row_number for c in conversations] == [6, 7, 1, 4]
     assert bad == []
     assert notes == [
         "oasst: 12 messages in 2 trees make 4 conversations; left out: 1 deleted, "
@@ -87,3 +87,24 @@ def test_circles_are_left_out_and_deep_trees_need_no_recursion() -> None:
     ]
     conversations, _, _ = threaded(deep)
     assert [len(c.messages) for c in conversations] == [5000]
+
+
+def test_whole_trees_make_the_same_conversations() -> None:
+    def message(node: tuple[Any, ...]) -> dict[str, Any]:
+        keys = ("message_id", "role", "text", "rank", "deleted")
+        replies = [message(child) for child in TREE if child[1] == node[0]]
+        return dict(zip(keys, (node[0], *node[2:]), strict=True)) | {"replies": replies}
+
+    roots = [message(node) for node in TREE if node[1] is None]
+    raws = [
+        RawRow(Origin("t.jsonl", n), {"message_tree_id": root["message_id"], "tree_state": "ready", "prompt": root})
+        for n, root in enumerate(roots, start=1)
+    ]
+    parser = make_parser(SourceConfig(path="t.jsonl"), raws[0])
+    bad: list[str] = []
+    samples = [parser.parse(raw) for raw in parser.gather(raws, lambda error: bad.append(str(error)))]
+    assert [sample.messages for sample in samples] == [sample.messages for sample in threaded(TREE)[0]]  # type: ignore[union-attr]
+    assert not bad
+    torn = RawRow(Origin("t.jsonl", 9), {"prompt": roots[0] | {"replies": [5]}})
+    list(parser.gather([torn], lambda error: bad.append(str(error))))
+    assert bad == ["t.jsonl:9: message_id is null, not a text"]

@@ -1,13 +1,18 @@
-"""Text, prompt/completion and rows already tokenised; and which format a row is taken for."""
+"""Text, prompt/completion and rows already tokenized; and which format a row is taken for."""
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flatout.config.schema import SourceConfig
-from flatout.data.conversation import Origin, PlainText, Sample, TokenRow
-from flatout.data.formats import detect, make_parser
-from flatout.data.rows import RawRow
+from flatout.data.conversation import Conversation, Origin, PlainText, Sample, TokenRow
+from flatout.data.rows.formats import detect, make_parser
+from flatout.data.rows.read import RawRow
+from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
+from flatout.errors import DataError
 
 ORIGIN = Origin("x.jsonl", 7)
 
@@ -20,7 +25,8 @@ def parsed(row: dict[str, Any], **settings: Any) -> Sample:
 def test_text_and_prompt_completion_keep_every_character() -> None:
     assert parsed({"text": "  a\r\n", "id": 1}) == PlainText("  a\r\n", ORIGIN)
     assert parsed({"prompt": " p ", "completion": " c"}) == PlainText(" c", ORIGIN, prompt=" p ")
-    assert parsed({"prompt": "p", "chosen": "c", "rejected": "r"}) == PlainText("c", ORIGIN, prompt="p")
+    chosen = {"prompt": "p", "chosen": "c", "rejected": "r"}
+    assert parsed(chosen, columns={"completion": "chosen"}) == PlainText("c", ORIGIN, prompt="p")
     assert parsed({"q": "p", "a": "c"}, columns={"prompt": "q", "completion": "a"}) == PlainText(
         "c", ORIGIN, prompt="p"
     )
@@ -37,7 +43,7 @@ def test_text_and_prompt_completion_keep_every_character() -> None:
         ({"assistant_masks": [0, 0.0, 1.0], "labels": None}, (False, False, True)),
     ],
 )
-def test_tokenised_rows(columns: dict[str, Any], trained: tuple[bool, ...]) -> None:
+def test_tokenized_rows(columns: dict[str, Any], trained: tuple[bool, ...]) -> None:
     assert parsed({"input_ids": [7, 8, 9]} | columns) == TokenRow((7, 8, 9), trained, ORIGIN)
 
 
@@ -56,7 +62,6 @@ TURN = {"role": "user", "content": "q"}
         ("sharegpt", {"conversations": []}),
         ("sharegpt", {"conversations": [{"from": "human", "value": "q"}]}),
         ("prompt_completion", {"prompt": "p", "completion": "c", "text": "t"}),
-        ("prompt_completion", {"prompt": "p", "chosen": "c", "rejected": "r"}),
         ("alpaca", {"instruction": "i", "input": None, "output": "o", "text": "all of it"}),
         ("alpaca", {"messages": None, "instruction": "i", "output": "o"}),
         ("text", {"text": "t", "role": "x"}),
@@ -69,3 +74,40 @@ def test_detection(name: str, row: dict[str, Any]) -> None:
 def test_the_setting_goes_before_detection() -> None:
     row = {"messages": [TURN], "text": "t"}
     assert parsed(row, format="text") == PlainText("t", ORIGIN)
+
+
+@pytest.mark.parametrize(
+    ("row", "hint"),
+    [
+        ({"question": "q", "answer": "a"}, "{instruction: question, output: answer}"),
+        ({"query": "q", "response": "a"}, "{instruction: query, output: response}"),
+        ({"input": "q", "output": "a"}, "{instruction: input, output: output}"),
+    ],
+)
+def test_the_columns_to_set_are_named_and_work(row: dict[str, Any], hint: str) -> None:
+    with pytest.raises(DataError, match=re.escape(f"set columns: {hint}")):
+        parsed(row)
+    columns = dict(pair.split(": ") for pair in hint.strip("{}").split(", "))
+    sample = parsed(row, columns=columns)
+    assert isinstance(sample, Conversation)
+    assert [message.content for message in sample.messages] == ["q", "a"]  # the input is the question, not both
+
+
+def test_messages_written_as_json_text_are_read() -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    shared = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    for value in (json.dumps(turns), [json.dumps(turn) for turn in turns], json.dumps(shared)):
+        sample = parsed({"messages": value})
+        assert isinstance(sample, Conversation)
+        assert [message.content for message in sample.messages] == ["q", "a"]
+
+
+def test_segments_say_what_carries_loss(small_tokenizer_dir: Path) -> None:
+    pieces = [("<|im_start|>q", False), ("yes<|im_end|>", True), ("\nthink", False), ("hello", True)]
+    row = {"segments": [{"text": text, "label": label} for text, label in pieces]}
+    tokenizer = SampleTokenizer(TokenizeOptions(str(small_tokenizer_dir), "", None, special_tokens="keep"))
+    for rows, learned in ((row, "yes<|im_end|>hello<|im_end|>"), ({"segments": row["segments"][:3]}, "yes<|im_end|>")):
+        text = tokenizer(parsed(rows)).pieces[0]
+        assert tokenizer.tokenizer.decode(text.token_ids[text.loss_mask].tolist()) == learned
+    with pytest.raises(DataError, match=r"segments\[0\]\.label is null; give true or false"):
+        parsed({"segments": [{"text": "a"}]})

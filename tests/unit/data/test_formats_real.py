@@ -12,8 +12,9 @@ import pytest
 
 from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Conversation, PlainText, Sample
-from flatout.data.formats import read_samples
-from flatout.data.sources import open_source
+from flatout.data.rows.formats import make_parser
+from flatout.data.rows.sources import open_source
+from flatout.errors import DataError
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the real data sets are not beside this checkout")
@@ -23,7 +24,22 @@ Rows = list[dict[str, Any]]
 
 def read(name: str, **settings: Any) -> list[Sample]:
     source = SourceConfig(path=str(DATA / name), **settings)
-    return list(read_samples(source, open_source(source)))
+    samples, bad = parsed(source)
+    assert not bad
+    return samples
+
+
+def parsed(source: SourceConfig) -> tuple[list[Sample], list[str]]:
+    """The samples of a source, and what is wrong with its other rows."""
+    rows = list(open_source(source).rows())
+    parser = make_parser(source, rows[0])
+    samples, bad = [], []
+    for raw in parser.gather(rows):
+        try:
+            samples.append(parser.parse(raw))
+        except DataError as error:
+            bad.append(str(error))
+    return samples, bad
 
 
 def plain(name: str) -> Rows:
@@ -55,10 +71,6 @@ def preference(row: dict[str, Any]) -> list[str]:
     return [*sharegpt(row), row["chosen"]["value"]]
 
 
-def openai(row: dict[str, Any]) -> list[str]:
-    return [turn["content"] for turn in row["messages"]]
-
-
 def parts(row: dict[str, Any]) -> list[str]:
     return ["".join(part["value"] for part in turn["content"] if part["type"] == "text") for turn in row["messages"]]
 
@@ -70,8 +82,7 @@ CHATS = [
     Chats("gsm8k/train_3000.jsonl", lambda row: [row["question"], row["answer"]], GSM8K),
     Chats(f"{DEMO}/alpaca_zh_demo.json", alpaca),
     Chats(f"{DEMO}/identity.json", alpaca),
-    Chats(f"{DEMO}/kto_en_demo.json", openai),
-    Chats(f"{DEMO}/dpo_en_demo.json", preference),
+    Chats(f"{DEMO}/dpo_en_demo.json", preference, {"completion": "chosen"}),
     Chats(f"{DEMO}/glaive_toolcall_en_demo.json", sharegpt),
     Chats(f"{DEMO}/glaive_toolcall_zh_demo.json", sharegpt),
     Chats(f"{DEMO}/v1_sft_demo.jsonl", parts),
@@ -90,6 +101,14 @@ def test_every_row_of_a_chat_set_parses(chats: Chats) -> None:
     for sample, row in zip(samples, rows, strict=True):
         assert isinstance(sample, Conversation)
         assert [message.content for message in sample.messages] == chats.texts(row)
+
+
+def test_bad_examples_of_kto_are_left_out() -> None:
+    name = f"{DEMO}/kto_en_demo.json"
+    kept, bad = parsed(SourceConfig(path=str(DATA / name)))
+    labels = [row["label"] for row in plain(name)]
+    assert (len(kept), len(bad)) == (labels.count(True), labels.count(False))
+    assert all("label is false" in problem for problem in bad)
 
 
 def test_tool_calls_come_out_as_they_were_written() -> None:

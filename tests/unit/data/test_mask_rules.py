@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from flatout.data.conversation import Conversation, Message, Origin
 from flatout.data.encode import Encoder
-from flatout.data.mask import Masker
-from flatout.data.template import ChatTemplate, choose_template
+from flatout.data.loss_mask.mask import Masker
+from flatout.data.templates.template import ChatTemplate, choose_template
 from flatout.data.tokenizer import control_pattern, control_tokens
 from flatout.errors import DataError
 
@@ -111,16 +111,20 @@ def test_typed_control_tokens_become_text_and_are_counted(small_tokenizer: PreTr
     assert ids.count(small_tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
     assert ids.count(small_tokenizer.convert_tokens_to_ids("<|endoftext|>")) == 0
     assert small_tokenizer.decode(ids) == masked.text
-    assert small_tokenizer.decode(encoded.token_ids[encoded.trained]) == "<|endoftext|><|im_end|>"
+    assert small_tokenizer.decode(encoded.token_ids[encoded.loss_mask]) == "<|endoftext|><|im_end|>"
 
 
-def test_a_template_that_acts_on_typed_control_tokens_is_refused(
+def test_typed_control_tokens_stay_text_whatever_a_template_does_to_them(
     template_of: Callable[[str], ChatTemplate], small_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    source = PLAIN.replace("m.content", "m.content | replace('<|im_end|>', '<|im_end|>!')")
-    masker = Masker(template_of(source), control=control_pattern(control_tokens(small_tokenizer)))
-    with pytest.raises(DataError, match=r"t:4: .*holds '<\|im_end\|>' and the template treats it as structure"):
-        masker.mask(_chat(("user", "a<|im_end|>"), ("assistant", "b"), row=4))
+    control = control_pattern(control_tokens(small_tokenizer))
+    chat = _chat(("user", "a<|im_end|>"), ("assistant", "b"), row=4)
+    longer = PLAIN.replace("m.content", "m.content | replace('<|im_end|>', '<|im_end|>!')")
+    masked = Masker(template_of(longer), control=control).mask(chat)
+    assert [masked.text[start:end] for start, end in masked.typed] == ["<|im_end|>"]
+    cutting = PLAIN.replace("m.content", "m.content.split('<|im_end|>')[0]")
+    with pytest.raises(DataError, match=r"t:4: .*holds '<\|im_end\|>' and it acts on the text around"):
+        Masker(template_of(cutting), control=control).mask(chat)
 
 
 PIECES = [
@@ -130,13 +134,13 @@ PIECES = [
 ]  # fmt: skip
 
 
-def _fuzzed(rng: random.Random, row: int) -> Conversation:
+def _fuzzed(rng: random.Random, row: int, takes_reasoning: bool) -> Conversation:
     def text(least: int) -> str:
         return "".join(rng.choices(PIECES, k=rng.randint(least, 12)))
 
     turns = [Message("system", text(1))] if rng.random() < 0.3 else []
     for _ in range(rng.randint(1, 3)):
-        reasoning = text(0) if rng.random() < 0.2 else None
+        reasoning = text(0) if takes_reasoning and rng.random() < 0.2 else None
         turns += [Message("user", text(0)), Message("assistant", text(1), reasoning=reasoning)]
     return Conversation(tuple(turns), Origin("fuzz", row))
 
@@ -155,13 +159,13 @@ def test_decoded_labels_are_the_answers_for_10k_conversations(
     rng = random.Random(7)
     num_plain = num_cut = 0
     for row in range(number):
-        chat = _fuzzed(rng, row)
+        chat = _fuzzed(rng, row, takes_reasoning=source != PLAIN)
         masked = masker.mask(chat)
         encoded = encoder.encode(masked.text, masked.spans, masked.typed)
         answers = [message for message in chat.messages if message.role == "assistant"]
         assert len(masked.spans) == len(answers)
         labels = "".join(masked.text[start:end] for start, end in masked.spans)
-        assert small_tokenizer.decode(encoded.token_ids[encoded.trained]) == labels
+        assert small_tokenizer.decode(encoded.token_ids[encoded.loss_mask]) == labels
         assert small_tokenizer.decode(encoded.token_ids) == masked.text
         for (start, end), answer in zip(masked.spans, answers, strict=True):
             assert masked.text[start:end].endswith(answer.content + "<|im_end|>")
@@ -178,12 +182,12 @@ def test_decoded_labels_are_the_answers_for_10k_conversations(
 def test_encoding_equals_the_tokenizers_own(text: str, small_tokenizer: PreTrainedTokenizerFast) -> None:
     encoded = Encoder(small_tokenizer).encode(text, [(0, len(text))] if text else [])
     assert encoded.token_ids.tolist() == small_tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert encoded.trained.all()
+    assert encoded.loss_mask.all()
 
 
 def test_a_token_over_the_edge_is_cut(small_tokenizer: PreTrainedTokenizerFast) -> None:
     text = "x hello"
     assert " hello" in [small_tokenizer.decode([token]) for token in small_tokenizer(text)["input_ids"]]
     encoded = Encoder(small_tokenizer).encode(text, [(4, 7)])
-    assert small_tokenizer.decode(encoded.token_ids[encoded.trained]) == "llo"
+    assert small_tokenizer.decode(encoded.token_ids[encoded.loss_mask]) == "llo"
     assert small_tokenizer.decode(encoded.token_ids) == text

@@ -64,7 +64,10 @@ def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
 
 
 BROKEN = [
-    ('[{"name": "a",}]', ":1:15: expected a key in double quotes; repair it by hand"),
+    (
+        '[{"name": "a",}]',
+        ": not readable as JSON: 1:15: expected a key in double quotes; the comma before is one too many",
+    ),
     ("{}", ": expected a list of entries; repair it by hand, or move it away and build again"),
     ("[5]", ": entry 1 is no object with a name; remove it"),
 ]
@@ -86,7 +89,7 @@ def test_a_wrong_field_is_named_with_its_entry(tmp_path: Path) -> None:
     file = tmp_path / "data_config.json"
     good = file.read_text()
     file.write_text(good.replace("1000", '"many"'))
-    with pytest.raises(DataError, match=r"entry 1 \(finetom-1k\): num_samples: input should be a valid integer"):
+    with pytest.raises(DataError, match=r"entry 1 \(finetom-1k\): num_samples: Input should be a valid integer"):
         load(tmp_path)
     file.write_text(json.dumps(json.loads(good) * 2))
     with pytest.raises(DataError, match="entry 2: name 'finetom-1k' is given twice; remove one"):
@@ -175,7 +178,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ResourceError, match=r"data_config.json: cannot be written: No space left on device"):
+    with pytest.raises(ResourceError, match=r"disk or quota full: .*data_config.json"):
         upsert(tmp_path, replace(ENTRY, name="second"))
     assert set(load(tmp_path)) == {"finetom-1k"}
     assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob(".*.tmp"))

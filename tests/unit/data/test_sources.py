@@ -15,8 +15,8 @@ import xxhash
 from pyarrow import ipc, parquet
 
 from flatout.config.schema import SourceConfig
-from flatout.data.rows import RawRow
-from flatout.data.sources import RowSource, open_source
+from flatout.data.rows.read import RawRow
+from flatout.data.rows.sources import RowSource, open_source
 from flatout.errors import DataError
 
 ROWS = [{"text": "alpha\r\nbeta"}, {"text": "snow ☃ \u2028 line"}, {"text": "  kept  "}]
@@ -27,16 +27,21 @@ def opened(path: Path | str, **settings: Any) -> RowSource:
 
 
 def values(source: RowSource) -> list[dict[str, Any]]:
-    return [raw.row for raw in source.rows()]
+    return [raw.columns for raw in source.rows()]
 
 
 def jsonl(rows: list[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
-def write_csv(path: Path) -> None:
+def write_zst(path: Path) -> None:
+    with pa.output_stream(str(path), compression="zstd") as out:
+        out.write(jsonl(ROWS))
+
+
+def write_csv(path: Path, delimiter: str = ",") -> None:
     with path.open("w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, ["text"])
+        writer = csv.DictWriter(out, ["text"], delimiter=delimiter)
         writer.writeheader()
         writer.writerows(ROWS)
 
@@ -56,7 +61,9 @@ WRITERS = {
     "JSONL": lambda path: path.write_bytes(jsonl(ROWS)),
     "jsonl.gz": lambda path: path.write_bytes(gzip.compress(jsonl(ROWS), mtime=0)),
     "jsonl.xz": lambda path: path.write_bytes(lzma.compress(jsonl(ROWS))),
+    "jsonl.zst": write_zst,
     "csv": write_csv,
+    "tsv": lambda path: write_csv(path, "\t"),
     "parquet": lambda path: parquet.write_table(pa.Table.from_pylist(ROWS), path),
     "file.arrow": lambda path: write_arrow(path, ipc.new_file),
     "stream.arrow": lambda path: write_arrow(path, ipc.new_stream),
@@ -68,13 +75,13 @@ def test_every_file_type_gives_the_same_rows_with_their_places(tmp_path: Path, k
     path = tmp_path / f"rows.{kind}"
     WRITERS[kind](path)
     source = opened(path)
-    assert [(str(raw.origin), raw.row) for raw in source.rows()] == [
+    assert [(str(raw.origin), raw.columns) for raw in source.rows()] == [
         (f"{path}:{number}", row) for number, row in enumerate(ROWS, start=1)
     ]
     assert values(source) == ROWS, "a second pass starts from the first row again"
     assert source.num_rows == (3 if kind == "parquet" else None)
     stamp = source.files[0]
-    assert (stamp.path, stamp.size_bytes) == (str(path), path.stat().st_size)
+    assert stamp.path == str(path)
     assert stamp.digest == xxhash.xxh3_128_hexdigest(path.read_bytes())
 
 
@@ -95,7 +102,7 @@ def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
 def test_bom_crlf_blank_lines_and_a_missing_last_newline_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"a": "1"}\r\n\r\n  \n{"a": "2\\r"}')
-    assert [(raw.origin.row, raw.row) for raw in opened(path).rows()] == [(1, {"a": "1"}), (4, {"a": "2\r"})]
+    assert [(raw.origin.row_number, raw.columns) for raw in opened(path).rows()] == [(1, {"a": "1"}), (4, {"a": "2\r"})]
     (tmp_path / "x.csv").write_bytes(b'\xef\xbb\xbfa,b\r\n"1 ""x"", y","l1\nl2"\r\n')
     assert values(opened(tmp_path / "x.csv")) == [{"a": '1 "x", y', "b": "l1\nl2"}]
 
@@ -132,9 +139,56 @@ def test_the_order_of_files_is_the_order_of_their_names(tmp_path: Path) -> None:
 def test_a_folder_saved_by_datasets_is_read(tmp_path: Path) -> None:
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
     assert values(opened(tmp_path / "one")) == ROWS
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(DataError, match=r"holds the splits train; name one, such as .*splits/train"):
-        opened(tmp_path / "splits")
+    splits = {"train": datasets.Dataset.from_list(ROWS), "extra": datasets.Dataset.from_list(ROWS[:1])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "splits")
+    assert values(opened(tmp_path / "splits")) == ROWS
+    assert values(opened(tmp_path / "splits", split="extra")) == ROWS[:1]
+
+
+FILES = ["README.json", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test.jsonl",
+         "dev/rows.jsonl"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("files", "split", "taken"),
+    [
+        (FILES, None, ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]),
+        (FILES, "test", ["data/test.jsonl"]),
+        (FILES, "validation", ["dev/rows.jsonl"]),
+        (["a.jsonl", "b.jsonl"], None, ["a.jsonl", "b.jsonl"]),
+        (["a.jsonl", "contest.jsonl"], "train", ["a.jsonl", "contest.jsonl"]),
+        (["en-validation.jsonl"], None, ["en-validation.jsonl"]),
+        (["train_sft-00000-of-00001.jsonl", "train_gen-00000-of-00001.jsonl"], "train_sft",
+         ["train_sft-00000-of-00001.jsonl"]),
+    ],
+)  # fmt: skip
+def test_a_folder_gives_the_split_that_is_asked_for(
+    tmp_path: Path, files: list[str], split: str | None, taken: list[str]
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    found = opened(tmp_path, split=split)
+    assert [str(Path(stamp.path).relative_to(tmp_path)) for stamp in found.files] == taken
+    assert ("files]" in found.name) == (len(taken) < len(files))
+
+
+@pytest.mark.parametrize(
+    ("path", "split", "message"),
+    [
+        ("", None, r"no files of split 'train': its file names tell test, train_sft; set split to one that is there"),
+        ("", "dev", r"no files of split 'dev': its file names tell test, train_sft"),
+        ("test.jsonl", "train", r"no files of split 'train': its file names tell test"),
+        ("other/rows.jsonl", "test", r"no files of split 'test': no file name in it tells a split"),
+    ],
+)
+def test_a_split_that_is_not_there_is_named(tmp_path: Path, path: str, split: str | None, message: str) -> None:
+    (tmp_path / "other").mkdir()
+    for name in ("test.jsonl", "train_sft-00000-of-00001.jsonl", "other/rows.jsonl"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match=message):
+        opened(tmp_path / path, split=split)
+    assert len(opened(tmp_path / "test.jsonl").files) == 1  # a file that is named is what it is named for
 
 
 def test_content_decides_the_digest(tmp_path: Path) -> None:
@@ -150,9 +204,9 @@ UNREADABLE = [
     ("x.jsonl", b'{"a": 1}\n' * 56 + b'{"instruction": "x", "output": "some answer" "input": 1}\n',
      ":57:46: expected ',' or '}'"),
     ("x.jsonl", b'{"a": 1}\n' * 4 + b'{"a": "caf\xe9"}\n',
-     ":5: invalid UTF-8 at byte 46 of the file (hex e9); convert the file to UTF-8"),
+     ":5: invalid UTF-8 at byte 46 of the file (hex e9: 'é' in Latin-1); convert the file to UTF-8"),
     ("x.jsonl", b'\xef\xbb\xbf{"a": "\xff"}\n',
-     ":1: invalid UTF-8 at byte 10 of the file (hex ff); convert the file to UTF-8"),
+     ":1: invalid UTF-8 at byte 10 of the file (hex ff: 'ÿ' in Latin-1); convert the file to UTF-8"),
     ("x.jsonl", '{"a": 1}'.encode("utf-16"), ":1: the file is UTF-16; convert it to UTF-8"),
     ("x.jsonl", b'{"a": 1\r\n{"a": 1}\n', ":1:8: expected ',' or '}'; the text ends here"),
     ("x.jsonl", b'{"a": 1}\n[1]\n', ":2: the row is a list, not an object of columns"),
@@ -161,11 +215,13 @@ UNREADABLE = [
     ("x.json", b'[{"a": 1},\n {"a": 2\n]', ":3:1: expected ',' or '}'"),
     ("x.json", b'[{"a": 1}, 5]', ":2: the row is int, not an object of columns"),
     ("x.json", b'{"rows": []}', ': expected a list of rows or {"data": [rows]}, found an object with keys rows'),
-    ("x.json", b'[{"a": "\n\xe9"}]', ":2: invalid UTF-8 at byte 9 of the file (hex e9); convert the file to UTF-8"),
+    ("x.json", b'[{"a": "\n\xe9"}]',
+     ":2: invalid UTF-8 at byte 9 of the file (hex e9: 'é' in Latin-1); convert the file to UTF-8"),
     ("x.csv", b"a,b\n1,2\n3\n", ":2 (line 3): 1 fields, the header has 2; quote commas in text"),
     ("x.csv", b"a,a\n1,2\n", ":1: column 'a' is in the header twice"),
     ("x.csv", b'a\n"open\n', ": line 2: not readable as csv: unexpected end of data"),
-    ("x.csv", b"a\nx\n\xff\n", ":3: invalid UTF-8 at byte 4 of the file (hex ff); convert the file to UTF-8"),
+    ("x.csv", b"a\nx\n\xff\n",
+     ":3: invalid UTF-8 at byte 4 of the file (hex ff: 'ÿ' in Latin-1); convert the file to UTF-8"),
     ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 999, mtime=0)[:-9],
      ": the .gz file is damaged or cut short "
      "(Compressed file ended before the end-of-stream marker was reached); copy it again"),
@@ -175,6 +231,17 @@ UNREADABLE = [
     ("x.jsonl", b"\n \r\n", ": no rows: every file of it is empty"),
     ("x.json", b"[]", ": no rows: every file of it is empty"),
     ("x.csv", b"a,b\n", ": no rows: every file of it is empty"),
+    ("x.jsonl", '{"a": 1}'.encode("utf-16-le"), ":1: the file is UTF-16; convert it to UTF-8"),
+    ("x.jsonl", b"{'a': 1}\n", ":1:2: expected a key in double quotes; single quotes are Python's, not JSON's"),
+    ("x.jsonl", b'{"a": 1,}\n', ":1:9: expected a key in double quotes; the comma before is one too many"),
+    ("x.jsonl", gzip.compress(b'{"a": 1}\n'), ": the content is .gz, not what the name says; rename it to *.gz"),
+    ("x.csv", b"a;b\n1;2\n", ":1: the header has ';' between its columns, not ','; convert the file"),
+    ("x.csv.zst", b"no zst at all",
+     ": the .zst file is damaged or cut short (ZSTD decompress failed: Unknown frame descriptor); copy it again"),
+    ("x.jsonl.gz", gzip.compress(b"x" * (65 << 20)), ":1: the line is over 64 MiB; split the row"),
+    ("x.txt.gz", gzip.compress(b"x" * (65 << 20)), ": over 64 MiB in one piece; write it as JSON Lines, a row a line"),
+    ("x.csv", b'a\n"' + (b"x" * (1 << 20) + b"\n") * 65 + b'"\n',
+     ": line 65: not readable as csv: field larger than field limit (67108864)"),
     ("x.txt", b"", ": no rows: every file of it is empty"),
 ]  # fmt: skip
 
@@ -190,7 +257,7 @@ def test_unreadable_rows_are_named_with_their_place(tmp_path: Path, name: str, c
 
 @pytest.mark.parametrize(("name", "kind"), [("x.parquet", "parquet"), ("x.arrow", "arrow")])
 def test_damaged_tables_are_named(tmp_path: Path, name: str, kind: str) -> None:
-    (tmp_path / name).write_bytes(b"PAR1 or ARROW1, this is neither")
+    (tmp_path / name).write_bytes(b"ARROW1 or so, this is none")
     with pytest.raises(DataError, match=rf"{name}: not readable as {kind}: "):
         values(opened(tmp_path / name))
 
@@ -199,15 +266,31 @@ def test_skipping_goes_on_after_each_bad_line_and_lists_it(tmp_path: Path) -> No
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": \n{"a": "\xff"}\n[]\n{"a": 5}\n')
     bad: list[str] = []
-    kept = [raw.origin.row for raw in opened(path).rows(lambda error: bad.append(str(error)))]
+    kept = [raw.origin.row_number for raw in opened(path).rows(lambda error: bad.append(str(error)))]
     assert kept == [1, 5]
     assert [message.removeprefix(f"{path}:").split(":")[0] for message in bad] == ["2", "3", "4"]
 
 
 def test_a_source_of_bad_rows_only_says_so(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b"[]\n[]\n")
-    with pytest.raises(DataError, match="no rows: all 2 of its rows are bad"):
+    with pytest.raises(
+        DataError, match=r"no rows: all 2 of its rows are bad; the first: .*x\.jsonl:1: the row is a list"
+    ):
         list(opened(tmp_path / "x.jsonl").rows(lambda error: None))
+
+
+def test_reading_goes_on_after_a_line_that_is_too_long(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a": 1}\n"' + b"x" * (65 << 20) + b'"\n{"a": \n{"a": 4}\n')
+    bad: list[str] = []
+    assert [raw.origin.row_number for raw in opened(path).rows(lambda error: bad.append(str(error)))] == [1, 4]
+    assert [message.removeprefix(f"{path}:").split(":")[0] for message in bad] == ["2", "3"]
+
+
+def test_a_dangling_link_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(DataError, match=r"rows\.jsonl: a link to gone\.jsonl, which does not exist"):
+        opened(tmp_path / "rows.jsonl")
 
 
 def test_what_is_not_there_is_named_with_a_hint(tmp_path: Path) -> None:
@@ -247,11 +330,11 @@ class TestHub:
     def test_rows_and_places(self, asked: list[tuple[Any, ...]]) -> None:
         source = opened("org/set", split="train[:3]", subset="en", revision="abc")
         assert asked == [(("org/set", "en"), {"split": "train[:3]", "revision": "abc", "streaming": False})]
-        assert [raw.row for raw in source.rows()] == ROWS
+        assert [raw.columns for raw in source.rows()] == ROWS
         assert [str(raw.origin) for raw in source.rows()][2] == "org/set[en/train[:3]]:3"
         assert source.num_rows == 3
         assert source.files[0].path == "org/set[en/train[:3]]/0"
-        assert source.files[0].size_bytes > 0
+        assert source.files[0].digest
 
     def test_something_local_goes_before_the_hub(
         self, asked: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -267,7 +350,7 @@ class TestHub:
     def test_a_set_that_cannot_be_had_names_id_revision_and_the_way_offline(self) -> None:
         code = (
             "from flatout.config.schema import SourceConfig\n"
-            "from flatout.data.sources import open_source\n"
+            "from flatout.data.rows.sources import open_source\n"
             "open_source(SourceConfig(path='org/gone', subset='en', revision='v9'))\n"
         )
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -282,4 +365,4 @@ class TestHub:
 
 
 def test_raw_rows_are_plain_values() -> None:
-    assert RawRow.__slots__ == ("origin", "row")
+    assert RawRow.__slots__ == ("origin", "columns")

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from flatout.data.statistics import padding_share, statistics, statistics_lines
-from flatout.data.store import StoreMeta, TokenStore
+from flatout.data.token_store import StoreMeta, TokenStore
 
 
 def _store(lengths: list[int], labels: list[int]) -> TokenStore:
     total = sum(lengths)
     counts = {"rows": len(lengths) + 2, "bad": 2, "duplicates": 1}
-    meta = StoreMeta("d", "f", "t", "t", "c", "c", "all", None, 9, counts=counts)
+    meta = StoreMeta("d", "f", "t", "t", "c", "c", 9, counts=counts)
     none = np.zeros(len(lengths))
     return TokenStore(
         folder=Path("d"),
         token_ids=np.zeros(total, np.int32),
-        trained=np.zeros(total, np.bool_),
+        loss_mask=np.zeros(total, np.bool_),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         num_labels=np.array(labels, np.int64),
         hashes=none.astype(np.uint64),

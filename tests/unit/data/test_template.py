@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from flatout.data.conversation import Conversation, Message, Origin, ToolCall
-from flatout.data.mask import Masker
-from flatout.data.template import OURS, ChatTemplate, choose_template, named_template
+from flatout.data.loss_mask.mask import Masker
+from flatout.data.templates.template import OURS, ChatTemplate, choose_template, named_template
+from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.errors import DataError
+from flatout.io import template_limits
+from flatout.io.template_limits import TemplateLimitError
 
 # name -> the whole text of a chat with a system prompt, what is trained in ⟦ ⟧ (eos here is <|im_end|>)
 FULL = {
@@ -92,7 +98,7 @@ def test_a_file_is_read(small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
     path.write_text(named_template("chatml"), encoding="utf-8")
     template = choose_template(small_tokenizer, str(path), "small")
     assert template.name == "mine.jinja"
-    assert template.digest == choose_template(small_tokenizer, "chatml", "small").digest
+    assert template.source == named_template("chatml")
 
 
 @pytest.mark.parametrize(
@@ -127,3 +133,63 @@ def test_arguments_go_as_text_where_a_template_needs_text(template_of: Callable[
     masked = Masker(template).mask(Conversation((Message("user", "q"), call), Origin("t", 1)))
     assert masked.text == '[user]q;[assistant]f:{"ü": [1, null]};'
     assert [masked.text[a:b] for a, b in masked.spans] == ['f:{"ü": [1, null]};']
+
+
+ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLE = "{% set n = namespace(s='xxxx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("attack", "limit"),
+    [
+        (LOOP, r"took more than 1 s; it may loop"),
+        ("{{ 'x' * 9999999999 }}", "GiB of memory"),
+        ("{{ '%9999999999s' % 'x' }}", "GiB of memory"),
+        (
+            "{% set n = namespace(s='xxxx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+            "GiB of memory",
+        ),
+    ],
+)
+def test_a_template_that_takes_all_time_or_memory_is_stopped_at_its_row(
+    attack: str, limit: str, small_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 1)
+    monkeypatch.setattr(template_limits, "MAX_BYTES", 1 << 28)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    turns = (Message("user", "bomb"), Message("assistant", "a"))
+    for source, where in (
+        (
+            ROLES + "{% if messages[0].content == 'bomb' %}" + attack + "{% endif %}",
+            r"rows\.jsonl:7: chat template 'evil'",
+        ),
+        (ROLES + attack, "chat template 'evil'"),
+    ):
+        tokenizer = SampleTokenizer(TokenizeOptions("small", "evil", source), small_tokenizer)
+        with pytest.raises(TemplateLimitError, match=f"^{where} .*{limit}"):
+            tokenizer(Conversation(turns, Origin("rows.jsonl", 7)))
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
+
+
+THINKS = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' and enable_thinking is not defined %}"
+    "<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_variables_of_a_template_and_its_empty_reasoning(small_tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = Conversation((Message("user", "q"), Message("assistant", "a")), Origin("rows.jsonl", 1))
+
+    def learned(**settings: Any) -> str:
+        sample = SampleTokenizer(TokenizeOptions("small", "own", THINKS, **settings), small_tokenizer)(chat)
+        return str(small_tokenizer.decode(sample.pieces[0].token_ids[sample.pieces[0].loss_mask].tolist()))
+
+    assert learned() == "<think>\n\n</think>\n\na<|im_end|>"
+    assert learned(mask_empty_reasoning=True) == "a<|im_end|>"
+    assert learned(template_args=(("enable_thinking", False),)) == "a<|im_end|>"
+    for wrong in ("enable_thinkin", "tools", "messages"):
+        with pytest.raises(DataError, match=f"chat template 'own' reads no variable '{wrong}'"):
+            learned(template_args=((wrong, False),))

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from flatout.demo.conversations import draw_conversations
+from flatout.demo.conversations import sample_conversations
 from flatout.demo.model import VOCABULARY_SIZE, write_model_folder
 from flatout.demo.settings import DemoFolder
 from flatout.demo.tokenizer import train_tokenizer
 from flatout.demo.write import write_demo
 from flatout.errors import UsageError
 
-CONVERSATIONS = list(draw_conversations(400, 0, held_out=False))
+CONVERSATIONS = list(sample_conversations(400, 0, held_out=False))
 TOKENIZER = train_tokenizer((m["content"] for c in CONVERSATIONS for m in c), VOCABULARY_SIZE)
 
 

@@ -57,3 +57,9 @@ def test_the_demo_evaluates_on_conversations_it_does_not_train_on(tmp_path: Path
     assert held_out.name == config.eval.data != config.data.name
     assert held_out.sources[0].path != config.data.sources[0].path
     assert held_out.root == config.data.root
+
+
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").write_text("mine")
+    assert main(["demo", "--out", str(tmp_path / "taken")]) == 6
+    assert f"cannot make the folder {tmp_path / 'taken'}" in capsys.readouterr().err

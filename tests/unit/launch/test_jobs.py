@@ -10,8 +10,8 @@ import yaml
 from flatout.cli.main import main
 from flatout.errors import UsageError
 from flatout.launch.kubernetes import TRAIN_JOB, KubernetesJob, manifest
+from flatout.launch.launch_mode import SpawnRanks, choose_launch_mode
 from flatout.launch.nodes import Nodes
-from flatout.launch.place import Start, decide
 from flatout.launch.slurm import SlurmJob, sbatch_script
 
 WORDS = ["train", "it's; $(touch x).yaml", "model.name=a b"]
@@ -25,25 +25,27 @@ def slurm(**more: Any) -> SlurmJob:
 def test_the_script_runs_exactly_the_words(tmp_path: Path) -> None:
     folder = tmp_path / "my work"
     folder.mkdir()
-    script = sbatch_script(slurm(folder=folder))
+    # a folder that is not there yet, with a name that only a shell's quotes can hold
+    logs = tmp_path / "runs" / "a b%"
+    script = sbatch_script(slurm(folder=folder, log_dir=logs))
     assert "#SBATCH --ntasks-per-node=4\n" in script
     assert "#SBATCH --signal=TERM@300\n" in script
     assert "partition" not in script
     # a srun that tells its words, and a scontrol that tells it was called
-    for name, body in {"srun": 'printf "%s\\n" "$PWD" "$@"; exit 75', "scontrol": 'echo "scontrol $*"'}.items():
+    srun = 'printf "%s\\n" "$PWD" "${#FLATOUT_SECRET}" "$@"; exit 75'
+    for name, body in {"srun": srun, "scontrol": 'echo "scontrol $*"'}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, check=False)
     run = ["--kill-on-bad-exit=1", "--", "/venv/bin/python", "-m", "flatout", *WORDS]
-    assert done.stdout.splitlines() == [str(folder), *run, "scontrol requeue 7"]
+    assert done.stdout == f"the log is {logs}/slurm-7.log\n"
+    assert (logs / "slurm-7.log").read_text().splitlines() == [str(folder), "64", *run, "scontrol requeue 7"]
     assert (done.returncode, done.stderr) == (75, "")
     assert not (folder / "x").exists()
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"name": "a b"}, {"partition": "p\n#SBATCH --uid=0"}, {"time": "1h"}, {"log_dir": Path("/a b")}]
-)
+@pytest.mark.parametrize("wrong", [{"name": "a b"}, {"partition": "p\n#SBATCH --uid=0"}, {"time": "1h"}])
 def test_what_sbatch_lines_cannot_hold_is_refused(wrong: Any) -> None:
     with pytest.raises(UsageError):
         sbatch_script(slurm(**wrong))
@@ -58,6 +60,9 @@ def test_a_pytorch_job() -> None:
     assert container["name"] == "pytorch"
     assert container["command"] == ["python", "-m", "flatout", *WORDS]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    (secret,) = container["env"]
+    assert secret["name"] == "FLATOUT_SECRET"
+    assert secret["valueFrom"] == {"secretKeyRef": {"name": "run-secret", "key": "secret"}}
 
 
 def test_a_train_job_and_what_its_pods_do() -> None:
@@ -65,8 +70,8 @@ def test_a_train_job_and_what_its_pods_do() -> None:
     trainer = body["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
     env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "run-node-0-0.run"}
-    expected = Start("4", Nodes(2, 2, 0, "run-node-0-0.run:29400"))
-    assert decide(env, gpus=None, on_cpu=False, nodes=None) == expected
+    expected = SpawnRanks(4, Nodes(2, 2, 0, "run-node-0-0.run:29400"))
+    assert choose_launch_mode(env, gpus=None, on_cpu=False, nodes=None) == expected
 
 
 @pytest.mark.parametrize("wrong", [{"name": "Run"}, {"claim": "a_b"}, {"image": "a b"}, {"mount": "work"}])
@@ -85,6 +90,12 @@ def test_the_verb_writes_and_submits_nothing(tmp_path: Path, capsys: pytest.Capt
     assert body["metadata"]["name"] == "my-run"
     assert body["spec"]["nprocPerNode"] == "2"
     assert "nothing is submitted" in capsys.readouterr().out
+    assert main(["launch", str(config), "--kubernetes", "--out", str(out), "--nodes", "2"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert yaml.safe_load(out.read_text()) == body
+    out.unlink()
+    assert main(["launch", str(config), "--kubernetes", "--out", str(out), "--nodes", "2"]) == 0
+    assert "kubectl create secret generic my-run-secret " in capsys.readouterr().out
     assert main(["launch", str(config), "--slurm", "--nodes", "2"]) == 0
     assert "#SBATCH --nodes=2" in capsys.readouterr().out
     assert main(["launch", str(config), "--slurm", "--name", "a b"]) == 2

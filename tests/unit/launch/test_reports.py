@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flatout.errors import DataError, PeerLostError
-from flatout.launch.reports import RankLog, RankReport, judge
+from flatout.launch.reports import RankReport, classify_attempt
 
 
 def report(rank: int, code: int | None, ended_at: float = 1.0, error: str = "e", lost: int | None = None) -> RankReport:
@@ -16,33 +16,33 @@ def report(rank: int, code: int | None, ended_at: float = 1.0, error: str = "e",
 @pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 6, 8])
 def test_the_first_failure_of_its_own_decides(code: int) -> None:
     reports = [report(0, 7, 1.0), report(1, code, 3.0, "mine"), report(2, 3, 4.0), report(3, None), report(4, 75)]
-    verdict = judge(reports)
-    assert (verdict.exit_code, verdict.rank, verdict.why) == (code, 1, "mine")
-    assert verdict.is_curable == (code == 1)
+    outcome = classify_attempt(reports)
+    assert (outcome.exit_code, outcome.rank, outcome.why) == (code, 1, "mine")
+    assert outcome.is_restartable == (code == 1)
 
 
 def test_saved_and_stopped_comes_before_lost() -> None:
-    assert judge([report(0, 75), report(1, None)]).exit_code == 75
-    assert not judge([report(0, 75), report(1, None)]).is_curable
+    assert classify_attempt([report(0, 75), report(1, None)]).exit_code == 75
+    assert not classify_attempt([report(0, 75), report(1, None)]).is_restartable
 
 
 def test_a_lost_rank_is_named_by_who_told_first() -> None:
-    verdict = judge([report(0, 7, 2.0, "later", 2), report(1, 7, 1.0, "rank 3 died", 3), report(3, None)])
-    assert (verdict.exit_code, verdict.rank, verdict.why) == (7, 3, "rank 3 died")
-    assert verdict.is_curable
-    assert judge([report(0, None), report(1, 130)]).rank == 0
+    outcome = classify_attempt([report(0, 7, 2.0, "later", 2), report(1, 7, 1.0, "rank 3 died", 3), report(3, None)])
+    assert (outcome.exit_code, outcome.rank, outcome.why) == (7, 3, "rank 3 died")
+    assert outcome.is_restartable
+    assert classify_attempt([report(0, None), report(1, 130)]).rank == 0
 
 
 def test_all_done_and_nobody_there() -> None:
-    assert judge([report(0, 0), report(1, 0)]).exit_code == 0
-    assert judge([]).exit_code == 7
-    assert judge([report(0, 0), report(1, None)]).exit_code == 7
+    assert classify_attempt([report(0, 0), report(1, 0)]).exit_code == 0
+    assert classify_attempt([]).exit_code == 7
+    assert classify_attempt([report(0, 0), report(1, None)]).exit_code == 7
 
 
 def test_reports_are_written_and_read(tmp_path: Path) -> None:
     for rank, error in enumerate([None, DataError("a.jsonl:3: bad"), PeerLostError("rank 1 died", 1), OSError("x")]):
         code = {None: 0}.get(error, getattr(error, "exit_code", 1))
-        RankLog(tmp_path, rank).end(code, error)
+        RankReport(rank, 1, 0.0).ended(code, error).write(tmp_path)
     reports = RankReport.read_all(tmp_path)
     assert [r.exit_code for r in reports] == [0, 3, 7, 1]
     assert [r.error for r in reports] == [None, "a.jsonl:3: bad", "rank 1 died", "OSError('x')"]
@@ -51,9 +51,9 @@ def test_reports_are_written_and_read(tmp_path: Path) -> None:
 
 def test_two_threads_may_tell_of_one_end_at_once(tmp_path: Path) -> None:
     """The watch's thread and the main thread both do when a peer is lost."""
-    log = RankLog(tmp_path, 0)
+    started = RankReport(0, 1, 0.0)
     errors = [PeerLostError("rank 1 died" * length, 1) for length in (1, 20)] * 200
     with ThreadPoolExecutor(2) as threads:
-        for _ in threads.map(lambda error: log.end(error.exit_code, error), errors):
+        for _ in threads.map(lambda error: started.ended(error.exit_code, error).write(tmp_path), errors):
             (found,) = RankReport.read_all(tmp_path)
             assert (found.exit_code, found.lost_rank) == (7, 1)

@@ -3,20 +3,20 @@
 import io
 from pathlib import Path
 
-from flatout.launch.command import Attempt
+from flatout.launch.launch_mode import SpawnRanks
 from flatout.launch.nodes import Nodes
-from flatout.launch.place import Start
 from flatout.launch.supervise import Follower, new_attempt, with_fewer
 
 
 def test_fewer_ranks_only_where_allowed() -> None:
-    attempt = Attempt(Start("3", Nodes(), ("4", "5", "6")), ["train"], "run")
-    assert with_fewer(attempt, 1, None) is attempt
-    assert with_fewer(attempt, 1, 3) is attempt
-    assert with_fewer(attempt, 1, 2).start == Start("2", Nodes(), ("4", "6"))
-    alone = Attempt(Start("1", Nodes()), ["train"], "run")
+    start = SpawnRanks(3, Nodes(), ("4", "5", "6"))
+    assert with_fewer(start, 1, None) is start
+    assert with_fewer(start, 1, 3) is start
+    assert with_fewer(start, 1, 2) == SpawnRanks(2, Nodes(), ("4", "6"))
+    assert with_fewer(SpawnRanks(2, Nodes()), 0, 1) == SpawnRanks(1, Nodes())
+    alone = SpawnRanks(1, Nodes())
     assert with_fewer(alone, 0, 1) is alone
-    many_nodes = Attempt(Start("3", Nodes(2, 2, 0, "h:1")), ["train"], "run")
+    many_nodes = SpawnRanks(3, Nodes(2, 2, 0, "h:1"))
     assert with_fewer(many_nodes, 1, 1) is many_nodes
 
 

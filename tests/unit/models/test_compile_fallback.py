@@ -4,43 +4,153 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import save_tiny_model
+from torch import nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 from flatout.config.schema import LoraConfig, ModelConfig
-from flatout.models import compile as compiling
+from flatout.kernels.attention import packed_attention
+from flatout.models.attention import window_marker
+from flatout.models.blocks import decoder_layers
+from flatout.models.compile import layers as compiling
 from flatout.models.head import PackedLoss, packed_loss
-from flatout.models.load import load_model
-from flatout.models.lora import add_lora
-from flatout.models.packed import pack
+from flatout.models.load.model import load_model
+from flatout.models.lora.layer import add_lora
+from flatout.models.packed import flatten_samples
 
 
 @pytest.fixture
 def loaded(tmp_path):
-    save_tiny_model(tmp_path, "qwen3")
+    save_tiny_model(tmp_path, "qwen3", num_hidden_layers=3)
     config = ModelConfig(name=str(tmp_path), precision="fp32", attention="sdpa")
     loaded = load_model(config, method="lora", device=torch.device("cpu"), seed=0)
     add_lora(loaded.model, LoraConfig(rank=2), seed=0)
     yield loaded
-    torch.compiler.set_stance("default")
     torch._dynamo.reset()
 
 
-def test_off_on_the_cpu(loaded):
-    assert compiling.compile_layers(loaded, "auto", num_borders=None) == "off: only on CUDA"
-    assert compiling.compile_layers(loaded, "off", num_borders=None) == "off: as asked"
+def attention_on_the_device(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, **_):
+    """Documents from the boundaries as a tensor, so that a layer with it is one graph on the CPU too."""
+    tensors = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return packed_attention(*tensors, cu_seq_lens_q, scale=scaling)[None], None
 
 
-def test_a_layer_that_is_no_graph_runs_eagerly_and_says_so(loaded):
-    """The per-document loop of the sdpa form reads borders on the host, so no layer with it is one graph."""
-    batch = pack([(torch.arange(9).numpy(), torch.ones(9, dtype=torch.bool).numpy())])
-    before = packed_loss(loaded.model, batch).loss_sum
+@pytest.fixture
+def runs():
+    """One entry for each time that a compiled layer runs."""
+    return []
+
+
+@pytest.fixture
+def compilable(loaded, runs, monkeypatch):
+    """The same model with attention that compiles here, its layers compiled by a backend that takes no time."""
+    AttentionInterface.register("on_the_device", attention_on_the_device)
+    AttentionMaskInterface.register("on_the_device", window_marker)
+    loaded.model.set_attn_implementation("on_the_device")
+    compile_module = nn.Module.compile
+
+    def backend(graph, _):
+        return lambda *args: runs.append(1) or graph(*args)
+
+    def compile_here(module, **options):
+        compile_module(module, **{"backend": backend, **options})
+
+    monkeypatch.setattr(nn.Module, "compile", compile_here)
+    return loaded
+
+
+def batch():
+    return flatten_samples([(np.arange(9), np.ones(9, bool))], num_boundaries=64)
+
+
+def compile_on_the_cpu(loaded):
     loss = PackedLoss(loaded.model)
-    line = compiling._compile(loaded, 64, 0.99, loss, loss)
-    assert line.startswith("off: this model's layers do not compile (")
-    assert torch.equal(packed_loss(loaded.model, batch).loss_sum, before)
+    return compiling._compile(loaded, decoder_layers(loaded.model), 64, 0.99, loss, loss)
+
+
+def compiles_elsewhere():
+    """Whether what a user compiles in this process is compiled."""
+    compiled = []
+    torch.compile(lambda x: x + 1, backend=lambda graph, _: compiled.append(graph) or graph.forward)(torch.ones(2))
+    return len(compiled) == 1
+
+
+def test_off_on_the_cpu(loaded):
+    assert compiling.compile_layers(loaded, "auto", num_boundaries=None).line == "off: only on CUDA"
+    assert compiling.compile_layers(loaded, "off", num_boundaries=None).line == "off: as asked"
+
+
+def test_layers_that_are_no_graph_run_eagerly_and_the_line_says_so(loaded):
+    """The per-document loop of the sdpa form reads boundaries on the host, so no layer with it is one graph."""
+    before = packed_loss(loaded.model, batch()).loss_sum
+    outcome = compile_on_the_cpu(loaded)
+    assert outcome.num_compiled == 0
+    assert not outcome.is_complete
+    assert outcome.line.startswith("off: Qwen3DecoderLayer does not compile (")
+    assert torch.equal(packed_loss(loaded.model, batch()).loss_sum, before)
     assert all(parameter.grad is None for parameter in loaded.model.parameters())
+    assert compiles_elsewhere()
+
+
+def loss_and_runs(loaded, runs):
+    """The loss of a batch, and how many of its layers ran compiled."""
+    runs.clear()
+    loss = packed_loss(loaded.model, batch()).loss_sum
+    return loss, len(runs)
+
+
+def test_layers_that_compile_are_told_with_their_proof(compilable, runs):
+    before = packed_loss(compilable.model, batch()).loss_sum
+    outcome = compile_on_the_cpu(compilable)
+    assert outcome.is_complete
+    assert outcome.line == "3 layers as one graph; gradients equal eager ones (smallest cosine 1.000000)"
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        after, num_compiled = loss_and_runs(compilable, runs)
+    assert torch.allclose(after, before)
+    assert num_compiled == 3
+
+
+def test_one_class_that_does_not_compile_leaves_the_others_compiled(compilable, runs):
+    layers = decoder_layers(compilable.model)
+
+    class Breaking(type(layers[1])):
+        def forward(self, *args, **kwargs):
+            torch._dynamo.graph_break()
+            return super().forward(*args, **kwargs)
+
+    layers[1].__class__ = Breaking
+    before = packed_loss(compilable.model, batch()).loss_sum
+    outcome = compile_on_the_cpu(compilable)
+    assert (outcome.num_compiled, outcome.num_layers) == (2, 3)
+    assert "1 run eagerly: Breaking does not compile (" in outcome.line
+    after, num_compiled = loss_and_runs(compilable, runs)
+    assert torch.allclose(after, before)
+    assert num_compiled == 2
+    assert compiles_elsewhere()
+
+
+def test_a_layer_whose_compiled_gradients_differ_runs_eagerly(compilable, runs, monkeypatch):
+    layers = decoder_layers(compilable.model)
+    compile_module = nn.Module.compile
+
+    def wrong(graph, _):
+        return lambda *args: tuple(-value for value in graph(*args))
+
+    def compile_wrongly(module, **options):
+        compile_module(module, **{**options, **({"backend": wrong} if module is layers[2] else {})})
+
+    monkeypatch.setattr(nn.Module, "compile", compile_wrongly)
+    before = packed_loss(compilable.model, batch()).loss_sum
+    outcome = compile_on_the_cpu(compilable)
+    assert (outcome.num_compiled, outcome.num_layers) == (2, 3)
+    assert "1 run eagerly: compiled gradients differ from eager ones (cosine -" in outcome.line
+    after, num_compiled = loss_and_runs(compilable, runs)
+    assert torch.allclose(after, before)
+    assert num_compiled == 2
 
 
 def test_the_kernel_of_norms_gradients_does_not_depend_on_the_number_of_tokens():
@@ -73,7 +183,7 @@ def test_what_is_imported_early_compiles_nothing_and_leaves_the_process_as_it_is
     script = """
 import sys, torch
 from torch import nn
-from flatout.models.compile import import_compiler
+from flatout.models.compile.layers import import_compiler
 
 call = nn.Module.__call__
 thread = import_compiler()

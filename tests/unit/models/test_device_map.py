@@ -10,8 +10,8 @@ from transformers import AutoConfig
 
 from flatout.cli.main import main
 from flatout.errors import UsageError
-from flatout.models.device_map import describe_devices, read_device_map
-from flatout.models.trained import find_trained, load_trained
+from flatout.models.load.device_map import describe_devices, read_device_map
+from flatout.models.load.model_paths import load_trained, resolve_model_paths
 
 WHOLE = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
 BY_LAYER = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 0}
@@ -83,9 +83,9 @@ def test_training_names_the_strategy_to_use_instead(tiny: Any, tmp_path: Path, n
 @pytest.mark.parametrize("device_map", ["auto", "balanced", "sequential", "file"])
 def test_over_two_gpus_the_logits_are_those_of_one(trained_run: Path, tmp_path: Path, device_map: str) -> None:
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+        pytest.skip("needs 2 GPUs")
     wanted = write(tmp_path, BY_LAYER) if device_map == "file" else device_map
-    trained, tokens = find_trained(str(trained_run)), torch.arange(3, 40)[None].cuda()
+    trained, tokens = resolve_model_paths(str(trained_run)), torch.arange(3, 40)[None].cuda()
     alone, _ = load_trained(trained, device=torch.device("cuda", 0))
     spread, _ = load_trained(trained, device=torch.device("cuda", 0), device_map=wanted)
     with torch.inference_mode():

@@ -3,7 +3,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from flatout.errors import ResourceError, UsageError
-from flatout.models.fp8_training import fitting_linears, use_fp8_products
+from flatout.models.bases.fp8_training import convert_to_float8, fitting_linears
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -23,6 +23,6 @@ def test_linears_of_other_widths_and_the_head_stay() -> None:
 def test_refusals_name_the_way_out() -> None:
     model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE, intermediate_size=48))
     with pytest.raises(UsageError, match="got compile: off"):
-        use_fp8_products(model, compile_mode="off")
+        convert_to_float8(model, compile_mode="off")
     with pytest.raises(ResourceError, match=r"capability 8\.9 or newer; use full\.compute: model"):
-        use_fp8_products(model, compile_mode="auto")
+        convert_to_float8(model, compile_mode="auto")

@@ -6,11 +6,11 @@ from tiny_models import save_tiny_model, tiny_config
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import UsageError
-from flatout.models.attention import choose_attention
+from flatout.models import attention
+from flatout.models.arch_quirks import ArchQuirks, logits_scale, quirks_of
 from flatout.models.blocks import decoder_layers
-from flatout.models.families import Family, family_of, logits_scale
-from flatout.models.load import load_model, resolve_precision
-from flatout.models.recompute import checkpoint_layers
+from flatout.models.compile.recompute import checkpoint_layers
+from flatout.models.load.model import load_model, resolve_precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -79,29 +79,31 @@ def test_hybrids_are_refused_by_name(family):
     from transformers import CONFIG_MAPPING
 
     with pytest.raises(UsageError, match=f"model type {family} cannot be trained on packed documents"):
-        family_of(CONFIG_MAPPING[family]())
+        quirks_of(CONFIG_MAPPING[family]())
 
 
 def test_unknown_hybrids_are_refused_by_their_layers():
     config = tiny_config("llama")
     config.model_type, config.layer_types = "llama_next", ["full_attention", "linear_attention"]
     with pytest.raises(UsageError, match="linear_attention layers carry a state"):
-        family_of(config)
+        quirks_of(config)
 
 
 def choice(wanted, device=CUDA, dtype=torch.bfloat16, family=None, **fields):
     config = tiny_config("llama", **fields)
-    return choose_attention(wanted, config, family or Family(), device=device, dtype=dtype).implementation
+    return attention.choose_attention(wanted, config, family or ArchQuirks(), device=device, dtype=dtype).implementation
 
 
-def test_attention_is_chosen_from_the_config():
+def test_attention_is_chosen_from_the_config(monkeypatch):
+    for problem in ("flash_problem", "cudnn_problem"):
+        monkeypatch.setattr(attention, problem, lambda *_: "the package is not installed")
     assert choice("auto") == "varlen"
     assert choice("auto", CPU) == "sdpa"
     assert choice("auto", dtype=torch.float32) == "sdpa"
     assert choice("auto", head_dim=512) == "sdpa"
     assert choice("auto", attention_dropout=0.1) == "sdpa"
     assert choice("auto", attn_logit_softcapping=50.0) == "plain"
-    assert choice("auto", family=Family(sinks=True)) == "plain"
+    assert choice("auto", family=ArchQuirks(sinks=True)) == "plain"
     assert choice("plain") == "plain"
 
 

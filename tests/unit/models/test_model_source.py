@@ -3,14 +3,15 @@
 import json
 import struct
 
+import huggingface_hub.constants
 import pytest
 import torch
 from tiny_models import save_tiny_model
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError, SecurityError, UsageError
-from flatout.models.load import load_model
-from flatout.models.source import check_config, check_source, read_model_config
+from flatout.models.load.model import load_for_inference, load_model
+from flatout.models.load.source import check_config, check_source, read_model_config
 
 CPU = torch.device("cpu")
 
@@ -39,6 +40,9 @@ def edit_config(folder, **fields):
         {"text_config": {"trust_remote_code": True}},
         {"layers": [{"inner": {"auto_map": {"AutoConfig": "x.Y"}}}]},
         {"use_kernels": True},
+        {"attn_implementation": {"": "evil/kernel"}},
+        {"attn_implementation": {"text_config": {"": "evil/kernel:f"}}},
+        {"experts_implementation": ["evil/kernel"]},
     ],
 )
 def test_code_in_the_config_is_refused_at_any_depth(folder, fields):
@@ -55,6 +59,20 @@ def test_pickled_weights_are_refused_and_never_opened(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(SecurityError, match=r"only pickled weights \(pytorch_model\.bin\)"):
         load(folder)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 20, 5000])
+def test_weights_of_the_hub_whose_download_did_not_finish(tmp_path, monkeypatch, kept_bytes):
+    snapshot = tmp_path / "models--org--tiny" / "snapshots" / "abc"
+    save_tiny_model(snapshot, "llama")
+    (tmp_path / "models--org--tiny" / "refs").mkdir()
+    (tmp_path / "models--org--tiny" / "refs" / "main").write_text("abc")
+    file = snapshot / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept_bytes])
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="org/tiny: its downloaded weights are damaged"):
+        load_for_inference("org/tiny", device=CPU)
 
 
 def test_no_weights(folder):
@@ -89,7 +107,14 @@ def test_index_that_leaves_the_folder(folder):
         check_source(str(folder), None)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"a":' * 100_000], ids=["cut", "list", "deep"])
+@pytest.mark.parametrize("weight_map", [[], None, "x", {"a": 7}, {"a": None}, {"a": ["b"]}])
+def test_index_whose_map_is_none(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"index\.json: weight_map"):
+        check_source(str(folder), None)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "null", '{"a":' * 100_000], ids=["cut", "list", "null", "deep"])
 def test_broken_config_names_the_file(folder, text):
     (folder / "config.json").write_text(text)
     with pytest.raises(UsageError, match=r"config\.json"):
@@ -114,7 +139,7 @@ def test_missing_folder_and_adapter_folder(tmp_path):
         read_model_config(str(tmp_path), None)
 
 
-def test_quantised_models_are_refused(folder):
+def test_quantized_models_are_refused(folder):
     edit_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-    with pytest.raises(UsageError, match="quantised"):
+    with pytest.raises(UsageError, match="quantized"):
         load(folder)

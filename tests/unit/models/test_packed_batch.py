@@ -1,14 +1,14 @@
-"""Packing by hand-written integers: positions restart, borders, and which rows predict what."""
+"""Packing by hand-written integers: positions restart, boundaries, and which rows predict what."""
 
 import numpy as np
 import pytest
 import torch
 
-from flatout.models.packed import kernel_borders, pack
+from flatout.models.packed import flatten_samples, padded_num_boundaries
 
 
 def batch():
-    return pack(
+    return flatten_samples(
         [
             (np.array([11, 12, 13]), np.array([True, False, True])),
             (np.array([21]), np.array([True])),
@@ -38,9 +38,9 @@ def test_dtypes_and_moving():
 
 
 def test_inputs_are_not_changed():
-    trained = np.array([True, True])
-    pack([(np.array([1, 2], np.uint32), trained)])
-    assert trained.tolist() == [True, True]
+    loss_mask = np.array([True, True])
+    flatten_samples([(np.array([1, 2], np.uint32), loss_mask)])
+    assert loss_mask.tolist() == [True, True]
 
 
 def test_many_random_packs_keep_every_label_inside_its_document():
@@ -48,12 +48,12 @@ def test_many_random_packs_keep_every_label_inside_its_document():
     for _ in range(50):
         lengths = random.integers(1, 12, random.integers(1, 8))
         samples = [(random.integers(0, 99, n), random.random(n) < 0.5) for n in lengths]
-        packed = pack(samples)
+        packed = flatten_samples(samples)
         documents = np.repeat(np.arange(len(lengths)), lengths)
         rows = packed.label_rows.numpy()
         assert (documents[rows] == documents[rows + 1]).all()
         assert (packed.token_ids.numpy()[rows + 1] == packed.label_ids.numpy()).all()
-        assert packed.num_label_tokens == sum(int(trained[1:].sum()) for _, trained in samples)
+        assert packed.num_label_tokens == sum(int(loss_mask[1:].sum()) for _, loss_mask in samples)
 
 
 @pytest.mark.parametrize(
@@ -63,17 +63,17 @@ def test_many_random_packs_keep_every_label_inside_its_document():
 )
 def test_bad_samples(samples):
     with pytest.raises(ValueError, match="sample"):
-        pack(samples)
+        flatten_samples(samples)
 
 
 def test_kernel_shapes_add_a_tail_document_without_labels():
     samples = [(np.arange(1, 201), np.ones(200, bool)), (np.arange(1, 31), np.ones(30, bool))]
-    plain, filled = pack(samples), pack(samples, num_borders=kernel_borders(2))
+    plain, filled = flatten_samples(samples), flatten_samples(samples, num_boundaries=padded_num_boundaries(2))
     assert (filled.num_tokens, len(filled.cu_seqlens), filled.max_seqlen) == (256, 64, 256)
     assert filled.cu_seqlens[:5].tolist() == [0, 200, 230, 256, 256]
     assert filled.position_ids[228:232].tolist() == [28, 29, 0, 1]
     assert filled.label_rows.tolist() == plain.label_rows.tolist()
     assert filled.label_ids.tolist() == plain.label_ids.tolist()
-    assert [kernel_borders(n) for n in (1, 62, 63, 200)] == [64, 64, 128, 256]
-    whole = pack([(np.arange(1, 129), np.ones(128, bool))], num_borders=kernel_borders(1))
+    assert [padded_num_boundaries(n) for n in (1, 62, 63, 200)] == [64, 64, 128, 256]
+    whole = flatten_samples([(np.arange(1, 129), np.ones(128, bool))], num_boundaries=padded_num_boundaries(1))
     assert (whole.num_tokens, whole.max_seqlen, whole.cu_seqlens[:3].tolist()) == (128, 128, [0, 128, 128])

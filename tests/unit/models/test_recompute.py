@@ -6,18 +6,18 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.models.blocks import decoder_layers
-from flatout.models.host_copies import HostCopies
-from flatout.models.joined import join_layers
-from flatout.models.load import load_model
-from flatout.models.lora import add_lora
-from flatout.models.recompute import (
-    PARTIAL_BUDGET,
+from flatout.models.compile.activation_offload import ActivationOffload
+from flatout.models.compile.recompute import (
+    MEMORY_BUDGET,
     HostEmbedding,
     apply_recompute,
     compiling_with,
     offload_embedding,
     offload_layer_inputs,
 )
+from flatout.models.load.model import load_model
+from flatout.models.lora.fused import fuse_layers
+from flatout.models.lora.layer import add_lora
 
 NUM_LAYERS = 3
 
@@ -50,7 +50,7 @@ def gradients(model, length=23):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("level", ["none", "lean", "partial", "layers", "offload"])
+@pytest.mark.parametrize("level", ["none", "selective", "budget", "full", "offload"])
 def test_every_level_has_the_gradients_of_none(make_model, level, dropout):
     model = make_model(dropout=dropout)
     apply_recompute(model, level)
@@ -60,23 +60,23 @@ def test_every_level_has_the_gradients_of_none(make_model, level, dropout):
 
 def test_layer_inputs_wait_on_the_host_and_nothing_else_does(make_model, monkeypatch):
     saved = []
-    pack = HostCopies._pack
+    flatten_samples = ActivationOffload._pack
 
     def spy(self, tensor):
-        packed = pack(self, tensor)
+        packed = flatten_samples(self, tensor)
         saved.append((tensor, packed))
         return packed
 
-    monkeypatch.setattr(HostCopies, "_pack", spy)
+    monkeypatch.setattr(ActivationOffload, "_pack", spy)
     model, inputs = make_model(), []
     for layer in decoder_layers(model):
         layer.register_forward_pre_hook(lambda layer, args: inputs.append(args[0].detach().clone()))
-    apply_recompute(model, "layers")
+    apply_recompute(model, "full")
     copies = offload_layer_inputs(model)
     ids = torch.arange(20)[None]
     loss = model(input_ids=ids, use_cache=False).logits.square().mean()
     moved = [tensor for tensor, packed in saved if not isinstance(packed, torch.Tensor)]
-    assert copies.num_held == len(moved)
+    assert len(copies._slots) == len(moved)
     # the layers' inputs in order, then what the last norm keeps of its own input
     for layer_input, tensor in zip(inputs, moved, strict=False):
         assert torch.equal(layer_input, tensor)
@@ -89,7 +89,7 @@ def test_layer_inputs_wait_on_the_host_and_nothing_else_does(make_model, monkeyp
 def test_what_is_on_the_host_is_what_the_backward_pass_reads(make_model):
     """A copy spoilt on the host must spoil the gradient, or nothing was offloaded."""
     model = make_model()
-    apply_recompute(model, "layers")
+    apply_recompute(model, "full")
     copies = offload_layer_inputs(model)
     expected = gradients(model)
     model.zero_grad()
@@ -104,7 +104,7 @@ def test_what_is_on_the_host_is_what_the_backward_pass_reads(make_model):
 def test_compiled_layers_offload_their_inputs_alike(make_model):
     torch._dynamo.reset()
     model = make_model()
-    apply_recompute(model, "layers")
+    apply_recompute(model, "full")
     copies = offload_layer_inputs(model)
     for layer in decoder_layers(model):
         layer.compile(backend="aot_eager", fullgraph=True, dynamic=True)
@@ -112,13 +112,13 @@ def test_compiled_layers_offload_their_inputs_alike(make_model):
         plain = gradients(make_model(), length)
         for one, other in zip(plain, gradients(model, length), strict=True):
             assert torch.allclose(one, other, rtol=1e-10, atol=1e-14)
-        assert NUM_LAYERS <= copies.num_held <= NUM_LAYERS + 3
+        assert NUM_LAYERS <= len(copies._slots) <= NUM_LAYERS + 3
     torch._dynamo.reset()
 
 
 def test_hooks_end_with_the_forward_pass_even_when_it_fails(make_model):
     model = make_model()
-    apply_recompute(model, "layers")
+    apply_recompute(model, "full")
     copies = offload_layer_inputs(model)
 
     def fail(*args):
@@ -128,21 +128,21 @@ def test_hooks_end_with_the_forward_pass_even_when_it_fails(make_model):
     with pytest.raises(torch.OutOfMemoryError):
         gradients(model)
     handle.remove()
-    num_held = copies.num_held
+    num_held = len(copies._slots)
     tensor = torch.ones(1, 4, 32, requires_grad=True)
     (tensor * tensor).sum().backward()
-    assert copies.num_held == num_held == 1
+    assert len(copies._slots) == num_held == 1
     for one, other in zip(gradients(make_model()), gradients(model), strict=True):
         assert torch.equal(one, other)
 
 
 def test_without_gradients_nothing_is_copied(make_model):
     model = make_model()
-    apply_recompute(model, "layers")
+    apply_recompute(model, "full")
     copies = offload_layer_inputs(model)
     with torch.no_grad():
         model.eval()(input_ids=torch.arange(9)[None], use_cache=False)
-    assert copies.num_held == 0
+    assert len(copies._slots) == 0
 
 
 def test_a_frozen_embedding_waits_on_the_host_and_gives_the_same_bits(make_model):
@@ -186,16 +186,16 @@ def test_partial_is_the_compilers_budget_and_only_there():
     from torch._functorch import config
 
     before = config.activation_memory_budget
-    with compiling_with("partial"):
-        assert config.activation_memory_budget == PARTIAL_BUDGET
+    with compiling_with("budget"):
+        assert config.activation_memory_budget == MEMORY_BUDGET
     assert config.activation_memory_budget == before
-    with compiling_with("layers"):
+    with compiling_with("full"):
         assert config.activation_memory_budget == before
 
 
-@pytest.mark.parametrize("level", ["none", "lean"])
+@pytest.mark.parametrize("level", ["none", "selective"])
 def test_lean_keeps_neither_norm_nor_product(level, tmp_path):
-    """Through the compiler's own partitioning, of a joined MLP and the norm before it."""
+    """Through the compiler's own partitioning, of a fused MLP and the norm before it."""
     torch._dynamo.reset()
     width, inner, num_tokens = 32, 80, 50
     shape = {"hidden_size": width, "intermediate_size": inner, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -204,7 +204,7 @@ def test_lean_keeps_neither_norm_nor_product(level, tmp_path):
         ModelConfig(name=str(tmp_path), precision="fp32"), method="lora", device=torch.device("cpu"), seed=0
     )
     add_lora(loaded.model, LoraConfig(rank=2), seed=0)
-    join_layers(loaded.model)
+    fuse_layers(loaded.model)
     layer = loaded.model.get_decoder().layers[0]
 
     def block(x):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flatout.config.schema import BaseConfig, ModelConfig
 from flatout.models.blocks import decoder_layers
-from flatout.models.load import load_model
+from flatout.models.load.model import load_model
+from flatout.models.load.sharded import DeferredWeights, num_shown
 from flatout.models.selftest import check_packing
-from flatout.models.shard_load import WaitingWeights, num_shown
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def test_the_model_is_the_one_that_transformers_loads(tmp_path: Path, family: st
     config = ModelConfig(name=str(tmp_path), precision=precision)
     expected = load_model(config, method="full", device=CPU, seed=0)
     loaded = load_model(config, method="full", device=CPU, seed=0, on_host=True)
-    waiting = WaitingWeights(loaded.model, device=CPU, dtype=expected.model.dtype)
+    waiting = DeferredWeights(loaded.model, device=CPU, dtype=expected.model.dtype)
     assert all(parameter.is_meta for parameter in loaded.model.parameters())
     with waiting.first_layers():
         assert len(decoder_layers(loaded.model)) == num_shown(loaded.model.config) < 3 or "gemma" in family
@@ -47,7 +47,7 @@ def test_the_model_is_the_one_that_transformers_loads(tmp_path: Path, family: st
         assert torch.equal(buffers[name], buffer), name
     ids = torch.arange(20)[None]
     with torch.no_grad():
-        # packed attention needs borders: transformers' own is enough to compare
+        # packed attention needs boundaries: transformers' own is enough to compare
         for model in (loaded.model, expected.model):
             model.set_attn_implementation("eager")
         assert torch.equal(loaded.model(ids, use_cache=False).logits, expected.model(ids, use_cache=False).logits)
@@ -55,12 +55,12 @@ def test_the_model_is_the_one_that_transformers_loads(tmp_path: Path, family: st
 
 @pytest.mark.parametrize("storage", ["nf4", "fp8"])
 @pytest.mark.parametrize("init", ["pretrained", "random"])
-def test_quantised_weights_wait_as_well(tmp_path: Path, init: Any, storage: Any) -> None:
+def test_quantized_weights_wait_as_well(tmp_path: Path, init: Any, storage: Any) -> None:
     save_tiny_model(tmp_path, "qwen2", torch.bfloat16, num_hidden_layers=3)
     config, base = ModelConfig(name=str(tmp_path), init=init, precision="fp32"), BaseConfig(storage=storage)
     expected = load_model(config, method="lora", device=CPU, seed=0, base=base).model.state_dict()
     loaded = load_model(config, method="lora", device=CPU, seed=0, base=base, on_host=True)
-    waiting = WaitingWeights(loaded.model, device=CPU, dtype=torch.float32)
+    waiting = DeferredWeights(loaded.model, device=CPU, dtype=torch.float32)
     assert all(parameter.is_meta for parameter in loaded.model.parameters())
     with waiting.first_layers():
         check_packing(loaded)
@@ -88,7 +88,7 @@ def test_a_gpu_holds_one_layer_while_the_others_wait(tmp_path: Path, init: Any) 
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     loaded = load_model(config, method="lora", device=device, seed=0, base=base, on_host=True)
-    # quantising a weight takes some fp32 copies of it
+    # quantizing a weight takes some fp32 copies of it
     assert torch.cuda.max_memory_allocated() - before < 5 * num_bytes
     assert torch.cuda.memory_allocated() - before < num_bytes / 10
     assert {parameter.device.type for parameter in loaded.model.parameters()} == {"cpu"}

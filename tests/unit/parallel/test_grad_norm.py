@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from flatout.parallel.strategy import local_grad_norm
+from flatout.parallel.strategies.protocol import local_grad_norm
 
 
 def test_one_large_gradient_loses_no_more_than_many_small_ones() -> None:

@@ -1,12 +1,21 @@
 """Heartbeats over real sockets, with a clock of the test's."""
 
+import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
-from flatout.parallel.heartbeat import Hub, Loss, Mark, Spoke
+import pytest
 
-WORKING = Mark(0, "step")
+from flatout.io.peer_sockets import PeerListener, listen
+from flatout.parallel.fault_tolerance.heartbeat import HeartbeatClient, HeartbeatServer, PeerFailure, RankStatus
+
+WORKING = RankStatus(0, "step")
+SECRET = "0123456789abcdef"
+DEADLINE_S = 60.0
 
 
 class Clock:
@@ -17,126 +26,213 @@ class Clock:
         return self.now_s
 
 
-def group(world: int, clock: Callable[[], float], hang_s: float = 10.0) -> tuple[Hub, list[Spoke]]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    address = listener.getsockname()
-    hub = Hub(listener, token=7, world=world, hang_s=hang_s, clock=clock)
-    spokes = [Spoke(address, token=7, rank=rank, hang_s=hang_s, clock=clock) for rank in range(1, world)]
-    meet(hub, spokes)
-    return hub, spokes
+class Group:
+    """Rank 0's server and the other ranks' clients in one process."""
+
+    def __init__(self, world: int, hang_s: float = 10.0) -> None:
+        self.clock = Clock()
+        self.events: list[tuple[str, Any]] = []
+        self.dropped: list[str] = []
+        listener = PeerListener(listen("127.0.0.1"), SECRET, lambda _, why: self.dropped.append(why))
+        self.address = listener.socket.getsockname()
+        self.server = HeartbeatServer(
+            listener, world=world, hang_s=hang_s, on_event=lambda *told: self.events.append(told), clock=self.clock
+        )
+        # one waits for its welcome, so it comes from a thread
+        with ThreadPoolExecutor(1) as thread:
+            self.clients: list[HeartbeatClient] = []
+            for rank in range(1, world):
+                coming = thread.submit(
+                    HeartbeatClient, self.address, SECRET, rank=rank, hang_s=hang_s, clock=self.clock
+                )
+                self.until(coming.done)
+                self.clients.append(coming.result())
+
+    def until(self, done: Callable[[], Any], status: RankStatus = WORKING) -> None:
+        """Rank 0 beats until something is so; nobody may be lost meanwhile."""
+        for _ in self.beating():
+            assert self.server.poll(0.01, status) is None
+            if done():
+                return
+
+    def meet(self, status: RankStatus, *ranks: int) -> None:
+        """These ranks tell their status and hear rank 0's, which is the same."""
+        clients = [self.clients[rank - 1] for rank in ranks]
+        for client in clients:
+            assert client.poll(status) is None
+        self.until(lambda: all(self.server.peers[rank].status == status for rank in ranks), status)
+        for client in clients:
+            client.wait(DEADLINE_S)
+            assert client.poll(status) is None
+
+    def lost(self, status: RankStatus = WORKING) -> PeerFailure:
+        """Rank 0 beats until it has found a loss."""
+        for _ in self.beating():
+            if failure := self.server.poll(0.01, status):
+                return failure
+        raise AssertionError
+
+    @staticmethod
+    def beating() -> Iterator[None]:
+        until_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < until_s:
+            yield
+        raise TimeoutError
 
 
-def meet(hub: Hub, spokes: list[Spoke], step: int = 0) -> list[Loss]:
-    """Everybody beats a few times; what was lost."""
-    losses = []
-    for _ in range(3):
-        losses += [loss for spoke in spokes if (loss := spoke.beat(Mark(step, "sum")))]
-        time.sleep(0.01)
-        if loss := hub.beat(0.01, Mark(step, "sum")):
-            losses.append(loss)
-    return losses
+@contextmanager
+def raw_peer(group: Group, hello: bytes) -> Iterator[socket.socket]:
+    """A connection that knows the secret, and what it says first."""
+    with socket.create_connection(group.address) as connection:
+        connection.sendall(SECRET.encode() + b" " + hello + b"\n")
+        yield connection
 
 
 def test_marks_arrive_and_nobody_is_lost() -> None:
-    clock = Clock()
-    hub, spokes = group(3, clock)
+    group = Group(3)
     for step in range(4):
-        clock.now_s += 6
-        assert meet(hub, spokes, step) == []
-    assert {rank: peer.mark for rank, peer in hub.peers.items()} == {1: Mark(3, "sum"), 2: Mark(3, "sum")}
+        group.clock.now_s += 6
+        group.meet(RankStatus(step, "sum", waits=True, num_changes=step), 1, 2)
+    assert {rank: peer.status.step for rank, peer in group.server.peers.items()} == {1: 3, 2: 3}
+    assert [peer.changed_at for peer in group.server.peers.values()] == [24.0, 24.0]
 
 
 def test_a_closed_connection_is_a_death_told_to_all() -> None:
-    hub, (one, two) = group(3, Clock())
-    meet(hub, [one, two], 4)
-    one._line.close()  # as the kernel does for a killed process
-    loss = hub.beat(1.0, WORKING)
-    assert loss is not None
-    assert (loss.rank, loss.how, loss.mark) == (1, "died", Mark(4, "sum"))
-    assert "rank 1 on" in str(loss)
-    assert "died in step 5, phase sum" in str(loss)
-    hub.tell(loss)
-    two.wait(1.0)
-    assert two.beat(Mark()) == loss
+    group = Group(3)
+    group.meet(RankStatus(4, "sum"), 1, 2)
+    group.clients[0]._connection.close()  # as the kernel does for a killed process
+    failure = group.lost()
+    assert (failure.rank, failure.how, failure.status) == (1, "died", RankStatus(4, "sum"))
+    assert "rank 1 on" in str(failure)
+    assert "died in step 5, phase sum" in str(failure)
+    group.server.broadcast(failure)
+    group.clients[1].wait(DEADLINE_S)
+    assert group.clients[1].poll(RankStatus()) == failure
 
 
 def test_silence_is_found_after_hang_s_on_both_sides() -> None:
-    clock = Clock()
-    hub, (_, two) = group(3, clock)
-    clock.now_s = 9.0
-    meet(hub, [two])
-    clock.now_s = 11.0
-    loss = hub.beat(0.0, WORKING)
-    assert loss is not None
-    assert (loss.rank, loss.how) == (1, "has been silent for 11 s")
-    assert two.beat(Mark()) is None  # reads the last answer
-    clock.now_s = 22.0
-    loss = two.beat(Mark())
-    assert loss is not None
-    assert loss.rank == 0
+    group = Group(3)
+    group.clock.now_s = 9.0
+    group.meet(WORKING, 2)
+    group.clock.now_s = 11.0
+    failure = group.lost()
+    assert (failure.rank, failure.how) == (1, "has been silent for 11 s")
+    group.clock.now_s = 22.0
+    assert group.clients[1].poll(RankStatus()) is None  # reads the last answer
+    group.clock.now_s = 33.0
+    found = group.clients[1].poll(RankStatus())
+    assert found is not None
+    assert (found.rank, found.how) == (0, "has been silent for 11 s")
 
 
 def test_a_lost_first_rank_is_named_with_its_own_phase() -> None:
     """Another may wait for it in its first step while it still starts."""
-    clock = Clock()
-    hub, (one,) = group(2, clock)
-    assert hub.beat(1.0, Mark(0, "start")) is None
-    one.beat(WORKING)
-    assert hub.beat(1.0, Mark(0, "start")) is None
-    one.wait(1.0)
-    assert one.beat(WORKING) is None
-    clock.now_s = 11.0
-    loss = one.beat(WORKING)
-    assert loss is not None
-    assert (loss.rank, loss.mark, loss.how) == (0, Mark(0, "start"), "has been silent for 11 s")
+    group = Group(2)
+    (one,) = group.clients
+    one.poll(WORKING)
+    group.until(lambda: group.server.peers[1].status == WORKING, RankStatus(0, "start"))
+    one.wait(DEADLINE_S)
+    assert one.poll(WORKING) is None
+    group.clock.now_s = 11.0
+    failure = one.poll(WORKING)
+    assert failure is not None
+    assert (failure.rank, failure.status, failure.how) == (0, RankStatus(0, "start"), "has been silent for 11 s")
 
 
-def test_a_goodbye_is_no_death_and_a_failure_names_its_cause() -> None:
-    hub, (one, two) = group(3, Clock())
+def test_a_goodbye_is_no_death_and_a_failure_names_its_cause_and_place() -> None:
+    group = Group(3)
+    one, two = group.clients
     one.close()
-    time.sleep(0.02)
-    assert hub.beat(1.0, WORKING) is None
-    assert hub.beat(0.0, WORKING) is None
-    two.fail("DataError: row 3")
-    time.sleep(0.02)
-    loss = hub.beat(1.0, WORKING)
-    assert loss is not None
-    assert (loss.rank, loss.how) == (2, "failed (DataError: row 3)")
+    group.until(lambda: group.server.peers[1].has_left)
+    two.fail("DataError: row 3", 3, RankStatus(7, "step"))
+    failure = group.lost()
+    assert (failure.rank, failure.how, failure.exit_code) == (2, "failed (DataError: row 3)", 3)
+    assert failure.status == RankStatus(7, "step")
+
+
+def test_who_failed_by_itself_comes_before_who_died_of_it() -> None:
+    group = Group(3)
+    one, two = group.clients
+    two.fail("RuntimeError: no", 7, WORKING)
+    one._connection.close()
+    # both have arrived before rank 0 looks
+    sockets = [peer.connection.socket for peer in group.server.peers.values()]
+    for _ in group.beating():
+        if len(select.select(sockets, [], [], 0.1)[0]) == 2:
+            break
+    failure = group.server.poll(0.0, WORKING)
+    assert failure is not None
+    assert (failure.rank, failure.is_reported) == (2, True)
 
 
 def test_the_first_ranks_goodbye_is_no_death_however_long_another_stays() -> None:
-    hub, (one, two) = group(3, Clock())
+    group = Group(3)
+    one, two = group.clients
     two.close()
-    time.sleep(0.02)
-    assert hub.beat(1.0, WORKING) is None
-    hub.close()
+    group.until(lambda: group.server.peers[2].has_left)
+    group.server.close()
+    one.wait(DEADLINE_S)
+    assert one.poll(RankStatus(9, "finish")) is None
+    group.clock.now_s = 1000.0
     for _ in range(3):
         started_s = time.monotonic()
         one.wait(0.05)
-        assert one.beat(Mark(9, "finish")) is None
+        assert one.poll(RankStatus(9, "finish")) is None
     # a connection that has ended does not make it spin
     assert time.monotonic() - started_s >= 0.04
     one.close()
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    clock = Clock()
-    listener = socket.create_server(("127.0.0.1", 0))
-    hub = Hub(listener, token=7, world=2, hang_s=5.0, clock=clock)
-    assert hub.beat(0.0, WORKING) is None
-    clock.now_s = 6.0
-    loss = hub.beat(0.0, WORKING)
-    assert loss is not None
-    assert (loss.rank, loss.how) == (1, "never answered")
+    group = Group(1, hang_s=5.0)
+    group.server._world = 2
+    assert group.server.poll(0.0, WORKING) is None
+    group.clock.now_s = 6.0
+    failure = group.lost()
+    assert (failure.rank, failure.how) == (1, "never answered")
 
 
-def test_strangers_change_nothing() -> None:
-    clock = Clock()
-    hub, spokes = group(2, clock)
-    address = hub._listener.getsockname()
-    for content in (b"\xff\xfe\n", b"[1]\n", b'{"token": 8, "rank": 1, "host": "x"}\n', b'{"token": 7, "rank": 5}\n'):
-        with socket.create_connection(address) as stranger:
-            stranger.sendall(content)
-            assert meet(hub, spokes) == []
-    assert list(hub.peers) == [1]
-    assert hub._strangers == []
+def test_another_ranks_event_reaches_the_first() -> None:
+    group = Group(2)
+    group.clients[0].event("out_of_memory", {"step": 4})
+    group.until(lambda: group.events)
+    assert group.events == [("out_of_memory", {"rank": 1, "step": 4})]
+
+
+@pytest.mark.parametrize("hello", [b"{}", b'{"rank": 0}', b'{"rank": 2}', b'{"rank": true}', b'{"rank": "1"}'])
+def test_who_is_no_rank_of_the_run_is_turned_away(hello: bytes) -> None:
+    group = Group(2)
+    with raw_peer(group, hello):
+        group.until(lambda: group.dropped)
+    assert "it claims to be rank" in group.dropped[0]
+    group.meet(WORKING, 1)
+    assert list(group.server.peers) == [1]
+
+
+def test_a_second_connection_for_a_rank_changes_nothing() -> None:
+    group = Group(2)
+    with raw_peer(group, b'{"rank": 1, "host": "x"}'):
+        group.until(lambda: group.dropped)
+    group.meet(WORKING, 1)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 60_000,
+        b'{"status": 3}',
+        b'{"status": {"step": "x", "phase": "", "waits": 0, "num_changes": 0}}',
+        b'{"status": {"step": Infinity}}',
+        b'{"event": "x", "facts": [1]}',
+        b'{"failed": "x"}',
+    ],
+)
+def test_a_rank_that_sends_nonsense_is_lost_and_rank_0_goes_on(line: bytes) -> None:
+    group = Group(1)
+    group.server._world = 2
+    with raw_peer(group, b'{"rank": 1, "host": "x"}') as connection:
+        group.until(lambda: 1 in group.server.peers)
+        connection.sendall(line + b"\n")
+        failure = group.lost()
+    assert (failure.rank, failure.is_reported) == (1, False)
+    assert "sent an invalid heartbeat" in failure.how

@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.environment import expandable_segments_env, keep_compiled_kernels
 from flatout.errors import ResourceError, UsageError
-from flatout.parallel.connect import choose_device
-from flatout.parallel.rank import Rank, growing_segments, keep_compiled_kernels
-from flatout.parallel.single import Single
+from flatout.parallel.rank import Rank
+from flatout.parallel.strategies.choose import choose_device
+from flatout.parallel.strategies.single import Single
 
 
 def test_rank_is_read_from_the_environment() -> None:
@@ -67,7 +68,7 @@ def test_a_cache_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPa
 
 def test_segments_grow_unless_the_user_has_set_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
-    assert growing_segments({"PATH": "/bin"}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert growing_segments({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}) == {}
+    assert expandable_segments_env({"PATH": "/bin"}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert expandable_segments_env({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}) == {}
     monkeypatch.setattr("sys.platform", "win32")
-    assert growing_segments({}) == {}
+    assert expandable_segments_env({}) == {}

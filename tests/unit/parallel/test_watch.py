@@ -1,115 +1,177 @@
 """Two watches in one process: what one rank does is told to the other."""
 
+import socket
 import subprocess
 import sys
-import threading
-from typing import Any
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
 
 import pytest
+import torch.distributed as dist
 
 from flatout.config.faults import FaultsConfig
-from flatout.errors import DataError, PeerLostError, PreemptedError
-from flatout.parallel import watch as watch_module
+from flatout.errors import DataError, NumericError, PeerLostError, PreemptedError
+from flatout.io import bounded_wait
+from flatout.parallel.fault_tolerance import peer_watch as watch_module
+from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.rank import Rank
-from flatout.parallel.watch import Watch
+
+DEADLINE_S = 60.0
 
 
-class Together:
-    """Two threads as two ranks that exchange values."""
+class Pair:
+    """The watches of two ranks in one process, what they told, and with what they would have ended their process."""
 
-    def __init__(self, rank: int, shared: dict[int, Any], barrier: threading.Barrier) -> None:
-        self.rank = Rank(rank, 2, rank)
-        self._shared, self._barrier = shared, barrier
+    def __init__(self, **faults: float) -> None:
+        self.told: list[list[Any]] = [[], []]
+        self.left: list[list[PeerLostError]] = [[], []]
+        self.codes: list[list[int]] = [[], []]
+        self.watches = [self.made(rank, **faults) for rank in range(2)]
+        store = dist.HashStore()
+        with ThreadPoolExecutor(2) as threads:
+            for started in [threads.submit(self.watches[rank].start, Rank(rank, 2, rank), store) for rank in range(2)]:
+                started.result()
 
-    def exchange(self, value: Any) -> list[Any]:
-        self._shared[self.rank.index] = value
-        self._barrier.wait(10)
-        return [self._shared[0], self._shared[1]]
+    def made(self, rank: int, **faults: float) -> PeerWatch:
+        def leave(error: PeerLostError) -> None:
+            self.left[rank].append(error)
+
+        return PeerWatch(
+            FaultsConfig(**{"hang_s": 60, **faults}),
+            lambda *words: self.told[rank].append(words),
+            lambda error: self.codes[rank].append(error.exit_code),
+            leave=leave,  # type: ignore[arg-type]
+        )
+
+    def until(self, done: Callable[[], Any]) -> None:
+        until_s = time.monotonic() + DEADLINE_S
+        while not done():
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Any:
+def pair(monkeypatch: pytest.MonkeyPatch) -> type[Pair]:
     monkeypatch.setattr(watch_module, "LEAVE_S", 0.2)
-    told: list[list[Any]] = [[], []]
-    left: list[list[PeerLostError]] = [[], []]
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    return Pair
 
-    def made(rank: int, **faults: float) -> Watch:
-        def leave(error: PeerLostError) -> None:
-            left[rank].append(error)
 
-        return Watch(FaultsConfig(hang_s=2, **faults), lambda *words: told[rank].append(words), leave=leave)
-
-    def start(**faults: float) -> Any:
-        shared: dict[int, Any] = {}
-        barrier = threading.Barrier(2)
-        watches = [made(rank, **faults) for rank in range(2)]
-        threads = [
-            threading.Thread(target=watch.start, args=(Together(rank, shared, barrier),))
-            for rank, watch in enumerate(watches)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-        return watches, told, left
-
-    return start
+def from_a_collective() -> NoReturn:
+    """A plain RuntimeError out of torch.distributed, as gloo tells a lost peer, with words that say nothing."""
+    dist.rendezvous("nowhere://", 0, 1)
+    raise AssertionError
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_of_one_rank_is_told_to_the_other(pair: Any, failing: int) -> None:
-    watches, told, left = pair()
-    watches[failing].at("step", 6)
-    for _ in range(2):  # a beat carries the mark
-        watches[failing]._lost.wait(0.3)
-    with pytest.raises(DataError), watches[failing].guard():
+def test_a_failure_of_one_rank_is_told_to_the_other_with_its_exit_code(pair: type[Pair], failing: int) -> None:
+    both = pair()
+    both.watches[failing].set_phase("step", 6)
+    with pytest.raises(DataError) as own, both.watches[failing].guard():
         raise DataError("row 3 is bad")
     other = 1 - failing
-    said = f"rank {failing} on .* failed .DataError: row 3 is bad."
-    with pytest.raises(PeerLostError, match=said) as caught, watches[other].guard():
-        raise RuntimeError("gloo: Connection closed by peer")
-    assert caught.value.rank == failing
-    watches[other]._thread.join(5)
-    # a rank that a collective held would have been ended, with the same words
-    assert str(left[other][0]) == str(caught.value)
-    assert left[failing] == []
-    assert told[other][0][0] == "peer_lost"
+    said = f"rank {failing} on .* failed .DataError: row 3 is bad. in step 7, phase step"
+    with pytest.raises(PeerLostError, match=said) as caught, both.watches[other].guard():
+        from_a_collective()
+    assert (caught.value.rank, caught.value.step, caught.value.exit_code) == (failing, 6, 3)
+    assert vars(own.value)["step"] == 6
+    both.until(lambda: both.left[other])
+    # a rank that a collective held would have been ended, with the same words and code
+    assert str(both.left[other][0]) == str(caught.value)
+    assert both.codes == ([[], [3]] if failing == 0 else [[3], []])
+    assert both.left[failing] == []
+    assert both.told[other][0][0] == "peer_lost"
+
+
+def test_ranks_that_fail_at_the_same_moment_both_end_with_their_own_error(pair: type[Pair]) -> None:
+    """A loss that is not finite is found by all ranks at once: none of them has lost another."""
+    both = pair()
+    errors = [NumericError(f"step 2 on rank {rank}") for rank in range(2)]
+
+    def fail(rank: int) -> None:
+        with both.watches[rank].guard():
+            raise errors[rank]
+
+    with ThreadPoolExecutor(2) as threads:
+        ended = [threads.submit(fail, rank) for rank in range(2)]
+        assert [one.exception() for one in ended] == errors
+    # a rank that heard of the other's end first passes on the same code
+    assert {code for codes in both.codes for code in codes} <= {NumericError.exit_code}
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_leaving_in_good_order_is_no_loss(pair: Any, first: int) -> None:
-    watches, told, left = pair()
-    with watches[first].guard():
+def test_leaving_in_good_order_is_no_loss(pair: type[Pair], first: int) -> None:
+    both = pair()
+    with both.watches[first].guard():
         pass
     # the other one is still at work
-    assert not watches[1 - first]._lost.wait(1)
-    with pytest.raises(PreemptedError), watches[1 - first].guard():
+    assert not both.watches[1 - first]._lost.wait(1)
+    with pytest.raises(PreemptedError), both.watches[1 - first].guard():
         raise PreemptedError("saved")
-    assert not watches[1 - first]._lost.wait(0.3)
-    assert (told, left) == ([[], []], [[], []])
+    assert not both.watches[1 - first]._lost.wait(0.3)
+    assert (both.told, both.left) == ([[], []], [[], []])
 
 
-def test_an_error_of_its_own_stays_what_it_is(pair: Any) -> None:
-    watches, _, _ = pair()
-    with pytest.raises(RuntimeError, match="size mismatch"), watches[1].guard():
-        raise RuntimeError("size mismatch")
-    assert watches[0]._lost.wait(5)
+def test_an_error_of_its_own_stays_what_it_is_whatever_it_says(pair: type[Pair]) -> None:
+    """It is told from a lost peer's by where it comes from: words prove nothing, and nobody waits for the watch."""
+    both = pair()
+    with pytest.raises(RuntimeError, match="gloo"), both.watches[1].guard():
+        raise RuntimeError("gloo: connection closed by peer")
+    both.until(both.watches[0]._lost.is_set)
 
 
-def test_who_does_not_move_is_named(pair: Any) -> None:
+def test_who_does_not_move_is_named(pair: type[Pair]) -> None:
     """Both threads beat, but rank 1 waits for data while rank 0 waits in a sum."""
-    watches, _, left = pair(stall_s=1)
-    watches[0].at("sum", 4)
-    watches[1].at("step", 4)
-    assert watches[0]._lost.wait(5)
-    watches[0]._thread.join(5)
-    assert left[0][0].rank == 1
-    assert "has not moved for" in str(left[0][0])
+    both = pair(stall_s=1)
+    both.watches[0].set_phase("sum", 4)
+    both.watches[1].set_phase("step", 4)
+    both.until(lambda: both.left[0])
+    assert both.left[0][0].rank == 1
+    assert "has not moved for" in str(both.left[0][0])
+    assert "faults.stall_s" in str(both.left[0][0])
+
+
+@pytest.mark.parametrize("phase", ["evaluate", "save"])
+def test_a_long_phase_has_a_bound_of_its_own(pair: type[Pair], phase: str) -> None:
+    both = pair(stall_s=1, long_phase_s=2)
+    both.watches[0].set_phase("sum", 4)
+    both.watches[1].set_phase(phase, 4)
+    started_s = time.monotonic()
+    both.until(lambda: both.left[0])
+    assert time.monotonic() - started_s > 1.9
+    assert f"rank 1 on {socket.gethostname()} has not moved for 2 s (faults.long_phase_s)" in str(both.left[0][0])
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_who_is_waited_for_is_told(pair: type[Pair], monkeypatch: pytest.MonkeyPatch, waiting: int) -> None:
+    monkeypatch.setattr(bounded_wait, "NOTICE_AFTER_S", 0.3)
+    both = pair()
+    both.watches[waiting].set_phase("sum", 4)
+    both.watches[1 - waiting].set_phase("evaluate", 4)
+    # rank 0 may have heard of the other's status before
+    both.until(lambda: any(facts["phase"] == "evaluate" for _, facts in both.told[0]))
+    kind, facts = both.told[0][-1]
+    assert (kind, facts["step"]) == ("waiting", 5)
+    assert facts["for"] == f"rank {1 - waiting} on {socket.gethostname()}"
+    assert (facts["at_most_s"], facts["setting"]) == (7200.0, "faults.long_phase_s")
+    num_told = len(both.told[0])
+    assert not both.watches[0]._lost.wait(1)
+    assert len(both.told[0]) == num_told
+
+
+def test_an_event_of_another_rank_is_told_by_the_first(pair: type[Pair]) -> None:
+    both = pair()
+    both.watches[1].event("out_of_memory", {"step": 3})
+    both.until(lambda: both.told[0])
+    assert both.told == [[("out_of_memory", {"rank": 1, "step": 3})], []]
 
 
 HOLDS_THE_INTERPRETER = """
 import ctypes
-from flatout.parallel.watch import show_stacks_after
+from flatout.parallel.fault_tolerance.peer_watch import show_stacks_after
 
 def stuck_in_a_library():
     ctypes.PyDLL(None).sleep(2)

@@ -1,12 +1,21 @@
 """`flatout plan` end to end on the tiny model folder and its chats."""
 
 import json
+import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.cli.main import main
+from flatout.cli.plan import step_lines
 from flatout.config.read import dump_config
+from flatout.errors import UsageError
+from flatout.plan.positions import check_positions
+from flatout.plan.schedule.types import MicroBatch, StepPlan
+from flatout.train.model_shape import make_shape
 
 
 @pytest.fixture
@@ -27,15 +36,21 @@ def shape_of(run_file: Path) -> dict:
     return json.loads((run_file.parent / "model" / "config.json").read_text())
 
 
+def too_wide(text: str) -> list[str]:
+    """Lines beyond 80 columns, but for a path on a line of its own, which is never broken."""
+    return [line for line in text.splitlines() if len(line) > 80 and len(line.split()) > 1]
+
+
 def test_prints_the_plan(run_file, capsys):
     assert main(["plan", str(run_file), "batch.samples_per_step=16", "--ranks", "2", "--tokens-per-s", "50"]) == 0
     text = capsys.readouterr().out
-    assert "steps            8\n" in text
+    assert "steps             8\n" in text
     assert "120, 1 epochs" in text
     assert "balance, 2 ranks" in text
     assert "(this run)" in text
     assert "(estimate: weights" in text
     assert "time " in text
+    assert too_wide(text) == []
 
 
 def test_json_is_the_same_report(run_file, capsys):
@@ -55,7 +70,8 @@ def test_a_named_gpu_gets_a_decision_and_its_longest_document(run_file, capsys):
     assert main(["plan", str(run_file), *settings]) == 0
     text = capsys.readouterr().out
     assert "on RTX 4090" in text
-    assert "tokens a micro-batch, recompute none: 21.5 GiB of RTX 4090 hold" in text
+    assert too_wide(text) == []
+    assert "tokens a micro-batch, recompute none: 21.5 GiB of RTX 4090 hold" in " ".join(text.split())
     assert "longest document" in text
     assert main(["plan", str(run_file), *settings, "memory=0.3", "--json"]) == 0
     small = json.loads(capsys.readouterr().out)
@@ -66,11 +82,11 @@ def test_a_named_gpu_gets_a_decision_and_its_longest_document(run_file, capsys):
     assert large["micro_batch_tokens"] >= large["max_micro_batch_tokens"]
     assert large["memory"]["total_bytes"] <= large["memory_budget_bytes"]
     assert small["longest_document_tokens"] < large["longest_document_tokens"]
-    assert not large["turned_weights"]
+    assert not large["transposed_weights"]
     assert main(["plan", str(run_file), *settings, "base.storage=fp8", "--json"]) == 0
     fp8 = json.loads(capsys.readouterr().out)
-    assert fp8["turned_weights"]
-    assert "fp8 weights turned once" in fp8["decision"]
+    assert fp8["transposed_weights"]
+    assert "fp8 weights transposed once" in fp8["decision"]
     assert fp8["num_micro_batches"] == large["num_micro_batches"]
     assert main(["plan", str(run_file), "--device", "4091"]) == 2
     assert "--device is 4091; expected one of b200, h200" in capsys.readouterr().err
@@ -88,6 +104,7 @@ def test_one_step(run_file, capsys):
     text = capsys.readouterr().out
     assert text.startswith("step 1, epoch 0: 6 samples")
     assert "rank 2:" in text
+    assert too_wide(text) == []
     assert main(["plan", str(run_file), "--ranks", "3", "--step", "1", "--json"]) == 0
     step = json.loads(capsys.readouterr().out)
     assert step["index"] == 1
@@ -95,10 +112,58 @@ def test_one_step(run_file, capsys):
     assert sorted(i for rank in step["ranks"] for m in rank for i in m["sample_ids"]) == sorted(step["sample_ids"])
 
 
+def test_a_large_step_is_told_within_80_columns():
+    ids = tuple(range(10_000, 10_300))
+    micro_batches = (MicroBatch(ids, 90_000, 80_000), MicroBatch(ids[:1], 300, 0, is_filler=True))
+    lines = list(step_lines(StepPlan(123_456, 78, ids, 90_000, 80_000, (micro_batches,), 1.0)))
+    assert max(map(len, lines)) <= 80
+    assert [int(word) for line in lines[4:-2] for word in line.split()] == list(ids)
+    assert "a filler" in lines[-2]
+
+
+def edit_model(run_file: Path, **values) -> None:
+    (run_file.parent / "model" / "config.json").write_text(json.dumps(shape_of(run_file) | values))
+
+
+def test_samples_beyond_rotary_positions_are_told(run_file, capsys):
+    edit_model(run_file, max_position_embeddings=100)
+    assert main(["plan", str(run_file)]) == 0
+    told = capsys.readouterr().out
+    assert too_wide(told) == []
+    assert re.search(r"positions +longest_sample \d+, max_position_embeddings 100", told)
+    edit_model(run_file, max_position_embeddings=500)
+    assert main(["plan", str(run_file)]) == 0
+    assert "max_position_embeddings" not in capsys.readouterr().out
+
+
+def test_samples_beyond_a_table_of_positions_are_refused(run_file, capsys):
+    edit_model(run_file, max_position_embeddings=100, model_type="opt")
+    assert main(["plan", str(run_file)]) == 2
+    told = capsys.readouterr().err
+    assert re.search(r"config\.json: the model has 100 positions, the longest sample \d+ tokens; set data", told)
+    assert main(["train", str(run_file)]) == 2
+    assert "the model has 100 positions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model_type", "refused"), [("gpt2", True), ("gptj", True), ("opt", True), ("llama", False)])
+def test_transformers_ends_where_the_plan_says(model_type, refused):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    config = AutoConfig.for_model(
+        model_type, **sizes, max_position_embeddings=16, rotary_dim=8, intermediate_size=64, ffn_dim=64,
+        word_embed_proj_dim=32, bos_token_id=2, eos_token_id=3, pad_token_id=1, num_key_value_heads=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises((IndexError, RuntimeError)) if refused else nullcontext():
+        model(torch.arange(20)[None] + 4)
+    with pytest.raises(UsageError) if refused else nullcontext():
+        assert check_positions(make_shape(config.to_dict()), 20, origin="here")["max_position_embeddings"] == 16
+    assert check_positions(make_shape(config.to_dict()), 16, origin="here") == {}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks", "0"], "--ranks is 0; expected at least 1"),
+        (["--ranks", "0"], "--ranks is 0; expected 1 to 100,000"),
         (["--tokens-per-s", "0"], "--tokens-per-s is 0; expected more than 0"),
         (["--step", "20"], "--step is 20; the run has steps 0 to 19"),
         (["--step", "-1"], "--step is -1"),
@@ -117,8 +182,8 @@ def test_mistakes_exit_2_with_one_line(run_file, capsys, arguments, message):
     [
         (None, "has no config.json"),
         ("{", "is no readable JSON"),
-        ("[]", "holds list, not an object"),
-        (json.dumps({"model_type": "qwen3", "num_hidden_layers": None}), "num_hidden_layers is missing"),
+        ("[]", "is no JSON object"),
+        (json.dumps({"model_type": "qwen3", "num_hidden_layers": None}), "num_hidden_layers"),
     ],
 )
 def test_a_bad_model_folder_is_named(run_file, capsys, content, message):
@@ -135,6 +200,6 @@ def test_a_bad_model_folder_is_named(run_file, capsys, content, message):
 def test_a_name_that_is_nowhere_is_told(run_file, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["plan", str(run_file), "model.name=nobody/nothing"]) == 2
-    assert "there is no folder nobody/nothing, and the hub gives no config.json" in capsys.readouterr().err
+    assert "there is no folder nobody/nothing, and HF_HUB_OFFLINE is set" in capsys.readouterr().err
     assert main(["plan", str(run_file), "model.name=/no/such/model/folder"]) == 2
     assert "there is no folder /no/such/model/folder" in capsys.readouterr().err

@@ -6,22 +6,22 @@ from qwen3_8b import QWEN3_8B
 
 from flatout.config.read import make_config
 from flatout.errors import ResourceError
-from flatout.plan.budget import (
+from flatout.plan.devices import DEVICES, GIB, Device
+from flatout.plan.layout import ALONE, ParallelLayout
+from flatout.plan.memory.budget import (
     MARGIN,
     NUM_STEPS_SEEN,
     TokenStatistics,
-    choose,
+    choose_micro_batch,
     longest_document_tokens,
     memory_model,
-    use_spare,
+    spend_spare_memory,
 )
-from flatout.plan.devices import DEVICES, GIB, Device
-from flatout.plan.memory import MicroBatchSize
-from flatout.plan.shape import ModelShape
-from flatout.plan.spread import ALONE, Spread
-from flatout.plan.steps import make_plan
+from flatout.plan.memory.estimate import MicroBatchSize
+from flatout.plan.schedule.run_plan import make_plan
+from flatout.train.model_shape import make_shape
 
-SHAPE = ModelShape.from_config(QWEN3_8B)
+SHAPE = make_shape(QWEN3_8B)
 TOKENS = TokenStatistics(longest_sample=2048, rank_step_tokens=21000, label_share=0.6, mean_length=530.0)
 
 
@@ -30,12 +30,12 @@ def config_of(**sections):
 
 
 def chosen(gib, tokens=TOKENS, **sections):
-    return choose(config_of(**sections), SHAPE, tokens, Device("a GPU", int(gib * GIB)))
+    return choose_micro_batch(config_of(**sections), SHAPE, tokens, Device("a GPU", int(gib * GIB)))
 
 
 def test_levels_from_the_lightest_on():
     levels = {gib: chosen(gib) for gib in (139, 79, 52, 42, 28, 20)}
-    expected = ["none", "none", "lean", "partial", "layers", "offload"]
+    expected = ["none", "none", "selective", "budget", "full", "offload"]
     assert [decision.recompute for decision in levels.values()] == expected
     # memory holds the whole step: no reason for a larger number
     assert levels[139].micro_batch_tokens == 21000
@@ -50,7 +50,7 @@ def test_levels_from_the_lightest_on():
 
 
 def test_more_memory_never_gives_less():
-    rank = {"none": 0, "lean": 1, "partial": 2, "layers": 3, "offload": 4}
+    rank = {"none": 0, "selective": 1, "budget": 2, "full": 3, "offload": 4}
     decisions = [chosen(gib) for gib in range(20, 141, 4)]
     assert [rank[d.recompute] for d in decisions] == sorted((rank[d.recompute] for d in decisions), reverse=True)
 
@@ -65,17 +65,17 @@ def test_small_steps_need_no_more_than_themselves():
 def test_a_sample_longer_than_a_busy_micro_batch_decides():
     long = TokenStatistics(18000, 40000, 0.5, 9000.0)
     assert chosen(79).recompute == "none"
-    assert chosen(79, long).recompute == "partial"
+    assert chosen(79, long).recompute == "budget"
     assert chosen(79, long).micro_batch_tokens >= 18000
 
 
 def test_given_settings_are_kept():
-    assert chosen(139, recompute="layers").recompute == "layers"
+    assert chosen(139, recompute="full").recompute == "full"
     fixed = chosen(139, batch={"micro_batch_tokens": 4096})
     assert (fixed.micro_batch_tokens, fixed.recompute) == (4096, "none")
     # the level is the lightest that holds what was asked for; what fits nowhere is tried at the heaviest
-    assert chosen(79, batch={"micro_batch_tokens": 20000}).recompute == "partial"
-    assert chosen(32, batch={"micro_batch_tokens": 20000}).recompute == "layers"
+    assert chosen(79, batch={"micro_batch_tokens": 20000}).recompute == "budget"
+    assert chosen(32, batch={"micro_batch_tokens": 20000}).recompute == "full"
     assert chosen(20, batch={"micro_batch_tokens": 20000}).recompute == "offload"
     assert chosen(139, memory=48).recompute == chosen(48).recompute
     assert chosen(139, memory=48).micro_batch_tokens == chosen(48).micro_batch_tokens
@@ -83,17 +83,17 @@ def test_given_settings_are_kept():
 
 def test_partial_is_for_compiled_layers():
     for sections in ({"compile": "off"}, {"deterministic": True}, {"model": {"name": "m", "precision": "fp32"}}):
-        assert "partial" not in {chosen(gib, **sections).recompute for gib in range(48, 130, 8)}
-    assert chosen(79, compile="off", recompute="partial").recompute == "layers"
+        assert "budget" not in {chosen(gib, **sections).recompute for gib in range(48, 130, 8)}
+    assert chosen(79, compile="off", recompute="budget").recompute == "full"
 
 
 def test_without_a_gpu():
-    decision = choose(config_of(), SHAPE, TOKENS, None)
+    decision = choose_micro_batch(config_of(), SHAPE, TOKENS, None)
     assert (decision.micro_batch_tokens, decision.recompute, decision.model) == (8192, "none", None)
     assert decision.estimate(TOKENS.micro_batch(10)) is None
     long = TokenStatistics(9000, 20000, 0.5, 900.0)
-    assert choose(config_of(), SHAPE, long, None).micro_batch_tokens == 9000
-    assert choose(config_of(recompute="partial"), SHAPE, TOKENS, None).recompute == "layers"
+    assert choose_micro_batch(config_of(), SHAPE, long, None).micro_batch_tokens == 9000
+    assert choose_micro_batch(config_of(recompute="budget"), SHAPE, TOKENS, None).recompute == "full"
 
 
 def test_what_cannot_fit_says_what_to_do():
@@ -139,26 +139,26 @@ RNG = np.random.default_rng(0)
 LENGTHS = np.clip(np.exp(RNG.normal(6.0, 0.8, 32 * 60)), 32, 2048).astype(int)
 
 
-def decided(gib, *, spread=ALONE, **sections):
-    """The decision before and after weights may be kept turned, and the plan laid out by each."""
+def decided(gib, *, parallel_layout=ALONE, **sections):
+    """The decision before and after weights may be kept transposed, and the plan laid out by each."""
     config = config_of(**{"base": {"storage": "fp8"}, "batch": {"samples_per_step": 32}, **sections})
     device = Device("a GPU", int(gib * GIB))
     whole = make_plan(LENGTHS, LENGTHS // 2, config.batch, micro_batch_tokens=10**6, seed=0, num_ranks=1)
     tokens = TokenStatistics.of(whole)
-    before = choose(config, SHAPE, tokens, device, spread)
-    plan = whole.laid_out(before.micro_batch_tokens, whole.layout.cost)
-    after = use_spare(before, config, tokens, device, plan)
-    return before, after, plan, plan.laid_out(after.micro_batch_tokens, whole.layout.cost)
+    before = choose_micro_batch(config, SHAPE, tokens, device, parallel_layout)
+    plan = whole.with_layout(before.micro_batch_tokens, whole.layout.cost)
+    after = spend_spare_memory(before, config, tokens, device, plan)
+    return before, after, plan, plan.with_layout(after.micro_batch_tokens, whole.layout.cost)
 
 
 @pytest.mark.parametrize("gib", [20, 28, 36, 44, 52, 60, 68, 79, 90, 100, 120, 139])
 def test_turned_weights_cost_no_level_and_no_micro_batch(gib):
     before, after, plan, plan_after = decided(gib)
-    assert not before.turned_weights
+    assert not before.transposed_weights
     assert after.recompute == before.recompute
-    assert ("fp8 weights turned once, 6.5 GiB" in after.reason) == after.turned_weights
-    assert ("fp8 weights are turned in every pass" in after.reason) != after.turned_weights
-    if not after.turned_weights:
+    assert ("fp8 weights transposed once, 6.5 GiB" in after.reason) == after.transposed_weights
+    assert ("fp8 weights are transposed in every pass" in after.reason) != after.transposed_weights
+    if not after.transposed_weights:
         assert (after.micro_batch_tokens, after.model) == (before.micro_batch_tokens, before.model)
     for step, step_after in zip(plan.steps(), plan_after.steps(), strict=True):
         assert len(step.ranks[0]) == len(step_after.ranks[0])
@@ -169,36 +169,36 @@ def test_turned_weights_cost_no_level_and_no_micro_batch(gib):
 
 
 def test_turned_weights_need_memory_that_is_left():
-    kept = {gib: decided(gib)[1].turned_weights for gib in (139, 100, 52, 40)}
+    kept = {gib: decided(gib)[1].transposed_weights for gib in (139, 100, 52, 40)}
     assert kept[139]
     assert not kept[40]
     # where the level just fits, the memory is the level's
-    assert not all(decided(gib)[1].turned_weights for gib in range(60, 100, 4))
+    assert not all(decided(gib)[1].transposed_weights for gib in range(60, 100, 4))
     given = decided(139, batch={"samples_per_step": 32, "micro_batch_tokens": 4096})
-    assert given[1].turned_weights
+    assert given[1].transposed_weights
     assert given[1].micro_batch_tokens == 4096
 
 
-def test_only_joined_float8_weights_are_kept_turned():
+def test_only_fused_float8_weights_are_kept_transposed():
     for sections in ({"base": {"storage": "nf4"}}, {"base": {}}, {"lora": {"dropout": 0.1}}, {"lora": {"dora": True}}):
         before, after, *_ = decided(139, **sections)
         assert after is before
-    before, after, *_ = decided(139, spread=Spread("fsdp", 2, 1, frees_weights=True))
+    before, after, *_ = decided(139, parallel_layout=ParallelLayout("fsdp", 2, 1, reshard_after_forward=True))
     assert after is before
-    assert decided(139, spread=Spread("ddp", 1, 2))[1].turned_weights
-    on_cpu = choose(config_of(base={"storage": "fp8"}), SHAPE, TOKENS, None)
-    assert use_spare(on_cpu, config_of(base={"storage": "fp8"}), TOKENS, None, decided(139)[2]) is on_cpu
+    assert decided(139, parallel_layout=ParallelLayout("ddp", 1, 2))[1].transposed_weights
+    on_cpu = choose_micro_batch(config_of(base={"storage": "fp8"}), SHAPE, TOKENS, None)
+    assert spend_spare_memory(on_cpu, config_of(base={"storage": "fp8"}), TOKENS, None, decided(139)[2]) is on_cpu
 
 
 def test_gathered_weights_stay_where_memory_is_left():
     """Full fine-tuning of 8B, cut in two: 16 GB of gathered weights beside some 190 GiB."""
     full = {"base": {}, "method": "full", "strategy": "fsdp"}
-    halves = Spread("fsdp", 2, 1, frees_weights=True)
+    halves = ParallelLayout("fsdp", 2, 1, reshard_after_forward=True)
     kept = {}
     for gib in (90, 110, 139, 240):
-        before, after, plan, plan_after = decided(gib, spread=halves, **full)
+        before, after, plan, plan_after = decided(gib, parallel_layout=halves, **full)
         assert after.recompute == before.recompute
-        kept[gib] = not after.model.spread.frees_weights
+        kept[gib] = not after.model.parallel_layout.reshard_after_forward
         assert ("gathered weights stay within a step" in after.reason) == kept[gib]
         assert kept[gib] or after is before
         num_micro_batches = [[len(step.ranks[0]) for step in one.steps()] for one in (plan, plan_after)]
@@ -209,10 +209,10 @@ def test_gathered_weights_stay_where_memory_is_left():
         assert more_bytes == (pytest.approx(33 / 36 * 2 * 6.95e9, rel=0.01) if kept[gib] else 0)
     assert kept == {90: False, 110: False, 139: False, 240: True}
     for sections in ({**full, "sharding": {"reshard_after_forward": True}}, {**full, "method": "lora"}):
-        before, after, *_ = decided(240, spread=halves, **sections)
+        before, after, *_ = decided(240, parallel_layout=halves, **sections)
         assert after is before
-    whole = Spread("zero2", 2, 1)
-    before, after, *_ = decided(240, spread=whole, **{**full, "strategy": "zero2"})
+    whole = ParallelLayout("zero2", 2, 1)
+    before, after, *_ = decided(240, parallel_layout=whole, **{**full, "strategy": "zero2"})
     assert after is before
 
 
@@ -225,7 +225,7 @@ def test_a_longest_sample_in_a_step_that_is_not_seen_is_no_error():
     assert max(step.num_tokens for step in plan.sampled_steps(NUM_STEPS_SEEN)) == 100
     tokens = TokenStatistics.of(plan)
     assert tokens.rank_step_tokens == 3000
-    assert choose(config, SHAPE, tokens, Device("a GPU", 139 * GIB)).micro_batch_tokens == 3000
+    assert choose_micro_batch(config, SHAPE, tokens, Device("a GPU", 139 * GIB)).micro_batch_tokens == 3000
 
 
 def test_a_gpu_without_bf16_computes_in_fp32():

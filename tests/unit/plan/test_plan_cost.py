@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.plan.cost import ATTENTION_BACKWARD, CostModel, make_cost, target_matcher
-from flatout.plan.shape import ModelShape
+from flatout.train.model_shape import make_shape
 
 NUM_TOKENS = 24
 
@@ -44,7 +44,7 @@ def eager_attention_flops(shape):
 def test_full_training_counts_what_torch_counts(model_type):
     config = tiny(model_type)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    shape = ModelShape.from_config(config.to_dict())
+    shape = make_shape(config.to_dict())
     cost = make_cost(shape, method="full")
     linear_and_head = NUM_TOKENS * (cost.per_token + cost.per_label)
     counted = counted_flops(model) - eager_attention_flops(shape)
@@ -60,7 +60,7 @@ def test_lora_training_counts_what_torch_counts(model_type):
     peft_model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     # the model of cost counts the input gradient of every layer, the first one's too
     model.enable_input_require_grads()
-    shape = ModelShape.from_config(config.to_dict())
+    shape = make_shape(config.to_dict())
     cost = make_cost(shape, method="lora", lora_rank=4)
     counted = counted_flops(peft_model) - eager_attention_flops(shape)
     assert abs(counted - NUM_TOKENS * (cost.per_token + cost.per_label)) <= 2 * NUM_TOKENS * shape.head_dim
@@ -77,7 +77,7 @@ def test_pairs_are_the_entries_of_the_mask(window):
 
 
 def test_attention_and_recompute_terms():
-    shape = ModelShape.from_config(tiny("llama").to_dict())
+    shape = make_shape(tiny("llama").to_dict())
     plain = make_cost(shape, method="lora", lora_rank=4)
     again = make_cost(shape, method="lora", lora_rank=4, recompute=True)
     pair = 2 * shape.num_heads * 2 * shape.head_dim * shape.num_layers
@@ -95,7 +95,7 @@ def test_attention_and_recompute_terms():
 
 
 def test_windows_split_the_layers():
-    shape = ModelShape.from_config(tiny("gemma2").to_dict())
+    shape = make_shape(tiny("gemma2").to_dict())
     cost = make_cost(shape, method="full")
     assert shape.num_window_layers == 2
     assert cost.per_window_pair == 2 * cost.per_pair
@@ -124,7 +124,7 @@ def test_active_experts_only():
         "num_experts_per_tok": 8,
         "tie_word_embeddings": False,
     }
-    cost = make_cost(ModelShape.from_config(values), method="full")
+    cost = make_cost(make_shape(values), method="full")
     # "A3B": 3.3 B active parameters, of them 0.62 B in embedding and head
     assert cost.per_token / 6 == pytest.approx(2.73e9, rel=0.01)
 

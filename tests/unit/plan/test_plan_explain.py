@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
+from flatout.cli.plan import report_rows, step_lines
 from flatout.config.schema import BatchConfig
 from flatout.plan.cost import CostModel
 from flatout.plan.devices import GIB
-from flatout.plan.explain import explain, render, render_step
-from flatout.plan.memory import MemoryEstimate, MicroBatchSize
-from flatout.plan.steps import make_plan
+from flatout.plan.explain import explain
+from flatout.plan.memory.estimate import MemoryEstimate, MicroBatchSize
+from flatout.plan.schedule.run_plan import make_plan
 
 COST = CostModel(per_token=1e12, per_pair=1e9, per_label=1e11)
 MEMORY = MemoryEstimate(16 * GIB, GIB >> 10, 0, GIB >> 9, GIB // 2, 0)
@@ -62,7 +63,7 @@ def test_text_holds_the_numbers(plan):
     report = explain(plan, num_held_out=7, tokens_per_s=0.5, memory_of=memory_of)
     largest = (report.max_micro_batch_tokens, report.max_micro_batch_labels, report.max_micro_batch_documents)
     assert seen == [MicroBatchSize(*largest)]
-    text = render(report)
+    text = "\n".join(f"{name} {value}" for name, value in report_rows(report))
     assert "60, 7 held out, 1.533 epochs" in text
     assert f"{report.num_tokens:,}, of them {report.label_share:.1%} label tokens" in text
     assert f"{report.padding_avoided:.1%} of the" in text
@@ -73,14 +74,16 @@ def test_text_holds_the_numbers(plan):
     assert "working" not in text
     assert "balance, 3 ranks" in text
     assert " h " in text
-    assert "\ntime " not in render(explain(plan))
+    assert "time" not in dict(report_rows(explain(plan)))
 
 
 def test_a_step_is_told_rank_by_rank(plan):
     step = plan.step(2)
-    text = render_step(step)
-    assert text.startswith(f"step 2, epoch 0: 16 samples, {step.num_tokens:,} tokens")
+    lines = list(step_lines(step))
+    text = "\n".join(lines)
+    assert lines[0].startswith("step 2, epoch 0: 16 samples, balance ")
+    assert lines[1] == f"{step.num_tokens:,} tokens, {step.num_label_tokens:,} label tokens"
     for index, rank in enumerate(step.ranks):
         assert f"rank {index}: {sum(m.num_tokens for m in rank)} tokens" in text
         for micro_batch in rank:
-            assert f"labels: {' '.join(map(str, micro_batch.sample_ids))}\n" in text + "\n"
+            assert f" labels\n      {' '.join(map(str, micro_batch.sample_ids))}\n" in text + "\n"

@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.config.read import make_config
 from flatout.plan.devices import GIB
-from flatout.plan.memory import MemoryModel, MicroBatchSize, activation_elements
-from flatout.plan.shape import ModelShape, num_params
-from flatout.plan.spread import ALONE, spread_of
+from flatout.plan.layout import ALONE, resolve_layout
+from flatout.plan.memory.estimate import MemoryModel, MicroBatchSize, activation_elements
+from flatout.train.model_shape import make_shape
 
 SMALL = {
     "hidden_size": 1024,
@@ -20,16 +20,18 @@ SMALL = {
     "tie_word_embeddings": True,
 }
 MIDDLE = {"hidden_size": 2048, "intermediate_size": 6144}
-SHAPE = ModelShape.from_config(QWEN3_8B)
+SHAPE = make_shape(QWEN3_8B)
 SIZE = MicroBatchSize(16384, 9000, 32)
 
 
 def estimate(
-    *, shape=SHAPE, size=SIZE, recompute="none", precision="bf16", compiled=True, spread=ALONE, accumulates=True,
-    **sections,
+    *, shape=SHAPE, size=SIZE, recompute="none", precision="bf16", compiled=True, parallel_layout=ALONE,
+    accumulates=True, **sections,
 ):  # fmt: skip
     config = make_config({"model": {"name": "m"}, "lora": {"rank": 16}, **sections})
-    return MemoryModel(config, shape, precision, compiled, spread).estimate(size, recompute, accumulates=accumulates)
+    return MemoryModel(config, shape, precision, compiled, parallel_layout).estimate(
+        size, recompute, accumulates=accumulates
+    )
 
 
 def tiny_llama():
@@ -49,7 +51,7 @@ def tiny_llama():
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_weights_gradients_and_optimizer_are_the_real_bytes(method):
     model = tiny_llama()
-    shape = ModelShape.from_config(model.config.to_dict())
+    shape = make_shape(model.config.to_dict())
     if method == "lora":
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -72,14 +74,14 @@ HALF = MicroBatchSize(10409, 6245, 16)
 MEASURED = [
     ("8b", {"size": MicroBatchSize(21021, 12626, 32)}, 116.8),
     ("8b", {"size": MicroBatchSize(21345, 12821, 32)}, 115.7),
-    ("8b", {"size": MicroBatchSize(21184, 12720, 32), "recompute": "partial"}, 69.2),
+    ("8b", {"size": MicroBatchSize(21184, 12720, 32), "recompute": "budget"}, 69.2),
     ("0.6b", {"size": MicroBatchSize(19530, 11730, 32)}, 26.4),
     ("0.6b", {"size": MicroBatchSize(21159, 12706, 32)}, 28.3),
     ("0.6b", {"size": MicroBatchSize(19530, 11730, 32), "compiled": False}, 34.7),
     ("8b", {"size": LARGE}, 97.9),
     ("8b", {"size": LARGE, "base": {"storage": "fp8"}}, 91.4),
     ("8b", {"size": LARGE, "base": {"storage": "nf4", "compute": "fp8"}}, 88.3),
-    ("8b", {"size": MicroBatchSize(1960, 1178, 4), "base": {"storage": "nf4"}, "recompute": "layers"}, 7.5),
+    ("8b", {"size": MicroBatchSize(1960, 1178, 4), "base": {"storage": "nf4"}, "recompute": "full"}, 7.5),
     ("1.7b", {"size": LARGEST, "method": "full"}, 67.5),
     ("1.7b", {"size": LARGEST, "method": "full", "full": {"weights": "bf16"}}, 58.5),
     (
@@ -119,7 +121,7 @@ DEEPSPEED = [
 
 
 def shape_of(model):
-    return ModelShape.from_config(QWEN3_8B | {"8b": {}, "1.7b": SMALL | MIDDLE, "0.6b": SMALL}[model])
+    return make_shape(QWEN3_8B | {"8b": {}, "1.7b": SMALL | MIDDLE, "0.6b": SMALL}[model])
 
 
 @pytest.mark.parametrize(("model", "settings", "measured_gib"), MEASURED)
@@ -130,8 +132,13 @@ def test_totals_are_close_to_measured_peaks(model, settings, measured_gib):
 
 def spread_gib(model, size, num_ranks, **sections):
     config = make_config({"model": {"name": "m"}, "method": "full", **sections})
-    spread = spread_of(config, config.strategy, num_ranks=num_ranks, num_nodes=1, why="")
-    sections |= {"spread": spread, "compiled": spread.compiles, "size": size, "method": "full"}
+    parallel_layout = resolve_layout(config, config.strategy, num_ranks=num_ranks, num_nodes=1, why="")
+    sections |= {
+        "parallel_layout": parallel_layout,
+        "compiled": parallel_layout.compiles,
+        "size": size,
+        "method": "full",
+    }
     return estimate(shape=shape_of(model), accumulates=False, **sections).total_bytes / GIB
 
 
@@ -151,12 +158,12 @@ def test_activations_per_token_of_an_8b_model():
     fat, last_norm, inputs = 16384 * 4.944e6, 16384 * 4096 * 10, 16384 * 36 * 8192
     assert 36 * (activation_elements(SHAPE) * 2 + 32 * 4) == pytest.approx(4.944e6, rel=1e-3)
     assert estimate().activations_bytes == pytest.approx(fat + last_norm, rel=1e-3)
-    assert estimate(recompute="layers").activations_bytes == inputs + last_norm
+    assert estimate(recompute="full").activations_bytes == inputs + last_norm
     assert estimate(recompute="offload").activations_bytes == inputs * 3 // 36 + last_norm
-    kept = [estimate(recompute=level).total_bytes for level in ("none", "lean", "partial", "layers", "offload")]
+    kept = [estimate(recompute=level).total_bytes for level in ("none", "selective", "budget", "full", "offload")]
     assert kept == sorted(kept, reverse=True)
     # what a layer computes again stands beside the gradients while it does
-    assert estimate(recompute="layers").working_bytes > estimate().working_bytes
+    assert estimate(recompute="full").working_bytes > estimate().working_bytes
 
 
 def test_mixture_of_experts_counts_the_tokens_experts():
@@ -169,12 +176,12 @@ def test_mixture_of_experts_counts_the_tokens_experts():
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     }
-    shape = ModelShape.from_config(values)
+    shape = make_shape(values)
     assert 48 * (activation_elements(shape) * 2 + 32 * 4) == pytest.approx(7.04e6, rel=0.01)
 
 
 def test_precisions_methods_and_optimizers():
-    count = num_params(SHAPE)
+    count = SHAPE.num_params
     assert estimate().weights_bytes == 2 * count
     assert estimate(precision="fp32").weights_bytes == 4 * count
     full = estimate(method="full")
@@ -195,9 +202,9 @@ def test_precisions_methods_and_optimizers():
     assert estimate(lora={"dora": True}).activations_bytes > narrow.activations_bytes
 
 
-def test_quantised_bases():
+def test_quantized_bases():
     linears = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
-    rest = num_params(SHAPE) - linears
+    rest = SHAPE.num_params - linears
     scales = 36 * (4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096)
     eight, four = estimate(base={"storage": "fp8"}), estimate(base={"storage": "nf4"})
     assert eight.weights_bytes == 2 * rest + linears + 4 * scales
@@ -216,18 +223,20 @@ def test_float8_weights_kept_turned():
 
     def both(**sections):
         config = make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}, **sections})
-        models = [MemoryModel(config, SHAPE, "bf16", True, turned_weights=turned) for turned in (False, True)]
-        return models[0].turnable_bytes, *(model.estimate(few_labels, "none") for model in models)
+        models = [
+            MemoryModel(config, SHAPE, "bf16", True, transposed_weights=transposed) for transposed in (False, True)
+        ]
+        return models[0].transposable_bytes, *(model.estimate(few_labels, "none") for model in models)
 
-    turnable, plain, turned = both()
-    assert turnable == turned.weights_bytes - plain.weights_bytes == linears
-    # nothing is turned in scratch memory any more
-    assert plain.working_bytes - turned.working_bytes == 2 * 4096 * 12288
-    assert turned.activations_bytes == plain.activations_bytes
-    # weights without adapters are turned in every pass, gate and up one by one but counted as one group
-    turnable, plain, turned = both(lora={"targets": ["down_proj"]})
-    assert turnable == turned.weights_bytes - plain.weights_bytes == 36 * 4096 * 12288
-    assert plain.working_bytes == turned.working_bytes
+    turnable, plain, transposed = both()
+    assert turnable == transposed.weights_bytes - plain.weights_bytes == linears
+    # nothing is transposed in scratch memory any more
+    assert plain.working_bytes - transposed.working_bytes == 2 * 4096 * 12288
+    assert transposed.activations_bytes == plain.activations_bytes
+    # weights without adapters are transposed in every pass, gate and up one by one but counted as one group
+    turnable, plain, transposed = both(lora={"targets": ["down_proj"]})
+    assert turnable == transposed.weights_bytes - plain.weights_bytes == 36 * 4096 * 12288
+    assert plain.working_bytes == transposed.working_bytes
     for alone in ({"dropout": 0.1}, {"dora": True}):
         assert both(lora=alone)[0] == 0
     for storage in ("model", "nf4"):
@@ -235,7 +244,7 @@ def test_float8_weights_kept_turned():
 
 
 def test_the_head_holds_one_tile():
-    short = ModelShape.from_config(QWEN3_8B | {"num_hidden_layers": 1})
+    short = make_shape(QWEN3_8B | {"num_hidden_layers": 1})
 
     def working(num_labels):
         return estimate(shape=short, size=MicroBatchSize(100, num_labels, 1)).working_bytes

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from flatout.plan.cost import CostModel
-from flatout.plan.pack import pack
-from flatout.plan.partition import level, partition
+from flatout.plan.schedule.bin_pack import bin_pack
+from flatout.plan.schedule.partition import level, partition
 
 # Qwen3-8B with LoRA rank 16
 QWEN3_8B = CostModel(per_token=2.8e10, per_pair=2.06e6, per_label=2.5e9)
@@ -76,7 +76,7 @@ def test_no_parts_is_refused():
 
 def test_a_little_over_the_budget_is_levelled():
     lengths = [1000] * 19
-    sizes = loads_of(pack(lengths, 16_384), lengths)
+    sizes = loads_of(bin_pack(lengths, 16_384), lengths)
     assert sizes == [10_000, 9_000]
 
 
@@ -98,7 +98,7 @@ def test_packing_is_nearly_always_the_fewest(budget):
     extra = []
     for _ in range(100):
         lengths = rng.integers(10, 100, 9).tolist()
-        extra.append(len(pack(lengths, budget)) - fewest(lengths, budget))
+        extra.append(len(bin_pack(lengths, budget)) - fewest(lengths, budget))
     assert min(extra) >= 0
     assert max(extra) <= 1
     assert sum(extra) <= 3
@@ -106,13 +106,13 @@ def test_packing_is_nearly_always_the_fewest(budget):
 
 def test_best_fit_steps_in_where_levelling_cannot_fit():
     lengths = [39, 85, 42, 53, 91, 85, 35, 24, 97]
-    assert len(pack(lengths, 100)) == fewest(lengths, 100) == 6
+    assert len(bin_pack(lengths, 100)) == fewest(lengths, 100) == 6
 
 
 def test_best_fit_is_levelled_too():
     # best-fit decreasing alone leaves micro-batches of 75, 82, 84, 97, 98 and 100
     lengths = [75, 38, 50, 82, 38, 29, 98, 12, 30, 84]
-    assert sorted(loads_of(pack(lengths, 100), lengths)) == [82, 84, 87, 88, 97, 98]
+    assert sorted(loads_of(bin_pack(lengths, 100), lengths)) == [82, 84, 87, 88, 97, 98]
 
 
 def test_exchanges_move_and_swap():
@@ -126,7 +126,7 @@ def test_exchanges_move_and_swap():
 
 def test_largest_micro_batch_first_and_stable_inside():
     lengths = [30, 70, 20, 60, 10]
-    parts = pack(lengths, 100)
+    parts = bin_pack(lengths, 100)
     sizes = loads_of(parts, lengths)
     assert sizes == sorted(sizes, reverse=True)
     assert all(part == sorted(part) for part in parts)
@@ -134,8 +134,8 @@ def test_largest_micro_batch_first_and_stable_inside():
 
 def test_a_sample_over_the_budget_is_refused():
     with pytest.raises(ValueError, match="101 tokens does not fit in 100"):
-        pack([5, 101], 100)
+        bin_pack([5, 101], 100)
 
 
 def test_nothing_packs_to_nothing():
-    assert pack([], 100) == []
+    assert bin_pack([], 100) == []

@@ -11,7 +11,7 @@ import pytest
 from flatout.config.schema import BatchConfig
 from flatout.errors import DataError, UsageError
 from flatout.plan.cost import CostModel
-from flatout.plan.steps import make_eval_plan, make_plan, split_held_out
+from flatout.plan.schedule.run_plan import make_eval_plan, make_plan, split_held_out
 
 COST = CostModel(per_token=100.0, per_pair=1.0, per_label=10.0)
 
@@ -83,7 +83,7 @@ def test_resuming_anywhere_gives_the_same_tail():
 
 def test_blocks_do_not_show(monkeypatch):
     whole = list(plan_of(epochs=2).steps())
-    monkeypatch.setattr("flatout.plan.steps.BLOCK_SAMPLES", 20)
+    monkeypatch.setattr("flatout.plan.schedule.run_plan.BLOCK_SAMPLES", 20)
     assert list(plan_of(epochs=2).steps()) == whole
 
 
@@ -178,11 +178,11 @@ def test_a_step_cut_again_is_the_step_of_a_plan_with_that_budget(num_ranks):
     for ids in (None, range(5, 50, 2)):
         plan, tight = (plan_of(num_ranks=num_ranks, sample_ids=ids, micro_batch_tokens=n) for n in (1000, 70))
         for step, expected in zip(plan.steps(), tight.steps(), strict=True):
-            assert tuple(plan.cut_again(step, rank, 70) for rank in range(num_ranks)) == expected.ranks
-        assert list(plan.laid_out(70, COST).steps()) == list(tight.steps())
-        assert plan.laid_out(70, COST).fingerprint == plan.fingerprint
+            assert tuple(plan.resplit(step, rank, 70) for rank in range(num_ranks)) == expected.ranks
+        assert list(plan.with_layout(70, COST).steps()) == list(tight.steps())
+        assert plan.with_layout(70, COST).fingerprint == plan.fingerprint
     with pytest.raises(UsageError, match=r"batch\.micro_batch_tokens=40"):
-        plan_of().laid_out(40, COST)
+        plan_of().with_layout(40, COST)
 
 
 def test_naive_loader_pads_each_ranks_share():
@@ -248,20 +248,29 @@ def test_ranks_must_exist():
 
 
 def test_held_out_split():
-    train, held_out = split_held_out(1000, 0.1, seed=3)
+    train, held_out = split_held_out(range(1000), 0.1, seed=3)
     assert len(held_out) == 100
     assert sorted([*train, *held_out]) == list(range(1000))
     assert (np.diff(train) > 0).all()
     assert (np.diff(held_out) > 0).all()
-    again = split_held_out(1000, 0.1, seed=3)
+    again = split_held_out(range(1000), 0.1, seed=3)
     assert (again[1] == held_out).all()
-    assert (split_held_out(1000, 0.1, seed=4)[1] != held_out).any()
-    assert [len(ids) for ids in split_held_out(2, 0.001, seed=0)] == [1, 1]
-    assert [len(ids) for ids in split_held_out(3, 0.999, seed=0)] == [1, 2]
+    assert (split_held_out(range(1000), 0.1, seed=4)[1] != held_out).any()
+    assert [len(ids) for ids in split_held_out(range(2), 0.001, seed=0)] == [1, 1]
+    assert [len(ids) for ids in split_held_out(range(3), 0.999, seed=0)] == [1, 2]
     with pytest.raises(DataError, match="cannot be split"):
-        split_held_out(1, 0.5, seed=0)
+        split_held_out(range(1), 0.5, seed=0)
     with pytest.raises(UsageError, match=r"eval\.fraction"):
-        split_held_out(10, 0.0, seed=0)
+        split_held_out(range(10), 0.0, seed=0)
+
+
+def test_samples_of_one_row_are_held_out_together():
+    keys = np.repeat(np.arange(100)[::-1], np.arange(100) % 3 + 1)
+    train, held_out = split_held_out(keys, 0.2, seed=3)
+    assert len(set(keys[held_out])) == 20
+    assert not set(keys[train]) & set(keys[held_out])
+    once = [split_held_out(some, 0.2, seed=3)[1].tolist() for some in (range(100), np.arange(100)[::-1] * 7)]
+    assert once[0] == once[1]
 
 
 def test_eval_plan_reads_in_order_and_does_not_depend_on_ranks():

@@ -1,14 +1,22 @@
 import io
 import json
-import stat
+import os
+import re
+import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from flatout.errors import ResourceError
+from flatout.io.run_lock import RunLock
 from flatout.track.console import ConsoleTracker
-from flatout.track.jsonl import RunFolderTracker
-from flatout.track.record import EvalRecord, StepRecord, Trackers
+from flatout.track.record import EvalRecord, StepRecord
+from flatout.track.run_folder import RunFolderTracker
+from flatout.track.tolerant_stream import TolerantStream
+from flatout.track.tracker import Trackers
 
 STEP = StepRecord(
     step=1, num_steps=100, epoch=0.1, loss=2.5, token_accuracy=0.25, lr=1e-4, grad_norm=0.5, num_samples=4,
@@ -39,11 +47,103 @@ def test_run_folder_keeps_records_events_and_log(tmp_path: Path) -> None:
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_run_folder_is_the_owners_only(tmp_path: Path) -> None:
-    RunFolderTracker(tmp_path / "run").close()
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").iterdir()}
-    assert modes == dict.fromkeys(("metrics.jsonl", "events.jsonl", "train.log"), 0o600)
-    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+def test_the_log_is_for_people_and_events_keep_every_fact(tmp_path: Path) -> None:
+    tracker = RunFolderTracker(tmp_path)
+    tracker.record(STEP)
+    tracker.record(EVAL)
+    tracker.event("saved", {"path": "step-1", "staged_s": 0.5, "copied_s": 0.1, "save_s": 0.7})
+    log = (tmp_path / "train.log").read_text().splitlines()
+    assert [line.split(maxsplit=1)[1] for line in log] == [
+        "step       1/100  loss 2.5000  acc 25.0%  lr 1.00e-04  norm 0.50  1,000 tok/s (600 label)  MFU 40.4%  "
+        "padding avoided 40%  1.00 GiB",
+        "eval       step 1: loss 2.0000  accuracy 50.0% (best)",
+        "saved      path step-1  save_s 0.7",
+    ]
+    assert json.loads((tmp_path / "events.jsonl").read_text())["staged_s"] == 0.5
+
+
+def test_a_disk_that_refuses_lines_is_told_once_and_once_it_is_over(tmp_path: Path) -> None:
+    told: list[str] = []
+    tracker = RunFolderTracker(tmp_path, told.append)
+    found = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, found[1]))
+    try:
+        for _ in range(3):
+            tracker.record(STEP)
+            tracker.event("skipped", {"why": "x" * 200})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, found)
+    (first,) = told
+    assert "metrics.jsonl: File too large; lines are lost until it can be written, training goes on" in first
+    tracker.record(STEP)
+    tracker.event("skipped", {})
+    assert len(told) == 2
+    assert "written again; 12 lines were lost" in told[1]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_folder_that_is_deleted_is_made_again_and_one_that_is_taken_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with RunLock(folder) as lock:
+        tracker = RunFolderTracker(folder, keep_folder=lock.keep)
+        tracker.record(STEP)
+        shutil.rmtree(folder)
+        tracker.record(replace(STEP, step=2))
+        assert json.loads((folder / "metrics.jsonl").read_text())["step"] == 2
+        with pytest.raises(ResourceError, match="is locked by"), RunLock(folder):
+            pass
+        shutil.rmtree(folder)
+        with RunLock(folder):
+            with pytest.raises(ResourceError, match=r"was deleted while this run went on, and now .* is locked by"):
+                tracker.record(replace(STEP, step=3))
+            tracker.event("stopped", {})
+            assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+def test_passwords_in_addresses_are_shown_to_nobody(tmp_path: Path) -> None:
+    out = io.StringIO()
+    trackers = Trackers(ConsoleTracker(Console(file=out, width=200)), RunFolderTracker(tmp_path))
+    trackers.stage("tokens", "read https://me:hunter2@host/a.jsonl?part=1&access_token=hunter3&x=2")
+    trackers.event("rows", {"sources": ["s3://key:hunter2@host/b"], "why": {"url": "http://h/?sig=hunter3"}})
+    trackers.close()
+    written = out.getvalue() + "".join(path.read_text() for path in tmp_path.iterdir())
+    assert "hunter" not in written
+    assert "https://***@host/a.jsonl?part=1&access_token=***&x=2" in written
+
+
+def test_failures_are_told_by_whoever_started_the_run() -> None:
+    out = io.StringIO()
+    ConsoleTracker(Console(file=out, width=200)).event("stopped", {"exit_code": 6, "why": "no room"})
+    assert out.getvalue() == ""
+
+
+def test_a_reader_that_leaves_and_a_full_disk_end_nothing() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        output = TolerantStream(stream)
+        for _ in range(3):
+            assert output.write("x" * 100_000) == 100_000
+            output.flush()
+        assert output.is_unread
+        output.end()
+    with open("/dev/full", "w") as stream:  # noqa: PTH123  (a device)
+        output = TolerantStream(stream)
+        output.write("x" * 100_000)
+        output.flush()
+        assert not output.is_unread
+        output.end()
+    closed = io.StringIO()
+    closed.close()
+    TolerantStream(closed).write("x")
+
+
+def test_a_character_that_the_terminal_lacks_is_replaced() -> None:
+    raw = io.BytesIO()
+    output = TolerantStream(io.TextIOWrapper(raw, encoding="ascii"))
+    output.write("caf\u00e9 \u2192 ok\n")
+    output.flush()
+    assert raw.getvalue() == b"caf? ? ok\n"
 
 
 def shown(is_terminal: bool) -> str:
@@ -73,15 +173,38 @@ def test_without_a_terminal_a_run_prints_a_bounded_number_of_plain_lines() -> No
 def test_on_a_terminal_a_bar_shows_the_figures() -> None:
     text = shown(is_terminal=True)
     assert "100/100" in text
-    assert "1,000 tok/s (600 label)  MFU 40.4%  padding" in text
-    assert "padding avoided 40%" in text
+    assert "loss 2.5000  1,000 tok/s  MFU 40%  1 GiB" in text
 
 
 def test_no_utilisation_is_shown_where_no_peak_is_known() -> None:
     out = io.StringIO()
     ConsoleTracker(Console(file=out, width=200)).record(replace(STEP, mfu=None))
     assert "MFU" not in out.getvalue()
-    assert "(600 label)  padding" in out.getvalue()
+    assert "1,000 tok/s  1 GiB" in out.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_the_lines_of_a_long_run_fit_80_columns(is_terminal: bool) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=is_terminal, legacy_windows=False)
+    tracker = ConsoleTracker(console, every_record=True)
+    busy = {"tokens_per_s": 98_765.0, "peak_memory_bytes": 120 << 30}
+    for step in (1, 5000, 9999):
+        tracker.record(replace(STEP, step=step, num_steps=9999, elapsed_s=4.0 * step, **busy))
+    tracker.close()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n")
+    assert max(len(line) for line in plain.splitlines()) <= 80
+    assert "120 GiB" in plain
+
+
+def test_every_recorded_step_is_shown_when_asked_for() -> None:
+    out = io.StringIO()
+    tracker = ConsoleTracker(Console(file=out, width=80), every_record=True)
+    for step in range(10, 1001, 10):
+        tracker.record(replace(STEP, step=step, num_steps=1000, elapsed_s=float(step)))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 100
+    assert lines[0].endswith("0:16:30 left")
 
 
 def test_trackers_tell_all(tmp_path: Path) -> None:

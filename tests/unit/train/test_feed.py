@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from flatout.errors import DataError
-from flatout.models.packed import PackedBatch, pack
-from flatout.plan.types import MicroBatch, StepPlan
-from flatout.train.feed import NUM_AHEAD, Feed
+from flatout.models.packed import PackedBatch, flatten_samples
+from flatout.plan.schedule.types import MicroBatch, StepPlan
+from flatout.train.feed import NUM_PREFETCHED, Feed
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -24,6 +24,8 @@ needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 
 class Store:
     """Sample i has 3 + i % 50 tokens; `read` lists what was asked for, sample `bad` raises."""
+
+    folder = "made-up"
 
     def __init__(self, bad: int | None = None, slow_s: float = 0.0) -> None:
         self.bad, self.slow_s, self.read = bad, slow_s, []
@@ -39,7 +41,10 @@ class Store:
 
 
 def micro_batch(*ids: int) -> MicroBatch:
-    return MicroBatch(ids, num_tokens=sum(3 + i % 50 for i in ids), num_label_tokens=1)
+    masks = [Store().sample(i)[1] for i in ids]
+    # the first token of a document is predicted by nothing
+    num_labels = sum(int(mask[1:].sum()) for mask in masks)
+    return MicroBatch(ids, num_tokens=sum(map(len, masks)), num_label_tokens=num_labels)
 
 
 def step(index: int, micro_batches: Sequence[MicroBatch], others: Sequence[MicroBatch] = ()) -> StepPlan:
@@ -52,7 +57,10 @@ def make_feed(store: Any, device: torch.device = CPU) -> Feed:
 
 
 def plain(feed: Feed, batches: Sequence[MicroBatch]) -> list[PackedBatch]:
-    return [pack([Store().sample(i) for i in batch.sample_ids], num_borders=feed.num_borders) for batch in batches]
+    return [
+        flatten_samples([Store().sample(i) for i in batch.sample_ids], num_boundaries=feed.num_boundaries)
+        for batch in batches
+    ]
 
 
 def assert_equal(ours: Sequence[PackedBatch], truth: Sequence[PackedBatch]) -> None:
@@ -76,7 +84,7 @@ def test_steps_and_batches_are_those_of_the_plan(device: torch.device, num_steps
     store = Store()
     feed = make_feed(store, device)
     seen, ours = [], []
-    for now in feed.ahead(STEPS[:num_steps], rank=1):
+    for now in feed.prefetching(STEPS[:num_steps], rank=1):
         seen.append(now)
         ours += list(feed.batches(now.ranks[1]))
     feed.close()
@@ -92,7 +100,7 @@ def test_the_next_micro_batches_are_ready_before_they_are_asked_for() -> None:
     """Across the step's border; and no more of them than the look-ahead."""
     store = Store()
     feed = make_feed(store)
-    steps = feed.ahead(STEPS, rank=1)
+    steps = feed.prefetching(STEPS, rank=1)
     batches = feed.batches(next(steps).ranks[1])
     next(batches)
     settle(feed)
@@ -139,16 +147,16 @@ def test_micro_batches_cut_again_are_served_and_stale_ones_dropped(monkeypatch: 
     """A step is cut anew in the middle, as after running out of memory; the steps after it go on as planned."""
     store = HeldStore()
     feed = make_feed(store)
-    steps = feed.ahead(STEPS, rank=1)
+    steps = feed.prefetching(STEPS, rank=1)
     first = next(steps)
     halves = [micro_batch(1), micro_batch(2), micro_batch(3)]
     ours = [next(feed.batches(first.ranks[1]))]
-    stage_ahead = feed._stage_ahead
+    stage_ahead = feed._prefetch
     # samples 4 to 6 wait behind sample 3 until they have been dropped
-    monkeypatch.setattr(feed, "_stage_ahead", lambda expected: (stage_ahead(expected), store.opened.set()))
+    monkeypatch.setattr(feed, "_prefetch", lambda expected: (stage_ahead(expected), store.opened.set()))
     ours += list(feed.batches(halves))
     settle(feed)
-    assert len(feed._staged) <= NUM_AHEAD
+    assert len(feed._staged) <= NUM_PREFETCHED
     second = next(steps)
     ours += list(feed.batches(second.ranks[1]))
     assert_equal(ours, plain(feed, [first.ranks[1][0], *halves, *second.ranks[1]]))
@@ -195,3 +203,11 @@ def test_memory_is_not_given_out_again_while_a_late_kernel_reads_it() -> None:
     feed.close()
     truth = [batch.token_ids.sum().item() for batch in plain(feed, micro_batches)]
     assert torch.stack(sums).tolist() == truth
+
+
+def test_a_mask_with_other_labels_than_the_plan_counts_is_refused() -> None:
+    feed = make_feed(Store())
+    planned = micro_batch(1, 2)
+    with pytest.raises(DataError, match=r"samples \[1, 2\] have \d+ label tokens, the plan counts"):
+        list(feed.batches([replace(planned, num_label_tokens=planned.num_label_tokens + 1)]))
+    feed.close()

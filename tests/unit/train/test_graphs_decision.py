@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from flatout.config.schema import BatchConfig
-from flatout.models.packed import StreamSize, stream_size
+from flatout.models.packed import PackedSize, packed_size
 from flatout.plan.cost import make_cost
-from flatout.plan.shape import ModelShape
-from flatout.plan.steps import RunPlan, make_plan
-from flatout.train.graphs import HOST_S_PER_LAYER, best_ladders, count_sizes, is_host_bound, make_ladder
+from flatout.plan.schedule.run_plan import RunPlan, make_plan
+from flatout.train.graph_sizes import HOST_S_PER_LAYER, best_size_buckets, count_sizes, is_host_bound, make_size_buckets
+from flatout.train.model_shape import make_shape
 
 SIZES: dict[str, Any] = {
     "model_type": "qwen3",
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 128,
     "vocab_size": 32000,
 }
-SHAPE = ModelShape.from_config(SIZES)
+SHAPE = make_shape(SIZES)
 
 
 def plan_of(micro_batch_tokens: int) -> RunPlan:
@@ -52,8 +52,8 @@ def test_smaller_micro_batches_wait_for_the_host() -> None:
 
 
 def test_a_size_goes_up_to_the_next_rung() -> None:
-    ladder = (512, 1024)
-    assert [stream_size([n], ladder=ladder).num_tokens for n in (1, 512, 513, 1024, 1025)] == [
+    size_buckets = (512, 1024)
+    assert [packed_size([n], size_buckets=size_buckets).num_tokens for n in (1, 512, 513, 1024, 1025)] == [
         512,
         512,
         1024,
@@ -61,8 +61,8 @@ def test_a_size_goes_up_to_the_next_rung() -> None:
         1152,
     ]
     # the tail's document counts for the longest one
-    assert stream_size([100, 413], ladder=ladder) == StreamSize(1024, 512)
-    assert stream_size([100, 413]) == StreamSize(640, 512)
+    assert packed_size([100, 413], size_buckets=size_buckets) == PackedSize(1024, 512)
+    assert packed_size([100, 413]) == PackedSize(640, 512)
 
 
 def test_a_ladder_fills_up_little_and_a_longer_run_gets_more_rungs() -> None:
@@ -73,19 +73,21 @@ def test_a_ladder_fills_up_little_and_a_longer_run_gets_more_rungs() -> None:
         micro_batch_tokens=2**20, seed=0, num_ranks=2,
     )  # fmt: skip
     counts = count_sizes(plan, 1)
-    ladders = [make_ladder(counts, run_s) for run_s in (10.0, 1000.0, 10_000.0)]
-    assert [len(ladder) for ladder in ladders] == sorted(len(ladder) for ladder in ladders)
-    assert len(ladders[0]) == 16 < len(ladders[-1]) <= 40
+    bucket_sets = [make_size_buckets(counts, run_s) for run_s in (10.0, 1000.0, 10_000.0)]
+    assert [len(size_buckets) for size_buckets in bucket_sets] == sorted(
+        len(size_buckets) for size_buckets in bucket_sets
+    )
+    assert len(bucket_sets[0]) == 16 < len(bucket_sets[-1]) <= 40
     num_tokens = sum(size.num_tokens * count for size, count in counts.items())
-    for ladder, most in zip(ladders[::2], (0.02, 0.005), strict=True):
-        assert all(low < high and high % 128 == 0 for low, high in pairwise((0, *ladder)))
-        filled = count_sizes(plan, 1, ladder=ladder)
-        assert {size.num_tokens for size in filled} <= set(ladder)
+    for size_buckets, most in zip(bucket_sets[::2], (0.02, 0.005), strict=True):
+        assert all(low < high and high % 128 == 0 for low, high in pairwise((0, *size_buckets)))
+        filled = count_sizes(plan, 1, size_buckets=size_buckets)
+        assert {size.num_tokens for size in filled} <= set(size_buckets)
         assert 0 <= sum(size.num_tokens * count for size, count in filled.items()) / num_tokens - 1 < most
 
 
 def test_few_sizes_are_all_rungs() -> None:
-    assert make_ladder(Counter({StreamSize(640, 512): 3, StreamSize(128, 128): 1}), 1.0) == (128, 640)
+    assert make_size_buckets(Counter({PackedSize(640, 512): 3, PackedSize(128, 128): 1}), 1.0) == (128, 640)
 
 
 def test_no_ladder_fills_up_less() -> None:
@@ -93,13 +95,13 @@ def test_no_ladder_fills_up_less() -> None:
     sizes = np.sort(draw.choice(np.arange(1, 40), 9, replace=False)) * 128
     weights = draw.integers(1, 9, len(sizes))
 
-    def filled(ladder: tuple[int, ...]) -> int:
-        rungs = np.array(ladder)
-        return int((rungs[np.searchsorted(rungs, sizes)] * weights).sum())
+    def filled(size_buckets: tuple[int, ...]) -> int:
+        buckets = np.array(size_buckets)
+        return int((buckets[np.searchsorted(buckets, sizes)] * weights).sum())
 
-    ladders = best_ladders(sizes, weights, 20)
-    assert [len(ladder) for ladder in ladders] == list(range(1, 10))
-    for ladder in ladders:
-        # the largest size is a rung of every ladder that holds them all
-        others = combinations(sizes[:-1].tolist(), len(ladder) - 1)
-        assert filled(tuple(ladder.tolist())) == min(filled((*other, int(sizes[-1]))) for other in others)
+    bucket_sets = best_size_buckets(sizes, weights, 20)
+    assert [len(size_buckets) for size_buckets in bucket_sets] == list(range(1, 10))
+    for size_buckets in bucket_sets:
+        # the largest size is a bucket of every size_buckets that holds them all
+        others = combinations(sizes[:-1].tolist(), len(size_buckets) - 1)
+        assert filled(tuple(size_buckets.tolist())) == min(filled((*other, int(sizes[-1]))) for other in others)

@@ -8,79 +8,69 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from faulty_disk import FULL_DISK, FaultyDisk
 
 from flatout.errors import NumericError, PreemptedError
+from flatout.io.durable_io import DurableIO
 from flatout.train.guards import StopRequest, first_non_finite, require_finite
-from flatout.train.storage import Storage
 
 
 def origin_of(sample_id: int) -> str:
     return f"chats.jsonl:{sample_id + 1}"
 
 
-def exit_code_of(act: Callable[[], int], *signals: tuple[float, int]) -> int:
-    """Exit code of a child that acts once it is asked to stop; `signals` are (delay in seconds, number)."""
-    ready, writer = os.pipe()
+def exit_code_of(*signals: int, settle_s: float, before: Any = signal.SIG_DFL) -> int:
+    """Exit code of a child that gets these signals, one right after the other: 75 when it was asked to stop.
+
+    `before` is how it treated them.
+    """
+    ready, tell_ready = os.pipe()
+    sent, tell_sent = os.pipe()
     child = os.fork()
     if child == 0:
         code = 99
         try:
-            with StopRequest(settle_s=0.15) as stop:
-                os.write(writer, b"x")
-                code = act_until(stop, act)
+            for number in signals:
+                signal.signal(number, before)
+            with StopRequest(settle_s=settle_s) as stop:
+                os.write(tell_ready, b"x")
+                # until all signals are sent: what it waits for here is work that it still has to do
+                os.read(sent, 1)
+                code = 75 if stop.requested else 98
         except KeyboardInterrupt:
             code = 130
         finally:
             os._exit(code)
     os.read(ready, 1)
-    for delay_s, number in signals:
-        time.sleep(delay_s)
+    for number in signals:
         os.kill(child, number)
+    os.write(tell_sent, b"x")
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.close(ready)
-    os.close(writer)
+    for end in (ready, tell_ready, sent, tell_sent):
+        os.close(end)
     return status
 
 
-def act_until(stop: StopRequest, act: Callable[[], int]) -> int:
-    """A loop that works on after the first signal, for at most two seconds, and leaves by the act's code."""
-    until_s = time.monotonic() + 2
-    while not stop.requested and time.monotonic() < until_s:
-        time.sleep(0.001)
-    if not stop.requested:
-        return 98
-    return act()
-
-
-def finish_at_once() -> int:
-    return 75
-
-
-def finish_slowly() -> int:
-    time.sleep(1.0)
-    return 75
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_is_a_request(number: int) -> None:
-    assert exit_code_of(finish_at_once, (0.02, number)) == 75
+    assert exit_code_of(number, settle_s=0.0) == 75
+
+
+def test_a_signal_that_is_ignored_as_under_nohup_stays_so() -> None:
+    assert exit_code_of(signal.SIGHUP, settle_s=0.0, before=signal.SIG_IGN) == 98
 
 
 def test_the_second_signal_stops_at_once() -> None:
-    started_s = time.monotonic()
-    assert exit_code_of(finish_slowly, (0.02, signal.SIGTERM), (0.3, signal.SIGINT)) == 130
-    assert time.monotonic() - started_s < 0.9
+    assert exit_code_of(signal.SIGTERM, signal.SIGINT, settle_s=0.0) == 130
 
 
 def test_one_ctrl_c_passed_on_by_terminal_and_launcher_is_one_request() -> None:
-    assert exit_code_of(finish_slowly, (0.02, signal.SIGINT), (0.02, signal.SIGTERM)) == 75
+    assert exit_code_of(signal.SIGINT, signal.SIGTERM, settle_s=3600.0) == 75
 
 
 def test_handlers_are_put_back() -> None:
@@ -101,23 +91,26 @@ def stopped_by(number: int) -> None:
     raise PreemptedError("saved")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_who_leaves_after_sigterm_is_not_killed_by_another(number: int) -> None:
     """A program started meanwhile is: it must not inherit what this one ignores."""
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    found = [signal.signal(number, signal.SIG_DFL) for number in numbers]
     try:
         with pytest.raises(PreemptedError), StopRequest():
             stopped_by(number)
-        after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-        assert (after == before) == (number == signal.SIGINT)
-        assert after[1] == before[1]
-        if number == signal.SIGTERM:
+        after = [signal.getsignal(number) for number in numbers]
+        stays = number != signal.SIGINT
+        assert [handler != signal.SIG_DFL for handler in after] == [stays, False, stays]
+        if number != signal.SIGINT:
             signal.raise_signal(signal.SIGTERM)
-            with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+            signal.raise_signal(signal.SIGHUP)
+            with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]) as other:
                 other.terminate()
-                assert other.wait(20) == -signal.SIGTERM
+                assert other.wait(120) == -signal.SIGTERM
     finally:
-        signal.signal(signal.SIGTERM, before[0])
+        for number, handler in zip(numbers, found, strict=True):
+            signal.signal(number, handler)
 
 
 def parameters(**gradients: list[float] | None) -> dict[str, torch.Tensor]:
@@ -165,7 +158,7 @@ def test_a_loss_alone_can_be_bad_and_no_file_is_needed() -> None:
 
 
 def test_a_full_disk_does_not_hide_the_numeric_error(tmp_path: Path) -> None:
-    storage = Storage(FaultyDisk(1, FULL_DISK, lasting=True))
+    storage = DurableIO(FaultyDisk(1, FULL_DISK, lasting=True))
     with pytest.raises(NumericError, match=r"step 1: .*could not be written down: disk or quota full"):
         require_finite(
             math.nan,

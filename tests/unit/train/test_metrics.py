@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +12,13 @@ import pytest
 import torch
 
 from flatout.config.read import make_config
-from flatout.plan.assemble import Layout, Samples, assemble
 from flatout.plan.cost import CostModel
-from flatout.plan.peak import nominal_peak
+from flatout.plan.peak_flops import nominal_peak
+from flatout.plan.schedule.micro_batches import BatchLayout, Samples, assemble
 from flatout.train import metrics
+from flatout.train import step as step_module
 from flatout.train.metrics import Meter, device_peak, useful_flops
+from flatout.train.run import train
 from flatout.train.step import StepOutcome
 
 USEFUL = CostModel(per_token=10.0, per_pair=2.0, per_label=3.0)
@@ -23,7 +27,7 @@ COST = CostModel(per_token=15.0, per_pair=3.0, per_label=3.0, useful=USEFUL)
 
 def make_run(records: list[Any], stages: list[str], **changes: Any) -> Any:
     samples = Samples(np.array([4, 1, 7, 2]), np.array([2, 1, 3, 0]))
-    layout = Layout(2, 100, COST)
+    layout = BatchLayout(2, 100, COST)
     plan = SimpleNamespace(
         samples=samples, layout=layout, num_steps=2, epoch_after=lambda _: 1.0, naive_tokens=lambda _: 20
     )
@@ -94,3 +98,20 @@ def test_the_peak_is_that_of_the_large_products(
     assert device_peak(run) == nominal_peak("NVIDIA H200", arithmetic)
     run.dtype, run.config = torch.float32, make_config({"model": {"name": "m"}})
     assert device_peak(run) is None
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_a_slow_step_is_slow_in_its_own_record(
+    tiny: Any, tmp_path: Path, metrics_of: Any, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    """The host reads a step's figures after it has launched the next one; the last step has no next one."""
+    plain = step_module.accumulate_gradients
+
+    def slow_at_the_end(run: Any, step: Any) -> Any:
+        if step.index + 1 == run.plan.num_steps:
+            time.sleep(0.2)
+        return plain(run, step)
+
+    monkeypatch.setattr(step_module, "accumulate_gradients", slow_at_the_end)
+    train(tiny.config(tmp_path / "run", optim={"name": optimizer}, batch={"max_steps": 3}))
+    assert metrics_of(tmp_path / "run")[-1]["step_s"] >= 0.2

@@ -11,18 +11,20 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from flatout.checkpoint.write import Checkpoints
 from flatout.errors import ResourceError
 from flatout.models.blocks import decoder_layers
 from flatout.models.head import packed_loss
 from flatout.parallel.rank import Rank
-from flatout.track.record import Trackers
-from flatout.train.checkpoint import Checkpoints
+from flatout.track.tracker import Trackers
+from flatout.train.build import build_run
 from flatout.train.loop import run_steps
 from flatout.train.planning import plan_run
+from flatout.train.resume import restore
 from flatout.train.run import train
-from flatout.train.setup import set_up
+from flatout.train.snapshot import take_snapshot
 from flatout.train.state import Run
-from flatout.train.step import accumulate_gradients
+from flatout.train.step import accumulate_gradients, launch_step
 
 
 class Events(Trackers):
@@ -69,7 +71,7 @@ def make_run(config: Any, folder: Path) -> tuple[Run, Events]:
     events = Events()
     planned = plan_run(config, events, Rank())
     checkpoints = Checkpoints(folder, keep=1, on_event=events.event)
-    return set_up(config, planned, checkpoints, None, events, Rank()), events
+    return build_run(config, planned, checkpoints, None, events, Rank()), events
 
 
 def config_of(
@@ -141,6 +143,28 @@ def test_equal_to_the_bit_with_a_run_that_had_the_cap_from_the_start(tiny: Any, 
     assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
 
 
+def test_the_cap_outlives_a_restart(tiny: Any, tmp_path: Path) -> None:
+    """Else a resumed run would cut its steps as planned again, and differ in the last bits."""
+    config = config_of(tiny, tmp_path / "run", lora={"rank": 4, "dropout": 0.3})
+    whole, _ = make_run(config, tmp_path / "whole")
+    limit_memory(whole.model, 700, "backward")
+    expected = finished(whole)
+    first, events = make_run(config, tmp_path / "part")
+    limit_memory(first.model, 700, "backward")
+    for step in list(first.plan.steps())[:3]:
+        launch_step(first, step)()
+        first.progress.advance(step, updated=True, num_naive_tokens=0)
+    first.checkpoints.save(take_snapshot(first))
+    assert events.of("out_of_memory")
+    second, events = make_run(config, tmp_path / "part")
+    saved = second.checkpoints.newest()
+    assert saved is not None
+    restore(second, saved)
+    got = finished(second)
+    assert not events.of("out_of_memory")
+    assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+
+
 def test_only_the_gradients_of_the_pass_that_fits_remain(tiny: Any, tmp_path: Path) -> None:
     """The second micro-batch fails at the end of its backward pass: the first one's gradients must go as well."""
     run, events = make_run(config_of(tiny, tmp_path / "run", tokens=1200), tmp_path)
@@ -168,7 +192,7 @@ def test_only_the_gradients_of_the_pass_that_fits_remain(tiny: Any, tmp_path: Pa
 
 
 def test_nothing_of_a_failed_forward_pass_stays(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory runs out between the gate and up projections, whose joined product holds the graph of all layers."""
+    """Memory runs out between the gate and up projections, whose fused product holds the graph of all layers."""
     run, events = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
     mlp = decoder_layers(run.model)[-1].mlp
     alive: list[StorageWeakRef] = []
@@ -178,7 +202,7 @@ def test_nothing_of_a_failed_forward_pass_stays(tiny: Any, tmp_path: Path, monke
             alive.append(StorageWeakRef(args[0].untyped_storage()))
             raise torch.OutOfMemoryError("planted")
 
-    monkeypatch.setattr(run.tracker, "event", lambda kind, facts: events.seen.append((kind, alive[0].expired())))
+    monkeypatch.setattr(run.watch, "event", lambda kind, facts: events.seen.append((kind, alive[0].expired())))
     handle = mlp.act_fn.register_forward_pre_hook(fail_once)
     accumulate_gradients(run, run.plan.step(0))
     handle.remove()
@@ -198,7 +222,7 @@ def test_what_cannot_be_split_stops_with_what_to_do(tiny: Any, tmp_path: Path) -
 def test_a_longer_sample_later_is_still_taken_whole(tiny: Any, tmp_path: Path) -> None:
     """A cap below a step's longest sample gives way to it."""
     run, _ = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
-    run.cap_tokens = 2
+    run.micro_batch_cap.num_tokens = 2
     step = run.plan.step(0)
     loss_sum, _ = accumulate_gradients(run, step)
     plain, _ = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
@@ -210,14 +234,14 @@ def test_ranks_split_alone(tiny: Any, tmp_path: Path) -> None:
     run, _ = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
     whole = run.plan.step(0)
     plan = replace(run.plan, layout=replace(run.plan.layout, num_ranks=2))
-    run.plan, step = plan, plan.step(0)
+    run, step = replace(run, plan=plan), plan.step(0)
     totals = []
     for caps in ((None, None), (None, 300), (500, 400)):
         run.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for rank, cap in enumerate(caps):
-            run.rank, run.cap_tokens = Rank(rank, 2), cap
-            total += accumulate_gradients(run, step)[0].item()
+            run.micro_batch_cap.num_tokens = cap
+            total += accumulate_gradients(replace(run, rank=Rank(rank, 2)), step)[0].item()
         totals.append(total)
     assert totals[1:] == pytest.approx([totals[0]] * 2, rel=1e-12)
     assert step.num_label_tokens == whole.num_label_tokens

@@ -7,14 +7,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from flatout.errors import CheckpointError, DataError, NumericError, ResourceError
-from flatout.train.lock import RunLock
+from flatout.errors import CheckpointError, DataError, NumericError, ResourceError, UsageError
+from flatout.io.run_lock import RunLock
+from flatout.optim.lr_schedule import lr_factor
+from flatout.parallel.rank import Rank
+from flatout.track.tracker import Trackers
+from flatout.train.planning import plan_run
 from flatout.train.run import Result, train
-from flatout.train.schedule import lr_factor
 
 
 def weights(run_dir: Path, step: int = 8) -> dict[str, torch.Tensor]:
@@ -72,11 +76,11 @@ def test_resume_at_every_step_is_bit_equal(uninterrupted: tuple[Any, Result], tm
 
 
 def test_a_resumed_run_reads_the_restored_adapter(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
-    """Without dropout LoRA layers run joined, by copies of the adapter, which a resume has to make anew."""
+    """Without dropout LoRA layers run fused, by copies of the adapter, which a resume has to make anew."""
     settings = {"checkpoint": {"every_steps": 1, "keep": 20}, "eval": {"fraction": 0.1, "every_steps": 3}}
     whole = tiny.config(tmp_path / "whole", **settings)
     train(whole)
-    assert re.search(r"joined +[1-9]\d* layers run as", (tmp_path / "whole" / "train.log").read_text())
+    assert re.search(r"fused +[1-9]\d* layers run as", (tmp_path / "whole" / "train.log").read_text())
     for step in (1, 5):
         run_dir = tmp_path / f"from-{step}"
         shutil.copytree(whole.folder, run_dir)
@@ -86,6 +90,23 @@ def test_a_resumed_run_reads_the_restored_adapter(tiny: Any, tmp_path: Path, met
         for name, kind in (("loss", "step"), ("eval_loss", "eval")):
             records = [metrics_of(folder, kind) for folder in (run_dir, whole.folder)]
             assert [record[name] for record in records[0]] == [record[name] for record in records[1]]
+
+
+def test_rope_by_length_resumes_to_the_bit(tiny: Any, length_scaled: Path, tmp_path: Path) -> None:
+    """What a resumed run has not seen, the long documents of earlier steps, changes nothing."""
+    whole = tiny.config(
+        tmp_path / "whole",
+        model={"name": str(length_scaled)},
+        batch={"max_steps": 5},
+        checkpoint={"every_steps": 1, "keep": 20},
+    )
+    train(whole)
+    assert "; beyond 64 tokens within" in (tmp_path / "whole" / "train.log").read_text()
+    run_dir = tmp_path / "again"
+    shutil.copytree(tmp_path / "whole", run_dir)
+    forget_after(run_dir, 3)
+    train(whole.model_copy(update={"run_dir": run_dir}))
+    assert_bit_equal(weights(tmp_path / "whole", 5), weights(run_dir, 5))
 
 
 def forget_after(run_dir: Path, step: int) -> None:
@@ -105,16 +126,20 @@ def test_a_complete_run_is_left_as_it_is(uninterrupted: tuple[Any, Result], tmp_
     config, result = uninterrupted
     run_dir = tmp_path / "run"
     shutil.copytree(result.folder, run_dir)
-    before = {path: path.read_bytes() for path in (run_dir / "checkpoints").rglob("*") if path.is_file()}
-    for changes in ({}, {"batch": config.batch.model_copy(update={"max_steps": 5})}):
+    before = {path: path.read_bytes() for path in results_of(run_dir)}
+    for changes in ({}, {"name": "other", "log_every_steps": 3, "compile": "off"}):
         again = train(config.model_copy(update={"run_dir": run_dir, **changes}))
         assert again.progress.step == 8
-    assert {p: p.read_bytes() for p in (run_dir / "checkpoints").rglob("*") if p.is_file()} == before
+    assert {path: path.read_bytes() for path in results_of(run_dir)} == before
+
+
+def results_of(run_dir: Path) -> list[Path]:
+    return [path for name in ("checkpoints", "final", "best") for path in (run_dir / name).rglob("*") if path.is_file()]
 
 
 def test_what_is_reported_is_true(uninterrupted: tuple[Any, Result], metrics_of: Any) -> None:
     from flatout.parallel.rank import Rank
-    from flatout.track.record import Trackers
+    from flatout.track.tracker import Trackers
     from flatout.train.planning import plan_run
 
     config, result = uninterrupted
@@ -193,6 +218,64 @@ def test_a_non_finite_loss_stops_before_the_update(tiny: Any, tmp_path: Path) ->
     )
 
 
+def test_weights_that_an_update_made_infinite_are_never_saved(tiny: Any, tmp_path: Path) -> None:
+    """Loss and gradient of the only step are finite; nothing but the state itself can tell."""
+    shutil.copytree(tiny.model_dir, tmp_path / "model")
+    weights_file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(weights_file)
+    name = "model.embed_tokens.weight"
+    # the tied head: so large that the gradient is 1e10
+    save_file({**tensors, name: tensors[name] * 1e10}, weights_file, {"format": "pt"})
+    config = tiny.config(
+        tmp_path / "run",
+        method="full",
+        model={"name": str(tmp_path / "model"), "precision": "fp32"},
+        data={"tokenizer": str(tiny.model_dir)},
+        optim={"name": "sgd", "lr": 1e30, "max_grad_norm": None},
+        schedule={"kind": "constant", "warmup_steps": 0},
+        batch={"max_steps": 1},
+    )
+    with pytest.raises(NumericError, match=r"after step 1: model\..* is not finite, so this state was not saved"):
+        train(config)
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+    assert not (tmp_path / "run" / "final").exists()
+    with pytest.raises(UsageError, match=r"optim\.lr"):
+        tiny.config(tmp_path / "run", optim={"lr": 1e308})
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_step_that_fp16_skips_is_no_update(
+    tiny: Any, tmp_path: Path, metrics_of: Any, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    """The last norm is so large that fp16 gradients overflow until the loss scale has come down."""
+    shutil.copytree(tiny.model_dir, tmp_path / "model")
+    weights_file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(weights_file)
+    name = "model.norm.weight"
+    save_file({**tensors, name: tensors[name] * 1000}, weights_file, {"format": "pt"})
+    config = tiny.config(
+        tmp_path / "run",
+        method=method,
+        model={"name": str(tmp_path / "model"), "precision": "fp16"},
+        data={"tokenizer": str(tiny.model_dir)},
+        batch={"max_steps": 10},
+        checkpoint={"every_steps": 1, "keep": 20},
+    )
+    result = train(config)
+    told = re.findall(r"skipped +step (\d+) +why fp16 overflow", capsys.readouterr().out)
+    skipped = {int(step) for step in told}
+    assert 0 < len(skipped) < 9, "some steps are skipped, and some after them are not"
+    num_updates = 0
+    for record in metrics_of(result.folder):
+        expected = config.optim.lr * lr_factor(config.schedule, num_updates, 10)
+        assert record["lr"] == pytest.approx(expected, rel=1e-12), f"step {record['step']}"
+        num_updates += record["step"] not in skipped
+    assert result.progress.num_updates == num_updates == 10 - len(skipped)
+    for step in range(2, 11):
+        old, new = (load_file(tmp_path / f"run/checkpoints/step-{n}/model.safetensors") for n in (step - 1, step))
+        assert all(torch.equal(old[key], new[key]) for key in old) == (step in skipped)
+
+
 def test_two_runs_in_one_folder(tiny: Any, tmp_path: Path) -> None:
     config = tiny.config(tmp_path / "run")
     with RunLock(tmp_path / "run"), pytest.raises(ResourceError, match="is locked by pid"):
@@ -230,18 +313,18 @@ def test_a_full_disk_at_a_save_does_not_stop_training(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full at the first save only: the run goes on, says so, and saves again later."""
-    from flatout.train.storage import Storage
+    from flatout.io.durable_io import DurableIO
 
-    whole = Storage.require_free
+    whole = DurableIO.require_free
     calls = []
 
-    def full_at_first(self: Storage, folder: Path, needed_bytes: int) -> None:
+    def full_at_first(self: DurableIO, folder: Path, needed_bytes: int) -> None:
         calls.append(needed_bytes)
-        if len(calls) == 1:
+        if len(calls) == 2:  # the first one asks at the start of the run
             raise ResourceError(f"disk full: {folder} needs {needed_bytes} bytes")
         whole(self, folder, needed_bytes)
 
-    monkeypatch.setattr(Storage, "require_free", full_at_first)
+    monkeypatch.setattr(DurableIO, "require_free", full_at_first)
     config = tiny.config(tmp_path / "run", checkpoint={"every_steps": 3, "keep": 5})
     train(config)
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-6", "step-8"]
@@ -267,3 +350,13 @@ def test_training_rows_in_the_evaluation_set_are_told(tiny: Any, tmp_path: Path)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     (event,) = (event for event in events if event["kind"] == "overlap")
     assert 0 < event["eval_samples_also_trained_on"] <= 20
+
+
+def test_no_copy_of_an_evaluation_row_is_trained_on(tiny: Any, tmp_path: Path) -> None:
+    data = {"root": str(tmp_path / "data"), "sources": [{"path": str(tiny.chats), "weight": 2}], "num_samples": None}
+    planned = plan_run(tiny.config(tmp_path / "run", data=data, eval={"fraction": 0.25}), Trackers(), Rank())
+    assert planned.eval_plan is not None
+    held_out = list(planned.eval_plan.sample_ids)
+    trained = np.setdiff1d(np.arange(planned.store.num_samples), held_out)
+    assert set(trained) >= {i for step in planned.plan.steps() for i in step.sample_ids}
+    assert not set(planned.store.row_keys[trained]) & set(planned.store.row_keys[held_out])

@@ -1,0 +1,90 @@
+"""`python -m benchmarks.bench`: flatout measured on this machine, beside other trainers where they are installed.
+
+    python -m benchmarks.bench --list
+    python -m benchmarks.bench --rows 8b-bf16,8b-fp8@2,8b-unsloth-bf16 --peers benchmarks/peers --out bench
+
+Writes results.json (every run) and results.md (ratios first). Exits with 0 when every run finished, with 1 when one did
+not, with 2 for a row or option that does not exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from flatout.errors import FlatoutError
+
+from .protocol import Settings, run_rows
+from .report import markdown, summary
+from .rows import OURS, choose, read_parity, read_peers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument("--rows", metavar="A,B,C", help="what to measure (0.6b-auto; tiny without a GPU)")
+    parser.add_argument("--list", action="store_true", help="list the rows and stop")
+    parser.add_argument("--out", type=Path, default=Path("bench"), metavar="FOLDER", help="results go here (bench)")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="model folders and logs (FOLDER of --out/work)")
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="rows of other trainers: a folder with rows.json")
+    parser.add_argument(
+        "--peer-path",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="put before the peers' Python path",
+    )
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="a built data set's folder instead of chat lengths")
+    parser.add_argument("--parity", type=Path, metavar="FILE", help="verdicts written by benchmarks/parity.py")
+    parser.add_argument("--steps", type=int, default=13, metavar="N", help="optimizer steps a run, 3 left out (13)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of every row (3)")
+    parser.add_argument("--time-limit", type=float, metavar="S", help="start no run that would end later")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print the table; 0 when every run finished, else 1. Raises UsageError and ResourceError."""
+    peers = read_peers(args.peers) if args.peers else None
+    known = [*OURS, *(peers.rows if peers else ())]
+    if args.list:
+        for row in known:
+            settings = row.settings.get("overrides", [f"{key}={value}" for key, value in row.settings.items()])
+            print(f"{row.name:<26} {row.system}, {row.shape}\n{'':<26} {' '.join(settings)}".rstrip())
+        return 0
+    names = (args.rows or ("0.6b-auto" if torch.cuda.is_available() else "tiny")).split(",")
+    settings = Settings(
+        out=args.out,
+        work=(args.work or args.out / "work").resolve(),
+        num_steps=args.steps,
+        num_repeats=args.repeats,
+        time_limit_s=args.time_limit,
+        data=args.data,
+        peer_program=(args.peers / peers.trainer).resolve() if peers else None,
+        paths=tuple(str(path.resolve()) for path in args.peer_path),
+        parity=read_parity(args.parity) if args.parity else {},
+    )
+    results = run_rows(choose(known, names), settings, lambda text: print(text, flush=True))
+    targets = peers.targets if peers else ()
+    (args.out / "results.md").write_text(markdown(results, targets), encoding="utf-8")
+    print(f"\n{summary(results, targets)}\nin {args.out}: results.json, results.md")
+    return 1 if "stopped" in results or any("error" in found for found in results["runs"]) else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The whole command; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(argv))
+    except FlatoutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

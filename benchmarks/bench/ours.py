@@ -1,0 +1,99 @@
+"""One measured run of flatout in this process, as a module with JOB.json."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flatout.bench.figures import WARMUP_STEPS, recorded_figures
+from flatout.bench.inputs import NAME, digest
+from flatout.bench.run import take_steps
+from flatout.config.read import make_config
+from flatout.data.registry import built_dir
+from flatout.data.token_store import TokenStore
+from flatout.parallel.rank import Rank
+from flatout.track.console import ConsoleTracker
+from flatout.track.record import StepRecord
+from flatout.track.recorder import Recorder
+from flatout.track.tracker import Trackers
+
+from .machine import gpu_header, gpu_memory, versions
+
+
+def base_values(job: dict[str, Any]) -> dict[str, Any]:
+    """The configuration that every row starts from: what the peers are given, and flatout's own defaults else."""
+    return {
+        "run_dir": job["run_dir"],
+        "model": {"name": job["model_dir"]},
+        "data": {"name": NAME, "root": job["data_root"]},
+        "lora": {"rank": 16, "alpha": 16.0},
+        "batch": {"samples_per_step": job["samples_per_step"], "max_steps": job["num_steps"], "shuffle": False},
+        "optim": {"lr": 1e-4},
+        "schedule": {"kind": "constant", "warmup_steps": 0},
+        "checkpoint": {"every_steps": None},
+    }
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any] | None:
+    """Take the job's steps and return the figures; None on ranks that write down nothing."""
+    recorder, is_first = Recorder(), Rank.from_env().is_first
+    config = make_config(base_values(job), job["overrides"])
+    take_steps(config, Trackers(*((ConsoleTracker(), recorder) if is_first else ())))
+    if not is_first:
+        return None
+    memory, gpu, steps = gpu_memory(), gpu_header(), recorder.steps
+    timed = steps[WARMUP_STEPS:]
+    timed_s = sum(step.step_s for step in timed)
+    store = TokenStore.open(built_dir(Path(job["data_root"]), NAME), verify=False)
+    return {
+        **recorded_figures(recorder, job["launched_s"]),
+        **(memory or {"peak_allocated_gib": max(step.peak_memory_bytes for step in steps) / 2**30}),
+        "first_step_s": steps[0].step_s,
+        "data_wait_share": sum(step.data_wait_s for step in timed) / timed_s,
+        "flops_per_token": sum(s.flops_per_s * s.step_s for s in timed) / sum(s.num_tokens for s in timed),
+        "mfu": timed[-1].mfu,
+        **balance_of(timed),
+        "num_micro_batches": [step.num_micro_batches for step in steps],
+        "losses": [step.loss for step in steps],
+        "digest": digest(store.token_ids, store.loss_mask),
+        "gpu_after": gpu,
+        "versions": versions(),
+        "load_s": load_s(recorder),
+        "stages": [f"{at_s - job['launched_s']:.1f} s {name} {text}" for at_s, name, text in recorder.stages],
+    }
+
+
+def balance_of(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Of several ranks: mean / max of their planned FLOPs, and the measured least / most busy seconds of passes.
+
+    A step's record holds the busy seconds of the newest step that the device has done, so the mean is over nearly the
+    same steps; nothing for one rank.
+    """
+    busy = [(s.busy_min_s, s.busy_max_s) for s in steps if s.busy_min_s is not None and s.busy_max_s]
+    if not busy:
+        return {}
+    return {
+        "planned_balance": sum(step.balance for step in steps) / len(steps),
+        "least_by_most_busy": sum(least / most for least, most in busy) / len(busy),
+        "busy_max_s": sum(most for _, most in busy) / len(busy),
+    }
+
+
+def load_s(recorder: Recorder) -> float:
+    """Seconds from the line before the model's first to that one: what reading and placing the weights took."""
+    at = next(index for index, (_, name, _) in enumerate(recorder.stages) if name == "model")
+    return recorder.stages[at][0] - recorder.stages[at - 1][0]
+
+
+def main(path: Path) -> None:
+    """Read the job, measure, write its result file."""
+    job = json.loads(path.read_text(encoding="utf-8"))
+    if (result := measure(job)) is not None:
+        Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,137 @@
+"""Decide whether a run may resume from a checkpoint, by settings, model, data and steps; no I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatout.config.resume_effects import RESUME_EFFECTS, Effect
+from flatout.errors import CheckpointError
+
+ABSENT = "(absent)"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that differs: its dotted key, both values (JSON), and the effect of the difference."""
+
+    key: str
+    saved: Any
+    now: Any
+    effect: Effect
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.saved)} in the checkpoint, {_shown(self.now)} now ({self.why})"
+
+
+def config_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Return the settings that differ between a checkpoint's config and this run's, sorted by key.
+
+    Both are nested dicts of JSON values (`Config.model_dump(mode="json")`); lists are compared whole. A key that is
+    only in one of them is a change from or to "(absent)".
+    """
+    before, after = dict(_leaves(saved)), dict(_leaves(now))
+    changes = []
+    for key in sorted(before.keys() | after.keys()):
+        old, new = before.get(key, ABSENT), after.get(key, ABSENT)
+        if old != new:
+            effect, why = RESUME_EFFECTS.get(key, ("numerics", "a setting this flatout does not know"))
+            changes.append(Change(key, old, new, effect, why))
+    return changes
+
+
+def refuse_changes(changes: Sequence[Change], allow: Sequence[str]) -> None:
+    """Raise CheckpointError with all changes that affect the numerics and are not covered by `allow`.
+
+    An entry of `allow` is a key, such as optim.lr, or a section, such as optim.
+    """
+    refused = [change for change in changes if change.effect == "numerics" and not _allowed(change.key, allow)]
+    if refused:
+        _refuse("settings that change the numerics differ from the checkpoint's", refused)
+
+
+def refuse_without_effect(changes: Sequence[Change], folder: Path) -> None:
+    """Raise CheckpointError for changes of the numerics to a finished run, where they would have no effect."""
+    refused = [change for change in changes if change.effect == "numerics"]
+    if refused:
+        lines = "".join(f"\n  - {change}" for change in refused)
+        raise CheckpointError(
+            f"{folder} holds a finished run of other settings; choose another run_dir to train with these:{lines}"
+        )
+
+
+def refuse_other_model(saved: Mapping[str, str], now: Mapping[str, str], allow: Sequence[str] = ()) -> None:
+    """Raise CheckpointError with the files that differ when the base model is another and `allow` lacks "model".
+
+    `saved` and `now` map the model's files to their hashes.
+    """
+    refused = [
+        Change(f"model: {name}", saved.get(name, ABSENT), now.get(name, ABSENT), "numerics", "other weights or config")
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name) and not _allowed("model", allow)
+    ]
+    if refused:
+        _refuse("the base model's files are not those that the checkpoint was trained on", refused, allow_key="model")
+
+
+def refuse_other_data(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    allow: Sequence[str] = (),
+    explained_by: Sequence[Change] = (),
+) -> None:
+    """Raise CheckpointError when the data or the plan differs from the checkpoint's.
+
+    `saved` and `now` map what was fingerprinted ("data", "eval_data", "plan") to JSON values, preferably objects with
+    name, num_samples and fingerprint. A different plan is accepted when `explained_by` has a change that is not
+    harmless, which was already refused or allowed under its own key. Entries named in `allow` are not compared.
+    """
+    explained = any(change.effect != "harmless" for change in explained_by) or _allowed("data", allow)
+    refused = [
+        Change(key, saved.get(key, ABSENT), now.get(key, ABSENT), "numerics", "other samples or another order of them")
+        for key in sorted(saved.keys() | now.keys())
+        if saved.get(key) != now.get(key) and not _allowed(key, allow) and not (key == "plan" and explained)
+    ]
+    if refused:
+        _refuse("the data is not what the checkpoint was trained on", refused)
+
+
+def is_complete(saved_step: int, num_steps: int) -> bool:
+    """Return whether a run of `num_steps` is finished after `saved_step` completed steps."""
+    return saved_step >= num_steps
+
+
+def _refuse(what: str, refused: Sequence[Change], allow_key: str | None = None) -> None:
+    lines = "".join(f"\n  - {change}" for change in refused)
+    keys = allow_key or ",".join(change.key for change in refused)
+    raise CheckpointError(
+        f"{what}; put {'it' if len(refused) == 1 else 'them'} back, choose another run_dir to start anew, or go on all "
+        f"the same with checkpoint.allow_change=[{keys}]:{lines}"
+    )
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        key = prefix + name
+        # a dict under a key of RESUME_EFFECTS is a value; any other dict is a section
+        if isinstance(value, Mapping) and key not in RESUME_EFFECTS:
+            yield from _leaves(value, key + ".")
+        else:
+            yield key, value
+
+
+def _allowed(key: str, allow: Sequence[str]) -> bool:
+    return any(key == entry or key.startswith(entry + ".") for entry in allow)
+
+
+def _shown(value: Any) -> str:
+    if value == ABSENT:
+        return ABSENT
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_shown(part)}" for name, part in value.items())
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,120 @@
+"""Final results (adapter or model): written to a temporary folder, synced to disk, hashed, and renamed into place."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, with_config
+from safetensors import SafetensorError
+
+from flatout.errors import CheckpointError, ResourceError
+from flatout.io.clock import now_utc
+from flatout.io.durable_io import DurableIO
+from flatout.io.hashing import FileFacts, digest
+from flatout.io.json_file import read_json, validated
+
+MANIFEST_NAME = "manifest.json"
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+@dataclass(frozen=True, slots=True)
+class FinalManifest:
+    """The manifest of a results folder: sizes and hashes of its files by relative name, and the run's progress."""
+
+    files: Mapping[str, FileFacts]
+    progress: Mapping[str, Any]
+    created: str
+
+
+_ADAPTER = TypeAdapter(FinalManifest)
+
+
+def publish(
+    folder: Path,
+    write: Callable[[Path], None],
+    progress: Mapping[str, Any],
+    tell: Callable[[str, Mapping[str, Any]], None],
+    durable_io: DurableIO | None = None,
+) -> None:
+    """Have `write` fill a new folder, and move it to `folder` atomically, with a manifest of its files.
+
+    Nothing that was in `folder` is removed: files that are not results stay there, and earlier results are moved to a
+    sibling folder, which is reported to `tell`. Raises ResourceError when the disk is full or a write fails.
+    """
+    durable_io = durable_io or DurableIO()
+    half_done = folder.with_name(f".{folder.name}.tmp")
+    durable_io.remove_tree(half_done)
+    durable_io.make_dir(half_done)
+    try:
+        with durable_io.resource_errors("write", folder):
+            try:
+                write(half_done)
+            except Exception as error:
+                # libraries written in Rust raise their own errors for a full disk
+                if isinstance(error, SafetensorError) or "(os error " in str(error):
+                    raise ResourceError(
+                        f"cannot write {folder}: {error}; the checkpoint is untouched: free some space, then the same "
+                        "command exports it"
+                    ) from error
+                raise
+        manifest = FinalManifest(durable_io.sync_tree(half_done), progress, now_utc())
+        durable_io.write_json(half_done / MANIFEST_NAME, dataclasses.asdict(manifest))
+    except BaseException:
+        with suppress(ResourceError):  # the first failure is the one to report
+            durable_io.remove_tree(half_done)
+        raise
+    aside = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
+    durable_io.replace_dir(half_done, folder, aside=aside)
+    if aside.exists():
+        _keep_own_files(aside, folder, durable_io)
+        tell("kept", {"path": str(aside), "why": f"what {folder.name}/ held before is never removed"})
+
+
+def _keep_own_files(aside: Path, folder: Path, durable_io: DurableIO) -> None:
+    """Move files that no export wrote back into `folder`; after a crash they stay in `aside`."""
+    try:
+        results = read_final_manifest(aside).files
+    except CheckpointError:
+        return  # without a manifest, there is no telling which files are results
+    for path in aside.iterdir():
+        is_result = any(name.partition("/")[0] == path.name for name in results)
+        if not is_result and not (folder / path.name).exists():
+            durable_io.rename(path, folder / path.name)
+
+
+def fallback_folders(name: str) -> list[Path]:
+    """Return new folders outside the run folder, for results that do not fit on its disk."""
+    places = (Path(tempfile.gettempdir()), Path.home(), Path.cwd())
+    return [place.absolute() / f"flatout-{name}-{secrets.token_hex(4)}" for place in places]
+
+
+def read_final_manifest(folder: Path) -> FinalManifest:
+    """Read and check the manifest of a results folder. Raises CheckpointError with file and field."""
+    path = folder / MANIFEST_NAME
+    return validated(_ADAPTER, read_json(path), str(path))
+
+
+def verify_final(folder: Path) -> FinalManifest:
+    """Check that every file of a results folder is as it was written; other files in the folder are ignored.
+
+    Raises CheckpointError with the first file that was changed.
+    """
+    manifest = read_final_manifest(folder)
+    for name, facts in manifest.files.items():
+        try:
+            found = digest(folder / name)
+        except OSError as error:
+            raise CheckpointError(f"{folder / name}: cannot be read: {error.strerror or error}") from error
+        if found != facts:
+            raise CheckpointError(
+                f"{folder / name}: found {found.size_bytes:,} bytes with xxh3 {found.xxh3}, expected "
+                f"{facts.size_bytes:,} with {facts.xxh3}; it was damaged or edited"
+            )
+    return manifest

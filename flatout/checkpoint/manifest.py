@@ -1,0 +1,126 @@
+"""A checkpoint's manifest (which run wrote it, its files and their hashes), and the run's identity."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import xxhash
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
+
+from flatout import __version__
+from flatout.errors import CheckpointError
+from flatout.io.clock import now_utc
+from flatout.io.durable_io import DurableIO
+from flatout.io.hashing import FileFacts
+from flatout.io.json_file import encode_json, read_json, validated
+
+FORMAT_VERSION = 3
+MANIFEST_NAME = "manifest.json"
+RUN_NAME = "run.json"
+
+# plain names only, so that a manifest cannot point outside its folder
+_FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+_Id = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
+
+
+class OtherFormatError(CheckpointError):
+    """A checkpoint in another format version; it is refused, since skipping it would silently lose its progress."""
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything about a checkpoint except its content. `step` counts completed optimizer steps; `created` is UTC."""
+
+    run_id: _Id
+    save_id: _Id
+    step: Annotated[int, Field(ge=0)]
+    best: bool
+    world_size: Annotated[int, Field(ge=1)]
+    files: Mapping[_FileName, FileFacts]
+    versions: Mapping[str, str]
+    created: str
+    format_version: int = FORMAT_VERSION
+
+
+_ADAPTER = TypeAdapter(Manifest)
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions to record with a checkpoint, by package name, without importing the packages."""
+    packages = ("torch", "transformers", "peft", "safetensors")
+    known = {"flatout": __version__, "python": platform.python_version()}
+    return known | {name: version(name) for name in packages}
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Render a manifest as JSON with a hash of its own fields, so that every edit is detected."""
+    body = dataclasses.asdict(manifest)
+    return encode_json({**body, "xxh3": _hash(body)})
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a checkpoint's manifest.
+
+    Raises OtherFormatError for a format version other than this one, and CheckpointError with file and field for
+    anything else that is wrong.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.exists():
+        raise CheckpointError(f"{folder}: {MANIFEST_NAME} is missing; the folder is no complete checkpoint")
+    body = read_json(path)
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{path}: found a {type(body).__name__}, expected an object")
+    found = body.pop("xxh3", None)
+    if found != _hash(body):
+        raise CheckpointError(f"{path}: xxh3: its own hash does not match; the file was damaged or edited")
+    if (found := body.get("format_version")) != FORMAT_VERSION:
+        raise OtherFormatError(
+            f"{path}: format_version: another flatout wrote this checkpoint (format {found!r}, this one reads "
+            f"{FORMAT_VERSION}); go on with that flatout, or choose another run_dir to start anew"
+        )
+    return validated(_ADAPTER, body, str(path))
+
+
+def _hash(body: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def run_identity(run_dir: Path, durable_io: DurableIO) -> str:
+    """Return the run's id from `run_dir/run.json`, which is created on first use.
+
+    Raises CheckpointError when the file is damaged, or missing although there are checkpoints.
+    """
+    path = run_dir / RUN_NAME
+    if path.exists():
+        content = read_json(path)
+        run_id = content.get("run_id") if isinstance(content, dict) else None
+        if not isinstance(run_id, str) or not re.fullmatch(r"[0-9a-f]{8,32}", run_id):
+            raise CheckpointError(f"{path}: run_id: found {run_id!r}, expected 8 to 32 hex digits")
+        return run_id
+    # a crash cannot cause this: run.json is written before the first checkpoint
+    orphans = sorted(run_dir.glob(f"checkpoints/step-*/{MANIFEST_NAME}"))
+    if orphans:
+        raise CheckpointError(
+            f'{path}: missing, though there are checkpoints; put back {{"run_id": the run_id in {orphans[-1]}}}, '
+            "or move the checkpoints folder away to start anew"
+        )
+    run_id = secrets.token_hex(8)
+    write_identity(run_dir, run_id, durable_io)
+    return run_id
+
+
+def write_identity(run_dir: Path, run_id: str, durable_io: DurableIO) -> None:
+    """Write the run's id to `run_dir/run.json`. Raises ResourceError."""
+    durable_io.write_json(run_dir / RUN_NAME, {"run_id": run_id, "created": now_utc()})

@@ -1,0 +1,140 @@
+"""Read a checkpoint slice by slice: each rank reads only its own shard, on any number of ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from flatout.checkpoint.integrity import refuse_other_save
+from flatout.checkpoint.manifest import Manifest
+from flatout.checkpoint.tensor_file import DTYPES, TENSOR_SUFFIX, bound_header
+from flatout.errors import CheckpointError
+from flatout.io.strict_json import parse_json
+from flatout.parallel.shards import local_shard_of
+
+# metadata key of a sharded file; the value is JSON: tensor name -> [global shape, offset]
+PLACES = "places"
+_RANK = re.compile(r"-rank-\d+$")
+
+
+def kind_of(stem: str) -> str:
+    """Return what a file holds, without the rank that wrote it: `model-rank-3` is part of `model`."""
+    return _RANK.sub("", stem)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The block of a tensor that one file holds."""
+
+    file: Any
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class CheckpointTensors(Mapping[str, Tensor]):
+    """The tensors of one kind ("model", "optimizer") of a checkpoint, read lazily.
+
+    As a mapping it returns whole tensors, copied into memory. Raises CheckpointError with the file for an invalid
+    safetensors file, and with the name for a tensor of which a shard is missing.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str], manifest: Manifest) -> None:
+        self._pieces: dict[str, list[Piece]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for name in names:
+            try:
+                path = folder / name
+                bound_header(path)
+                file = safe_open(path, framework="pt", device="cpu")
+                metadata = file.metadata() or {}
+                refuse_other_save(path, metadata, manifest)
+                places = parse_json(metadata.get(PLACES, "{}"))
+                for key in file.keys():  # noqa: SIM118  (a file is not a mapping)
+                    shape = tuple(file.get_slice(key).get_shape())
+                    whole, offset = places.get(key, (shape, (0,) * len(shape)))
+                    if self._shapes.setdefault(key, tuple(whole)) != tuple(whole):
+                        raise ValueError(f"{key} has shape {tuple(whole)} here, {self._shapes[key]} in another file")
+                    self._pieces.setdefault(key, []).append(Piece(file, tuple(offset), shape))
+            except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{folder / name}: not a readable safetensors file: {error}") from error
+        for name, shape in self._shapes.items():
+            held = sum(torch.Size(piece.shape).numel() for piece in self._pieces[name])
+            if held != torch.Size(shape).numel():
+                raise CheckpointError(f"{folder}: {name} of shape {shape} is there in parts of {held:,} values only")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = torch.empty(self._shapes[name], dtype=self.dtype(name))
+        self.copy_into(name, tensor)
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in the files."""
+        return DTYPES[self._pieces[name][0].file.get_slice(name).get_dtype()]
+
+    @torch.no_grad()
+    def copy_into(self, name: str, tensor: Tensor) -> None:
+        """Fill a tensor of the global shape, plain or a DTensor (local shard only), on any device and of any dtype."""
+        part = local_shard_of(tensor)
+        for piece in self._pieces[name]:
+            begin = [max(a, b) for a, b in zip(part.offset, piece.offset, strict=True)]
+            ends = zip(part.offset, part.local.shape, piece.offset, piece.shape, strict=True)
+            end = [min(a + m, b + n) for a, m, b, n in ends]
+            if all(a < b for a, b in zip(begin, end, strict=True)):
+                target = part.local[_box(begin, end, part.offset)]
+                # copied right away: the file is memory-mapped, so the tensor would change with the file
+                box = _box(begin, end, piece.offset)
+                target.copy_(piece.file.get_slice(name)[box] if box else piece.file.get_tensor(name))
+
+    def like(self, name: str, parameter: Tensor) -> Tensor:
+        """Return a new tensor with the parameter's shape, sharding and device, in the files' dtype.
+
+        Raises CheckpointError when the shapes differ: such a state cannot be sharded like the parameter.
+        """
+        if self.shape(name) != tuple(parameter.shape):
+            raise CheckpointError(
+                f"{name} has shape {self.shape(name)}, its parameter {tuple(parameter.shape)}; such a state only loads "
+                "under a strategy that does not cut it: set strategy: ddp"
+            )
+        tensor = torch.empty_like(parameter.detach(), dtype=self.dtype(name))
+        self.copy_into(name, tensor)
+        return tensor
+
+
+def _box(begin: Sequence[int], end: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, origin, strict=True))
+
+
+def open_tensors(folder: Path, manifest: Manifest) -> dict[str, CheckpointTensors]:
+    """Open the tensors of a checkpoint, by kind, without reading their values. Raises CheckpointError."""
+    names: dict[str, list[str]] = {}
+    for name in manifest.files:
+        if name.endswith(TENSOR_SUFFIX):
+            names.setdefault(kind_of(name.removesuffix(TENSOR_SUFFIX)), []).append(name)
+    return {kind: CheckpointTensors(folder, held, manifest) for kind, held in names.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A verified checkpoint: its facts in memory, its tensors on disk by kind ("model", "optimizer")."""
+
+    path: Path
+    step: int
+    tensors: Mapping[str, CheckpointTensors]
+    facts: Mapping[str, Any]

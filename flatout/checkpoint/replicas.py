@@ -1,0 +1,69 @@
+"""Check that replicas still hold the same state, so that a flipped bit in one rank's memory does not go unnoticed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.errors import CheckpointError
+from flatout.parallel.control_group import ControlGroup
+from flatout.parallel.shards import is_sharded, local_shard_of
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def refuse_drift(state: Mapping[str, Mapping[str, Tensor]], group: ControlGroup) -> None:
+    """Raise CheckpointError on every rank, with the rank whose copy of a tensor differs from the others' in any bit.
+
+    `state` maps kind -> name -> live tensor. Collective. Tensors of which every rank holds a different shard have no
+    copies to compare and are skipped.
+    """
+    if group.rank.world == 1:
+        return
+    held = {f"{kind} {name}": tensor for kind, tensors in state.items() for name, tensor in tensors.items()}
+    copied = {name: local_shard_of(tensor) for name, tensor in held.items() if _has_copies(tensor)}
+    place = str([shard.offset for shard in copied.values()])
+    answers = group.all_gather({"place": place, "sums": _checksums([shard.local for shard in copied.values()])})
+    for same_place in {answer["place"] for answer in answers}:
+        sums = {rank: answer["sums"] for rank, answer in enumerate(answers) if answer["place"] == same_place}
+        _compare(sums, list(copied), group)
+
+
+def _has_copies(tensor: Any) -> bool:
+    if not is_sharded(tensor):
+        return True
+    axes = enumerate(tensor.placements)
+    return any(not placement.is_shard() and tensor.device_mesh.size(axis) > 1 for axis, placement in axes)
+
+
+def _checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the sum of each tensor's bits as integers, modulo 2**64: exact in any order, changed by a flipped bit."""
+    sums = [tensor.reshape(-1).view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, value in enumerate(sums):
+        by_device.setdefault(value.device, []).append(index)
+    found = [0] * len(sums)
+    for indices in by_device.values():  # one synchronization per device
+        for index, value in zip(indices, torch.stack([sums[index] for index in indices]).tolist(), strict=True):
+            found[index] = value
+    return found
+
+
+def _compare(sums: Mapping[int, Sequence[int]], names: Sequence[str], group: ControlGroup) -> None:
+    counts = Counter(tuple(values) for values in sums.values())
+    if len(counts) == 1:
+        return
+    (usual, most), (_, second) = counts.most_common(2)
+    odd = [rank for rank, values in sums.items() if most == second or tuple(values) != usual]
+    reference = usual if most > second else tuple(sums[odd[0]])
+    other = sums[odd[0] if most > second else odd[1]]
+    name = next(name for name, a, b in zip(names, reference, other, strict=True) if a != b)
+    who = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} differ"
+    raise CheckpointError(
+        f"replicas have drifted apart: {who} in {name}, so this state was not saved; start the run again from its "
+        "newest checkpoint, and look at that host's memory (ECC errors, nvidia-smi -q) if it happens again"
+    )

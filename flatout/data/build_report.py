@@ -1,0 +1,194 @@
+"""What happened to each row of a build: counts and lists for report.json, and when to stop the build."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatout.config.schema import DataConfig
+from flatout.data.conversation import Origin
+from flatout.data.tokenize import LOSING
+from flatout.data.workers import Chunk, TokenizedChunk
+from flatout.errors import DataError
+
+MAX_PROBLEMS = 5
+_PATIENCE_ROWS = 5000  # how many rows the build still reads after a bad one, to report more of them at once
+_LISTED = ("truncated", "split", "too_long", "no_labels", "lost_labels", "typed_control")
+_COUNTED = (
+    *_LISTED, "rows", "bad", "kept", "samples", "conversations", "duplicates", "windows_without_labels",
+    "typed_control_tokens", "reasoning_dropped", "empty_answers", "documents", "typed_documents",
+    "tokens", "label_tokens", *(f"{fate}_{kind}" for fate in LOSING for kind in ("tokens", "labels")),
+)  # fmt: skip
+# shares of rows that may be lost before a build with on_bad_row: error stops
+_MAX_NO_LABELS, _MAX_LOST_LABELS = 0.001, 0.01
+_MAX_TYPED = 0.1  # share of plain texts that may contain special tokens before the build stops
+
+
+class BuildReport:
+    """Collects counts over a build; every dropped, truncated or skipped row is counted and listed."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self._config = config
+        self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
+        self.problems: list[str] = []
+        self._listed: dict[str, dict[str, array[int]]] = {name: defaultdict(lambda: array("q")) for name in _LISTED}
+        self._first: dict[str, list[Origin]] = defaultdict(list)
+        self._lengths = array("q")
+        self._hashes = array("Q")
+        self._read_since_problem = 0
+
+    def bad_row(self, error: DataError) -> None:
+        """Count a row that cannot be read or parsed. Raises DataError once enough are known to stop."""
+        self.counts["rows"] += 1
+        self._bad(str(error))
+
+    def add(self, chunk: Chunk, done: TokenizedChunk) -> None:
+        """Count one chunk. Raises DataError when bad rows stop the build."""
+        self.counts["rows"] += len(chunk.rows)
+        self.counts.update(done.counts)
+        self._lengths.extend(int(n) for n, fate in zip(done.num_tokens, done.fates, strict=True) if fate != "bad")
+        for index, fate in enumerate(done.fates):
+            self.counts[fate] += fate != "bad"
+            if fate in self._listed:
+                self._list(fate, chunk.rows[index].origin)
+        for index in done.typed_rows:
+            self.counts["typed_control"] += 1
+            self._list("typed_control", chunk.rows[index].origin)
+        for problem in done.problems:
+            self._bad(problem)
+        if self.counts["documents"] >= _PATIENCE_ROWS:
+            self._check_special_tokens()
+        if self.problems and self._config.on_bad_row == "error":
+            self._read_since_problem += len(chunk.rows)
+            if self._read_since_problem > _PATIENCE_ROWS:
+                self._stop()
+
+    def add_hashes(self, hashes: NDArray[np.uint64]) -> None:
+        """Add content hashes of stored samples, first copies only, to count duplicates."""
+        self._hashes.frombytes(hashes.tobytes())
+
+    def close(self, num_samples: int) -> None:
+        """Finish the counts after the last row. Raises DataError if too many rows were lost, or nothing is left."""
+        hashes = np.frombuffer(self._hashes, dtype=np.uint64)
+        self.counts["duplicates"] = len(hashes) - len(np.unique(hashes))
+        self.counts["samples"] = num_samples
+        self._check_special_tokens()
+        strict = self._config.on_bad_row == "error"
+        if self.problems and strict:
+            self._stop()
+        if strict or not num_samples:
+            self._check_losses()
+        if not num_samples:
+            raise DataError(
+                f"data set {self._config.name!r} is empty: of {self.counts['rows']} rows {self.counts['bad']} were "
+                f"bad, {self.counts['no_labels']} had no labels, {self.counts['too_long']} were too long, "
+                f"{self.counts['lost_labels']} lost all labels when cut"
+                + (f"; the first: {self.problems[0]}" if self.problems else "")
+                + f"; read from {', '.join(source.path for source in self._config.sources)}"
+            )
+
+    def notes(self) -> list[str]:
+        """Return what a user should know about the rows, one sentence each."""
+        counts = self.counts
+        told = {
+            "bad": "bad rows were skipped",
+            "too_long": "rows were dropped: too long",
+            "no_labels": "rows were dropped: nothing to learn in them",
+            "lost_labels": "rows were dropped: cutting left no label",
+            "truncated": f"rows were cut at {self._config.max_tokens} tokens",
+            "split": f"rows were split into windows of {self._config.max_tokens} tokens",
+            "typed_control": "rows hold control tokens as text; they were encoded as text",
+            "reasoning_dropped": "turns lost their reasoning: the chat template leaves it out",
+            "empty_answers": "answers are empty; they carry no loss",
+            "duplicates": "samples are duplicates; they are kept",
+        }
+        notes = []
+        for name, what in told.items():
+            tokens, labels = counts[f"{name}_tokens"], counts[f"{name}_labels"]
+            lost = (
+                f"; lost: {tokens:,} tokens ({tokens / max(counts['tokens'], 1):.1%} of all) "
+                f"and {labels:,} label tokens ({labels / max(counts['label_tokens'], 1):.1%} of all)"
+            )
+            if counts[name]:
+                notes.append(f"{counts[name]} {what}{lost if name in LOSING else ''}")
+        return notes
+
+    def report(self, notes: list[str]) -> dict[str, Any]:
+        """Return the content of report.json."""
+        lists = {name: {file: list(rows) for file, rows in files.items()} for name, files in self._listed.items()}
+        return {
+            "counts": dict(sorted(self.counts.items())),
+            "length_percentiles": self.percentiles(),
+            "notes": notes,
+            "bad_rows": self.problems,
+            "rows": lists,
+        }
+
+    def percentiles(self) -> dict[str, int]:
+        """Return percentiles of the lengths before the length policy, in tokens."""
+        if not self._lengths:
+            return {}
+        lengths = np.frombuffer(self._lengths, dtype=np.int64)
+        return {f"p{q}": int(np.percentile(lengths, q, method="higher")) for q in (50, 90, 95, 99, 100)}
+
+    def _check_losses(self) -> None:
+        """Raise DataError if rows are too long, or too many have nothing to learn."""
+        if self._config.too_long == "error" and self.counts["too_long"]:
+            raise DataError(
+                f"{self._share('too_long')} are over max_tokens={self._config.max_tokens} ({self._spread()}): "
+                f"{self._some('too_long')}; raise data.max_tokens, or set data.too_long to drop, truncate or split"
+            )
+        rows = self.counts["rows"]
+        if self.counts["no_labels"] > _MAX_NO_LABELS * rows:
+            raise DataError(
+                f"{self._share('no_labels')} have nothing to learn (no answer, an empty one, or train: false): "
+                f"{self._some('no_labels')}; remove them, or set data.on_bad_row: skip"
+            )
+        if self.counts["lost_labels"] > _MAX_LOST_LABELS * rows:
+            raise DataError(
+                f"{self._share('lost_labels')} lose every label at max_tokens={self._config.max_tokens} "
+                f"({self._spread()}): {self._some('lost_labels')}; raise data.max_tokens, set data.too_long: drop, "
+                "or data.on_bad_row: skip"
+            )
+
+    def _check_special_tokens(self) -> None:
+        counts = self.counts
+        if self._config.special_tokens is None and counts["typed_documents"] > _MAX_TYPED * counts["documents"]:
+            raise DataError(
+                f"{counts['typed_documents']} of {counts['documents']} texts hold special tokens of the tokenizer "
+                f"({self._some('typed_control')}): they look like text that went through a chat template; set "
+                "data.special_tokens: keep to read them as tokens, or text to spell them out"
+            )
+
+    def _share(self, name: str) -> str:
+        return f"{self.counts[name]} of {self.counts['rows']} rows"
+
+    def _spread(self) -> str:
+        found = self.percentiles()
+        return f"95th percentile {found['p95']}, longest {found['p100']} tokens"
+
+    def _some(self, name: str) -> str:
+        first = ", ".join(str(origin) for origin in self._first[name])
+        return first + (", ..." if self.counts[name] > MAX_PROBLEMS else "")
+
+    def _list(self, name: str, origin: Origin) -> None:
+        self._listed[name][origin.source].append(origin.row_number)
+        if len(self._first[name]) < MAX_PROBLEMS:
+            self._first[name].append(origin)
+
+    def _bad(self, problem: str) -> None:
+        self.counts["bad"] += 1
+        self.problems.append(problem)
+        if self._config.on_bad_row == "error" and len(self.problems) >= MAX_PROBLEMS:
+            self._stop()
+
+    def _stop(self) -> None:
+        lines = "".join(f"\n  - {problem}" for problem in self.problems[:MAX_PROBLEMS])
+        raise DataError(
+            f"data set {self._config.name!r}: bad rows, so nothing was built (data.on_bad_row: skip leaves them out)"
+            f"{lines}"
+        )

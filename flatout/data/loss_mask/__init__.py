@@ -1,0 +1,1 @@
+"""Finds which tokens carry loss."""

@@ -1,0 +1,184 @@
+"""Finds which characters of a rendered conversation carry loss; each result is proved on the row itself, or refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flatout.data.conversation import Conversation, Message, Origin
+from flatout.data.loss_mask.marks import MarkError, marked_spans, with_visible_marks
+from flatout.data.loss_mask.parts import Part, PartFinder, PartSpans
+from flatout.data.loss_mask.turns import PROBES, Rendering, TurnFinder, UnprovenTurnError
+from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate, RawMessage
+from flatout.errors import DataError
+
+Span = tuple[int, int]
+_MAX_EDGES = 4096
+_EMPTY_REASONING = re.compile(r"\s*<think>\s*</think>\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedText:
+    """A rendered conversation.
+
+    `spans` are the half-open character ranges that carry loss, ascending and disjoint; `typed` those of control tokens
+    that are part of the data and must stay text; `num_reasoning_dropped` counts the turns whose reasoning the template
+    left out.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    typed: tuple[Span, ...] = ()
+    num_reasoning_dropped: int = 0
+
+
+class Masker:
+    """Renders conversations by one template and masks them by one loss type."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        loss_type: Literal["response_only", "all"] = "response_only",
+        control: re.Pattern[str] | None = None,
+        *,
+        mask_empty_reasoning: bool = False,
+    ) -> None:
+        """Probe the template for its generation prompt. Raises DataError if the prompt changes what precedes it."""
+        self.template = template
+        self.loss_type = loss_type
+        self._control = control
+        self._mask_empty_reasoning = mask_empty_reasoning
+        self._turns = TurnFinder(template)
+        self._marked_source = with_visible_marks(template) if template.has_marks else None
+        self._parts = PartFinder(template, self._marked_source, control)
+        # proved once per role and text around a turn: its characters before its parts and after them
+        self._edges: dict[tuple[str, str, str], tuple[int, int]] = {}
+
+    def end_of_turn(self) -> str:
+        """Return what ends an answer in this template and its marks ("<|im_end|>"); empty if nothing does."""
+        turns = (Message("user", "a"), Message("assistant", PROBES[0]))
+        masked = self.mask(Conversation(turns, Origin("probe", 1)))
+        ends = [masked.text[start:end] for start, end in masked.spans]
+        return "".join(ends).rpartition(PROBES[0])[2].strip().partition("\n")[0]
+
+    def mask(self, conversation: Conversation) -> MaskedText:
+        """Render and mask one conversation.
+
+        Raises DataError with the row and the turn if the template refuses it or leaves out a message's text, or if the
+        place of a turn cannot be proved.
+        """
+        messages, raw = conversation.messages, self.template.raw_messages(conversation)
+        rendering = Rendering(
+            self.template, raw, conversation.tools, self._render(conversation.origin, raw, conversation.tools)
+        )
+        try:
+            layout = self._parts.find(rendering)
+            lost = self._parts.lost(rendering) if layout is None else layout.lost
+            dropped = _check_lost(conversation, lost)
+            spans = self._spans(rendering, layout, messages)
+            if self._mask_empty_reasoning:
+                found = ((start, end, _EMPTY_REASONING.match(rendering.text, start, end)) for start, end in spans)
+                spans = tuple((empty.end() if empty else start, end) for start, end, empty in found)
+            typed = self._typed(rendering, layout)
+        except (UnprovenTurnError, MarkError) as error:
+            raise DataError(f"{conversation.origin}: chat template {self.template.name!r}: {error}") from error
+        flat = [position for span in spans for position in span]
+        if flat != sorted(flat):
+            raise DataError(f"{conversation.origin}: the turns of the rendered text overlap; use another chat template")
+        return MaskedText(rendering.text, spans, typed, dropped)
+
+    def _render(self, origin: Origin, raw: Sequence[RawMessage], tools: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return self.template.render(raw, tools)
+        except RENDER_ERRORS as error:
+            turn = 0
+            while turn < len(raw) - 1:  # find the first turn at which it is refused for the same reason
+                try:
+                    self.template.render(raw[: turn + 1], tools)
+                except RENDER_ERRORS as shorter:
+                    if str(shorter) == str(error):
+                        break
+                turn += 1
+            raise DataError(
+                f"{origin}: messages[{turn}] ({raw[turn]['role']}): chat template {self.template.name!r} "
+                f"refuses it: {error}; fix the row, or set data.template"
+            ) from error
+
+    def _spans(self, rendering: Rendering, layout: PartSpans | None, messages: Sequence[Message]) -> tuple[Span, ...]:
+        """Return the ranges with loss. Turns are located only if generation marks do not already give the ranges."""
+        answers = [k for k, message in enumerate(messages) if message.role == "assistant"]
+        wanted = [k for k, m in enumerate(messages) if (m.role == "assistant" if m.train is None else m.train)]
+        if self.loss_type == "all":
+            silent = [k for k, message in enumerate(messages) if message.train is False]
+            return complement(self._turn_spans(rendering, layout, silent), len(rendering.text))
+        if self._marked_source is None:
+            return tuple(self._turn_spans(rendering, layout, wanted))
+        marked = layout.marked if layout else marked_spans(self.template, self._marked_source, rendering)
+        if wanted == answers:
+            return marked
+        if len(marked) != len(answers):
+            raise MarkError(
+                f"{len(answers)} assistant turns but {len(marked)} marked ranges, so train: cannot be applied"
+            )
+        by_turn = dict(zip(answers, marked, strict=True))
+        return tuple(by_turn.get(k) or self._turn_spans(rendering, layout, [k])[0] for k in wanted)
+
+    def _turn_spans(self, rendering: Rendering, layout: PartSpans | None, turns: Sequence[int]) -> list[Span]:
+        surroundings = layout.surroundings(len(rendering.text)) if layout else {}
+        spans = []
+        for turn in turns:
+            if turn not in surroundings:  # no part of it is in the layout
+                spans.append(self._turns.span(rendering, turn))
+                continue
+            before, start, end, after = surroundings[turn]
+            key = (rendering.messages[turn]["role"], rendering.text[before:start], rendering.text[end:after])
+            if (edges := self._edges.get(key)) is None:
+                proved = self._turns.span(rendering, turn)
+                edges = (start - proved[0], proved[1] - end)
+                if before <= proved[0] <= start and end <= proved[1] <= after:
+                    if len(self._edges) >= _MAX_EDGES:
+                        self._edges.clear()
+                    self._edges[key] = edges
+            spans.append((start - edges[0], end + edges[1]))
+        return spans
+
+    def _typed(self, rendering: Rendering, layout: PartSpans | None) -> tuple[Span, ...]:
+        """Return the control tokens that are part of the data: all those inside a part."""
+        if self._control is None or not self._control.search(rendering.text):
+            return ()
+        if layout is None:
+            data = json.dumps([rendering.messages, rendering.tools], ensure_ascii=False)
+            if found := self._control.search(data):
+                raise UnprovenTurnError(f"the data holds {found[0]!r} and it acts on the text around; remove it")
+            return ()
+        places = [(start, end) for _, start, end in layout.places]
+        return tuple(found.span() for place in places for found in self._control.finditer(rendering.text, *place))
+
+
+def complement(silent: Sequence[Span], length: int) -> tuple[Span, ...]:
+    """Return the ranges of 0..length outside `silent`, which are ascending and disjoint."""
+    edges = [0, *(edge for span in silent for edge in span), length]
+    return tuple((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end)
+
+
+def _check_lost(conversation: Conversation, lost: Iterable[Part]) -> int:
+    """Return the number of turns whose reasoning is lost by a template's design: those before the last question.
+
+    Raises DataError for every other part that the template has left out.
+    """
+    last_question = max((k for k, message in enumerate(conversation.messages) if message.role == "user"), default=-1)
+    dropped = 0
+    for part in lost:
+        if part.kind == "reasoning" and part.turn < last_question:
+            dropped += 1
+        elif part.kind != "other":
+            where = f"messages[{part.turn}] ({conversation.messages[part.turn].role})" if part.turn >= 0 else "tools"
+            what = "them" if part.kind == "tools" else f"its {part.kind}"
+            raise DataError(
+                f"{conversation.origin}: {where}: the chat template leaves {what} out; choose a template that has a "
+                "place for it (data.template), or remove it from the row"
+            )
+    return dropped

@@ -1,0 +1,237 @@
+"""Finds the parts of a row in its rendered text, and which of them the template left out.
+
+A part is text from the data that a template has to show: a message's text, its reasoning, a call's name and arguments,
+a tool's name. The row is rendered again with each part between two private-use characters. If removing them gives the
+first rendering, every place is exact, and a part whose marks are missing was left out. Plain rows with the same roles
+and fields (a shape) share the text around their parts, so marks are rendered once per shape, not per row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from operator import itemgetter
+from typing import Any, Literal
+
+from flatout.data.loss_mask.marks import BEGIN, END, paired
+from flatout.data.loss_mask.turns import PROBES, Rendering
+from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate, RawMessage
+
+Span = tuple[int, int]
+Kind = Literal["text", "reasoning", "tool call", "tools", "other"]
+_OPEN, _THEN, _CLOSE = "\U000f5a03", "\U000f5a04", "\U000f5a05"
+_SIGNS = re.compile(f"({_OPEN}\\d+{_THEN}|[{_CLOSE}{BEGIN}{END}])")
+_RESERVED = re.compile(f"[{BEGIN}-{_CLOSE}]")
+_INLINE_REASONING = re.compile(r"(\s*<think>)(.*?)(</think>)(.*)", re.DOTALL)
+_REASONING = "reasoning_content"
+_PLAIN_KEYS = {"role", "content", _REASONING, "thinking"}
+_MAX_SHAPES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`turn` is -1 for a part of the tools column. Kind `other`: marked only because it contains a control token."""
+
+    turn: int
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpans:
+    """`places` are (turn, start, end) of all parts in a rendered text, ascending; `lost` the parts that are not in it.
+
+    The turn is -1 if a part is not from a turn, or is repeated. `marked` are the ranges inside `{% generation %}`
+    marks, empty without such marks.
+    """
+
+    places: tuple[tuple[int, int, int], ...]
+    lost: tuple[Part, ...]
+    marked: tuple[Span, ...] = ()
+
+    def surroundings(self, length: int) -> dict[int, tuple[int, int, int, int]]:
+        """Return by turn: end of the part before it, its own first start and last end, start of the part after it."""
+        found, before = {}, 0
+        runs = [(turn, list(run)) for turn, run in groupby(self.places, key=itemgetter(0))]
+        for index, (turn, run) in enumerate(runs):
+            after = runs[index + 1][1][0][1] if index + 1 < len(runs) else length
+            found[turn] = (before, run[0][1], run[-1][2], after)
+            before = run[-1][2]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a template writes around the parts: literals[i] precedes the part order[i], the last one follows them all.
+
+    `signs` are generation marks: (literal, offset in it, whether it begins a range).
+    """
+
+    literals: tuple[str, ...]
+    order: tuple[int, ...]
+    parts: tuple[Part, ...]
+    signs: tuple[tuple[int, int, bool], ...]
+
+    def layout(self, texts: Sequence[str]) -> PartSpans:
+        """Return the layout of the text that has `texts` in the places of the parts, in their order."""
+        starts = [0, *accumulate(map(len, _woven(self.literals, texts)))]
+        places, seen = [], set[int]()
+        for index, part in enumerate(self.order):
+            turn = -1 if part in seen else self.parts[part].turn  # a template may repeat a call's name
+            seen.add(part)
+            places.append((turn, starts[2 * index + 1], starts[2 * index + 2]))
+        lost = tuple(part for index, part in enumerate(self.parts) if index not in self.order)
+        marked = paired((starts[2 * literal] + offset, begins) for literal, offset, begins in self.signs)
+        return PartSpans(tuple(places), lost, marked)
+
+
+class PartFinder:
+    """Finds the parts of rows of one template; `marked_source` is the template with visible generation marks."""
+
+    def __init__(self, template: ChatTemplate, marked_source: str | None, control: re.Pattern[str] | None) -> None:
+        self._template, self._source, self._control = template, marked_source, control
+        self._shapes: dict[tuple[tuple[str, bool], ...], tuple[_Shape, list[str]] | None] = {}
+
+    def find(self, rendering: Rendering) -> PartSpans | None:
+        """Return the layout of a row; None if the template processes the text of a part, so that marks change the rest.
+
+        Raises MarkError for nested generation marks.
+        """
+        if not rendering.text.isascii() and _RESERVED.search(rendering.text):
+            return None
+        layout = self._by_shape(rendering)
+        if layout is None and (found := self._rendered(rendering.messages, rendering.tools)):
+            shape, texts = found
+            layout = shape.layout(texts) if "".join(_woven(shape.literals, texts)) == rendering.text else None
+        runs = [turn for turn, _ in groupby(layout.places, key=itemgetter(0)) if turn >= 0] if layout else []
+        return layout if runs == sorted(set(runs)) else None
+
+    def lost(self, rendering: Rendering) -> Iterator[Part]:
+        """Yield the parts whose replacement does not change the rendered text; this renders once per part."""
+        for index, part in enumerate(_Marker(None, replaced=-1).marked(rendering.messages, rendering.tools)[2]):
+            messages, tools, _ = _Marker(None, replaced=index).marked(rendering.messages, rendering.tools)
+            try:
+                if self._template.render(messages, tools) == rendering.text:
+                    yield part
+            except RENDER_ERRORS:
+                continue  # the template needs this part
+
+    def _by_shape(self, rendering: Rendering) -> PartSpans | None:
+        if rendering.tools or not all(_is_plain(message) for message in rendering.messages):
+            return None
+        key = tuple((str(message["role"]), _REASONING in message) for message in rendering.messages)
+        if key not in self._shapes:
+            if len(self._shapes) >= _MAX_SHAPES:
+                self._shapes.clear()
+            probes = [message | dict.fromkeys(message.keys() - {"role"}, PROBES[0]) for message in rendering.messages]
+            self._shapes[key] = self._rendered(probes, ())
+        if (found := self._shapes[key]) is None:
+            return None
+        shape, _ = found
+        given = [message[name] for message in rendering.messages for name in (_REASONING, "content") if name in message]
+        for texts in (given, [text.strip() for text in given]):  # many templates trim
+            ordered = [texts[part] for part in shape.order]
+            if "".join(_woven(shape.literals, ordered)) == rendering.text:
+                return shape.layout(ordered)
+        return None
+
+    def _rendered(
+        self, messages: Sequence[RawMessage], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[_Shape, list[str]] | None:
+        """Return the shape of a rendering with marks, and the texts of its parts."""
+        marked_messages, marked_tools, parts = _Marker(self._control).marked(messages, tools)
+        try:
+            text = self._template.render(marked_messages, marked_tools, source=self._source)
+        except RENDER_ERRORS:
+            return None
+        literals, texts, order, signs = [""], list[str](), list[int](), list[tuple[int, int, bool]]()
+        inside = False
+        for piece in _SIGNS.split(text):
+            if piece.startswith(_OPEN) or piece in (_CLOSE, BEGIN, END):
+                if inside != (piece == _CLOSE):
+                    return None  # the template changed or split the part
+                if piece in (BEGIN, END):
+                    signs.append((len(literals) - 1, len(literals[-1]), piece == BEGIN))
+                    continue
+                inside = not inside
+                order += [int(piece[1:-1])] if inside else []
+                (texts if inside else literals).append("")
+            else:
+                (texts if inside else literals)[-1] += piece
+        return None if inside else (_Shape(tuple(literals), tuple(order), tuple(parts), tuple(signs)), texts)
+
+
+class _Marker:
+    """Puts the parts of a row between marks, or replaces one of them by a probe; numbers them in order."""
+
+    def __init__(self, control: re.Pattern[str] | None, replaced: int | None = None) -> None:
+        self._control, self._replaced = control, replaced
+        self._parts: list[Part] = []
+
+    def marked(
+        self, messages: Sequence[RawMessage], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[RawMessage], list[Any], list[Part]]:
+        marked = [self._message(message, turn) for turn, message in enumerate(messages)]
+        return marked, [self._function(tool, -1, "tools") for tool in tools], self._parts
+
+    def _message(self, message: RawMessage, turn: int) -> RawMessage:
+        marked: RawMessage = {"role": message["role"]}
+        if _REASONING in message:
+            # two names for one text: see templates.template
+            marked[_REASONING] = marked["thinking"] = self._part(message[_REASONING], turn, "reasoning")
+        inline = _INLINE_REASONING.fullmatch(message["content"]) if message["role"] == "assistant" else None
+        if inline is None:
+            marked["content"] = self._part(message["content"], turn, "text")
+        else:
+            thought, answer = self._part(inline[2], turn, "reasoning"), self._part(inline[4], turn, "text")
+            marked["content"] = inline[1] + thought + inline[3] + answer
+        for name, value in message.items():
+            if name == "tool_calls":
+                marked[name] = [self._function(call, turn, "tool call") for call in value]
+            elif name not in marked:
+                marked[name] = self._leaves(value, turn, "other")
+        return marked
+
+    def _function(self, outer: Mapping[str, Any], turn: int, kind: Kind) -> dict[str, Any]:
+        """Mark a tool or a call. A template must show only the name of a tool, but everything in a call."""
+        function = {
+            name: self._leaves(value, turn, kind if kind == "tool call" or name == "name" else "other")
+            for name, value in outer["function"].items()
+        }
+        return {name: self._leaves(value, turn, "other") for name, value in outer.items()} | {"function": function}
+
+    def _leaves(self, value: Any, turn: int, kind: Kind) -> Any:
+        if isinstance(value, str):
+            return self._part(value, turn, kind)
+        if isinstance(value, Mapping):
+            return {name: self._leaves(item, turn, kind) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._leaves(item, turn, kind) for item in value]
+        return value
+
+    def _part(self, text: str, turn: int, kind: Kind) -> str:
+        inner = text.strip()  # white space stays outside the marks: a template may trim it
+        if not inner or (kind == "other" and not (self._control and self._control.search(text))):
+            return text
+        self._parts.append(Part(turn, kind))
+        number = len(self._parts) - 1
+        if self._replaced is not None:
+            return PROBES[0] if number == self._replaced else text
+        start = text.index(inner)
+        return f"{text[:start]}{_OPEN}{number}{_THEN}{inner}{_CLOSE}{text[start + len(inner) :]}"
+
+
+def _is_plain(message: RawMessage) -> bool:
+    """Return whether a message has only non-empty texts, none of which contains another part."""
+    return (
+        message.keys() <= _PLAIN_KEYS
+        and all(text.strip() for name, text in message.items() if name != "role")
+        and "</think>" not in message["content"]
+    )
+
+
+def _woven(literals: Sequence[str], texts: Sequence[str]) -> list[str]:
+    woven = [""] * (2 * len(texts) + 1)
+    woven[::2], woven[1::2] = literals, texts
+    return woven

@@ -1,0 +1,1 @@
+"""Rows from files and hubs, in every format."""

@@ -1,0 +1,103 @@
+"""Checks of single values in a row. Errors name the place in the row; valid values are never changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.io.strict_json import JSONSyntaxError, parse_json
+
+
+class FieldError(Exception):
+    """What is wrong with a row, from the field on (`messages[1].role missing; ...`); the parser adds file and row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How to read one source's rows: `columns` (flatout's -> user's), `roles` (user's -> flatout's), system prompt."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
+    system: str | None = None
+
+    def name(self, column: str) -> str:
+        """Return the user's name of a column; one that was renamed to another column is not read under its own name."""
+        return self.columns.get(column, f"{column} (renamed)" if column in self.columns.values() else column)
+
+
+def kind(value: object) -> str:
+    """Return what a value is called in messages."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int | float):
+        return f"a number ({value})"
+    if isinstance(value, str):
+        return "a text"
+    if isinstance(value, list):
+        return "a list"
+    return "an object" if isinstance(value, dict) else type(value).__name__
+
+
+def text_at(value: object, place: str) -> str:
+    """Return a text that UTF-8 can encode, unchanged. Raises FieldError for another type, a NUL or a lone surrogate."""
+    if not isinstance(value, str):
+        raise FieldError(f"{place} is {kind(value)}, not a text")
+    if value.isascii() and "\0" not in value:
+        return value
+    if (at := value.find("\0")) >= 0:
+        raise FieldError(f"{place} holds NUL (U+0000) at character {at + 1}; remove it from the data")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(value[error.start])
+        raise FieldError(
+            f"{place} holds the lone surrogate U+{code:04X} at character {error.start + 1}; "
+            f"half of a character was cut off when the data was written"
+        ) from None
+    return value
+
+
+def optional_text(value: object, place: str) -> str | None:
+    """Like text_at, but null stays None."""
+    return None if value is None else text_at(value, place)
+
+
+def list_at(value: object, place: str) -> list[Any]:
+    """Return a list, also from JSON text (how csv and some parquet files store lists)."""
+    value = unpacked(value, place)
+    if not isinstance(value, list):
+        raise FieldError(f"{place} is {kind(value)}, not a list")
+    return value
+
+
+def object_at(value: object, place: str) -> dict[str, Any]:
+    """Return an object, also from JSON text."""
+    value = unpacked(value, place)
+    if not isinstance(value, dict):
+        raise FieldError(f"{place} is {kind(value)}, not an object")
+    return value
+
+
+def unpacked(value: object, place: str) -> object:
+    """Return the value of a JSON text; any other value is returned unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value)
+    except JSONSyntaxError as error:
+        raise FieldError(f"{place} is no JSON: character {error.column}: {error.what}") from None
+
+
+def flag_at(value: object, place: str) -> bool:
+    """Return a flag given as true, false, 0 or 1. Raises FieldError for every other number, NaN included."""
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    if isinstance(value, int | float):
+        raise FieldError(f"{place} is {value}; only 0 (no loss) and 1 (loss) are possible")
+    raise FieldError(f"{place} is {kind(value)}; give true or false, or 1 or 0")

@@ -1,0 +1,96 @@
+"""Rows without turns: plain text and tokenized rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from flatout.data.conversation import Origin, PlainText, TokenRow
+from flatout.data.rows.formats.fields import FieldError, Reading, flag_at, kind, list_at, object_at, text_at
+
+T = TypeVar("T")
+_IGNORED_LABEL = -100
+MASK_COLUMNS = ("trained", "loss_mask", "assistant_masks", "completion_mask")
+_TRL_MASKS = {"assistant_masks", "completion_mask"}  # a token carries loss if both masks allow it
+
+
+def parse_text(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PlainText:
+    """Parse `text`: one document, trained on as a whole."""
+    column = reading.name("text")
+    text = text_at(row.get(column), column)
+    if not text:
+        raise FieldError(f"{column} is empty; there is nothing to learn")
+    return PlainText(text, origin)
+
+
+def parse_segments(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PlainText:
+    """Parse `segments`: pieces of one text, each {"text", "label"}; those with a true label carry loss. No template."""
+    column = reading.name("segments")
+    text, silent = "", []
+    for index, value in enumerate(list_at(row.get(column), column)):
+        segment, place = object_at(value, f"{column}[{index}]"), f"{column}[{index}]"
+        start = len(text)
+        text += text_at(segment.get("text"), f"{place}.text")
+        if not flag_at(segment.get("label"), f"{place}.label"):
+            silent.append((start, len(text)))
+    return PlainText(text, origin, silent=tuple(silent))
+
+
+def parse_tokens(row: Mapping[str, Any], origin: Origin, reading: Reading) -> TokenRow:
+    """Parse input_ids, with labels (-100: no loss) or a mask column of 0 and 1; otherwise every token carries loss.
+
+    Labels are not shifted: labels[i] is input_ids[i] or -100. Raises FieldError for columns of unequal length, NaN,
+    negative or fractional values, and for padding (a 0 in attention_mask).
+    """
+    column = reading.name("input_ids")
+    values = list_at(row.get(column), column)
+    token_ids = tuple(check_token_id(value, f"{column}[{index}]") for index, value in enumerate(values))
+    if not token_ids:
+        raise FieldError(f"{column} is empty; there is nothing to learn")
+    num_tokens = len(token_ids)
+    attention = reading.name("attention_mask")
+    if row.get(attention) is not None:
+        seen = _column(row, attention, column, num_tokens, flag_at)
+        if not all(seen):
+            raise FieldError(f"{attention}[{seen.index(False)}] is 0: the row is padded; cut the padding off")
+    masks = [reading.name(name) for name in MASK_COLUMNS if row.get(reading.name(name)) is not None]
+    labels = reading.name("labels")
+    if row.get(labels) is not None:
+        masks.append(labels)
+    if len(masks) > 1 and set(masks) != {reading.name(name) for name in _TRL_MASKS}:
+        raise FieldError(f"{' and '.join(masks)} both say which tokens carry loss; keep one")
+    if not masks:
+        return TokenRow(token_ids, (True,) * num_tokens, origin)
+    if masks == [labels]:
+        wanted = _column(row, labels, column, num_tokens, _label_at)
+        for index, (label, token_id) in enumerate(zip(wanted, token_ids, strict=True)):
+            if label not in (_IGNORED_LABEL, token_id):
+                raise FieldError(
+                    f"{labels}[{index}] is {label}, {column}[{index}] is {token_id}; "
+                    f"a label is -100 or the token at the same place (not shifted)"
+                )
+        return TokenRow(token_ids, tuple(label != _IGNORED_LABEL for label in wanted), origin)
+    flags = [_column(row, mask, column, num_tokens, flag_at) for mask in masks]
+    return TokenRow(token_ids, tuple(map(all, zip(*flags, strict=True))), origin)
+
+
+def check_token_id(value: object, place: str) -> int:
+    """Return a token id. Raises FieldError unless it is an integer >= 0 (the vocabulary is checked later)."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise FieldError(f"{place} is {kind(value)}, not an integer")
+    if value < 0:
+        raise FieldError(f"{place} is {value}; token ids start at 0")
+    return value
+
+
+def _label_at(value: object, place: str) -> int:
+    return _IGNORED_LABEL if value == _IGNORED_LABEL else check_token_id(value, place)
+
+
+def _column(
+    row: Mapping[str, Any], name: str, ids_name: str, num_tokens: int, check: Callable[[object, str], T]
+) -> list[T]:
+    values = list_at(row[name], name)
+    if len(values) != num_tokens:
+        raise FieldError(f"{name} has {len(values)} values, {ids_name} has {num_tokens}; they must be equally long")
+    return [check(value, f"{name}[{index}]") for index, value in enumerate(values)]

@@ -1,0 +1,299 @@
+"""Reads rows from files: one strict reader per file type, all yielding the same form."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from flatout.data.conversation import Origin
+from flatout.errors import DataError, first_line
+from flatout.io.strict_json import JSONSyntaxError, parse_json
+
+BadRow = Callable[[DataError], None]
+
+
+def _open_zst(path: Path, mode: str) -> BinaryIO:
+    from pyarrow import input_stream  # lazy: importing pyarrow costs 0.1 s
+
+    return io.BufferedReader(input_stream(str(path), compression="zstd"))
+
+
+_UNPACKERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".zst": _open_zst}
+_MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\0": ".xz", b"\x28\xb5\x2f\xfd": ".zst", b"PK\3\4": ".zip", b"PAR1": ".parquet"}
+_BOM = b"\xef\xbb\xbf"
+# A row is in memory several times while it is read, and a list in a .json file is read as a whole.
+MAX_ROW_BYTES, _MAX_JSON_BYTES = 64 << 20, 1 << 30
+_WIDE_BOMS = (b"\xff\xfe", b"\xfe\xff")
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """One row as read: column name -> value, unchanged."""
+
+    origin: Origin
+    columns: dict[str, Any]
+
+
+def raise_error(error: DataError) -> NoReturn:
+    """Raise the error: the default for `bad_row`, so the first bad row stops the reading."""
+    raise error
+
+
+def row_type(path: Path) -> str | None:
+    """Return `.jsonl`, `.csv`, ... for a data file, compressed or not; None for a name that no file of rows has."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in _UNPACKERS:
+        suffixes.pop()
+    return suffixes[-1] if suffixes and suffixes[-1] in _READERS else None
+
+
+def read_rows(path: Path, bad_row: BadRow = raise_error) -> Iterator[RawRow]:
+    """Yield the rows of one file in order; rows count from 1 (JSON Lines: the line, blank ones counted but skipped).
+
+    `bad_row` gets the DataError of a row that cannot be read; if it returns, reading continues after that row if the
+    file type has a "next row" (JSON Lines). A file that cannot be read at all always raises DataError.
+    """
+    reader = _READERS[row_type(path) or ".jsonl"]
+    with _opened(path) as file:
+        yield from reader(path, file, bad_row)
+
+
+def count_rows(path: Path) -> int | None:
+    """Return the number of rows if the file's footer has it (parquet), else None."""
+    if path.suffix.lower() != ".parquet":
+        return None
+    from pyarrow import ArrowException, parquet  # lazy: importing pyarrow costs 0.1 s
+
+    try:
+        return int(parquet.read_metadata(path).num_rows)
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path}: not readable as parquet: {first_line(error)}") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open the file's bytes, decompressed; errors of the file or its compression become a DataError with the path."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(6)
+        for magic, ending in _MAGIC.items():
+            if start.startswith(magic) and path.suffix.lower() != ending:
+                raise DataError(f"{path}: the content is {ending}, not what the name says; rename it to *{ending}")
+        with _UNPACKERS.get(path.suffix.lower(), Path.open)(path, mode="rb") as file:
+            yield file
+    except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
+        # gzip and pyarrow raise an OSError without errno for a damaged file
+        if isinstance(error, OSError) and (error.errno is not None or path.suffix.lower() not in _UNPACKERS):
+            raise DataError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from error
+        raise DataError(
+            f"{path}: the {path.suffix} file is damaged or cut short ({first_line(error)}); copy it again"
+        ) from error
+
+
+def _decoded(raw: bytes, path: Path, line: int, line_start: int) -> str:
+    if line_start == 0 and (raw.startswith(_WIDE_BOMS) or b"\0" in raw[:4]):
+        raise DataError(f"{path}:1: the file is UTF-16; convert it to UTF-8")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = line_start + error.start
+        line += raw.count(b"\n", 0, error.start)
+        found = raw[error.start : max(error.end, error.start + 1)].hex(" ")
+        letter = raw[error.start : error.start + 1].decode("latin-1")
+        if letter.isalpha():
+            found += f": {letter!r} in Latin-1"
+        raise DataError(
+            f"{path}:{line}: invalid UTF-8 at byte {at} of the file (hex {found}); convert the file to UTF-8"
+        ) from None
+
+
+def _lines(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[tuple[int, str]]:
+    """Yield line numbers from 1 and lines with their ends. Only a newline ends a line: U+2028 and the like are text."""
+    line_start = 0
+    for number, raw in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), start=1):
+        text_start = len(_BOM) if number == 1 and raw.startswith(_BOM) else 0
+        try:
+            if len(raw) > MAX_ROW_BYTES:
+                rest = raw
+                while rest and not rest.endswith(b"\n"):
+                    rest = file.readline(MAX_ROW_BYTES)
+                    line_start += len(rest)
+                raise DataError(f"{path}:{number}: the line is over {_size(MAX_ROW_BYTES)}; split the row")
+            line = _decoded(raw[text_start:], path, number, line_start + text_start)
+        except DataError as error:
+            bad_row(error)
+        else:
+            yield number, line
+        line_start += len(raw)
+
+
+def _whole_text(path: Path, file: BinaryIO, max_bytes: int) -> str:
+    raw = file.read(max_bytes + 1)
+    if len(raw) > max_bytes:
+        raise DataError(f"{path}: over {_size(max_bytes)} in one piece; write it as JSON Lines, a row a line")
+    start = len(_BOM) if raw.startswith(_BOM) else 0
+    return _decoded(raw[start:], path, 1, start)
+
+
+def _row_of(value: Any, origin: Origin) -> RawRow:
+    if not isinstance(value, dict):
+        kind = "a list" if isinstance(value, list) else "null" if value is None else type(value).__name__
+        raise DataError(f"{origin}: the row is {kind}, not an object of columns")
+    return RawRow(origin, value)
+
+
+def _jsonl_rows(path: Path, lines: Iterable[tuple[int, str]], bad_row: BadRow) -> Iterator[RawRow]:
+    for number, line in lines:
+        if not line.strip(" \t\r\n"):
+            continue
+        try:
+            row = _row_of(parse_json(line.rstrip("\r\n")), Origin(str(path), number))
+        except JSONSyntaxError as error:
+            bad_row(DataError(f"{path}:{number}:{error.column}: {error.what}"))
+        except DataError as error:
+            bad_row(error)
+        else:
+            yield row
+
+
+def _read_jsonl(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
+    return _jsonl_rows(path, _lines(path, file, bad_row), bad_row)
+
+
+def _read_json(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
+    """Read a list of rows, {"data": [rows]}, or JSON Lines with the wrong file extension, which is common."""
+    text = _whole_text(path, file, _MAX_JSON_BYTES)
+    try:
+        value = parse_json(text)
+    except JSONSyntaxError as error:
+        if not (error.at_second_value and text.lstrip()[:1] == "{"):
+            raise DataError(f"{path}:{error.line}:{error.column}: {error.what}") from None
+        yield from _jsonl_rows(path, enumerate(text.split("\n"), start=1), bad_row)
+        return
+    if isinstance(value, dict) and isinstance(value.get("data"), list):
+        value = value["data"]
+    if not isinstance(value, list):
+        found = f"an object with keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
+        raise DataError(f'{path}: expected a list of rows or {{"data": [rows]}}, found {found}')
+    for number, row in enumerate(value, start=1):
+        try:
+            raw = _row_of(row, Origin(str(path), number))
+        except DataError as error:
+            bad_row(error)
+        else:
+            yield raw
+
+
+def _read_csv(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
+    """Read a header line, then records; values are texts or null. Rows count records, not lines; .tsv has tabs."""
+    delimiter = "\t" if row_type(path) == ".tsv" else ","
+    old_limit = csv.field_size_limit(MAX_ROW_BYTES)  # 131,072 characters by default; the limit is global in csv
+    try:
+        # raise_error: after an undecodable line the reader could be inside a quoted field
+        lines = (line for _, line in _lines(path, file, raise_error))
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        header = next(reader, None)
+        if header is None:
+            return
+        if len(header) == 1 and (found := re.search(r"[;|,]" if delimiter == "\t" else r"[;|\t]", header[0])):
+            raise DataError(
+                f"{path}:1: the header has {found[0]!r} between its columns, not {delimiter!r}; convert the file"
+            )
+        twice = next((name for name in header if header.count(name) > 1), None)
+        if twice is not None:
+            raise DataError(f"{path}:1: column {twice!r} is in the header twice")
+        for number, fields in enumerate((fields for fields in reader if fields), start=1):
+            if len(fields) == len(header):
+                # what pandas writes for a missing value is not text
+                values = [None if field in ("nan", "NaN") else field for field in fields]
+                yield RawRow(Origin(str(path), number), dict(zip(header, values, strict=True)))
+            else:
+                where = f"{path}:{number} (line {reader.line_num})"
+                bad_row(DataError(f"{where}: {len(fields)} fields, the header has {len(header)}; quote commas in text"))
+    except csv.Error as error:
+        raise DataError(f"{path}: line {reader.line_num}: not readable as csv: {error}") from error
+    finally:
+        csv.field_size_limit(old_limit)
+
+
+def _read_text(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
+    """Read the whole file as one document.
+
+    No rule about line ends or blank lines fits prose, verse, code and dumps with one document per line, and a wrong
+    rule cuts documents in two. Many documents in one file belong in JSON Lines with a column `text`.
+    """
+    text = _whole_text(path, file, MAX_ROW_BYTES)
+    if text:
+        yield RawRow(Origin(str(path), 1), {"text": text})
+
+
+def _read_parquet(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
+    from pyarrow import ArrowException, parquet  # lazy: importing pyarrow costs 0.1 s
+
+    try:
+        yield from table_rows(str(path), parquet.ParquetFile(file).iter_batches(batch_size=1024))
+    except ArrowException as error:
+        raise DataError(f"{path}: not readable as parquet: {first_line(error)}") from error
+
+
+def _read_arrow(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
+    """Read Arrow's file format (with a footer) or stream format (which `datasets` writes)."""
+    from pyarrow import ArrowException, ipc  # lazy: importing pyarrow costs 0.1 s
+
+    has_footer = file.read(6) == b"ARROW1"
+    file.seek(0)
+    try:
+        if has_footer:
+            footed = ipc.open_file(file)
+            yield from table_rows(str(path), (footed.get_batch(i) for i in range(footed.num_record_batches)))
+        else:
+            yield from table_rows(str(path), ipc.open_stream(file))
+    except ArrowException as error:
+        raise DataError(f"{path}: not readable as arrow: {first_line(error)}") from error
+
+
+def table_rows(source: str, batches: Iterable[Any]) -> Iterator[RawRow]:
+    """Yield the rows of arrow tables or record batches; `source` names them in messages. Null columns become None.
+
+    A null inside a column counts as an absent key: arrow gives every object of a column the keys of all of them.
+    """
+    from pyarrow import types  # lazy: importing pyarrow costs 0.1 s
+
+    number = 0
+    for batch in batches:
+        nested = [field.name for field in batch.schema if types.is_nested(field.type)]
+        for row in batch.to_pylist():
+            number += 1
+            yield RawRow(Origin(source, number), row | {name: _without_nulls(row[name]) for name in nested})
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB"
+
+
+_READERS: dict[str, Callable[[Path, BinaryIO, BadRow], Iterator[RawRow]]] = {
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".txt": _read_text,
+}
+ROW_TYPES: tuple[str, ...] = tuple(_READERS)

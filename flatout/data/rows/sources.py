@@ -1,0 +1,202 @@
+"""Where rows come from: a file, folder or glob on disk, or a hub data set, each with hashes of its content."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatout.config.schema import SourceConfig
+from flatout.data.rows.read import ROW_TYPES, BadRow, RawRow, count_rows, raise_error, read_rows, row_type, table_rows
+from flatout.errors import DataError
+from flatout.io.hashing import digest
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+# files that `datasets` and hub downloads put next to the rows; they never hold rows
+_DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}")
+# split -> the words that stand for it in names of files and folders, as `datasets` reads them
+_SPLITS = {
+    "test": {"test", "testing", "eval", "evaluation"},
+    "validation": {"validation", "valid", "val", "dev"},
+    "train": {"train", "training"},
+}
+_TYPES = ", ".join(row_type.removeprefix(".") for row_type in ROW_TYPES) + ", each also .xz, .gz or .zst"
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """A file's identity for fingerprints: the xxh3-128 digest of its bytes, in hex."""
+
+    path: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class RowSource:
+    """An opened source. `num_rows` is known without reading only for parquet files and hub data sets."""
+
+    name: str
+    files: tuple[FileStamp, ...]
+    num_rows: int | None
+    read: Callable[[BadRow], Iterator[RawRow]]
+
+    def about_rows(self) -> int | None:
+        """Return about how many rows there are, for a progress bar; None if only parsing them would tell."""
+        if self.num_rows is not None or not all(file.path.endswith((".jsonl", ".ndjson")) for file in self.files):
+            return self.num_rows
+        num_lines = 0
+        for stamp in self.files:
+            with Path(stamp.path).open("rb") as file:
+                num_lines += sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 22), b""))
+        return num_lines
+
+    def rows(self, bad_row: BadRow = raise_error) -> Iterator[RawRow]:
+        """Yield every row in order, starting over at each call.
+
+        `bad_row` gets the DataError of each row that cannot be read; the default raises it. Raises DataError for
+        unreadable files and for a source without any row.
+        """
+        num_bad, first = 0, ""
+
+        def count_bad(error: DataError) -> None:
+            nonlocal num_bad, first
+            num_bad, first = num_bad + 1, first or str(error)
+            bad_row(error)
+
+        empty = True
+        for row in self.read(count_bad):
+            empty = False
+            yield row
+        if empty:
+            why = f"all {num_bad} of its rows are bad; the first: {first}" if num_bad else "every file of it is empty"
+            raise DataError(f"{self.name}: no rows: {why}")
+
+
+def open_source(source: SourceConfig) -> RowSource:
+    """Resolve a source to its files (or hub data set) and hash their content; no row is parsed yet.
+
+    `~` is expanded. A folder stands for all data files below it, sorted by path, without hidden files and folders.
+    Raises DataError if nothing is there, nothing in it holds rows, or the hub cannot provide it.
+    """
+    files = [] if source.hub else _local_files(source.path)
+    if files:
+        return _open_files(*_of_split(source, files))
+    looks_local = _HUB_ID.fullmatch(source.path) is None or row_type(Path(source.path)) is not None
+    if source.hub is False or (source.hub is None and looks_local):
+        raise DataError(_nothing_found(source.path))
+    return _open_hub(source)
+
+
+def _local_files(pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        below = (Path(where) / name for where, _, names in os.walk(path) for name in names)
+        shown = (file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts))
+        files = sorted(file for file in shown if file.name not in _DESCRIPTIONS and row_type(file) is not None)
+        if not files:
+            raise DataError(f"{path}: no data files in this folder; known: {_TYPES}")
+        return files
+    if path.exists():
+        if row_type(path) is None:
+            raise DataError(f"{path}: no data file by its name; known: {_TYPES}")
+        return [path]
+    # Path.glob does not accept absolute patterns
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207
+    return [file for file in matches if file.is_file() and row_type(file) is not None]
+
+
+def _of_split(source: SourceConfig, files: list[Path]) -> tuple[str, list[Path]]:
+    """Return the source's name and its files of the requested split, which is read from the names below the source.
+
+    Files listed one by one, or all from one split, are used as given unless `split` is set.
+    """
+    top = Path(source.path).expanduser()
+    below = {file: file.relative_to(top) if top.is_dir() else Path(file.name) for file in files}
+    saved = (top / "dataset_dict.json").exists()  # `datasets` saved each split to its own folder
+    splits = {file: path.parts[0] if saved else _split_of(path) for file, path in below.items()}
+    named = sorted({split for split in splits.values() if split})
+    if source.split in (None, "train") and (not named or (source.split is None and not (top.is_dir() and named[1:]))):
+        return source.path, files
+    wanted = source.split or "train"
+    chosen = [file for file, split in splits.items() if split == wanted]
+    if not chosen:
+        found = f"its file names tell {', '.join(named)}" if named else "no file name in it tells a split"
+        raise DataError(f"{source.path}: no files of split {wanted!r}: {found}; set split to one that is there")
+    return f"{source.path}[{wanted}, {len(chosen)} of {len(files)} files]", chosen
+
+
+def _split_of(path: Path) -> str | None:
+    """Return the split that a path names, such as `train_sft` for `train_sft-00000-of-00002`."""
+    words = {word for part in path.parts for word in re.split(r"[^a-z]+", part.lower())}
+    split = next((split for split, names in _SPLITS.items() if words & names), None)
+    shard = _SHARD.match(path.name) if split else None
+    return shard[1] if shard and _split_of(Path(shard[1])) else split
+
+
+def _nothing_found(pattern: str) -> str:
+    path = Path(pattern).expanduser()
+    if glob.has_magic(pattern):
+        return f"{pattern}: no data file matches; known: {_TYPES}"
+    if path.is_symlink():
+        return f"{pattern}: a link to {path.readlink()}, which does not exist; mend the link, or name the file itself"
+    beside = [child.name for child in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    hint = f"did you mean {path.parent / near[0]}?" if near else "give a file, a folder, a glob or a hub id (org/set)"
+    return f"{pattern}: no such file or folder; {hint}"
+
+
+def _stamp(path: Path, shown: str) -> FileStamp:
+    try:
+        return FileStamp(shown, digest(path).xxh3)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _open_files(name: str, files: list[Path]) -> RowSource:
+    counts = [count_rows(file) for file in files]
+    known = [count for count in counts if count is not None]
+
+    def read(bad_row: BadRow) -> Iterator[RawRow]:
+        for file in files:
+            yield from read_rows(file, bad_row)
+
+    num_rows = sum(known) if len(known) == len(files) else None
+    return RowSource(name, tuple(_stamp(file, str(file)) for file in files), num_rows, read)
+
+
+def _open_hub(source: SourceConfig) -> RowSource:
+    import datasets  # lazy: the import takes a second, and local data does not need it
+
+    split = source.split or "train"
+    name = f"{source.path}[{source.subset + '/' if source.subset else ''}{split}]"
+    try:
+        # rows only: `datasets` 4 and later never runs code from the data set's repository
+        loaded: Any = datasets.load_dataset(
+            source.path, source.subset, split=split, revision=source.revision, streaming=False
+        )
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise DataError(
+            f"hub data set {name} (revision {source.revision or 'main'}) cannot be loaded: "
+            f"{' '.join(lines[:2]) or type(error).__name__} "
+            "Nothing local has that name either; check path, subset, split and revision, and log in for a private "
+            f"set. Offline: run `hf download {source.path} --repo-type dataset --local-dir DIR` where there is a "
+            "network and set path: DIR."
+        ) from error
+    stamps = tuple(
+        _stamp(Path(entry["filename"]), f"{name}/{number}") for number, entry in enumerate(loaded.cache_files)
+    )
+    if not stamps:
+        raise DataError(f"{name}: `datasets` kept this set in memory only; save it to a parquet file and name that")
+
+    def read(bad_row: BadRow) -> Iterator[RawRow]:
+        # as arrow tables: images and audio stay undecoded, and it is many times faster than reading row by row
+        return table_rows(name, loaded.with_format("arrow").iter(batch_size=1024))
+
+    return RowSource(name, stamps, int(loaded.num_rows), read)

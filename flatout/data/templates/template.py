@@ -1,0 +1,164 @@
+"""Chat templates: which one is used, and rendering messages in transformers' immutable Jinja sandbox."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from flatout.data.conversation import Conversation, Message, ToolCall
+from flatout.errors import DataError, reason_of
+
+OURS = ("chatml", "llama-3", "qwen3", "gemma", "mistral", "phi", "zephyr", "alpaca")
+# What a template can raise: its own raise_exception, an undefined name, a filter on a value of the wrong type.
+RENDER_ERRORS = (
+    TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError
+)  # fmt: skip
+# variables that apply_chat_template sets itself
+_OURS_TO_GIVE = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+RawMessage = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template, and the tokenizer that supplies its bos and eos text. `name` is for messages."""
+
+    name: str
+    source: str
+    tokenizer: PreTrainedTokenizerBase
+    args: Mapping[str, Any] = field(default_factory=dict)
+    arguments_as_text: bool = False
+
+    @classmethod
+    def checked(
+        cls, name: str, source: str, tokenizer: PreTrainedTokenizerBase, args: Mapping[str, Any] | None = None
+    ) -> ChatTemplate:
+        """Return a checked template: it renders one user turn, and the form of its tool arguments was detected.
+
+        `args` are variables that it reads. Raises DataError.
+        """
+        args = args or {}
+        for variable in args:
+            if variable in _OURS_TO_GIVE or not re.search(rf"\b{re.escape(variable)}\b", source):
+                raise DataError(f"data.template_args: chat template {name!r} reads no variable {variable!r}; remove it")
+        tried = cls(name, source, tokenizer, args)
+        try:
+            if "hello" not in tried.render([{"role": "user", "content": "hello"}], generation_prompt=True):
+                raise ValueError("the content of a user's message is not in what it renders")
+        except RENDER_ERRORS as error:
+            raise DataError(f"chat template {name!r} cannot render a single user turn: {reason_of(error)}") from error
+        return cls(name, source, tokenizer, args, arguments_as_text=not _takes_objects(tried))
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether `{% generation %}` marks in the template say what carries loss."""
+        return _GENERATION_TAG.search(self.source) is not None
+
+    def render(
+        self,
+        messages: Sequence[RawMessage],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        generation_prompt: bool = False,
+        source: str | None = None,
+    ) -> str:
+        """Render `messages`; `source` replaces the template's own text. Raises RENDER_ERRORS."""
+        text = self.tokenizer.apply_chat_template(
+            list(messages),
+            tools=[dict(tool) for tool in tools] if tools else None,
+            chat_template=self.source if source is None else source,
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
+            **self.args,
+        )
+        if not isinstance(text, str):
+            raise TypeError(f"the template rendered a {type(text).__name__}, not text")
+        return text
+
+    def raw_messages(self, conversation: Conversation) -> list[RawMessage]:
+        """Return the messages in the form that templates read (OpenAI's, with arguments as objects)."""
+        return [_raw(message, self.arguments_as_text) for message in conversation.messages]
+
+
+def choose_template(tokenizer: PreTrainedTokenizerBase, template: str | None, tokenizer_name: str) -> ChatTemplate:
+    """Return `template` (one of OURS, or a .jinja file), else the tokenizer's own.
+
+    Raises DataError if there is none, or it cannot render one user turn.
+    """
+    name, source = template_text(tokenizer, template, tokenizer_name)
+    return ChatTemplate.checked(name, source, tokenizer)
+
+
+def named_template(name: str) -> str:
+    """Return the text of one of flatout's templates."""
+    return (resources.files("flatout.data") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def template_text(tokenizer: PreTrainedTokenizerBase, template: str | None, tokenizer_name: str) -> tuple[str, str]:
+    """Return name (for messages) and text of the template to use. Raises DataError if there is none."""
+    if template is None:
+        own = tokenizer.chat_template
+        if isinstance(own, str) and own:
+            return "the tokenizer's own", own
+        raise DataError(
+            f"tokenizer {tokenizer_name!r} has no chat template; set data.template to one of {', '.join(OURS)}, "
+            "or to a .jinja file"
+        )
+    if template in OURS:
+        return template, named_template(template)
+    path = Path(template)
+    try:
+        if path.suffix == ".jinja" and path.exists():
+            return path.name, path.read_bytes().decode("utf-8")  # bytes: it is written out again unchanged
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.template {template[:200]!r}: cannot be read: {reason_of(error)}") from error
+    raise DataError(f"data.template {template!r} is neither one of {', '.join(OURS)} nor a .jinja file that exists")
+
+
+def _takes_objects(template: ChatTemplate) -> bool:
+    """Return whether tool arguments can be objects; some templates paste them as text and need JSON text instead."""
+    call = Message("assistant", "", tool_calls=(ToolCall("f", {"a": 1}, "call00000"),))
+    turns: list[RawMessage] = [{"role": "user", "content": "a"}]
+    try:
+        template.render([*turns, _raw(call, arguments_as_text=False)])
+    except RENDER_ERRORS:
+        try:
+            template.render([*turns, _raw(call, arguments_as_text=True)])
+        except RENDER_ERRORS:
+            return True  # the template accepts no tool calls at all; a row that has some gets the error
+        return False
+    return True
+
+
+def _raw(message: Message, arguments_as_text: bool) -> RawMessage:
+    def arguments(call: ToolCall) -> Any:
+        return json.dumps(call.arguments, ensure_ascii=False) if arguments_as_text else dict(call.arguments)
+
+    raw: RawMessage = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        # two names are in use: reasoning_content (Qwen, GLM, DeepSeek) and thinking (gpt-oss)
+        raw["reasoning_content"] = raw["thinking"] = message.reasoning
+    if message.tool_calls:
+        raw["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.call_id if call.call_id is not None else f"call{index:05d}",
+                "function": {"name": call.name, "arguments": arguments(call)},
+            }
+            for index, call in enumerate(message.tool_calls)
+        ]
+    if message.name is not None:
+        raw["name"] = message.name
+    if message.tool_call_id is not None:
+        raw["tool_call_id"] = message.tool_call_id
+    return raw

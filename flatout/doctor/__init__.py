@@ -1,0 +1,1 @@
+"""`flatout doctor`: check what a run needs before it starts."""

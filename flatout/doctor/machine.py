@@ -1,0 +1,143 @@
+"""Check this machine's driver, GPUs and packages."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
+
+from flatout.doctor.finding import Finding, fail, ok, warn
+
+GPU_FIELDS = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used")
+PROCESS_FIELDS = ("gpu_uuid", "pid", "used_memory", "process_name")
+SMI_TIMEOUT_S = 20
+# an idle GPU still shows some memory in use, by the driver
+FREE_MIB = 1024
+OPTIONAL = {
+    "nvidia-cudnn-frontend": "faster packed attention",
+    "torchao": "fp8 for full fine-tuning",
+    "flash-attn-3": "FlashAttention-3",
+    "flash-attn-4": "FlashAttention-4",
+    "deepspeed": "strategy: deepspeed",
+}
+
+
+def check_torch(wanted: str) -> Iterator[Finding]:
+    """Check torch's build, CUDA and NCCL; a build that cannot use the GPUs of this machine is a failure."""
+    cuda = torch.version.cuda or "none"
+    yield ok("torch", f"{torch.__version__}, CUDA {cuda}, gloo {dist.is_gloo_available()}")
+    if torch.cuda.is_available():
+        num_gpus = torch.cuda.device_count()
+        yield ok("CUDA", f"{num_gpus} GPU(s) visible, cuDNN {torch.backends.cudnn.version()}")
+        if dist.is_nccl_available():
+            yield ok("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+        elif num_gpus > 1:
+            yield fail("NCCL", "torch has none", "install a torch with NCCL, or train on one GPU")
+    elif smi_rows("gpu", ("index",)):
+        why = "torch is a CPU build" if torch.version.cuda is None else f"the driver does not serve CUDA {cuda}"
+        got = f"GPUs are there, but {why}"
+        yield ok("CUDA", got) if wanted == "cpu" else fail("CUDA", got, "install a torch that fits the driver")
+    elif wanted == "cuda":
+        yield fail("CUDA", "no GPU", "set device: cpu, or use a machine with a GPU")
+    else:
+        yield ok("CUDA", "no GPU")
+
+
+def check_packages() -> Iterator[Finding]:
+    """Check the versions of required packages, optional packages, and a C compiler for Triton's launchers."""
+    wrong = []
+    # None if flatout runs from a source tree without being installed
+    required = metadata.requires("flatout") if _version("flatout") else None
+    for requirement in map(Requirement, required or ()):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        found = _version(requirement.name)
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            wrong.append(f"{requirement.name} {found or 'is missing'}, {requirement.specifier} needed")
+    if wrong:
+        yield fail("packages", "; ".join(wrong), "pip install -U these packages")
+    else:
+        yield ok("packages", "all required ones at their versions or newer")
+    described = (f"{package} {_version(package) or 'not installed'} ({use})" for package, use in OPTIONAL.items())
+    yield ok("optional", "; ".join(described))
+    if not torch.cuda.is_available():
+        return
+    compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    # nightly builds of torch ship it under the second name
+    triton = _version("triton") or _version("pytorch-triton")
+    if triton is None:
+        yield warn("triton", "not installed", "install triton, or set compile: off")
+    elif compiler is None:
+        do = "install gcc: Triton compiles its launchers with it; or set compile: off"
+        yield warn("triton", f"{triton}, but no C compiler", do)
+    else:
+        yield ok("triton", f"{triton}, compiler {compiler}")
+
+
+def check_gpus() -> Iterator[Finding]:
+    """Check every GPU's free memory, and which processes use the rest."""
+    gpus = smi_rows("gpu", GPU_FIELDS)
+    if gpus:
+        yield ok("driver", gpus[0]["driver_version"])
+    yield from judge_gpus(gpus, smi_rows("compute-apps", PROCESS_FIELDS))
+
+
+def judge_gpus(gpus: Sequence[Mapping[str, str]], processes: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
+    """Yield a finding per GPU: ok if it is free, else a warning with the processes that use it.
+
+    The rows come from nvidia-smi; a GPU whose memory it does not report is left out.
+    """
+    for gpu in gpus:
+        total, used = gpu["memory.total"], gpu["memory.used"]
+        if not (total.isdigit() and used.isdigit()):
+            continue
+        held = [process for process in processes if process["gpu_uuid"] == gpu["uuid"]]
+        got = f"{gpu['name']}, {(int(total) - int(used)) / 1024:.1f} of {int(total) / 1024:.1f} GiB free"
+        if int(used) < FREE_MIB and not held:
+            yield ok(f"GPU {gpu['index']}", got)
+            continue
+        who = ", ".join(map(_describe, held)) or "processes that this container cannot see"
+        yield warn(f"GPU {gpu['index']}", f"{got}; held by {who}", "wait, stop them, or choose other GPUs")
+
+
+def _describe(process: Mapping[str, str]) -> str:
+    """Describe a process as `pid 7 (user, program) 3.2 GiB`, as far as the driver and the kernel report it."""
+    try:
+        user = Path("/proc", process["pid"]).owner()
+    except (OSError, KeyError):
+        user = "another user"
+    used = process["used_memory"]
+    gib = f" {int(used) / 1024:.1f} GiB" if used.isdigit() else ""
+    return f"pid {process['pid']} ({user}, {Path(process['process_name']).name}){gib}"
+
+
+def smi_rows(what: str, fields: Sequence[str]) -> list[Mapping[str, str]]:
+    """Return the rows of `nvidia-smi --query-<what>`; none if the program is missing, fails or does not answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return parse_rows(done.stdout, fields) if done.returncode == 0 else []
+
+
+def parse_rows(text: str, fields: Sequence[str]) -> list[Mapping[str, str]]:
+    """Parse CSV without a header into rows by field name; lines with another number of fields are skipped."""
+    rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())
+    return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

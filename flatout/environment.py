@@ -1,0 +1,128 @@
+"""The only module that reads environment variables."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from flatout.errors import UsageError
+
+# the current name first, then the older names that torch still reads
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+# set by `flatout train` for the ranks it starts: where they log, the parent process, the secret that authenticates
+# ranks to each other (set by the user for several nodes and other launchers), and rank 0's listening store socket
+LOGS = "FLATOUT_LOGS"
+PARENT = "FLATOUT_PARENT"
+SECRET = "FLATOUT_SECRET"
+STORE_SOCKET = "FLATOUT_STORE_SOCKET"
+MIN_SECRET = 16
+# the variables by which torch launchers identify a process within a run
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment() -> dict[str, str]:
+    """Return a copy of this process's environment."""
+    return dict(os.environ)
+
+
+def set_environment(values: Mapping[str, str]) -> None:
+    """Set variables of this process; those for CUDA and the process group only take effect before torch reads them."""
+    os.environ.update(values)
+
+
+def whole_number(env: Mapping[str, str], name: str, default: int | None = None, *, below: int | None = None) -> int:
+    """Return a variable as an integer >= 0. Raises UsageError for other text, and if it is unset without a default."""
+    if name not in env and default is not None:
+        return default
+    text = env.get(name)
+    if text is not None and text.isascii() and text.isdigit() and (below is None or int(text) < below):
+        return int(text)
+    found = "missing" if text is None else repr(text)
+    expected = "a whole number" if below is None else f"a whole number below {below}"
+    together = ""
+    if name in RANK_VARIABLES:
+        together = f"; a launcher sets {', '.join(RANK_VARIABLES)} together, so set all of them or none"
+    raise UsageError(f"{name} is {found} in the environment, expected {expected}{together}")
+
+
+def master() -> tuple[str, int]:
+    """Return the host and port where rank 0's store listens. Raises UsageError if the environment lacks them."""
+    host = os.environ.get("MASTER_ADDR")
+    if not host:
+        raise UsageError("MASTER_ADDR is missing or empty in the environment; set it to the address of rank 0's node")
+    return host, whole_number(os.environ, "MASTER_PORT", below=1 << 16)
+
+
+def store_socket() -> int | None:
+    """Return the listening socket that rank 0 inherited for its store; None if it opens its own on the master port."""
+    return whole_number(os.environ, STORE_SOCKET) if STORE_SOCKET in os.environ else None
+
+
+def new_secret() -> str:
+    """Return a random secret for the ranks of one machine; users never need to see it."""
+    return secrets.token_hex(32)
+
+
+def secret_of_nodes(env: Mapping[str, str]) -> str:
+    """Return the secret shared by the nodes of a run. Raises UsageError if it is missing or too easy to guess."""
+    secret = env.get(SECRET, "")
+    if len(secret) < MIN_SECRET or not (secret.isascii() and secret.isalnum()):
+        raise UsageError(
+            f"several nodes know each other by {SECRET}, which is missing or weak here; export the same one on every "
+            f"node, at least {MIN_SECRET} letters and digits, such as `openssl rand -hex 32` prints"
+        )
+    return secret
+
+
+def loopback_only() -> dict[str, str]:
+    """Return the variables that keep collectives' sockets on this machine, for runs on a single node."""
+    interface = "lo0" if sys.platform == "darwin" else "lo"
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
+def has_agent_store() -> bool:
+    """Whether torch's launcher hosts the store, instead of rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def ask_for_deterministic_cublas() -> None:
+    """Set cuBLAS's workspace so that its results are reproducible; call it before the process's first CUDA call."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def expandable_segments_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that enables expandable segments in torch's allocator, against fragmentation.
+
+    Steps differ in tokens, so without it, fragments left by earlier sizes can fill a GPU. Empty if the user has set
+    the allocator. Adopt it before importing torch: importing a library may already use CUDA.
+    """
+    if sys.platform != "linux" or any(name in env for name in _ALLOCATOR_SETTINGS):
+        return {}
+    return {_ALLOCATOR_SETTINGS[0]: "expandable_segments:True"}
+
+
+def cache_folder() -> Path:
+    """Return flatout's folder in the user's cache directory; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flatout"
+
+
+def keep_compiled_kernels() -> str:
+    """Let the compiler keep its kernels in the user's cache folder, which survives a reboot; return where.
+
+    A folder that the environment already names is kept. If the cache folder is not writable, the compiler's default
+    (a temporary folder) is kept, and the returned text says so. Call it before the first compilation.
+    """
+    if named := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return named
+    folder = cache_folder() / "compiler"
+    try:
+        # private: anyone who can write here could make this user run other code
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        return f"temporary files, as {folder} cannot be written ({error.strerror})"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    return str(folder)

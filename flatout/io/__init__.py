@@ -1,0 +1,1 @@
+"""Files, hashes, locks, JSON and sockets; no torch."""

@@ -1,0 +1,246 @@
+"""Writes that survive a crash: write, fsync, rename, fsync the folder. Links are not followed.
+
+All files that must survive a crash go through this module. Their modes follow the user's umask.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from flatout.errors import ResourceError, SecurityError
+from flatout.io.hashing import FileFacts, Hasher, digest
+from flatout.io.json_file import encode_json
+
+
+class Disk:
+    """The single disk operations, one method each; tests replace it to count them, or to fail or crash at the k-th.
+
+    Opening a file does not follow a link in the last part of its path.
+    """
+
+    def mkdir(self, path: Path) -> None:
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def open(self, path: Path) -> int:
+        """Open an existing file for fsync, writable because some file systems require that."""
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def write(self, fd: int, content: memoryview) -> int:
+        return os.write(fd, content)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink()
+
+    def rmdir(self, path: Path) -> None:
+        path.rmdir()
+
+    def sync_dir(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def free_bytes(self, path: Path) -> int:
+        return shutil.disk_usage(path).free
+
+
+class DurableIO:
+    """Durable writes. Every method raises ResourceError with the path when the disk is full or an operation fails."""
+
+    def __init__(self, disk: Disk | None = None) -> None:
+        self._disk = disk or Disk()
+
+    def write_bytes(self, path: Path, content: bytes) -> FileFacts:
+        """Write `content` to `path` atomically: after a crash either the old or the new file is there.
+
+        A link at `path` is replaced, not followed.
+        """
+        temp = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+        facts = self.create(temp, [memoryview(content)], len(content))
+        try:
+            self.rename(temp, path)
+        except ResourceError:
+            with suppress(OSError):  # the first failure is the one to report; after the rename `temp` is gone
+                self._disk.unlink(temp)
+            raise
+        return facts
+
+    def write_json(self, path: Path, value: Any) -> FileFacts:
+        """Write a JSON value to `path` atomically. Raises ValueError for NaN and infinity."""
+        return self.write_bytes(path, encode_json(value))
+
+    def create(self, path: Path, chunks: Iterable[memoryview], size_bytes: int) -> FileFacts:
+        """Write and fsync a new file, in a folder that the caller then renames; after a failure it is removed."""
+        with self.resource_errors("write", path, size_bytes):
+            fd = self._disk.create(path)
+            try:
+                try:
+                    hasher = Hasher()
+                    for chunk in chunks:
+                        hasher.update(chunk)
+                        rest = chunk
+                        while rest:  # os.write may write only a part
+                            rest = rest[self._disk.write(fd, rest) :]
+                    self._disk.sync(fd)
+                finally:
+                    self._disk.close(fd)
+            except OSError:
+                with suppress(OSError):  # as above
+                    self._disk.unlink(path)
+                raise
+        if hasher.facts.size_bytes != size_bytes:
+            raise ValueError(f"{path}: {hasher.facts.size_bytes} bytes written, {size_bytes} announced")
+        return hasher.facts
+
+    def open_new(self, path: Path) -> BinaryIO:
+        """Open a new file for reading and writing; after closing it, call `sync_tree` on its folder.
+
+        Writing and closing may raise OSError: wrap them in `resource_errors`.
+        """
+        with self.resource_errors("create", path):
+            return os.fdopen(self._disk.create(path), "w+b")
+
+    def sync_tree(self, folder: Path) -> dict[str, FileFacts]:
+        """Fsync a folder and everything in it; return the sizes and hashes of its files by relative name.
+
+        Raises SecurityError for anything but plain files and folders, such as a link.
+        """
+        facts: dict[str, FileFacts] = {}
+        with self.resource_errors("sync", folder):
+            for parent, folders, names in os.walk(folder, topdown=False):
+                for name in sorted(names + [name for name in folders if Path(parent, name).is_symlink()]):
+                    path = Path(parent, name)
+                    if not stat.S_ISREG(path.lstat().st_mode):
+                        raise SecurityError(f"{path}: found a link or a special file; only plain files belong there")
+                    fd = self._disk.open(path)
+                    try:
+                        self._disk.sync(fd)
+                    finally:
+                        self._disk.close(fd)
+                    facts[str(path.relative_to(folder))] = digest(path)
+                self._disk.sync_dir(Path(parent))
+        return facts
+
+    def make_dir(self, path: Path) -> None:
+        """Create a folder and its missing parents durably; an existing folder is left unchanged."""
+        with self.resource_errors("make the folder", path):
+            missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+            for folder in reversed(missing):
+                with suppress(FileExistsError):  # another process made it first
+                    self._disk.mkdir(folder)
+                self._disk.sync_dir(folder.parent)
+            if not path.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename within one folder, durably. An existing file is replaced; an existing folder is an error."""
+        with self.resource_errors("rename to", target):
+            self._disk.rename(source, target)
+            self._disk.sync_dir(target.parent)
+
+    def replace_dir(self, source: Path, target: Path, *, aside: Path) -> None:
+        """Move folder `source` to `target`, and move what was there to `aside`; all three are in one folder.
+
+        This takes two renames: after a crash between them, there is nothing at `target`.
+        """
+        if target.exists():
+            self.rename(target, aside)
+        self.rename(source, target)
+
+    def fsync_dir(self, path: Path) -> None:
+        """Fsync a folder, which makes the names in it durable."""
+        with self.resource_errors("sync", path):
+            self._disk.sync_dir(path)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a file, a link (not its target) or a folder with its content; a missing path is not an error."""
+        with self.resource_errors("remove", path):
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            for child in sorted(path.iterdir()):
+                self._remove(child)
+            self._disk.rmdir(path)
+        elif path.exists() or path.is_symlink():
+            self._disk.unlink(path)
+
+    def require_free(self, folder: Path, needed_bytes: int) -> None:
+        """Raise ResourceError, with needed and free bytes, if the folder's disk lacks space for `needed_bytes`."""
+        with self.resource_errors("look at", folder):
+            free_bytes = self._disk.free_bytes(_existing(folder))
+        if free_bytes < needed_bytes:
+            raise ResourceError(_disk_full(folder, needed_bytes, free_bytes))
+
+    @contextmanager
+    def resource_errors(self, verb: str, path: Path, needed_bytes: int = 0) -> Iterator[None]:
+        """Turn an OSError into a ResourceError that says what could not be done to `path`, and why."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free_bytes = self._disk.free_bytes(_existing(path))
+                raise ResourceError(_disk_full(path, needed_bytes, free_bytes)) from error
+            reason = error.strerror or str(error)
+            remedy = (
+                "raise the limit (ulimit -f)" if error.errno == errno.EFBIG else "check that the folder is writable"
+            )
+            raise ResourceError(f"cannot {verb} {path}: {reason}; {remedy}") from error
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open or create a file that belongs to flatout; links, pipes and devices are rejected.
+
+    Raises SecurityError with the path, and OSError.
+    """
+    try:
+        # O_NONBLOCK: a pipe that nobody reads would block
+        fd = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise SecurityError(f"{path} is a symbolic link, which is never written through; remove it") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise SecurityError(f"{path} is no plain file; remove it")
+    return fd
+
+
+def is_same_file(fd: int, path: Path) -> bool:
+    """Return whether `path` still refers to the open file, so it was not deleted or replaced."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except OSError:
+        return False
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+
+
+def _disk_full(path: Path, needed_bytes: int, free_bytes: int) -> str:
+    return (
+        f"disk or quota full: {path} needs {needed_bytes:,} bytes, {free_bytes:,} are free on its disk; "
+        "free some space or lower checkpoint.keep; older checkpoints are untouched"
+    )

@@ -1,0 +1,87 @@
+"""Access to the model hub with a time limit, and with one-sentence errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flatout.errors import ResourceError, UsageError
+
+_READ = (".json", ".jinja", ".safetensors")
+
+
+def is_folder(name: str) -> bool:
+    """Return whether a model's name is an existing folder; False for a name too long for a path."""
+    try:
+        return Path(name).is_dir()
+    except OSError:
+        return False
+
+
+def hub_source(name: str, revision: str | None) -> tuple[str, str | None]:
+    """Return a model's folder or hub id and its revision unchanged, or its cached folder if the hub does not answer.
+
+    The hub is tried once, for HF_HUB_ETAG_TIMEOUT seconds (10); its own client tries six times and waits for minutes.
+    Raises UsageError for a folder with an unreadable file, and as `hub_errors` if the model is not cached either.
+    """
+    if is_folder(name):
+        if odd := [file for file in Path(name).iterdir() if file.suffix in _READ and not file.is_file()]:
+            # transformers would silently ignore such a file
+            raise UsageError(f"{odd[0]} is a folder or a link to nothing; download or copy it again")
+        return name, revision
+    from huggingface_hub import constants, get_session, snapshot_download
+    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # the version that this client uses
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        return name, revision
+    except (httpx.HTTPError, httpx.InvalidURL, OfflineModeIsEnabled):
+        with hub_errors(name):
+            return snapshot_download(name, revision=revision, local_files_only=True), None
+
+
+def hub_file(name: str, file: str, revision: str | None) -> Path | None:
+    """Return the path of a model's file, from its folder, the hub's cache or a download; None if there is no such file.
+
+    Raises as `hub_source`.
+    """
+    source, revision = hub_source(name, revision)
+    if (folder := Path(source)).is_dir():
+        return folder / file if (folder / file).is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    with hub_errors(name):
+        try:
+            return Path(hf_hub_download(name, file, revision=revision))
+        except EntryNotFoundError:
+            return None
+
+
+@contextmanager
+def hub_errors(name: str) -> Iterator[None]:
+    """Turn failures of the hub's client into one sentence with the model or folder.
+
+    Raises UsageError when the hub has no such model or revision, denies access, or is disabled (HF_HUB_OFFLINE), and
+    ResourceError when it does not answer.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # as above
+
+    try:
+        yield
+    except HFValidationError as error:
+        raise UsageError(f"there is no folder {name}, and it is no hub id such as org/model") from error
+    except (HfHubHTTPError, httpx.HTTPError, LocalEntryNotFoundError) as error:
+        response = getattr(error, "response", None)
+        if response is not None and response.status_code < 500 and response.status_code != 429:
+            reason = str(error).strip().splitlines()[-1]
+            raise UsageError(f"there is no folder {name}, and the hub refuses it: {reason}") from error
+        if constants.HF_HUB_OFFLINE:
+            problem = "HF_HUB_OFFLINE is set and the hub's cache does not have it"
+            raise UsageError(f"there is no folder {name}, and {problem}; correct the path, or go online") from error
+        problem = f"{constants.ENDPOINT} does not answer within {constants.HF_HUB_ETAG_TIMEOUT} s (HF_HUB_ETAG_TIMEOUT)"
+        raise ResourceError(f"there is no folder {name}, and {problem}; correct the path, or try again") from error

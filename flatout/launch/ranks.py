@@ -1,0 +1,156 @@
+"""The processes of this node's ranks: their environment, how they start, and how the kernel ended them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STORE_SOCKET, loopback_only
+from flatout.errors import ResourceError
+from flatout.io.bounded_wait import BoundedWait
+from flatout.io.durable_io import open_own
+from flatout.launch.launch_mode import VISIBLE
+from flatout.launch.rendezvous import RendezvousInfo
+from flatout.launch.reports import SIGNAL_EXIT_CODE
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.1
+COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
+# files with a count of out-of-memory kills, narrowest scope first: cgroup v2, cgroup v1, host
+OOM_COUNTS = ("sys/fs/cgroup{2}/memory.events", "sys/fs/cgroup/memory{1}/memory.oom_control", "proc/vmstat")
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """A rank of this node and its process, which leads a session that includes its children."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, -N if signal N ended it."""
+        return self.process.poll()
+
+    def kill(self) -> None:
+        """Kill the rank and its children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def start_ranks(
+    words: Sequence[str], info: RendezvousInfo, num_ranks: int, env: Mapping[str, str], folder: Path
+) -> list[RankProcess]:
+    """Start `python -m flatout WORDS` once per rank of this node, with the output in `folder`/rank-N.log."""
+    started = []
+    for local_rank in range(num_ranks):
+        rank = info.first_rank + local_rank
+        own = {**env, **rank_variables(info, local_rank, num_ranks)}
+        fds: tuple[int, ...] = ()
+        if rank == 0 and info.listener is not None:
+            fds = (info.listener.fileno(),)
+            own[STORE_SOCKET] = str(fds[0])
+        log = open_own(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_APPEND)
+        try:
+            # in its own session, so that Ctrl-C reaches the ranks only once, through the supervisor
+            process = subprocess.Popen(
+                [sys.executable, "-m", "flatout", *words],
+                env=own,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=fds,
+            )
+        finally:
+            os.close(log)
+        started.append(RankProcess(rank, process))
+    return started
+
+
+def rank_variables(info: RendezvousInfo, local_rank: int, num_ranks: int) -> dict[str, str]:
+    """Return the environment variables that torch and its launchers use to describe a rank."""
+    values = (info.first_rank + local_rank, info.world, local_rank, num_ranks, info.host, info.port)
+    return dict(zip(RANK_VARIABLES, map(str, values), strict=True))
+
+
+def shared_environment(
+    parent: Mapping[str, str],
+    info: RendezvousInfo,
+    num_ranks: int,
+    *,
+    visible: Sequence[str] | None,
+    logs: Path,
+    secret: str,
+    num_cores: int,
+) -> dict[str, str]:
+    """Return `parent` plus what all ranks of this node need; the user's settings for libraries are kept."""
+    # drop what another launcher or a cluster set to describe this process: it does not apply to the ranks
+    others = ("PET_", "TORCHELASTIC_")
+    env = {name: value for name, value in parent.items() if not name.startswith(others) and name not in RANK_VARIABLES}
+    env |= {LOGS: str(logs), SECRET: secret, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    if visible is not None:
+        env[VISIBLE] = ",".join(visible)
+    if info.is_local:
+        env |= loopback_only()
+    elif info.interface is not None:
+        env.setdefault("GLOO_SOCKET_IFNAME", info.interface)
+    env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_ranks)))
+    return env
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel send this process SIGTERM when its parent ends, in any way, so that no rank is left running."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # the parent may have died before the call above
+    if os.getppid() != parent:
+        sys.exit(SIGNAL_EXIT_CODE + signal.SIGTERM)
+
+
+def count_gpus(limit_s: float, setting: str) -> int:
+    """Count the GPUs that torch sees, in a child process. Raises ResourceError for none, or no answer in `limit_s`."""
+    wait = BoundedWait(limit_s, setting, error=ResourceError)
+    asked = subprocess.Popen([sys.executable, "-c", COUNT_GPUS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        while asked.poll() is None:
+            wait.check("the GPU driver of this node", "nvidia-smi may tell more")
+            time.sleep(POLL_S)
+        answer = asked.communicate()[0]
+    finally:
+        asked.kill()
+    count = int(answer) if asked.returncode == 0 else 0
+    if count == 0:
+        raise ResourceError("no GPU is visible here; set gpus to those of this node, or device: cpu")
+    return count
+
+
+def count_oom_kills(root: Path = Path("/")) -> int:
+    """Return how many processes the kernel killed for lack of memory in this control group, or else on this host."""
+    groups = {1: "", 2: ""}
+    for line in _lines_of(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            groups[2 if number == "0" else 1] = path.rstrip("/")
+    for count in OOM_COUNTS:
+        # inside a container the group's folder is the root of the mount
+        for place in (count.format("", groups[1], groups[2]), count.format("", "", "")):
+            for line in _lines_of(root / place):
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
+    return 0
+
+
+def _lines_of(path: Path) -> list[str]:
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8").splitlines()
+    return []

@@ -1,0 +1,221 @@
+"""Rendezvous of the nodes' launchers before each attempt: node 0 listens, the others connect to it."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import ipaddress
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from flatout.errors import ResourceError
+from flatout.io.bounded_wait import BoundedWait
+from flatout.io.peer_sockets import PeerConnection, PeerListener, connect_to_peer, listen
+from flatout.launch.nodes import Nodes
+
+LOOPBACK = "127.0.0.1"
+SIOCGIFADDR = 0x8915
+# once `num_min` nodes have joined: how long to wait for one more
+LAST_CALL_S = 5.0
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousInfo:
+    """The ranks of an attempt: this node's start at `first_rank` of `world`; rank 0's store is at host:port.
+
+    `listener` is the store's socket, set on rank 0's node only. `interface` is the name of the network interface that
+    reaches the other nodes, or None if unknown.
+    """
+
+    first_rank: int
+    world: int
+    host: str
+    port: int
+    listener: socket.socket | None = None
+    interface: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are on this machine."""
+        return self.host == LOOPBACK
+
+
+class Rendezvous(Protocol):
+    """The interface that a supervisor uses before and during each attempt."""
+
+    def next_rendezvous(self, num_ranks: int) -> RendezvousInfo:
+        """Wait for the other nodes. Raises PeerLostError when too few have joined after faults.join_s."""
+
+    def membership_changed(self) -> bool:
+        """Return whether a node has joined, so that the attempt must save, stop and restart."""
+
+    def close(self) -> None:
+        """Disconnect from the other nodes."""
+
+
+class LocalRendezvous:
+    """The rendezvous of a single machine; the store's socket is bound to loopback before any rank starts."""
+
+    def next_rendezvous(self, num_ranks: int) -> RendezvousInfo:
+        listener = listen(LOOPBACK)
+        return RendezvousInfo(0, num_ranks, LOOPBACK, listener.getsockname()[1], listener)
+
+    def membership_changed(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        return None
+
+
+class HostRendezvous:
+    """The rendezvous on node 0; see Rendezvous for the methods. Raises ResourceError if it cannot bind the endpoint."""
+
+    def __init__(self, nodes: Nodes, secret: str, *, join_s: float, notify: Callable[[str], None]) -> None:
+        self._nodes, self._join_s, self._notify = nodes, join_s, notify
+        try:
+            listener = listen(_bindable(nodes), nodes.port)
+        except OSError as error:
+            raise ResourceError(
+                f"--rdzv {nodes.endpoint}: node 0 cannot listen there ({error}); give an address of this node and a "
+                "free port"
+            ) from error
+        self._listener = PeerListener(listener, secret, lambda peer, why: notify(f"rejected {peer}: {why}"))
+        # node -> its connection and its number of ranks
+        self._members: dict[int, tuple[PeerConnection, int]] = {}
+        self._joining: dict[int, tuple[PeerConnection, int]] = {}
+
+    def next_rendezvous(self, num_ranks: int) -> RendezvousInfo:
+        for connection, _ in self._members.values():
+            self._listener.disconnect(connection)
+        self._members.clear()
+        wait = BoundedWait(self._join_s, "faults.join_s", self._notify)
+        num_before, since_s = 0, 0.0
+        while (num_here := len(self._joining) + 1) < self._nodes.num_max:
+            if num_here != num_before:
+                num_before, since_s = num_here, time.monotonic()
+            if num_here >= self._nodes.num_min and time.monotonic() - since_s > LAST_CALL_S:
+                break
+            missing = min(set(range(1, self._nodes.num_max)) - self._joining.keys())
+            wait.check(f"node {missing} of {self._nodes.num_max} at {self._nodes.endpoint}")
+            self._accept(POLL_S)
+        self._members, self._joining = dict(sorted(self._joining.items())), {}
+        # the address at which the others reached this node also works for its ranks
+        host = LOOPBACK
+        for connection, _ in self._members.values():
+            host = str(connection.socket.getsockname()[0])
+        listener = listen(host)
+        port = listener.getsockname()[1]
+        world = num_ranks + sum(brought for _, brought in self._members.values())
+        first_rank = num_ranks
+        for connection, brought in self._members.values():
+            connection.send({"first_rank": first_rank, "world": world, "port": port})
+            first_rank += brought
+        return RendezvousInfo(0, world, host, port, listener, interface_of(host))
+
+    def membership_changed(self) -> bool:
+        self._accept(0.0)
+        newcomers = self._joining.keys() - self._members.keys()
+        for connection, _ in self._members.values() if newcomers else ():
+            connection.send({"membership_changed": True})
+        return bool(newcomers)
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self, wait_s: float) -> None:
+        for connection, hello in self._listener.accept(wait_s):
+            node, brought = hello.get("node"), hello.get("ranks")
+            if type(node) is int and 0 < node < self._nodes.num_max and type(brought) is int and brought > 0:
+                if node in self._joining:
+                    self._listener.disconnect(self._joining[node][0])
+                self._joining[node] = connection, brought
+            else:
+                self._listener.disconnect(connection, f"it claims to be node {node!r} with {brought!r} ranks")
+        for node, (connection, _) in list(self._joining.items()):
+            # a waiting node sends nothing: a message or a closed connection means that it is gone
+            with suppress(ValueError):
+                if not connection.receive() and connection.is_open:
+                    continue
+            self._listener.disconnect(connection)
+            del self._joining[node]
+
+
+class ClientRendezvous:
+    """The rendezvous on every node but the first; see Rendezvous for the methods."""
+
+    def __init__(self, nodes: Nodes, secret: str, *, join_s: float, notify: Callable[[str], None]) -> None:
+        self._nodes, self._secret, self._join_s, self._notify = nodes, secret, join_s, notify
+        self._connection: PeerConnection | None = None
+
+    def next_rendezvous(self, num_ranks: int) -> RendezvousInfo:
+        wait = BoundedWait(self._join_s, "faults.join_s", self._notify)
+        address = (self._nodes.host, self._nodes.port)
+        hello = {"node": self._nodes.index, "ranks": num_ranks}
+        what = f"node 0 at {self._nodes.endpoint}"
+        while True:
+            self.close()
+            self._connection = connect_to_peer(address, self._secret, hello, wait, what)
+            # node 0 may drop this connection, and accept a new one, while it waits for others
+            while self._connection.is_open:
+                if info := self._receive_info(self._connection):
+                    return info
+                wait.check(f"the nodes for which {what} waits")
+                time.sleep(POLL_S)
+
+    def membership_changed(self) -> bool:
+        if self._connection is None or not self._connection.is_open:
+            return False
+        try:
+            return any("membership_changed" in message for message in self._connection.receive())
+        except ValueError:
+            self._connection.close()
+            return False
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def _receive_info(self, connection: PeerConnection) -> RendezvousInfo | None:
+        """Return node 0's message that all nodes have joined, or None; close the connection on anything else."""
+        try:
+            for message in connection.receive():
+                host, own = (str(name()[0]) for name in (connection.socket.getpeername, connection.socket.getsockname))
+                first_rank, world, port = (int(message[name]) for name in ("first_rank", "world", "port"))
+                return RendezvousInfo(first_rank, world, host, port, interface=interface_of(own))
+        except (OSError, ValueError, KeyError, TypeError):
+            connection.close()
+        return None
+
+
+def _bindable(nodes: Nodes) -> str:
+    """Return the endpoint's address to bind; empty (all) if its name is a service's, or resolves to loopback here."""
+    try:
+        ipaddress.ip_address(nodes.host)
+    except ValueError:
+        try:
+            found = str(socket.getaddrinfo(nodes.host, nodes.port, socket.AF_INET)[0][4][0])
+            with socket.socket() as probe:
+                probe.bind((found, 0))
+            return "" if ipaddress.ip_address(found).is_loopback else found
+        except OSError:
+            return ""
+    return nodes.host
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface with this IPv4 address, or None."""
+    for _, name in socket.if_nameindex():
+        request = array.array("B", name.encode().ljust(40, b"\0"))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                fcntl.ioctl(probe, SIOCGIFADDR, request, True)
+            except OSError:
+                continue
+        if socket.inet_ntoa(request.tobytes()[20:24]) == address:
+            return name
+    return None

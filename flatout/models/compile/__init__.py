@@ -1,0 +1,1 @@
+"""Compiled layers, CUDA graphs and recomputation."""

@@ -1,0 +1,112 @@
+"""Record decoder passes as CUDA graphs, for models so small that the host cannot launch kernels fast enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flatout.models.blocks import hidden_states
+from flatout.models.packed import PackedBatch, PackedSize, flatten_samples
+
+
+class GraphedDecoder:
+    """Computes last hidden states of packed batches; recorded sizes take one launch each for forward and backward.
+
+    A recording reads its inputs from, and adds gradients to, fixed addresses: `gradients` must be the live gradient
+    tensors of `parameters`, zeroed in place between steps. All recordings share one memory pool, so a batch's backward
+    must run before the next batch's forward. Other sizes run without graphs.
+    """
+
+    def __init__(self, model: PreTrainedModel, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        self._model = model
+        self._parameters, self._gradients = list(parameters), list(gradients)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(model.device)
+        self._recorded: dict[PackedSize, _Recording] = {}
+        # autograd only calls backward if an input requires a gradient
+        self._anchor = torch.zeros((), device=model.device, requires_grad=True)
+
+    def __call__(self, batch: PackedBatch) -> Tensor:
+        """Return the last hidden states (T, D) of a batch."""
+        recording = self._recorded.get(batch.size)
+        if recording is None or not torch.is_grad_enabled():
+            return hidden_states(self._model, batch)
+        recording.load(batch)
+        states: Tensor = _Replay.apply(self._anchor, recording)
+        return states
+
+    @property
+    def largest_tokens(self) -> int:
+        """Tokens of the largest recorded size; 0 if there is none."""
+        return max((size.num_tokens for size in self._recorded), default=0)
+
+    def record(self, size: PackedSize, num_boundaries: int) -> None:
+        """Record forward and backward for batches of one size. Gradients do not change."""
+        # any tokens and documents of this size will do
+        longest = min(size.max_seqlen, size.num_tokens)
+        lengths = [longest] * (size.num_tokens // longest)
+        if rest := size.num_tokens - sum(lengths):
+            lengths.append(rest)
+        documents = [(np.zeros(length, np.int64), np.zeros(length, bool)) for length in lengths]
+        batch = flatten_samples(documents, num_boundaries=num_boundaries).to(self._model.device)
+        batch = replace(batch, max_seqlen=size.max_seqlen)
+        before = [gradient.clone() for gradient in self._gradients]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            # load kernels and allocate workspaces before recording
+            states = hidden_states(self._model, batch)
+            self._add_gradients(states, torch.zeros_like(states))
+            del states
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._recorded[size] = _Recording(self, batch)
+        torch._foreach_copy_(self._gradients, before)
+
+    def _add_gradients(self, states: Tensor, states_grad: Tensor) -> None:
+        found = torch.autograd.grad(states, self._parameters, states_grad, allow_unused=True)
+        pairs = [(total, grad) for total, grad in zip(self._gradients, found, strict=True) if grad is not None]
+        torch._foreach_add_([total for total, _ in pairs], [grad for _, grad in pairs])
+
+
+class _Recording:
+    """Forward and backward of one size."""
+
+    def __init__(self, decoder: GraphedDecoder, batch: PackedBatch) -> None:
+        self._batch = batch
+        self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        # thread_local, as the feed's thread may pin memory meanwhile
+        options: dict[str, Any] = {
+            "pool": decoder._pool,
+            "stream": decoder._stream,
+            "capture_error_mode": "thread_local",
+        }
+        with torch.cuda.graph(self.forward, **options):
+            states = hidden_states(decoder._model, batch)
+        self.states_grad = torch.empty_like(states)
+        with torch.cuda.graph(self.backward, **options):
+            decoder._add_gradients(states, self.states_grad)
+        self.states = states.detach()
+
+    def load(self, batch: PackedBatch) -> None:
+        """Copy a batch's tokens and documents to where the recording reads them."""
+        for name in ("token_ids", "position_ids", "cu_seqlens"):
+            getattr(self._batch, name).copy_(getattr(batch, name), non_blocking=True)
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, recording: _Recording) -> Tensor:
+        ctx.recording = recording
+        recording.forward.replay()
+        return recording.states.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.recording.states_grad.copy_(grads[0])
+        ctx.recording.backward.replay()
+        return None, None

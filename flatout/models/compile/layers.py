@@ -1,0 +1,319 @@
+"""Regional compilation: each decoder layer is one graph, compiled once for all layers, dynamic in tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from threading import Thread
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from flatout.errors import first_line
+from flatout.models.blocks import decoder_layers
+from flatout.models.head import PackedLoss
+from flatout.models.load.model import LoadedModel
+from flatout.models.lora.layer import lora_layers, trainable_parameters
+from flatout.models.packed import PackedBatch
+from flatout.models.selftest import has_experts, random_batch
+
+# two sizes, so that the graph is dynamic in tokens and documents before the first step
+_WARM_UP_LENGTHS = ((200, 31, 150), (700, 300, 129, 16, 5))
+# a layer, its arguments, and whether autocast was on around it: a strategy may turn it off
+_LayerCall: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any], bool]
+_Forward: TypeAlias = Callable[[PackedBatch], tuple[torch.Tensor, torch.Tensor]]
+# a difference in the last bit before quantizing can move a value by 1/16: a correct layer has shown 0.9895
+_SMALLEST_FP8_COSINE = 0.97
+_SMALLEST_COSINE = {torch.bfloat16: 0.99, torch.float16: 0.99, torch.float32: 0.99999}
+
+
+def import_compiler() -> Thread:
+    """Import the compiler and start its workers on a thread, while weights are loaded.
+
+    It compiles nothing: compiling saves and restores global state (random state, default dtype), which would race with
+    the loading thread, and patches `nn.Module.__call__` while it traces patterns.
+    """
+
+    def import_it() -> None:
+        # compiling the layers will raise and report the same error
+        with suppress(Exception):
+            for name in ("torch._dynamo.convert_frame", "torch._inductor.compile_fx"):
+                import_module(name)
+            from torch._inductor.async_compile import maybe_warm_pool
+
+            maybe_warm_pool()
+
+    thread = Thread(target=import_it, name="flatout-compiler", daemon=True)
+    thread.start()
+    return thread
+
+
+@contextmanager
+def report_compilations(tell: Callable[[float], None]) -> Iterator[None]:
+    """Call `tell` with the seconds of each compilation in this context; there should be none while steps run."""
+    from torch._dynamo.callback import callback_handler
+
+    started_s: list[float] = []
+
+    def start(_: object) -> None:
+        started_s.append(time.perf_counter())
+
+    def end(_: object) -> None:
+        if started_s:  # empty if another thread's compilation started before this context
+            tell(time.perf_counter() - started_s.pop())
+
+    callback_handler.register_start_callback(start)
+    callback_handler.register_end_callback(end)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(start)
+        callback_handler.remove_end_callback(end)
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOutcome:
+    """How many of a model's decoder layers run compiled, and why the others run eagerly (None: all are compiled).
+
+    `smallest_cosine` compares the outputs and gradients of compiled layers with those of eager ones.
+    """
+
+    num_compiled: int
+    num_layers: int
+    reason: str | None = None
+    smallest_cosine: float = 1.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every layer runs compiled."""
+        return self.num_compiled == self.num_layers
+
+    @property
+    def line(self) -> str:
+        """One line for the console."""
+        if not self.num_compiled:
+            return f"off: {self.reason}"
+        proof = f"gradients equal eager ones (smallest cosine {self.smallest_cosine:.6f})"
+        if self.is_complete:
+            return f"{self.num_layers} layers as one graph; {proof}"
+        num_eager = self.num_layers - self.num_compiled
+        return f"{self.num_compiled} of {self.num_layers} layers; {proof}; {num_eager} run eagerly: {self.reason}"
+
+
+def compile_layers(
+    loaded: LoadedModel,
+    mode: Literal["auto", "off"],
+    *,
+    num_boundaries: int | None,
+    fp8: bool = False,
+    loss: _Forward | None = None,
+    wrapper: _Forward | None = None,
+) -> CompileOutcome:
+    """Compile every decoder layer, compare each with eager on two small batches, and warm up the whole model.
+
+    `num_boundaries` is that of every batch of the run (`padded_num_boundaries`); None on the CPU. `fp8` means that
+    products are in float8. `loss` must already be sharded: sharding changes a layer's class and the dtype of its
+    weights, which would trigger recompilation. `wrapper` is what training calls, if not `loss`; one pass without
+    gradients records how it calls the layers. All ranks must make the same call.
+    Off on the CPU, in fp64 and for experts, whose routing is not a static graph. A layer whose gradients differ runs
+    eagerly, and so do all layers of a class that does not compile; nothing else in the process changes. With dropout,
+    the comparison runs without it, and the graph with dropout is compiled as well, so that no step compiles anything.
+    Random state, gradients, weights and mode do not change.
+    """
+    model = loaded.model
+    layers = decoder_layers(model)
+    if (why := _reason_against(loaded, mode)) is not None:
+        return CompileOutcome(0, len(layers), why)
+    assert num_boundaries is not None
+    was_training = model.training
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []), _compiler_settings():
+        smallest = _SMALLEST_FP8_COSINE if fp8 else _SMALLEST_COSINE[loaded.dtype]
+        loss = loss or PackedLoss(loaded.model)
+        outcome = _compile(loaded, layers, num_boundaries, smallest, loss, wrapper or loss)
+    model.train(was_training)
+    return outcome
+
+
+def _compile(
+    loaded: LoadedModel,
+    layers: Sequence[nn.Module],
+    num_boundaries: int,
+    smallest_cosine: float,
+    loss: _Forward,
+    wrapper: _Forward,
+) -> CompileOutcome:
+    model = loaded.model
+    # read here, as a sharded layer has other parameters during a pass
+    trained = {layer: list(trainable_parameters(layer).values()) for layer in layers}
+    every = list(trainable_parameters(model).values())
+    batches = [random_batch(model, lengths, num_boundaries) for lengths in _WARM_UP_LENGTHS]
+    # graphs are specific to train or eval mode; without dropout both compute the same, so compare train mode's graph
+    dropouts = [getattr(model.config.get_text_config(), "attention_dropout", 0.0)]
+    dropouts += [layer.dropout for layer in lora_layers(model).values()]
+    dropouts += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    model.train(not any(dropouts))
+    # the first layer's input must require a gradient like the others', or it would need another graph
+    model.enable_input_require_grads()
+    calls = [call for batch in batches for call in _layer_calls(loaded, layers, batch, wrapper)]
+    for layer in layers:
+        layer.compile(fullgraph=True, dynamic=True)
+    reasons: dict[nn.Module, str] = {}
+    cosines: dict[nn.Module, float] = {}
+    for call in calls:
+        layer = call[0]
+        if layer in reasons:
+            continue
+        try:
+            cosine = _layer_cosine(loaded, trained[layer], *call)
+        except _compiler_errors() as error:
+            # layers of one class share their code, and trying each of them would take minutes
+            same = [other for other in layers if type(other) is type(layer)]
+            _run_eagerly(same, f"{type(layer).__name__} does not compile ({first_line(error)})", reasons)
+            continue
+        cosines[layer] = min(cosine, cosines.get(layer, 1.0))
+        if not cosine >= smallest_cosine:
+            _run_eagerly([layer], f"compiled gradients differ from eager ones (cosine {cosine:.6f})", reasons)
+    model.train()
+    try:
+        # with dropout, this compiles another graph
+        for batch in batches:
+            with _autocast(loaded, calls[0][-1]):
+                loss_sum, _ = loss(batch)
+            _gradients(loss_sum, every, None)
+    except _compiler_errors() as error:
+        _run_eagerly(layers, f"the layers do not compile for training ({first_line(error)})", reasons)
+    kept = [cosine for layer, cosine in cosines.items() if layer not in reasons]
+    reason = "; ".join(dict.fromkeys(reasons.values())) or None
+    return CompileOutcome(len(layers) - len(reasons), len(layers), reason, min(kept, default=1.0))
+
+
+def _run_eagerly(layers: Iterable[nn.Module], reason: str, reasons: dict[nn.Module, str]) -> None:
+    for layer in layers:
+        layer.compile(disable=True)
+        reasons[layer] = reason
+
+
+def _compiler_errors() -> tuple[type[Exception], ...]:
+    # importing the compiler takes a second, and only runs on a GPU need it
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    return TorchDynamoException, InductorError
+
+
+@contextmanager
+def _compiler_settings() -> Iterator[None]:
+    """Set the compiler's options while layers are compiled.
+
+    The gradients of norms' weights are summed over all tokens by one of two kernels. By default the compiler chooses
+    by the number of tokens, and recompiles, for seconds, in the first step above each threshold; here it always uses
+    the fused one. Floats such as a norm's epsilon are constants: as inputs they would cost host-side kernels. Traced
+    layers are cached even though they contain our autograd functions, as both passes of those are part of the cache
+    key; a wrong hit would fail the comparison with eager.
+    """
+    import torch._dynamo.config as dynamo_config
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    caching = "autograd_cache_allow_custom_autograd_functions"
+    changes = {caching: True} if hasattr(functorch_config, caching) else {}
+    fusing = "mix_order_reduction_non_strict_mode"
+    kernels = {f"triton.{fusing}": True} if hasattr(inductor_config.triton, fusing) else {}
+    with (
+        dynamo_config.patch(specialize_float=True),
+        functorch_config.patch(changes),
+        inductor_config.patch(kernels),
+    ):
+        yield
+
+
+def _reason_against(loaded: LoadedModel, mode: Literal["auto", "off"]) -> str | None:
+    if mode == "off":
+        return "as asked"
+    if loaded.model.device.type != "cuda":
+        return "only on CUDA"
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic runs use no kernels that are chosen by timing"
+    if loaded.dtype not in _SMALLEST_COSINE:
+        return f"not in {loaded.dtype}"
+    if has_experts(loaded.model):
+        return "expert routing is no static graph"
+    if loaded.attention in ("sdpa", "plain"):
+        return f"attention {loaded.attention} reads the documents' boundaries on the host"
+    return None
+
+
+def _layer_calls(
+    loaded: LoadedModel, layers: Sequence[nn.Module], batch: PackedBatch, wrapper: _Forward
+) -> list[_LayerCall]:
+    """Record what every layer is called with in one forward pass of the whole model."""
+    calls: list[_LayerCall] = []
+
+    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((layer, args, kwargs, torch.is_autocast_enabled(loaded.model.device.type)))
+
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    with torch.no_grad(), _autocast(loaded, loaded.autocast):
+        wrapper(batch)
+    for hook in hooks:
+        hook.remove()
+    return calls
+
+
+def _layer_cosine(
+    loaded: LoadedModel,
+    trained: list[nn.Parameter],
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    autocast: bool,
+) -> float:
+    """Return the smallest cosine between a compiled and an eager layer's output, input gradient and trained gradients.
+
+    Each layer is compared on its own real input, as rounding accumulates over many layers until the comparison is
+    meaningless. For a sharded layer, each rank compares its shard.
+    """
+    direction = torch.randn_like(args[0])
+
+    def run() -> list[torch.Tensor]:
+        x = args[0].detach().requires_grad_()
+        with _autocast(loaded, autocast):
+            result = layer(x, *args[1:], **kwargs)
+        output = result[0] if isinstance(result, tuple) else result
+        x_grad, *grads = _gradients(output, [x, *trained], direction.to(output.dtype))
+        assert x_grad is not None
+        # compared together, as a single tensor's gradient may be pure rounding error
+        flat = torch.cat([x_grad.new_zeros(1), *(grad.flatten().to(x.device) for grad in grads if grad is not None)])
+        return [output.detach(), x_grad, flat]
+
+    with torch.compiler.set_stance("force_eager"):
+        eager = run()
+    pairs = [(one.double().flatten(), other.double().flatten()) for one, other in zip(eager, run(), strict=True)]
+    # an adapter's B starts at zero, and so does A's gradient
+    cosines = [F.cosine_similarity(one, other, dim=0).item() for one, other in pairs if one.any() or other.any()]
+    return min(cosines)
+
+
+def _gradients(
+    output: torch.Tensor, inputs: Sequence[torch.Tensor], direction: torch.Tensor | None
+) -> list[torch.Tensor | None]:
+    """Return the gradients of `inputs`, of sharded ones this rank's shard; none stays in `.grad`."""
+    if not any(hasattr(tensor, "to_local") for tensor in inputs):
+        return list(torch.autograd.grad(output, inputs, direction, allow_unused=True))
+    # the graph only contains the gathered copy of a sharded weight; its own gradient comes from the strategy's hooks
+    output.backward(direction)
+    grads: list[torch.Tensor | None] = []
+    for tensor in inputs:
+        grad: Any = tensor.grad
+        grads.append(grad.to_local() if hasattr(grad, "to_local") else grad)
+        tensor.grad = None
+    return grads
+
+
+def _autocast(loaded: LoadedModel, enabled: bool) -> torch.autocast:
+    return torch.autocast(loaded.model.device.type, dtype=loaded.dtype, enabled=enabled)

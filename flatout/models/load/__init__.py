@@ -1,0 +1,1 @@
+"""Load a model from a hub id or folder."""

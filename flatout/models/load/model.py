@@ -1,0 +1,279 @@
+"""Load an unmodified transformers causal LM onto its device, with our packed attention, and report the choices made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from flatout.config.schema import BaseConfig, FullConfig, ModelConfig
+from flatout.errors import CheckpointError, FlatoutError, ResourceError, UsageError, reason_of
+from flatout.io.hub import hub_errors, hub_source
+from flatout.models.arch_quirks import quirks_of
+from flatout.models.attention import AttentionChoice, Implementation, choose_attention, register, registered_name
+from flatout.models.bases.frozen_linear import Fp8Linear, num_weights
+from flatout.models.bases.nf4 import Nf4Linear
+from flatout.models.load.device_map import DeviceMap, read_device_map
+from flatout.models.load.quantized import (
+    Make,
+    check_nf4_config,
+    describe_storage,
+    empty_model,
+    quantize_layers,
+    random_quantized,
+    read_nf4,
+)
+from flatout.models.load.sharded import DeferredWeights, compute_buffers
+from flatout.models.load.source import check_source
+from flatout.models.rope import scale_by_document
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready for `packed_loss`.
+
+    `dtype` is the compute dtype of the forward and backward pass; `autocast` means that the weights are fp32 masters
+    and the model must run under torch.autocast(dtype). `report` has lines for the console.
+    """
+
+    model: PreTrainedModel
+    dtype: torch.dtype
+    autocast: bool
+    attention: Implementation
+    report: tuple[str, ...]
+    waiting: DeferredWeights | None = None
+
+    def present(self) -> AbstractContextManager[None]:
+        """Make the model runnable within this context; if its weights are still in files, only its first layers."""
+        return nullcontext() if self.waiting is None else self.waiting.first_layers()
+
+
+def resolve_precision(name: Literal["auto", "bf16", "fp16", "fp32", "fp64"], device: torch.device) -> torch.dtype:
+    """Return the compute dtype: auto is bf16 on GPUs that have it in hardware, otherwise fp32.
+
+    Raises ResourceError if bf16 is requested by name on a GPU without it.
+    """
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if name == "auto":
+        return torch.bfloat16 if has_bf16 else torch.float32
+    if name == "bf16" and device.type == "cuda" and not has_bf16:
+        raise ResourceError("model.precision: bf16 is not in this GPU's hardware; use auto, fp16 or fp32")
+    return _DTYPES[name]
+
+
+def load_model(
+    config: ModelConfig,
+    *,
+    method: Literal["lora", "full"],
+    device: torch.device,
+    seed: int,
+    full: FullConfig = FullConfig(),  # noqa: B008  (FullConfig is frozen)
+    base: BaseConfig = BaseConfig(),  # noqa: B008  (frozen as well)
+    on_host: bool = False,
+) -> LoadedModel:
+    """Load a causal language model, or initialize it randomly, for training on packed documents.
+
+    lora: every weight frozen, in the compute dtype; the decoder's linear layers in `base.storage`.
+    full: fp32 master weights (fp64 for fp64), all trained, or with `full.weights: bf16` only bf16 weights.
+    Reads only safetensors, never runs code from the model's repository, never makes up a missing weight.
+    `on_host` leaves pretrained weights in their mapped files, in the files' dtype, and quantized ones, made on the
+    device layer by layer, in host memory (see `DeferredWeights`).
+    `seed` determines the weights of `init: random` for a kind of device; the global random state does not change.
+    Raises UsageError, SecurityError or CheckpointError.
+    """
+    check_source(config.name, config.revision, needs_weights=config.init == "pretrained")
+    storage = base.storage if method == "lora" else "model"
+    model_config = _read_config(config.name, config.revision, storage)
+    text_config = model_config.get_text_config()
+    compute_dtype = resolve_precision(config.precision, device)
+    weight_dtype = weight_dtype_of(method, full, compute_dtype)
+    choice = choose_attention(config.attention, text_config, quirks_of(text_config), device=device, dtype=compute_dtype)
+    register(choice.implementation)
+    options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": registered_name(choice.implementation)}
+    if compute_dtype == torch.float64:
+        # transformers' grouped expert GEMM has no fp64
+        options["experts_implementation"] = "eager"
+    with _clear_failures(config.name, choice):
+        model, unused = _make_model(config, storage, model_config, options, device, seed, on_host)
+    if method == "lora":
+        model.requires_grad_(False)
+    model.train()
+    rope = scale_by_document(model)
+    report = _report(config, model, compute_dtype, weight_dtype, choice, unused)
+    report += [rope] if rope else []
+    if storage != "model":
+        report += describe_storage(model, storage)
+    return LoadedModel(
+        model=model,
+        dtype=compute_dtype,
+        autocast=weight_dtype != compute_dtype,
+        attention=choice.implementation,
+        report=tuple(report),
+    )
+
+
+@contextmanager
+def _clear_failures(name: str, choice: AttentionChoice | None = None) -> Iterator[None]:
+    """Turn what transformers raises when it cannot build a model into a UsageError of one sentence."""
+    try:
+        yield
+    except (FlatoutError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = reason_of(error)
+        if choice and isinstance(error, KeyError) and registered_name(choice.implementation) in str(error):
+            reason = "its attention does not go through transformers' attention interface, so it cannot be packed"
+        raise UsageError(
+            f"model.name: {name} cannot be built from its config.json, generation_config.json and weights: {reason}; "
+            "choose another model"
+        ) from error
+
+
+def weight_dtype_of(method: Literal["lora", "full"], full: FullConfig, compute_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that weights are stored in. Raises UsageError for bf16 weights with another compute dtype."""
+    if method == "lora":
+        return compute_dtype
+    if full.weights == "fp32":
+        return torch.promote_types(compute_dtype, torch.float32)
+    if compute_dtype != torch.bfloat16:
+        raise UsageError(
+            f"full.weights: bf16 computes in bf16; got model.precision {_short(compute_dtype)} on this device, "
+            "set model.precision: bf16 or full.weights: fp32"
+        )
+    return compute_dtype
+
+
+def load_for_inference(
+    name: str,
+    *,
+    revision: str | None = None,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    device_map: str | None = None,
+) -> PreTrainedModel:
+    """Load a model for generation or merging: with transformers' own sdpa attention and cache, frozen, in eval mode.
+
+    `dtype` None keeps the files' dtype. `device_map` (see `read_device_map`) spreads the model over several devices
+    instead of `device`. Raises like `load_model` and `read_device_map`.
+    """
+    check_source(name, revision)
+    model_config = _read_config(name, revision)
+    options = {"dtype": dtype or "auto"}
+    with _clear_failures(name):
+        places = None if device_map is None else read_device_map(device_map, model_config)
+        model, _ = _pretrained_model(name, revision, model_config, options, device, places)
+    return model.requires_grad_(False).eval()
+
+
+def _read_config(name: str, revision: str | None, storage: str = "model") -> Any:
+    try:
+        source, revision = hub_source(name, revision)
+        with hub_errors(name):
+            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except FlatoutError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{name}/config.json: transformers refuses it: {reason_of(error)}") from error
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        check_nf4_config(name, quantization)
+        if storage != "nf4":
+            raise UsageError(
+                f"model.name: {name} has bitsandbytes NF4 weights, which are only for method: lora with "
+                "base.storage: nf4; set that, or use the 16-bit model"
+            )
+    return config
+
+
+def _make_model(
+    config: ModelConfig, storage: str, model_config: Any, options: dict[str, Any], device: torch.device, seed: int,
+    on_host: bool,
+) -> tuple[PreTrainedModel, list[str]]:  # fmt: skip
+    """Make the model for `load_model`; also return the names of unused weights in the files."""
+    make: Make = Fp8Linear if storage == "fp8" else Nf4Linear.from_dense
+    place = torch.device("cpu") if on_host else device
+    is_quantized = getattr(model_config, "quantization_config", None) is not None
+    if is_quantized:
+        # transformers would load these weights through bitsandbytes
+        del model_config.quantization_config
+    if config.init == "random" and storage == "model":
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(model_config, **options), []
+    if config.init == "random":
+        return random_quantized(model_config, options, make, device=device, seed=seed, place=place), []
+    if is_quantized:
+        return read_nf4(config.name, config.revision, model_config, options, device=device, place=place), []
+    in_files = on_host or storage != "model"
+    how, where = ({**options, "dtype": "auto"}, torch.device("cpu")) if in_files else (options, device)
+    model, unused = _pretrained_model(config.name, config.revision, model_config, how, where)
+    if storage != "model":
+        quantize_layers(model, make, device=device, dtype=options["dtype"], place=place)
+    elif on_host and model.dtype != options["dtype"]:
+        compute_buffers(model, empty_model(model_config, options))
+    return model, unused
+
+
+def _pretrained_model(
+    name: str,
+    revision: str | None,
+    config: Any,
+    options: dict[str, Any],
+    device: torch.device,
+    places: DeviceMap | None = None,
+) -> tuple[PreTrainedModel, list[str]]:
+    """Load weights directly to the device; return the model and the names of unused weights in the files."""
+    device_map: Any = places or {"": device}
+    try:
+        source, revision = hub_source(name, revision)
+        with hub_errors(name):
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                source, revision=revision, config=config, use_safetensors=True, trust_remote_code=False,
+                device_map=device_map, output_loading_info=True, **options,
+            )  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model.name: cannot load {name}: {reason_of(error)}") from error
+    except SafetensorError as error:
+        # a local folder's files were checked before, so these are from the hub, and their download did not finish
+        raise CheckpointError(
+            f"{name}: its downloaded weights are damaged ({error}); remove them from the hub's cache and load again"
+        ) from error
+    missing = sorted(map(str, loading["missing_keys"])) + sorted(map(str, loading["mismatched_keys"]))
+    if missing:
+        raise CheckpointError(
+            f"{name}: {len(missing)} weights are missing or have another shape ({', '.join(missing[:3])}); "
+            "they would be random: take the whole model, or set model.init: random"
+        )
+    return model, sorted(map(str, loading["unexpected_keys"]))
+
+
+def _report(
+    config: ModelConfig,
+    model: PreTrainedModel,
+    compute_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    choice: AttentionChoice,
+    unused: list[str],
+) -> list[str]:
+    source = "random weights" if config.init == "random" else "pretrained"
+    lines = [
+        f"{Path(config.name).name}: {model.config.model_type}, {num_weights(model):,} parameters, {source}, "
+        f"weights {_short(weight_dtype)}, compute {_short(compute_dtype)}",
+        f"attention {choice.implementation}: {choice.reason}",
+    ]
+    if unused:
+        lines.append(f"{len(unused)} weights in the files are not used by this model: {', '.join(unused[:3])}")
+    if getattr(model.config.get_text_config(), "router_aux_loss_coef", None):
+        lines.append("experts: the router's balancing loss is not added; the loss is cross-entropy only")
+    return lines
+
+
+def _short(dtype: torch.dtype) -> str:
+    return next(name for name, known in _DTYPES.items() if known == dtype)

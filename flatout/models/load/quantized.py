@@ -1,0 +1,276 @@
+"""Load a model with quantized linear layers one layer at a time, so that the dense model is never in memory as a whole.
+
+There are three kinds of source:
+* 16-bit or 32-bit files: transformers' own loader on the CPU, which handles all renames and ties. Its tensors are views
+  of the mapped files, not copies (measured: 387 MiB of weights add 3 MiB of anonymous memory), so each linear layer can
+  be read, quantized on the device and dropped in turn. transformers' HfQuantizer would prefetch many tensors to the
+  device, and changes between versions.
+* random weights: built on the meta device, then filled and quantized layer by layer.
+* bitsandbytes NF4 files: the same empty model; its linear layers are taken from the files as they are. Names must match
+  exactly: transformers' renames are not applied, so missing or unknown names are errors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from flatout.errors import CheckpointError, UsageError
+from flatout.io.hub import hub_errors, hub_source
+from flatout.kernels.nf4 import BLOCK, NESTED_BLOCK, Nf4Weight, nf4_levels
+from flatout.models.bases.frozen_linear import Fp8Linear
+from flatout.models.bases.nf4 import Nf4Linear
+from flatout.models.blocks import decoder_layers, replace_module, text_decoder
+from flatout.models.load.source import check_weights
+
+Make = Callable[[torch.Tensor, torch.Tensor | None], nn.Module]
+"""Maps a dense weight (out, in) on its device and a bias (out,) or None to the module that replaces them."""
+
+# narrower layers are gates of experts: hardly any memory, and too small for float8 products
+_NARROWEST = 16
+_STATE = ".weight.quant_state.bitsandbytes__nf4"
+_PARTS = (".weight", ".weight.absmax", ".weight.nested_absmax", ".weight.nested_quant_map", ".weight.quant_map")
+
+
+def quantize_layers(
+    model: PreTrainedModel, make: Make, *, device: torch.device, dtype: torch.dtype, place: torch.device | None = None
+) -> None:
+    """Move a model from mapped files on the CPU to `place` (None: the device), quantizing its linear layers.
+
+    The decoder's linear layers are made by `make` on the device, the rest is cast to `dtype`. What transformers keeps
+    in another dtype than the files' is not cast.
+    """
+    place = place or device
+    for layer in decoder_layers(model):
+        _swap_linears(layer, make, device, dtype)
+        layer.to(place)
+    files_dtype = model.dtype
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(place, dtype if parameter.dtype == files_dtype else parameter.dtype)
+    model.to(place)
+    model.config.dtype = dtype
+
+
+def random_quantized(
+    config: Any,
+    options: dict[str, Any],
+    make: Make,
+    *,
+    device: torch.device,
+    seed: int,
+    place: torch.device | None = None,
+) -> PreTrainedModel:
+    """Make a model with random weights by `seed`, in options["dtype"], quantized layer by layer.
+
+    Each layer is made on the device and moved to `place` (None: it stays). The global random state does not change.
+    """
+    model = empty_model(config, options)
+    _fill(model, device, place or device, seed, lambda layer: _swap_linears(layer, make, device, options["dtype"]))
+    return model
+
+
+def read_nf4(
+    name: str,
+    revision: str | None,
+    config: Any,
+    options: dict[str, Any],
+    *,
+    device: torch.device,
+    place: torch.device | None = None,
+) -> PreTrainedModel:
+    """Load a model from bitsandbytes NF4 files (a folder or hub id), without requantizing.
+
+    Layers are made on the device and moved to `place` (None: they stay). Raises CheckpointError (weights missing,
+    unknown, or of another shape or format) or UsageError (quantized weights outside the decoder's linear layers).
+    """
+    files = _open_files(name, revision)
+    quantized = {key.removesuffix(_STATE) for key in files if key.endswith(_STATE)}
+    model = empty_model(config, options)
+    names = {module: path for path, module in model.named_modules()}
+    taken: set[str] = set()
+
+    def take(layer: nn.Module) -> None:
+        for path, linear in _linears(layer):
+            if (full_name := names[linear]) in quantized:
+                replace_module(layer, path, _read_linear(files, full_name, linear, device, options["dtype"]))
+                taken.add(full_name)
+
+    _fill(model, device, place or device, 0, take)
+    if outside := sorted(quantized - taken):
+        raise UsageError(
+            f"{name}: {outside[0]} is quantized but is no linear layer of the decoder ({len(outside)} such); "
+            "take a checkpoint that quantizes only those, or the 16-bit model"
+        )
+    _read_dense(model, name, files, taken)
+    return model
+
+
+def check_nf4_config(name: str, quantization: Any) -> None:
+    """Raise UsageError with the model's `name` unless its quantization_config is NF4 with double quantization."""
+    fields = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+    method = fields.get("quant_method")
+    if method != "bitsandbytes":
+        raise UsageError(f"model.name: {name} has {method} weights, which are not supported; use the 16-bit model")
+    if not (fields.get("load_in_4bit") or fields.get("_load_in_4bit")):
+        raise UsageError(
+            f"model.name: {name} has bitsandbytes int8 weights, which are not supported; use NF4 or 16 bit"
+        )
+    wrong = [
+        f"{field}: {fields.get(field)}"
+        for field, wanted in (
+            ("bnb_4bit_quant_type", "nf4"), ("bnb_4bit_use_double_quant", True), ("bnb_4bit_quant_storage", "uint8"),
+        )
+        if fields.get(field, "uint8" if field.endswith("storage") else None) != wanted
+    ]  # fmt: skip
+    if wrong:
+        raise UsageError(
+            f"model.name: {name} has bitsandbytes weights with {', '.join(wrong)}; of 4-bit weights only nf4 with "
+            "double quantization is read: use such a checkpoint or the 16-bit model"
+        )
+
+
+def describe_storage(model: PreTrainedModel, storage: str) -> list[str]:
+    """Return lines for the console: how linear layers are stored, and which are slow or stay dense."""
+    stored = [module for module in model.modules() if isinstance(module, (Fp8Linear, Nf4Linear))]
+    num_bytes = sum(tensor.nbytes for module in stored for tensor in (*module.parameters(), *module.buffers()))
+    lines = [
+        f"base {storage}: {len(stored)} linear layers of {num_stored_weights(model):,} weights "
+        f"in {num_bytes / 2**30:.2f} GiB"
+    ]
+    if dense := sum(isinstance(module, nn.Linear) for layer in decoder_layers(model) for module in layer.modules()):
+        lines.append(f"{dense} linear layers of the decoder stay dense")
+    if slow := sum(isinstance(module, Nf4Linear) and bool(module.in_features % BLOCK) for module in stored):
+        lines.append(f"{slow} layers have rows that are no multiple of {BLOCK}: dequantized by plain torch, slowly")
+    return lines
+
+
+def num_stored_weights(model: nn.Module) -> int:
+    """Count the weights that are stored quantized."""
+    quantized = [module for module in model.modules() if isinstance(module, (Fp8Linear, Nf4Linear))]
+    return sum(module.in_features * module.out_features for module in quantized)
+
+
+def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
+    return [(path, module) for path, module in layer.named_modules() if type(module) is nn.Linear]
+
+
+def _swap_linears(layer: nn.Module, make: Make, device: torch.device, dtype: torch.dtype) -> None:
+    for path, linear in _linears(layer):
+        if min(linear.weight.shape) < _NARROWEST:
+            continue
+        weight = linear.weight.detach().to(device, dtype)
+        bias = None if linear.bias is None else linear.bias.detach().to(device, dtype)
+        replace_module(layer, path, make(weight, bias))
+
+
+def empty_model(config: Any, options: dict[str, Any]) -> PreTrainedModel:
+    """Build a model on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, **options)
+
+
+def _fill(
+    model: PreTrainedModel, device: torch.device, place: torch.device, seed: int, store: Callable[[nn.Module], None]
+) -> None:
+    """Draw random weights on the device, layer by layer; each layer is passed to `store`, then moved to `place`."""
+    layers = decoder_layers(model)
+    decoder = text_decoder(model)
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for layer in layers:
+            layer.to_empty(device=device)
+            layer.apply(decoder._init_weights)
+            store(layer)
+            layer.to(place)
+        _fill_rest(model, model, device, set(layers))
+    model.tie_weights()
+    model.to(place)
+
+
+def _fill_rest(module: nn.Module, owner: PreTrainedModel, device: torch.device, done: set[nn.Module]) -> None:
+    """Fill embeddings, norms, head and buffers, children first; each sub-model initializes its own modules."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for child in module.children():
+        if child not in done:
+            _fill_rest(child, owner, device, done)
+    module.to_empty(device=device, recurse=False)
+    owner._init_weights(module)
+
+
+def _open_files(name: str, revision: str | None) -> dict[str, Any]:
+    """Return the open safetensors file of each tensor, by tensor name."""
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        source, revision = hub_source(name, revision)
+        with hub_errors(name):
+            folder = Path(source)
+            if not folder.is_dir():
+                patterns = ["*.safetensors", "*.json"]
+                folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        check_weights(folder)
+    files: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        opened = safe_open(path, framework="pt")
+        files.update(dict.fromkeys(opened.keys(), opened))
+    return files
+
+
+def _read(files: Mapping[str, Any], key: str) -> Any:
+    if key not in files:
+        raise CheckpointError(f"{key} is missing in the model's files; download or copy them again")
+    return files[key].get_tensor(key)
+
+
+def _read_linear(
+    files: Mapping[str, Any], name: str, linear: nn.Linear, device: torch.device, dtype: torch.dtype
+) -> Nf4Linear:
+    packed, absmax, nested_absmax, nested_map, levels = (_read(files, name + part) for part in _PARTS)
+    state = json.loads(bytes(_read(files, name + _STATE).tolist()))
+    found = (state["blocksize"], state.get("nested_blocksize"), tuple(state["shape"]))
+    if found != (wanted := (BLOCK, NESTED_BLOCK, tuple(linear.weight.shape))):
+        raise CheckpointError(
+            f"{name} has (block size, nested block size, shape) {found}, this model needs {wanted}; "
+            "use another checkpoint or the 16-bit model"
+        )
+    if not torch.equal(levels, nf4_levels(levels.device)):
+        raise CheckpointError(f"{name} has levels that are not NF4's; use another checkpoint or the 16-bit model")
+    offset = torch.tensor(state["nested_offset"], dtype=torch.float32)
+    stored = Nf4Weight(packed.view(-1), absmax, nested_absmax, nested_map, offset)
+    bias = None if linear.bias is None else _read(files, name + ".bias").to(device, dtype)
+    return Nf4Linear(
+        Nf4Weight(*(tensor.to(device) for tensor in stored)),
+        bias,
+        in_features=linear.in_features,
+        out_features=linear.out_features,
+        dtype=dtype,
+    )
+
+
+@torch.no_grad()
+def _read_dense(model: PreTrainedModel, name: str, files: Mapping[str, Any], taken: set[str]) -> None:
+    """Fill all parameters and saved buffers that are not quantized. Raises CheckpointError unless all names match."""
+    own = tuple(path + "." for path in taken)
+    targets = {key: tensor for key, tensor in model.state_dict(keep_vars=True).items() if not key.startswith(own)}
+    read: set[int] = set()
+    for key, target in targets.items():
+        if key in files and (source := _read(files, key)).shape == target.shape:
+            target.copy_(source)
+            read.add(id(target))
+    missing = [key for key, target in targets.items() if id(target) not in read]
+    # old files contain the rotary frequencies, which models now compute
+    known = set(targets) | {path + part for path in taken for part in (*_PARTS, _STATE, ".bias")}
+    unknown = sorted(key for key in set(files) - known if not key.endswith("rotary_emb.inv_freq"))
+    if missing or unknown:
+        raise CheckpointError(
+            f"{name}: {len(missing)} weights are missing or have another shape ({', '.join(missing[:3])}), "
+            f"{len(unknown)} are not this model's ({', '.join(unknown[:3])}); take the whole model, or the 16-bit one"
+        )

@@ -1,0 +1,125 @@
+"""Deferred loading: weights stay memory-mapped until the model is sharded, so no device ever holds a full copy.
+
+transformers' loader runs on the CPU, where its tensors are views of the mapped files, so it handles all renames,
+fusions and ties, and each rank reads only its shard's pages from disk. Quantized weights, which are not in any file,
+are kept in host memory. Before loading, parameters are on the meta device, and start-up checks run on the first layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from flatout.errors import UsageError
+from flatout.models.blocks import decoder_layers, layer_list, replace_module
+
+LocalShardFn = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
+"""Maps a tensor to this rank's shard of it (sharing its storage) and the shard's offset."""
+
+
+class DeferredWeights:
+    """A model's weights by name (tied ones under each name), as views of mapped files or in host memory.
+
+    Creating it moves the model's parameters to the meta device, in `dtype`, and its buffers to the device. What
+    transformers keeps in another dtype than the files' is not cast, and tied parameters stay tied.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._model, self._device = model, device
+        files_dtype = model.dtype
+        self._weights = {name: old.data for name, old in model.named_parameters(remove_duplicate=False)}
+
+        def empty(name: str, old: Tensor) -> Tensor:
+            return torch.empty_like(old, device="meta", dtype=dtype if old.dtype == files_dtype else old.dtype)
+
+        _replace(model, empty)
+        for module in model.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.to(device))
+        model.config.dtype = dtype
+
+    def load(self, local_part: LocalShardFn, *, offload: bool = False) -> None:
+        """Load this rank's shards (FSDP2) or full tensors, once; `offload` keeps sharded ones in host memory."""
+
+        def read(name: str, old: Tensor) -> Tensor:
+            waits_on_host = offload and hasattr(old, "placements")
+            new = torch.empty_like(old, device="cpu" if waits_on_host else self._device)
+            local, offset = local_part(new)
+            box = tuple(slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True))
+            local.copy_(self._weights[name][box])
+            return new
+
+        _replace(self._model, read)
+        self._weights.clear()
+
+    @contextmanager
+    def first_layers(self) -> Iterator[None]:
+        """Within this context, the model is a short one on the device: enough first layers to include every kind."""
+        config, (decoder, name) = self._model.config.get_text_config(), layer_list(self._model)
+        num_layers, layers = config.num_hidden_layers, decoder_layers(self._model)
+        whole = decoder.get_submodule(name)
+        replace_module(decoder, name, nn.ModuleList(layers[: num_shown(config)]))
+        config.num_hidden_layers = num_shown(config)
+        without_memory = _replace(self._model, lambda name, old: self._weights[name].to(self._device, old.dtype))
+        try:
+            yield
+        finally:
+            _replace(self._model, lambda name, _: without_memory[name])
+            replace_module(decoder, name, whole)
+            config.num_hidden_layers = num_layers
+
+
+@torch.no_grad()
+def compute_buffers(model: PreTrainedModel, empty: PreTrainedModel) -> None:
+    """Recompute the buffers that are not in any file, in the dtype of `empty`, the same model on the meta device.
+
+    Raises UsageError if they differ by more than rounding.
+    """
+    owner = empty
+    with torch.random.fork_rng(devices=[]):
+        for name, module in empty.named_modules():
+            owner = module if isinstance(module, PreTrainedModel) else owner
+            held = model.get_submodule(name)
+            # computed buffers are recognized by their absence from the state dict
+            saved = held.state_dict(keep_vars=True)
+            computed = [buffer for buffer, _ in held.named_buffers(recurse=False) if buffer not in saved]
+            if not computed:
+                continue
+            module.to_empty(device="cpu", recurse=False)
+            owner._init_weights(module)
+            for buffer in computed:
+                old, new = held.get_buffer(buffer), module.get_buffer(buffer)
+                if not torch.equal(new.to(old.dtype), old):
+                    raise UsageError(
+                        f"model type {model.config.model_type}: {name}.{buffer} cannot be computed apart from its "
+                        "weights, which reading them in parts needs; set strategy: ddp or zero2"
+                    )
+                setattr(held, buffer, new)
+
+
+def num_shown(config: object) -> int:
+    """Return how many first layers include every kind of layer; at least two, if the model has them."""
+    kinds = getattr(config, "layer_types", None) or []
+    firsts = [kinds.index(kind) for kind in set(kinds)]
+    return min(max([1, *firsts]) + 1, int(getattr(config, "num_hidden_layers")))  # noqa: B009  (configs are untyped)
+
+
+@torch.no_grad()
+def _replace(model: nn.Module, make: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
+    """Replace every parameter by what `make` returns, a tied one once; return the old ones by name."""
+    old: dict[str, Tensor] = {}
+    new: dict[Tensor, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        old[name] = parameter
+        if parameter not in new:
+            made = make(name, parameter.detach())
+            if not isinstance(made, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=parameter.requires_grad)
+            new[parameter] = made
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, new[parameter])
+    return old

@@ -1,0 +1,162 @@
+"""Check a model's files before anything is loaded: data only, never code, no damaged files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from flatout.errors import CheckpointError, SecurityError, UsageError
+from flatout.io.hub import hub_file, is_folder
+
+# config fields that make a loader fetch and run code (CVE-2026-4372, CVE-2026-5241)
+_CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines", "use_kernels", "kernel_config")
+_INTERFACE_FIELDS = (
+    "_attn_implementation_internal",
+    "_experts_implementation_internal",
+    "_attn_implementation",
+    "_experts_implementation",
+    "attn_implementation",
+    "experts_implementation",
+)
+_PLAIN_INTERFACES = (None, "eager", "sdpa", "flash_attention_2", "flex_attention", "grouped_mm", "batched_mm")
+GENERATION_CONFIG = "generation_config.json"
+_WIDE_INTEGERS = ("I16", "U16", "I32", "U32", "I64", "U64", "BOOL")
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+def check_source(name: str, revision: str | None, *, needs_weights: bool = True) -> None:
+    """Refuse a model whose files would run code or are damaged, before transformers opens them.
+
+    `name` is a folder or a hub id, of which only config.json is fetched here. Raises SecurityError (code in
+    config.json, pickled weights, paths outside the folder), CheckpointError (damaged safetensors) or UsageError.
+    """
+    read_model_config(name, revision)
+    folder = Path(name)
+    if needs_weights and folder.is_dir():
+        check_weights(folder)
+        if (folder / GENERATION_CONFIG).is_file():
+            # transformers would silently ignore an unreadable one
+            _read_object(folder / GENERATION_CONFIG)
+
+
+def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
+    """Read config.json of a folder or hub id as plain data, and check that it does not request code; without torch.
+
+    Raises UsageError (missing, or not a model), SecurityError, or ResourceError if the hub does not answer.
+    """
+    folder = Path(name)
+    if not is_folder(name) and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+        raise UsageError(f"model.name: there is no folder {name}; give a folder or a hub id such as org/model")
+    if revision is not None and is_folder(name):
+        raise UsageError(f"model.revision: {revision!r:.100} is for a hub id, and {name} is a folder; leave it out")
+    file = hub_file(name, "config.json", revision)
+    if file is None and (folder / "adapter_config.json").is_file():
+        raise UsageError(f"{folder} is an adapter, not a model; give its base model, and the adapter as such")
+    if file is None:
+        raise UsageError(f"{name} has no config.json; give a folder or a hub id of a transformers model")
+    config = _read_object(file)
+    check_config(config, f"{name}/config.json")
+    return config
+
+
+def check_config(config: Mapping[str, Any], where: str) -> None:
+    """Raise SecurityError if a config.json requests code at any depth: remote classes, hub kernels, internals."""
+    for field, value in _walk(config):
+        asks_for_code = field in _CODE_FIELDS and value not in (None, False)
+        if asks_for_code or (field in _INTERFACE_FIELDS and _names_a_kernel(value)):
+            raise SecurityError(
+                f"{where}: {field} = {value!r} would run code from outside; flatout never does. "
+                "If transformers itself has this architecture, use a copy of the folder without that field"
+            )
+
+
+def _names_a_kernel(value: Any) -> bool:
+    """Whether an implementation, or any in a map for parts of the model, is not one of transformers' own."""
+    if isinstance(value, Mapping):
+        return any(map(_names_a_kernel, value.values()))
+    return value not in _PLAIN_INTERFACES
+
+
+def check_weights(folder: Path) -> None:
+    """Check that a model folder has intact safetensors files and nothing that must be unpickled.
+
+    Reads the headers only. Raises SecurityError, CheckpointError (names the file) or UsageError.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+        if pickles:
+            raise SecurityError(
+                f"{folder} has only pickled weights ({', '.join(pickles[:3])}), which run code when opened; convert "
+                "them where that is safe: torch.load(file, weights_only=True), then safetensors.torch.save_file"
+            )
+        raise UsageError(f"{folder} has no *.safetensors weights; give a model folder or set model.init: random")
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        _check_index(index)
+    for file in files:
+        check_safetensors(file)
+
+
+def _check_index(index: Path) -> None:
+    """Check an index of shards; raises like `check_weights`."""
+    content = _read_object(index)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map is no object of file names; download or copy it again")
+    if not weight_map:
+        raise CheckpointError(f"{index}: weight_map names no weights; download or copy it again")
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).suffix in _PICKLES:
+            raise SecurityError(f"{index}: weight file {shard} is pickled, which runs code when opened")
+        if not shard or Path(shard).name != shard:
+            raise SecurityError(f"{index}: weight file {shard!r} lies outside the folder; only plain names are read")
+        if not (index.parent / shard).is_file():
+            raise CheckpointError(f"{index}: weight file {shard} is missing; download or copy it again")
+    # transformers requires it
+    if not isinstance(content.get("metadata"), dict):
+        raise CheckpointError(f"{index}: metadata is no object; download or copy it again")
+
+
+def check_safetensors(file: Path) -> None:
+    """Open a safetensors file's header. Raises CheckpointError with the file's name if it is damaged."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            kinds = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is no readable safetensors file ({error}); download or copy it again") from error
+    # quantized weights are bytes, I8 or U8; transformers would silently cast wider integers
+    odd = [f"{name} is {kind}" for name, kind in kinds.items() if name.endswith(".weight") and kind in _WIDE_INTEGERS]
+    if odd:
+        raise CheckpointError(f"{file}: {odd[0]}, and weights are floating point; download or copy it again")
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON object as transformers writes it, with Infinity allowed as a number. Raises UsageError."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file}: byte {error.start} is no UTF-8; download or copy it again") from error
+    except RecursionError as error:
+        raise UsageError(f"{file}: is nested too deeply to be read; download or copy it again") from error
+    except ValueError as error:
+        raise UsageError(f"{file} is no readable JSON ({error}); download or copy it again") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{file} is no JSON object; download or copy it again")
+    return content
+
+
+def _walk(value: object) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for field, inner in value.items():
+            yield str(field), inner
+            yield from _walk(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _walk(inner)

@@ -1,0 +1,182 @@
+"""Fuse LoRA layers that read the same input: one frozen product and one pass over the input for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from flatout.errors import UsageError
+from flatout.models.bases.frozen_linear import fuse_bases
+from flatout.models.bases.matmul import FrozenMatmul
+from flatout.models.blocks import hidden_states
+from flatout.models.lora.layer import LoraLinear, lora_layers
+from flatout.models.packed import flatten_samples
+
+
+class _FusedLora(torch.autograd.Function):
+    """y_i = x W_i.T + (x A_i.T) B_i.T of all members i; x is (..., K).
+
+    `narrow` is all A concatenated; `rest` are the scaled B (N_i, r_i), then the storage of the W, then the masters of
+    all A and all B, which receive the gradients. Products are summed by plain additions, which the compiler fuses into
+    the consumers of the result; an accumulating GEMM would read and write its output once more.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, narrow: Tensor, product: FrozenMatmul, ranks: tuple[int, ...], scaling: float,
+        *rest: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        wides, storage, masters = rest[: len(ranks)], rest[len(ranks) : -2 * len(ranks)], rest[-2 * len(ranks) :]
+        low = F.linear(x, narrow)
+        outputs = product.forward(x, *storage)
+        ctx.save_for_backward(x, low, narrow, *wides, *storage)
+        ctx.product, ctx.ranks, ctx.scaling, ctx.dtype = product, ranks, scaling, masters[0].dtype
+        return tuple(
+            output + F.linear(part, wide)
+            for output, part, wide in zip(outputs, low.split(ranks, dim=-1), wides, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, low, narrow, *tensors = ctx.saved_tensors
+        wides, storage = tensors[: len(ctx.ranks)], tensors[len(ctx.ranks) :]
+        low_grad = torch.cat([grad @ wide for grad, wide in zip(grads, wides, strict=True)], dim=-1)
+        x_grad = None
+        if ctx.needs_input_grad[0]:
+            x_grad = ctx.product.backward(grads, *storage) + low_grad @ narrow
+        narrow_grads = _outer(low_grad, x).to(ctx.dtype).split(ctx.ranks)
+        wide_grads = (
+            _outer(grad, part).to(ctx.dtype) * ctx.scaling
+            for grad, part in zip(grads, low.split(ctx.ranks, dim=-1), strict=True)
+        )
+        return x_grad, None, None, None, None, *(None,) * len(tensors), *narrow_grads, *wide_grads
+
+
+def _outer(left: Tensor, right: Tensor) -> Tensor:
+    """Return left.T @ right over all tokens: (..., N), (..., K) to (N, K)."""
+    return left.reshape(-1, left.shape[-1]).t() @ right.reshape(-1, right.shape[-1])
+
+
+class FusedLora(nn.Module):
+    """Several LoRA layers with the same input, computed together when the first of them is called.
+
+    The members keep their names and trained masters; their frozen weights share one storage. The products use copies
+    of the masters in the compute dtype, which `FusedLayers.refresh` updates.
+    """
+
+    narrow: Tensor
+
+    def __init__(self, members: Sequence[LoraLinear], *, fp8: bool, transposed: bool) -> None:
+        super().__init__()
+        first = members[0]
+        self.scaling = first.scaling
+        self.ranks = tuple(member.rank for member in members)
+        self.members = tuple(members)
+        self._pending: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        bases = [member.base for member in members]
+        self.biases = [base.bias for base in bases]
+        options: dict[str, Any] = {"dtype": first.compute_dtype, "device": first.lora_a.device}
+        self.product, storage = fuse_bases(bases, fp8=fp8, transposed=transposed)
+        self._num_storage = len(storage)
+        for index, tensor in enumerate(storage):
+            self.register_buffer(f"storage_{index}", tensor, persistent=False)
+        narrow = torch.zeros(sum(self.ranks), first.in_features, **options)
+        self.register_buffer("narrow", narrow, persistent=False)
+        for index, member in enumerate(members):
+            wide = torch.zeros(member.out_features, member.rank, **options)
+            self.register_buffer(f"wide_{index}", wide, persistent=False)
+            member.join(self, index)
+
+    @property
+    def wides(self) -> list[Tensor]:
+        """Copies of every B, times `scaling`."""
+        return [getattr(self, f"wide_{index}") for index in range(len(self.ranks))]
+
+    def output(self, index: int, x: Tensor) -> Tensor:
+        """Return member `index`'s output for x (..., K); the first member computes the outputs of all."""
+        if index == 0:
+            storage = [getattr(self, f"storage_{index}") for index in range(self._num_storage)]
+            masters = [member.lora_a for member in self.members] + [member.lora_b for member in self.members]
+            outputs = _FusedLora.apply(
+                x, self.narrow, self.product, self.ranks, self.scaling, *self.wides, *storage, *masters
+            )
+            biased = (y if bias is None else y + bias for y, bias in zip(outputs, self.biases, strict=True))
+            self._pending = (x, tuple(biased))
+        if self._pending is None or self._pending[0] is not x:
+            raise UsageError("LoRA layers that shared an input at the start were given different ones; report this")
+        part = self._pending[1][index]
+        if index == len(self.ranks) - 1:
+            self._pending = None
+        return part
+
+
+class FusedLayers:
+    """All fused layers of a model; call `refresh` after every change of the masters, before the next forward."""
+
+    def __init__(self, fused: Sequence[FusedLora]) -> None:
+        self._fused = tuple(fused)
+        self._narrows = [narrow for group in fused for narrow in group.narrow.split(group.ranks)]
+        self._narrow_masters: list[Tensor] = [member.lora_a for group in fused for member in group.members]
+        self._wides = [wide for group in fused for wide in group.wides]
+        self._wide_masters: list[Tensor] = [member.lora_b for group in fused for member in group.members]
+        self._scalings = [group.scaling for group in fused for _ in group.ranks]
+        kinds = {group.product.describe for group in fused}
+        self.report = f"{len(self._narrows)} layers run as {len(fused)} products ({', '.join(sorted(kinds))})"
+
+    def forget(self) -> None:
+        """Drop unused outputs of a failed forward pass, which keep its whole graph alive."""
+        for group in self._fused:
+            group._pending = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Update the copies that the products use from the trained masters."""
+        if not self._fused:
+            return
+        torch._foreach_copy_(self._narrows, self._narrow_masters)
+        torch._foreach_copy_(self._wides, torch._foreach_mul(self._wide_masters, self._scalings))
+
+
+def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool = False) -> FusedLayers:
+    """Fuse the decoder's LoRA layers that are in the same module and read the same input tensor.
+
+    They are found in one small forward pass, so this works for any architecture. Layers with dropout or DoRA, and those
+    outside the decoder (an adapted head), are not fused. `fp8` multiplies NF4 weights in float8, too; `transposed` also
+    keeps a transposed copy of float8 weights for the backward pass, with bitwise equal results. Results change by
+    rounding only.
+    """
+    layers = lora_layers(model)
+    # hold the tensors themselves, as the id of a freed one may be reused
+    inputs: dict[str, Tensor | None] = {}
+
+    def note(name: str, x: Tensor) -> None:
+        # a layer that is called more than once is not fused
+        inputs[name] = None if name in inputs else x
+
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
+        for name, layer in layers.items()
+    ]
+    batch = flatten_samples([(np.arange(16), np.ones(16, bool))]).to(model.device)
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            hidden_states(model.eval(), batch)
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    groups: dict[tuple[str, int], list[LoraLinear]] = {}
+    # in call order, as the first member computes for all
+    for name, x in inputs.items():
+        if x is not None and not layers[name].dropout and layers[name].magnitude is None:
+            groups.setdefault((name.rpartition(".")[0], id(x)), []).append(layers[name])
+    fused = FusedLayers([FusedLora(members, fp8=fp8, transposed=transposed) for members in groups.values()])
+    fused.refresh()
+    return fused

@@ -1,0 +1,141 @@
+"""Per-document frequencies for rotary embeddings whose frequencies depend on the length of the input.
+
+transformers takes that length from the largest position of a whole forward pass, so one long document would affect
+all others in its micro-batch, and dynamic NTK would keep the longest length so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from flatout.models.blocks import replace_module
+
+Rotated = Tensor | tuple[Tensor, ...]
+"""Cosines and sines (..., T, size), or one complex tensor."""
+
+
+class DocumentRope(nn.Module):
+    """Wraps a transformers rotary embedding and evaluates it as if each document were alone.
+
+    Two kinds depend on the length: `longrope` (LongRoPE, arXiv:2402.13753) has one set of frequencies up to a limit
+    and another beyond it; `dynamic` (dynamic NTK) has different ones for every length beyond its limit.
+    """
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.limits = _limits(rotary)
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Rotated:
+        """Rotate: `x` gives dtype and device; `position_ids` (..., T) restart at 0 in each document."""
+        kind, limit = self.limits.get(layer_type, ("default", 0))
+        if kind == "default":
+            return self._rotate(x, position_ids, layer_type)
+        self._forget(x, position_ids, layer_type)
+        short = self._rotate(x, position_ids.clamp(max=limit - 1), layer_type)
+        # for text, several axes of positions are identical
+        positions = position_ids.reshape(-1, *position_ids.shape[-2:])[0]
+        if kind == "longrope":
+            # if no document exceeds the limit, these equal the short frequencies
+            long = self._rotate(x, position_ids, layer_type)
+            is_long = (_document_lengths(positions) > limit)[..., None]
+            return _map(lambda one, other: torch.where(is_long, one, other), long, short)
+        starts = positions[0].eq(0).nonzero().flatten().tolist()
+        for start, end in zip(starts, [*starts[1:], positions.shape[-1]], strict=True):
+            if end - start > limit:
+                self._forget(x, position_ids, layer_type)
+                alone = self._rotate(x, position_ids[..., start:end], layer_type)
+                _map(partial(_put, start), short, alone)
+        return short
+
+    def _rotate(self, x: Tensor, position_ids: Tensor, layer_type: str | None) -> Rotated:
+        rotated: Rotated = self.rotary(x, position_ids, *([] if layer_type is None else [layer_type]))
+        return rotated
+
+    def _forget(self, x: Tensor, position_ids: Tensor, layer_type: str | None) -> None:
+        """Reset the longest length that a dynamic embedding keeps, by a short input."""
+        if self.limits[layer_type][0] == "dynamic":
+            self._rotate(x, position_ids[..., :1], layer_type)
+
+
+def scale_by_document(model: PreTrainedModel) -> str | None:
+    """Replace every rotary embedding that depends on its input's length by a `DocumentRope`.
+
+    Returns a line for the console, or None if the model has no such embedding.
+    """
+    ropes = {module: DocumentRope(module) for module in model.modules() if _limits(module)}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module in ropes:
+            replace_module(model, name, ropes[module])
+    described = sorted({f"{kind} beyond {limit}" for rope in ropes.values() for kind, limit in rope.limits.values()})
+    return f"rope {', '.join(described)} tokens: by each document's own length" if ropes else None
+
+
+def length_limits(model: nn.Module) -> set[int]:
+    """Return the lengths, in tokens, beyond which rotary embeddings change their frequencies."""
+    return {limit for module in model.modules() for _, limit in _limits(module).values()}
+
+
+def reads_lengths_on_host(model: nn.Module) -> bool:
+    """Whether a forward pass waits for the device to read document lengths."""
+    ropes = [module for module in model.modules() if isinstance(module, DocumentRope)]
+    return any(kind == "dynamic" for rope in ropes for kind, _ in rope.limits.values())
+
+
+@contextmanager
+def plain_rope(model: PreTrainedModel) -> Iterator[None]:
+    """Use transformers' own rotary embeddings within this context."""
+    named = list(model.named_modules(remove_duplicate=False))
+    swapped = {name: module for name, module in named if isinstance(module, DocumentRope)}
+    for name, module in swapped.items():
+        replace_module(model, name, module.rotary)
+    try:
+        yield
+    finally:
+        for name, module in swapped.items():
+            replace_module(model, name, module)
+
+
+def _limits(rotary: nn.Module) -> dict[str | None, tuple[str, int]]:
+    """Return kind and limit in tokens of length-dependent embeddings, by layer type (None: one for all layers)."""
+    # transformers' rotary embeddings have no common base class
+    embedding: Any = rotary
+    kinds = getattr(embedding, "rope_type", None)
+    limits: dict[str | None, tuple[str, int]] = {}
+    for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+        if kind == "longrope":
+            parameters = embedding.config.rope_parameters
+            parameters = parameters if layer_type is None else parameters[layer_type]
+            limits[layer_type] = (kind, int(parameters["original_max_position_embeddings"]))
+        elif isinstance(kind, str) and "dynamic" in kind:
+            limits[layer_type] = ("dynamic", int(embedding.original_max_seq_len))
+    return limits
+
+
+def _document_lengths(positions: Tensor) -> Tensor:
+    """Return the length of each token's document: int64 (..., T) from positions (..., T), on the device."""
+    num_tokens = positions.shape[-1]
+    rows = torch.arange(num_tokens, device=positions.device).expand_as(positions)
+    starts = torch.where(positions == 0, rows, num_tokens)
+    # the first start at or after each token; shifted by one, the first start after it
+    at_or_after = starts.flip(-1).cummin(-1).values.flip(-1)
+    ends = torch.cat([at_or_after[..., 1:], torch.full_like(rows[..., :1], num_tokens)], dim=-1)
+    return ends - (rows - positions)
+
+
+def _put(start: int, whole: Tensor, part: Tensor) -> Tensor:
+    return whole[..., start : start + part.shape[-2], :].copy_(part)
+
+
+def _map(function: Callable[[Tensor, Tensor], Tensor], one: Rotated, other: Rotated) -> Rotated:
+    if isinstance(one, Tensor):
+        assert isinstance(other, Tensor)
+        return function(one, other)
+    return tuple(function(left, right) for left, right in zip(one, other, strict=True))

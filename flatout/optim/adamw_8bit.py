@@ -1,0 +1,237 @@
+"""Memory-efficient AdamW: bf16 weights with stochastic rounding, moments in fp32 or 8 bits, arithmetic in fp32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatout.optim.rounding import (
+    BLOCK_SIZE,
+    dequantize_blocks,
+    dynamic_table,
+    quantize_blocks,
+    random_bits,
+    round_to_bf16,
+)
+
+# elements updated per launch, which bounds the memory for intermediate results
+SLICE_SIZE = 1 << 25
+# smaller tensors (norms, biases) keep fp32 moments: they cost little memory and are the most sensitive
+SMALLEST_8BIT = 4096
+_NAMES = ("exp_avg", "exp_avg_sq")
+_NAMES_8BIT = ("exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales")
+
+
+class Factors(NamedTuple):
+    """The scalars of one step as 0-d CPU tensors, so that a new learning rate does not cause a recompilation."""
+
+    keep: Tensor
+    rate: Tensor
+    root: Tensor
+    beta1: Tensor
+    beta2: Tensor
+    eps: Tensor
+
+    @classmethod
+    def of(cls, group: dict[str, Any], step: int, dtype: torch.dtype) -> Factors:
+        beta1, beta2 = group["betas"]
+        values = (
+            1 - group["lr"] * group["weight_decay"],
+            group["lr"] / (1 - beta1**step),
+            1 / math.sqrt(1 - beta2**step),
+            beta1,
+            beta2,
+            group["eps"],
+        )
+        return cls(*(torch.tensor(value, dtype=dtype) for value in values))
+
+
+@dataclass(slots=True)
+class Target:
+    """What all updates of one parameter share, cached because the host prepares several hundred updates per step.
+
+    `parts` are flat slices of the weight and its moments. They are valid for the state with the tensor `step` and the
+    weight at `address`. `num_updates` is the host's count of launched updates.
+    """
+
+    step: Tensor
+    address: int
+    num_updates: int
+    index: int
+    wide: torch.dtype
+    parts: list[tuple[Tensor, ...]]
+    tables: tuple[Tensor, ...]
+    update: Callable[..., None]
+
+
+class LowBitAdamW(torch.optim.Optimizer):
+    """AdamW (arXiv:1711.05101) with fp32 arithmetic for weights of any dtype (fp64 for fp64 ones).
+
+    bf16 weights are rounded stochastically, which preserves small updates on average; rounding to nearest would lose
+    every update under 1/256 of a weight. The random bits depend only on (`seed`, step, parameter, element). Moments are
+    fp32; with `eight_bit`, those of tensors with at least 4,096 values (and a multiple of 256) are 8-bit codes with a
+    scale per 256 values (Dettmers et al. 2021, arXiv:2110.02861). State, on the weight's device: `step` int64 0-d, and
+    `exp_avg`, `exp_avg_sq` or, for each of them, `_codes` uint8 in the weight's shape and `_scales` fp32 (n / 256,).
+    All parameters must be on one device; on CUDA the update is one compiled kernel for all shapes.
+
+    As in torch's fused optimizers, an update for which `found_inf` (0-d fp32 on the device, or None) is not 0 changes
+    no weight or state, and the host does not wait for it. The host counts launched updates, for bias correction and
+    random bits; call `recount` after updates were skipped.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, eight_bit: bool, seed: int
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.eight_bit, self.seed = eight_bit, seed
+        self.found_inf: Tensor | None = None
+        held = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._index = {parameter: index for index, parameter in enumerate(held)}
+        self._targets: dict[Tensor, Target] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        counts = _one(next(iter(self._index)).device) if self.found_inf is None else (self.found_inf == 0).long()
+        steps: list[Tensor] = []
+        for group in self.param_groups:
+            # shared, since the factors are the same for nearly all parameters and each needs a CPU tensor
+            factors: dict[tuple[int, torch.dtype], Factors] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    target = self._target(parameter)
+                    self._update(target, parameter.grad, counts, group, factors)
+                    steps.append(target.step)
+        if steps:
+            # a list of one tensor, since a single tensor argument would be read by the host
+            torch._foreach_add_(steps, [counts] * len(steps))
+
+    def recount(self) -> None:
+        """Read the number of updates from the state again; the next step waits for the device."""
+        self._targets.clear()
+
+    def state_names(self, parameter: Tensor) -> tuple[str, ...]:
+        """Return the keys of a parameter's state."""
+        size = parameter.numel()
+        is_8bit = self.eight_bit and size >= SMALLEST_8BIT and size % BLOCK_SIZE == 0
+        return ("step", *(_NAMES_8BIT if is_8bit else _NAMES))
+
+    def _target(self, parameter: Tensor) -> Target:
+        state, target = self.state[parameter], self._targets.get(parameter)
+        if target is not None and target.step is state.get("step") and target.address == parameter.data_ptr():
+            return target
+        names = self.state_names(parameter)[1:]
+        wide, size, device = torch.promote_types(parameter.dtype, torch.float32), parameter.numel(), parameter.device
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.int64, device=device)
+            for name in names:
+                dtype = torch.uint8 if name.endswith("_codes") else wide
+                is_scales = name.endswith("_scales")
+                shape = (size // BLOCK_SIZE,) if is_scales else parameter.shape
+                state[name] = torch.zeros(shape, dtype=torch.float32 if is_scales else dtype, device=device)
+        is_8bit = names == _NAMES_8BIT
+        update: Callable[..., None] = _update_8bit if is_8bit else _update_plain
+        whole = [parameter.detach().view(-1), *(state[name].view(-1) for name in names)]
+        slices = [_slices(tensor, size) for tensor in whole]
+        self._targets[parameter] = target = Target(
+            step=state["step"],
+            address=parameter.data_ptr(),
+            num_updates=int(state["step"]),
+            index=self._index[parameter],
+            wide=wide,
+            parts=list(zip(*slices, strict=True)),
+            tables=tuple(dynamic_table(signed, device) for signed in (True, False)) if is_8bit else (),
+            update=_compiled(update) if parameter.is_cuda else update,
+        )
+        return target
+
+    def _update(
+        self,
+        target: Target,
+        gradient: Tensor,
+        counts: Tensor,
+        group: dict[str, Any],
+        known: dict[tuple[int, torch.dtype], Factors],
+    ) -> None:
+        target.num_updates += 1
+        step, wide = target.num_updates, target.wide
+        factors = known.get((step, wide)) or known.setdefault((step, wide), Factors.of(group, step, wide))
+        gradients = _slices(gradient.reshape(-1), gradient.numel())
+        for number, (part, (weight, *moments)) in enumerate(zip(gradients, target.parts, strict=True)):
+            draw = np.random.SeedSequence([self.seed, step, target.index, number]).generate_state(1)
+            target.update(weight, part, *moments, *target.tables, torch.tensor(int(draw[0])), counts, factors)
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.int64, device=device)
+
+
+@cache
+def _compiled(update: Callable[..., None]) -> Callable[..., None]:
+    return torch.compile(update, fullgraph=True, dynamic=True)
+
+
+def _slices(tensor: Tensor, size: int) -> list[Tensor]:
+    """Split a flat tensor (one entry per value or per block) into parts for SLICE_SIZE of the `size` values each."""
+    # detached, so that compiled calls neither check the view's base nor recompile for its shape
+    return [part.detach() for part in tensor.split(SLICE_SIZE * tensor.numel() // size)]
+
+
+def _update_plain(
+    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, key: Tensor, counts: Tensor, f: Factors
+) -> None:
+    new_mean, new_square = _moments(gradient, mean, square, f)
+    _put(mean, new_mean, counts)
+    _put(square, new_square, counts)
+    _apply(weight, new_mean, new_square, key, counts, f)
+
+
+def _update_8bit(
+    weight: Tensor,
+    gradient: Tensor,
+    mean_codes: Tensor,
+    mean_scales: Tensor,
+    square_codes: Tensor,
+    square_scales: Tensor,
+    signed: Tensor,
+    unsigned: Tensor,
+    key: Tensor,
+    counts: Tensor,
+    f: Factors,
+) -> None:
+    mean = dequantize_blocks(mean_codes, mean_scales, signed)
+    square = dequantize_blocks(square_codes, square_scales, unsigned)
+    mean, square = _moments(gradient, mean, square, f)
+    codes, scales = quantize_blocks(mean, signed)
+    _put(mean_codes, codes, counts)
+    _put(mean_scales, scales, counts)
+    codes, scales = quantize_blocks(square, unsigned)
+    # a mean square rounded to 0 would leave only eps as the divisor, so use at least the smallest nonzero value
+    _put(square_codes, codes.clamp(min=1), counts)
+    _put(square_scales, scales, counts)
+    _apply(weight, mean, square, key, counts, f)
+
+
+def _moments(gradient: Tensor, mean: Tensor, square: Tensor, f: Factors) -> tuple[Tensor, Tensor]:
+    gradient = gradient.to(mean.dtype)
+    return f.beta1 * mean + (1 - f.beta1) * gradient, f.beta2 * square + (1 - f.beta2) * gradient * gradient
+
+
+def _apply(weight: Tensor, mean: Tensor, square: Tensor, key: Tensor, counts: Tensor, f: Factors) -> None:
+    value = weight.to(mean.dtype) * f.keep - f.rate * mean / (square.sqrt() * f.root + f.eps)
+    rounded = round_to_bf16(value, random_bits(value, key)) if weight.dtype == torch.bfloat16 else value
+    _put(weight, rounded, counts)
+
+
+def _put(held: Tensor, new: Tensor, counts: Tensor) -> None:
+    """Write `new` to `held` if the update counts."""
+    # not a product with 0 or 1: a skipped value may be infinite
+    held.copy_(torch.where(counts > 0, new, held))

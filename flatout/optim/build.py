@@ -1,0 +1,82 @@
+"""Create optimizers and their parameter groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.config.schema import OptimConfig
+from flatout.errors import UsageError
+from flatout.optim.adamw_8bit import LowBitAdamW
+from flatout.optim.flat import FlatAdamW, FlatSGD, flatten
+
+# transformers' rule (Trainer.get_decay_parameter_names): these names, and all of nn.LayerNorm
+_WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def layer_norm_parameters(model: nn.Module) -> set[str]:
+    """Return the full names of the parameters of nn.LayerNorm modules, which may have any name (`ln_1.weight`)."""
+    return {
+        f"{path}.{name}".removeprefix(".")
+        for path, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm)
+        for name, _ in module.named_parameters()
+    }
+
+
+def split_by_decay(names: Iterable[str], layer_norms: Collection[str] = ()) -> tuple[list[str], list[str]]:
+    """Split names into those with and without weight decay; norms and biases have none, whatever their shape."""
+    decayed: list[str] = []
+    spared: list[str] = []
+    for name in names:
+        is_spared = name in layer_norms or _WITHOUT_DECAY.search(name.lower())
+        (spared if is_spared else decayed).append(name)
+    return decayed, spared
+
+
+def make_optimizer(
+    named: Mapping[str, nn.Parameter],
+    config: OptimConfig,
+    *,
+    layer_norms: Collection[str] = (),
+    seed: int = 0,
+    flat: bool = False,
+) -> torch.optim.Optimizer:
+    """Create the configured optimizer over the trained parameters.
+
+    AdamW is decoupled (Loshchilov and Hutter 2019, arXiv:1711.05101) and fused on CUDA. For bf16 weights and for
+    adamw8bit it is LowBitAdamW, whose random rounding depends on `seed`. `layer_norms` are the model's
+    `layer_norm_parameters`, which do not decay, like biases and other norms. `flat` moves the parameters of adamw and
+    sgd into one tensor per dtype and decay (`flatten`), so that an update is one launch; their gradients must always
+    exist. Raises UsageError for bf16 weights with sgd.
+    """
+    is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in named.values())
+    if is_bf16 and config.name == "sgd":
+        raise UsageError("full.weights: bf16 needs optim.name adamw or adamw8bit; got sgd, which would lose updates")
+    is_low_bit = is_bf16 or config.name == "adamw8bit"
+    groups: list[dict[str, Any]] = []
+    for names, decay in zip(split_by_decay(named, layer_norms), (config.weight_decay, 0.0), strict=True):
+        held = [named[name] for name in names]
+        if held:
+            groups.append({"params": flatten(held) if flat and not is_low_bit else held, "weight_decay": decay})
+    if config.name == "sgd":
+        if flat:
+            return FlatSGD(groups, lr=config.lr, momentum=config.beta1).over(named.values())
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1)
+    options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    if is_low_bit:
+        return LowBitAdamW(groups, eight_bit=config.name == "adamw8bit", seed=seed, **options)
+    on_gpu = all(parameter.is_cuda for parameter in named.values())
+    if flat:
+        return FlatAdamW(groups, fused=on_gpu, **options).over(named.values())
+    return torch.optim.AdamW(groups, fused=on_gpu, **options)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of the next update, for every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

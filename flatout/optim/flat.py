@@ -1,0 +1,98 @@
+"""Trained parameters and gradients as one flat tensor each, so that clipping, updates and sums take one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+# each parameter starts at a cache line of 128 bytes, which also suits kernels that read 16 bytes at a time
+_LINE_BYTES = 128
+
+
+def flatten(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Move parameters into one flat parameter (n,) per dtype, with a flat gradient of zeros.
+
+    Each parameter keeps its identity and values, but its data and gradient become views of the flat ones. Gradients
+    must be zeroed (`FlatOptimizer`), never set to None. Gaps between parameters are zeros with zero gradients, which
+    AdamW and SGD leave at zero. Call this before a CUDA graph is captured, since addresses change.
+    """
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    flats = []
+    for dtype, group in by_dtype.items():
+        line = _LINE_BYTES // dtype.itemsize
+        offsets = [0, *accumulate(-(-parameter.numel() // line) * line for parameter in group)]
+        flat = nn.Parameter(torch.zeros(offsets[-1], dtype=dtype, device=group[0].device))
+        flat.grad = torch.zeros_like(flat)
+        for parameter, offset in zip(group, offsets[:-1], strict=True):
+            place = slice(offset, offset + parameter.numel())
+            parameter.data = flat.data[place].view(parameter.shape).copy_(parameter.data)
+            parameter.grad = flat.grad[place].view(parameter.shape)
+        flats.append(flat)
+    return flats
+
+
+class FlatOptimizer(torch.optim.Optimizer):
+    """An optimizer over flat parameters; gradients are views, so they are zeroed in place instead of set to None."""
+
+    _places: Sequence[tuple[nn.Parameter, Tensor]] = ()
+
+    def over(self, parameters: Iterable[nn.Parameter]) -> Self:
+        """Remember the parameters whose gradients are views of the flat ones, for `foreach_accumulate`."""
+        self._places = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        return self
+
+    @contextmanager
+    def foreach_accumulate(self) -> Iterator[None]:
+        """Wrap a backward pass to accumulate gradients in one call; autograd would launch one kernel per parameter."""
+        for parameter, _ in self._places:
+            parameter.grad = None
+        try:
+            yield
+            found = [(place, parameter.grad) for parameter, place in self._places if parameter.grad is not None]
+            if found:
+                torch._foreach_add_([place for place, _ in found], [grad for _, grad in found])
+        finally:
+            for parameter, place in self._places:
+                parameter.grad = place
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set every gradient to zero; `set_to_none` is ignored."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.zero_()
+
+
+def foreach_accumulate(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """Return `FlatOptimizer.foreach_accumulate()` for such an optimizer, else a null context."""
+    return optimizer.foreach_accumulate() if isinstance(optimizer, FlatOptimizer) else nullcontext()
+
+
+class FlatAdamW(FlatOptimizer, torch.optim.AdamW):
+    """torch's AdamW over flat parameters."""
+
+
+class FlatSGD(FlatOptimizer, torch.optim.SGD):
+    """torch's SGD over flat parameters."""
+
+
+def owners(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, tuple[nn.Parameter, int]]:
+    """Return, by name, the optimizer's parameter that holds each one (a flat one, or itself), and its element offset.
+
+    Raises KeyError for a parameter that the optimizer does not hold.
+    """
+    held: set[nn.Parameter] = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    flats = {flat.untyped_storage().data_ptr(): flat for flat in held.difference(named.values())}
+    places: dict[str, tuple[nn.Parameter, int]] = {}
+    for name, parameter in named.items():
+        if parameter in held:
+            places[name] = parameter, 0
+        else:
+            places[name] = flats[parameter.untyped_storage().data_ptr()], int(parameter.storage_offset())
+    return places

@@ -1,0 +1,1 @@
+"""Heartbeats between ranks, and the thread that ends a rank when another is lost."""

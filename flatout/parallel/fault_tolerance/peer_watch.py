@@ -1,0 +1,285 @@
+"""A thread in every rank that detects a lost peer within seconds, and notifies all ranks before any of them exits."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in the stubs
+
+from flatout.config.faults import FaultsConfig
+from flatout.environment import PARENT, SECRET, environment, master
+from flatout.errors import FlatoutError, PeerLostError, PreemptedError
+from flatout.io import bounded_wait
+from flatout.io.bounded_wait import BoundedWait
+from flatout.io.peer_sockets import PeerListener, listen
+from flatout.parallel.control_group import ControlGroup
+from flatout.parallel.fault_tolerance.heartbeat import HeartbeatClient, HeartbeatServer, PeerFailure, RankStatus
+from flatout.parallel.process_group import join_group
+from flatout.parallel.rank import Rank
+
+# time for a rank to exit by itself after a loss is detected; if it is stuck in a collective, it is then ended
+LEAVE_S = 2.0
+POLL_S = 0.1
+# share of `hang_s` after which a rank whose Python is stuck writes its stacks to stderr
+STACKS_SHARE = 0.6
+# phases in which one rank may work for long while the others wait
+LONG_PHASES = frozenset({"start", "evaluate", "save", "finish"})
+# waiting for a step is reported once it takes this many times as long as the last one
+USUAL_STEPS = 3.0
+# RuntimeErrors from these modules are put down to a lost peer: gloo and process groups have no error class for it
+COLLECTIVES = ("torch.distributed", "flatout.parallel.control_group", "flatout.parallel.strategies.buckets")
+
+OnEvent = Callable[[str, Mapping[str, Any]], None]
+OnPeerLost = Callable[[PeerLostError], None]
+
+
+def leave(error: PeerLostError) -> NoReturn:
+    """End this process immediately, without waiting for a collective, and write its stacks to stderr."""
+    sys.stderr.write(f"error: {error}\n")
+    with suppress(OSError, ValueError):
+        faulthandler.dump_traceback(all_threads=True)
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(error.exit_code)
+
+
+class PeerWatch:
+    """Keeps this rank's status (`set_phase`) and, after `join`, detects when another rank stops responding.
+
+    With one rank there is nothing to watch. On the first rank, `on_event` gets the events of all ranks. `on_peer_lost`
+    is called as soon as a rank is lost; `leave` ends this process if it does not exit by itself.
+    """
+
+    def __init__(
+        self,
+        faults: FaultsConfig,
+        on_event: OnEvent,
+        on_peer_lost: OnPeerLost | None = None,
+        *,
+        leave: Callable[[PeerLostError], NoReturn] = leave,
+    ) -> None:
+        self._faults, self._on_event, self._on_peer_lost, self._leave = faults, on_event, on_peer_lost, leave
+        self._status = RankStatus()
+        self._changed_at = time.monotonic()
+        self._step_s, self._step_began_at = 0.0, self._changed_at
+        self._heartbeats: HeartbeatServer | HeartbeatClient | None = None
+        self._group: ControlGroup | None = None
+        # events are queued, since only the thread may write to the connection
+        self._events: deque[tuple[str, Mapping[str, Any]]] = deque()
+        self._peer_failure: PeerFailure | None = None
+        self._own_failure: tuple[str, int] | None = None
+        self._lost, self._closing = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._last_notice: tuple[int, str] | None = None
+
+    def set_phase(self, phase: str, step: int | None = None) -> None:
+        """Set what this rank does now, after `step` completed steps; in phase `sum` it waits for the other ranks."""
+        now_s, status = time.monotonic(), self._status
+        if phase == "step":
+            self._step_s, self._step_began_at = now_s - self._step_began_at, now_s
+        self._status = RankStatus(status.step if step is None else step, phase, phase == "sum", status.num_changes + 1)
+        self._changed_at = now_s
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Mark this rank as waiting for the other ranks; has no effect outside the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._status = replace(self._status, waits=True)
+        try:
+            yield
+        finally:
+            self._status = replace(self._status, waits=False, num_changes=self._status.num_changes + 1)
+            self._changed_at = time.monotonic()
+
+    def event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Report an event of this rank on the first rank."""
+        if isinstance(self._heartbeats, HeartbeatClient):
+            self._events.append((kind, facts))
+        else:
+            self._on_event(kind, facts)
+
+    def join(self, rank: Rank, device: torch.device) -> ControlGroup:
+        """Join the other ranks and start watching them; all ranks call this together, and may call it repeatedly."""
+        if self._group is None:
+            join_group(rank, device, join_s=self._faults.join_s, on_met=lambda store: self.start(rank, store))
+            self._group = ControlGroup(rank, self.waiting)
+        return self._group
+
+    def start(self, rank: Rank, store: Store) -> None:
+        """Start watching the other ranks, found through the store; all ranks call this right after joining."""
+        # leave part of hang_s for detecting and reporting the loss
+        hang_s = self._faults.hang_s * 0.8
+        host = master()[0]
+        secret = environment().get(SECRET)
+        if rank.is_first:
+            try:
+                listener = listen(host)  # this node's address only, so that other networks cannot reach it
+            except OSError:
+                listener = listen("")  # the host name is a service's, which no interface of this node has
+            if secret is None:
+                store.set("heartbeat/secret", secret := secrets.token_hex(32))
+            store.set("heartbeat/port", str(listener.getsockname()[1]))
+
+            def on_reject(address: str, why: str) -> None:
+                self._on_event("rejected_connection", {"address": address, "why": why})
+
+            peers = PeerListener(listener, secret, on_reject)
+            self._heartbeats = HeartbeatServer(peers, world=rank.world, hang_s=hang_s, on_event=self._on_event)
+        else:
+            port = int(store.get("heartbeat/port"))
+            secret = secret or store.get("heartbeat/secret").decode()
+            self._heartbeats = HeartbeatClient((host, port), secret, rank=rank.index, hang_s=hang_s)
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Wrap work with other ranks: an error caused by a lost rank becomes a PeerLostError for that rank.
+
+        Any other error of this rank is reported to the other ranks.
+        """
+        try:
+            yield
+            self.close()
+        except PreemptedError:
+            self.close()
+            raise
+        except BaseException as error:
+            is_collective = isinstance(error, (PeerLostError, dist.DistError)) or _is_of_collective(error)
+            if self._thread is not None and isinstance(error, Exception) and self._has_lost_peer(is_collective):
+                if is_collective:
+                    raise self._error() from error
+            else:
+                vars(error)["step"] = self._status.step
+                lines = str(error).splitlines() or [""]
+                code = error.exit_code if isinstance(error, FlatoutError) else PeerLostError.exit_code
+                self._own_failure = f"{type(error).__name__}: {lines[0][:300]}", code
+                self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop watching; unless this rank failed or lost a peer, the others are notified of its normal exit."""
+        if self._thread is None:
+            return
+        self._closing.set()
+        if self._peer_failure is None:
+            self._thread.join(timeout=LEAVE_S)
+
+    def _has_lost_peer(self, is_collective: bool) -> bool:
+        """Return whether a rank is lost; after a failed collective, wait until the thread has found out which one."""
+        if not is_collective:
+            return self._lost.is_set()
+        wait = BoundedWait(self._faults.hang_s + LEAVE_S, "faults.hang_s")
+        with suppress(PeerLostError):
+            while not self._lost.wait(POLL_S):
+                wait.check("word which rank was lost, as a collective failed")
+        return self._lost.is_set()
+
+    def _error(self) -> PeerLostError:
+        failure = self._peer_failure
+        assert failure is not None
+        return PeerLostError(str(failure), failure.rank, step=failure.status.step, exit_code=failure.exit_code)
+
+    def _watch(self) -> None:
+        heartbeats = self._heartbeats
+        assert heartbeats is not None
+        interval_s = min(0.5, self._faults.hang_s / 10)
+        launcher, is_ours = os.getppid(), PARENT in environment()
+        failure: PeerFailure | None = None
+        while failure is None and not self._closing.is_set():
+            show_stacks_after(self._faults.hang_s * STACKS_SHARE)
+            if isinstance(heartbeats, HeartbeatClient):
+                heartbeats.wait(interval_s)
+                failure = heartbeats.poll(self._status, interval_s)
+                self._send_events(heartbeats)
+            else:
+                failure = heartbeats.poll(interval_s, self._status) or self._check_progress(heartbeats)
+            if os.getppid() != launcher and not is_ours:
+                # the launcher is gone: save and stop; under flatout's own launcher the kernel sends SIGTERM
+                launcher = os.getppid()
+                os.kill(os.getpid(), signal.SIGTERM)
+        faulthandler.cancel_dump_traceback_later()
+        if isinstance(heartbeats, HeartbeatClient):
+            self._send_events(heartbeats)
+        if self._own_failure is not None:
+            # this rank's own error has precedence, even if another rank failed at the same time
+            heartbeats.fail(*self._own_failure, self._status)
+        elif failure is not None:
+            self._report_failure(failure)
+        else:
+            heartbeats.close()
+
+    def _send_events(self, heartbeats: HeartbeatClient) -> None:
+        while self._events:
+            heartbeats.event(*self._events.popleft())
+
+    def _check_progress(self, server: HeartbeatServer) -> PeerFailure | None:
+        """Return a failure for the rank furthest behind once no rank has moved for long; report long waits before."""
+        ranks = {rank: (one.status, one.changed_at, one.host) for rank, one in server.peers.items() if not one.has_left}
+        ranks[0] = self._status, self._changed_at, socket.gethostname()
+        statuses = [status for status, _, _ in ranks.values()]
+        setting = "long_phase_s" if any(status.phase in LONG_PHASES for status in statuses) else "stall_s"
+        limit_s = getattr(self._faults, setting)
+        rank = min(ranks, key=lambda rank: (ranks[rank][0].waits, ranks[rank][0].step, rank))
+        status, changed_at, host = ranks[rank]
+        now_s = time.monotonic()
+        still_s = now_s - max(changed_at for _, changed_at, _ in ranks.values())
+        if still_s >= limit_s:
+            return PeerFailure(rank, host, status, f"has not moved for {still_s:.0f} s (faults.{setting})")
+        is_awaited = not status.waits and any(one.waits for one in statuses)
+        is_late = now_s - changed_at >= max(bounded_wait.NOTICE_AFTER_S, USUAL_STEPS * self._step_s)
+        if is_awaited and is_late and (status.step, status.phase) != self._last_notice:
+            self._last_notice = status.step, status.phase
+            facts = {"for": f"rank {rank} on {host}", "phase": status.phase, "step": status.step + 1}
+            self._on_event("waiting", {**facts, "at_most_s": limit_s, "setting": f"faults.{setting}"})
+        return None
+
+    def _report_failure(self, failure: PeerFailure) -> None:
+        if isinstance(self._heartbeats, HeartbeatServer):
+            self._heartbeats.broadcast(failure)
+        self._peer_failure = failure
+        self._lost.set()
+        status = failure.status
+        facts = {"rank": failure.rank, "host": failure.host, "step": status.step + 1, "phase": status.phase}
+        with suppress(OSError, ValueError):
+            if self._on_peer_lost is not None:
+                # without delay: NCCL or gloo may abort this process at any moment
+                self._on_peer_lost(self._error())
+            self._on_event("peer_lost", {**facts, "how": failure.how})
+        # the main thread exits by itself if it can; if it is stuck in a collective, it never would
+        time.sleep(LEAVE_S)
+        self._leave(self._error())
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    """Return whether an error was raised by communication with other ranks, judged by the modules in its traceback."""
+    names = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, RuntimeError) and any(name.startswith(COLLECTIVES) for name in names)
+
+
+def show_stacks_after(wait_s: float) -> None:
+    """Write this process's stacks to stderr unless this function is called again within `wait_s`.
+
+    This also works while a library call holds the GIL, when no Python thread can run and the other ranks only see that
+    this one is silent.
+    """
+    # stderr may be closed, or not a file
+    with suppress(OSError, ValueError, AttributeError):
+        faulthandler.dump_traceback_later(wait_s)

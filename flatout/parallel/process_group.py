@@ -1,0 +1,97 @@
+"""Join all ranks of a run in one process group."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # public, but not in the stubs
+
+from flatout.environment import has_agent_store, master, store_socket
+from flatout.errors import PeerLostError, first_line
+from flatout.io.bounded_wait import BoundedWait
+from flatout.parallel.rank import Rank
+
+# PeerWatch finds lost and stuck ranks; this timeout must outlast whatever one rank does alone, such as a slow save
+TIMEOUT = timedelta(hours=12)
+JOIN_S = 900.0
+CONNECT_S = 1.0
+POLL_S = 0.1
+
+
+def join_group(
+    rank: Rank,
+    device: torch.device,
+    *,
+    join_s: float = JOIN_S,
+    on_met: Callable[[Store], None] = lambda store: None,
+) -> None:
+    """Join the other ranks, if any, over NCCL (GPU) or gloo (CPU), unless this process has already joined.
+
+    `on_met` gets the store once all ranks have joined it, before the first wait in C code, which Python cannot
+    interrupt. Raises PeerLostError when a rank has not joined after `join_s`.
+    """
+    if rank.world == 1 or dist.is_initialized():
+        return
+    wait = BoundedWait(join_s, "faults.join_s")
+    try:
+        store = _open_store(rank, wait)
+        store.set(f"met/{rank.index}", socket.gethostname())
+        for other in range(rank.world):
+            while not store.check([f"met/{other}"]):
+                wait.check(f"rank {other} of {rank.world}", "see its log; it may still read its data, or have ended")
+                time.sleep(POLL_S)
+        on_met(store)
+    except dist.DistError as error:
+        why = first_line(error)
+        raise PeerLostError(f"rank {rank.index} lost rank 0 before all ranks had met ({why}); see its log") from error
+    on_gpu = device.type == "cuda"
+    # device_id binds the group to this rank's GPU; otherwise collectives have to guess it
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank.index,
+        world_size=rank.world,
+        timeout=TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+
+
+def _open_store(rank: Rank, wait: BoundedWait) -> Store:
+    """Open the store, which rank 0 hosts, on the socket that its launcher opened or at MASTER_PORT."""
+    host, port = master()
+    fd = store_socket()
+    keeps = rank.is_first and not has_agent_store()
+    while not keeps:
+        try:
+            # connect before TCPStore does, which waits without an explanation and ignores Ctrl-C
+            socket.create_connection((host, port), timeout=CONNECT_S).close()
+            break
+        except OSError as error:
+            reason = f"{error}; check MASTER_ADDR and MASTER_PORT, and that rank 0 was started"
+            wait.check(f"rank 0 at {host}:{port}", reason)
+            time.sleep(POLL_S)
+    timeout = timedelta(seconds=max(1.0, wait.left_s))
+    return TCPStore(
+        host, port, is_master=keeps, timeout=timeout, wait_for_workers=False, master_listen_fd=fd if keeps else None
+    )
+
+
+def share_weights(model: nn.Module) -> None:
+    """Broadcast the first rank's parameters and buffers to all ranks; tensors on the meta device are skipped."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            # gloo does not support float8
+            data = tensor.detach()
+            dist.broadcast(data.view(torch.uint8) if data.itemsize == 1 else data, src=0)
+
+
+def leave_group() -> None:
+    """Destroy the process group if it is still initialized."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

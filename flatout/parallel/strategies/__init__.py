@@ -1,0 +1,1 @@
+"""Strategies for distributing state and gradients over ranks, one per file."""

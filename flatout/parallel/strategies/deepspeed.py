@@ -1,0 +1,242 @@
+"""State sharded by DeepSpeed (ZeRO stages 1 to 3), with the settings in a user's JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatout.config.deepspeed import fill
+from flatout.config.schema import Config
+from flatout.errors import UsageError
+from flatout.parallel.process_group import join_group
+from flatout.parallel.rank import Rank
+from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, oom_as_resource_error
+
+STEP = "step"
+
+
+def make(rank: Rank, device: torch.device, config: Config, options: StrategyOptions) -> Strategy:
+    """Create DeepSpeed with the user's JSON completed. Raises UsageError for a JSON that contradicts a setting."""
+    precision = "bf16" if options.dtype == torch.bfloat16 else "fp32"
+    try:
+        settings = fill(config.deepspeed, config, num_ranks=rank.world, precision=precision)
+    except ValueError as error:
+        raise UsageError(f"deepspeed: {error}") from error
+    return DeepSpeed(rank, device, settings)
+
+
+class DeepSpeed(Strategy):
+    """See Strategy for the methods. `settings` is DeepSpeed's complete configuration.
+
+    DeepSpeed sums gradients in the backward pass, keeps them internally and clips them in its step, by the same formula
+    and limit as flatout, so `grad` of the parameters is not set. It averages over ranks, so the loss's gradient is
+    multiplied by the number of ranks. All ranks must run the same number of micro-batches; none may skip or retry one.
+    """
+
+    def __init__(self, rank: Rank, device: torch.device, settings: Mapping[str, Any]) -> None:
+        self.rank = rank
+        self._device, self._settings = device, dict(settings)
+        self._engine: Any = None
+        join_group(rank, device)
+
+    def prepare(
+        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], torch.optim.Optimizer]
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        try:
+            import deepspeed
+        except ImportError as error:
+            raise UsageError(
+                f"strategy: deepspeed needs the package ({error}); install flatout[deepspeed], or set strategy: zero3"
+            ) from error
+        keep_codes_whole(model)
+        optimizer = make_optimizer()
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=self._settings, dist_init_required=False
+        )
+        return EngineLoss(self._engine, self.rank.world), EngineOptimizer(self._engine, optimizer, self._trained)
+
+    @contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        self._engine.set_gradient_accumulation_boundary(last)
+        with oom_as_resource_error(self.rank):
+            yield
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        return None
+
+    @torch.no_grad()
+    def grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        from deepspeed import utils
+
+        if self._engine.zero_optimization_stage() < 3 and hasattr(self._engine.optimizer, "scaled_global_norm"):
+            norm = torch.as_tensor(self._engine.optimizer.scaled_global_norm(), device=self._device)
+            # DeepSpeed reports a non-finite norm as -1
+            return torch.where(norm < 0, torch.nan, norm)
+        if self._engine.zero_optimization_stage() == 3:
+            square = _square(map(utils.safe_get_local_grad, self._trained), self._device)
+            dist.all_reduce(square)
+        else:
+            square = _square(map(utils.safe_get_full_grad, self._trained), self._device)
+        return square.sqrt().float()
+
+
+def keep_codes_whole(model: nn.Module) -> None:
+    """Turn frozen one-byte parameters (codes of quantized weights) into buffers, which DeepSpeed leaves as they are.
+
+    Stage 3 would gather them, and gloo does not support float8.
+    """
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.itemsize == 1:
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach(), persistent=False)
+
+
+class EngineLoss(nn.Module):
+    """The loss from DeepSpeed's engine; its gradient is multiplied by the number of ranks to undo the average."""
+
+    # an attribute of PackedLoss; None: no CUDA graphs
+    decoder = None
+
+    def __init__(self, engine: nn.Module, num_ranks: int) -> None:
+        super().__init__()
+        self.engine, self._num_ranks = engine, num_ranks
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return (loss_sum, num_correct), as PackedLoss does."""
+        loss_sum, num_correct = self.engine(batch)
+        if loss_sum.requires_grad:
+            loss_sum.register_hook(lambda grad: grad * self._num_ranks)
+        return loss_sum, num_correct
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """A PartitionedOptimizer: `inner` stepped by DeepSpeed's engine, with groups of settings but no parameters."""
+
+    def __init__(self, engine: Any, inner: torch.optim.Optimizer, trained: Sequence[nn.Parameter]) -> None:
+        # does not call Optimizer.__init__, which requires parameters and would wrap `step` a second time
+        self._engine, self._inner, self._trained = engine, inner, trained
+        self.defaults, self.state = inner.defaults, inner.state
+        self.param_groups = [{**group, "params": []} for group in inner.param_groups]
+        self._has_stepped = False
+        self._make_moments()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._engine.optimizer.zero_grad(set_to_none=True)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Clip and update."""
+        for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
+            theirs["lr"] = ours["lr"]
+        self._engine.step()
+        self._has_stepped = True
+
+    def weight(self, tensor: Tensor) -> Tensor:
+        from deepspeed import utils, zero
+
+        if tensor.requires_grad:
+            master: Tensor = utils.safe_get_full_fp32_param(tensor)
+            return master.detach()
+        if not hasattr(tensor, "ds_id"):
+            return tensor.detach()
+        with zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        from deepspeed import utils
+
+        held: Mapping[str, Any] = next(iter(self.state.values())) if self._has_stepped else {}
+        return {
+            # `step` is the same for all weights; moments are sharded like their weight
+            key: value.clone() if key == STEP else utils.safe_get_full_optimizer_state(parameter, key)
+            for key, value in held.items()
+            if value is not None
+        }
+
+    @torch.no_grad()
+    def set_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
+        from deepspeed import zero
+
+        value = value.to(self._engine.device)
+        self._put(parameter, value, None)
+        if hasattr(parameter, "ds_id"):
+            with zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(value)
+        else:
+            parameter.data.copy_(value)
+
+    @torch.no_grad()
+    def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        if not self._has_stepped:
+            self._take_empty_step()
+        if key == STEP:
+            for held in self.state.values():
+                held[STEP].copy_(value)
+        else:
+            self._put(parameter, value, key)
+
+    def _put(self, parameter: Any, value: Tensor, key: str | None) -> None:
+        """Set this rank's shard from a whole weight (key None) or moment."""
+        from deepspeed import utils
+
+        names = () if key is None else (key,)
+        if not hasattr(parameter, "ds_id"):
+            put = utils.safe_set_full_fp32_param if key is None else utils.safe_set_full_optimizer_state
+            put(parameter, value, *names)
+            return
+        # pad the last shard with zeros, which DeepSpeed's function for whole values does not do
+        size, flat = parameter.ds_tensor.numel(), value.flatten()
+        flat = F.pad(flat, (0, size * dist.get_world_size() - flat.numel()))
+        put = utils.safe_set_local_fp32_param if key is None else utils.safe_set_local_optimizer_state
+        put(parameter, flat[size * dist.get_rank() :][:size], *names)
+
+    @torch.no_grad()
+    def _make_moments(self) -> None:
+        """Create the moments by an update with zero gradients and zero learning rate, which changes no weight."""
+        # stages 1 and 2 map all groups' moments to weights after the first group's first step: they must exist by then
+        kept = [(group, group["lr"]) for group in self._inner.param_groups]
+        parts = [(part, part.grad) for group, _ in kept for part in group["params"]]
+        if not parts:
+            return
+        for group, _ in kept:
+            group["lr"] = 0.0
+        for part, _ in parts:
+            part.grad = torch.zeros_like(part)
+        self._inner.step()
+        for part, grad in parts:
+            part.grad = grad
+            if STEP in self.state[part]:
+                self.state[part][STEP].zero_()
+        for group, rate in kept:
+            group["lr"] = rate
+
+    @torch.enable_grad()
+    def _take_empty_step(self) -> None:
+        """Take a step with zero gradients and zero learning rate: DeepSpeed exposes moments only after a first step."""
+        from deepspeed import zero
+
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] = 0.0
+        self._engine.set_gradient_accumulation_boundary(True)
+        with zero.GatheredParameters(list(self._trained)):
+            loss = torch.stack([(parameter * 0).sum() for parameter in self._trained]).sum()
+            self._engine.backward(loss)
+        self.step()
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def _square(grads: Iterator[Tensor | None], device: torch.device) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for grad in grads:
+        if grad is not None:
+            total += torch.linalg.vector_norm(grad.to(device), dtype=torch.float32).double().square()
+    return total

@@ -1,0 +1,93 @@
+"""How a run's state is distributed over its ranks: replicated, or sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flatout.config.deepspeed import offloads, stage_of
+from flatout.config.schema import Config
+from flatout.config.strategies import STRATEGIES, StrategyName
+from flatout.errors import UsageError
+
+# DeepSpeed's defaults at stage 3: a bucket of 5e8 fp32 gradients, and up to 1e9 gathered bf16 weights
+DEEPSPEED_3_BUFFERS_BYTES = 4 * 500_000_000 + 2 * 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """A strategy and its sizes: `num_replicas` groups of `num_shards` ranks, each group holding the whole state once.
+
+    `reshard_after_forward`: a layer's gathered weights are dropped after its forward pass. `offload`: the state is kept
+    in host memory. `sums_late`: gradients are unsharded until the last micro-batch. `keeps_gradients`: their memory
+    stays allocated between steps. `buffers_bytes`: the strategy's additional buffers. `compiles`: layers can be
+    compiled. `reason` is a line for the console.
+    """
+
+    strategy: StrategyName = "single"
+    num_shards: int = 1
+    num_replicas: int = 1
+    reshard_after_forward: bool = False
+    offload: bool = False
+    reason: str = "single: one rank"
+    sums_late: bool = False
+    keeps_gradients: bool = False
+    buffers_bytes: int = 0
+    compiles: bool = True
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether passes involve every rank, so that all must run the same number of them."""
+        return STRATEGIES[self.strategy].shards_state
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether weights are sharded, too, by one of flatout's own strategies."""
+        return STRATEGIES[self.strategy].shards_weights
+
+
+ALONE = ParallelLayout()
+
+
+def resolve_layout(
+    config: Config, strategy: StrategyName, *, num_ranks: int, num_nodes: int, why: str
+) -> ParallelLayout:
+    """Resolve a named strategy (not `auto`) for `num_ranks` ranks. Raises UsageError if it does not fit them."""
+    if num_ranks == 1:
+        return ParallelLayout(reason="single: one rank" + (f", so not {strategy}" if strategy != "single" else ""))
+    if strategy == "single":
+        raise UsageError(f"strategy: single is for one rank; got {num_ranks}, set strategy: auto or start one process")
+    reason = f"{strategy} over {num_ranks} ranks: {why}"
+    if strategy == "ddp":
+        return ParallelLayout("ddp", 1, num_ranks, reason=reason)
+    if strategy == "deepspeed":
+        stage = stage_of(config.deepspeed)
+        return ParallelLayout(
+            "deepspeed",
+            num_ranks,
+            reshard_after_forward=stage == 3,
+            offload=offloads(config.deepspeed),
+            reason=f"{reason}, ZeRO stage {stage}",
+            sums_late=stage == 1,
+            keeps_gradients=stage != 2,
+            buffers_bytes=DEEPSPEED_3_BUFFERS_BYTES if stage == 3 else 0,
+            # stage 3 gathers weights in module hooks, which compiled layers do not run
+            compiles=stage < 3,
+        )
+    num_replicas = _num_replicas(config, num_ranks, num_nodes) if STRATEGIES[strategy].has_replicas else 1
+    asked = config.sharding.reshard_after_forward
+    reshard = STRATEGIES[strategy].shards_weights if asked == "auto" else asked
+    num_shards = num_ranks // num_replicas
+    if num_replicas > 1:
+        reason += f"; {num_replicas} replicas of {num_shards} parts"
+    offload, late = config.sharding.offload, STRATEGIES[strategy].sums_late
+    return ParallelLayout(strategy, num_shards, num_replicas, reshard, offload, reason, late)
+
+
+def _num_replicas(config: Config, num_ranks: int, num_nodes: int) -> int:
+    replicas = config.sharding.replicas or num_nodes
+    if replicas < 2 or num_ranks % replicas or num_ranks == replicas:
+        raise UsageError(
+            f"strategy: hsdp cuts {num_ranks} ranks into at least two replicas of equal size, with at least two ranks "
+            f"each; got {replicas}, set sharding.replicas to a divisor up to {num_ranks // 2}, or strategy: fsdp"
+        )
+    return replicas

@@ -1,0 +1,1 @@
+"""Estimate a step's memory, and choose settings that fit."""

@@ -1,0 +1,1 @@
+"""Assign samples to steps, ranks and micro-batches."""

@@ -1,0 +1,73 @@
+"""The order of samples as a pure function of (seed, epoch, position): constant memory, random access."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+NUM_ROUNDS = 16
+MAX_SAMPLES = 1 << 48
+
+# multipliers of the splitmix64 finalizer (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators")
+_MULTIPLIERS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def permute(
+    positions: ArrayLike, num_samples: int, *, seed: int, epoch: int, purpose: str = "order"
+) -> NDArray[np.int64]:
+    """Apply a keyed permutation of [0, num_samples) to positions of an epoch; returns int64 of the same shape.
+
+    A generalised Feistel network over Z_a x Z_b with a * b just above `num_samples`, cycle-walked into the range
+    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"; used for shuffling by Mitchell et al. 2021,
+    arXiv:2106.06161). `a` is even, so that odd permutations occur too. The keys are a hash of (purpose, seed, epoch);
+    numpy's generators are not used, as their streams may change between versions.
+    Raises ValueError for a position outside [0, num_samples).
+    """
+    values = np.atleast_1d(np.asarray(positions, dtype=np.int64))
+    if not 0 < num_samples <= MAX_SAMPLES:
+        raise ValueError(f"num_samples is {num_samples}; expected 1 to {MAX_SAMPLES}")
+    if values.size and (values.min() < 0 or values.max() >= num_samples):
+        raise ValueError(f"a position lies outside [0, {num_samples})")
+    if num_samples == 1:
+        return np.zeros(np.shape(positions), dtype=np.int64)
+    keys = _round_keys(seed, epoch, purpose)
+    bits = max(1, (num_samples - 1).bit_length() // 2)
+    result = _rounds(values.astype(np.uint64).ravel(), num_samples, bits, keys)
+    outside = np.flatnonzero(result >= num_samples)
+    while outside.size:
+        result[outside] = _rounds(result[outside], num_samples, bits, keys)
+        outside = outside[result[outside] >= num_samples]
+    return result.astype(np.int64).reshape(np.shape(positions))
+
+
+def _round_keys(seed: int, epoch: int, purpose: str) -> NDArray[np.uint64]:
+    digest = hashlib.shake_128(f"{purpose}:{seed}:{epoch}".encode()).digest(8 * NUM_ROUNDS)
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def _rounds(values: NDArray[np.uint64], num_samples: int, bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply all rounds to x = right * 2^bits + left, with left in Z_a (a = 2^bits) and right in Z_b."""
+    shift, mask = np.uint64(bits), np.uint64((1 << bits) - 1)
+    modulus = np.uint64(-(-num_samples // (1 << bits)))
+    left, right = values & mask, values >> shift
+    for index, key in enumerate(keys):
+        if index % 2 == 0:
+            left += _mix(right, key) & mask
+            left &= mask
+        else:
+            # the top 32 bits scaled into [0, b): no division (Lemire 2019, arXiv:1805.10941); bias below b / 2^32
+            right += ((_mix(left, key) >> np.uint64(32)) * modulus) >> np.uint64(32)
+            np.subtract(right, modulus, out=right, where=right >= modulus)
+    return (right << shift) | left
+
+
+def _mix(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
+    mixed = values * _MULTIPLIERS[0]
+    mixed += key
+    for shift, multiplier in ((30, _MULTIPLIERS[1]), (27, _MULTIPLIERS[2])):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= multiplier
+    mixed ^= mixed >> np.uint64(31)
+    return mixed

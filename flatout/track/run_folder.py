@@ -1,0 +1,76 @@
+"""Appends a run's lines to its folder: metrics.jsonl, events.jsonl and train.log."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import FlatoutError
+from flatout.io.append import AppendFile
+from flatout.io.durable_io import DurableIO
+from flatout.track.record import Record, describe_event, describe_record, to_json
+
+
+class RunFolderTracker:
+    """Writes a run's folder; see Tracker for the methods.
+
+    Lines that cannot be written are lost; `warn` is called for the first lost line, and again once writing works.
+    `keep_folder` is called before each record and raises if this run must no longer write there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        warn: Callable[[str], None] = lambda text: None,
+        keep_folder: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._folder, self._warn, self._keep_folder = folder, warn, keep_folder
+        DurableIO().make_dir(folder)
+        self._metrics, self._events, self._log = (
+            AppendFile(folder / name) for name in ("metrics.jsonl", "events.jsonl", "train.log")
+        )
+        self._num_lost, self._is_ours = 0, True
+
+    def stage(self, name: str, text: str) -> None:
+        self._write_log(name, text)
+
+    def record(self, record: Record) -> None:
+        try:
+            self._keep_folder()
+        except FlatoutError:
+            self._is_ours = False  # stops all further writes
+            raise
+        self._write(self._metrics, json.dumps(to_json(record), allow_nan=False))
+        self._write_log(*describe_record(record))
+
+    def event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        self._write(self._events, json.dumps({"time": _now(), "kind": kind, **facts}, default=str))
+        self._write_log(kind, describe_event(kind, facts))
+
+    def close(self) -> None:
+        for file in (self._metrics, self._events, self._log):
+            file.close()
+
+    def _write_log(self, name: str, text: str) -> None:
+        self._write(self._log, f"{_now()} {name:<10} {text}")
+
+    def _write(self, file: AppendFile, line: str) -> None:
+        if not self._is_ours:
+            return
+        file.write(line)
+        files = (self._metrics, self._events, self._log)
+        trouble = next((one.trouble for one in files if one.trouble), None)
+        if file.trouble:
+            self._num_lost += 1
+            if self._num_lost == 1:
+                self._warn(f"{trouble}; lines are lost until it can be written, training goes on")
+        elif self._num_lost and trouble is None:
+            self._warn(f"{self._folder}: written again; {self._num_lost} lines were lost")
+            self._num_lost = 0
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,90 @@
+"""Standard output and error that ignore write errors: a closed pipe or a full disk must not end a run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any, TextIO, cast
+
+
+class TolerantStream:
+    """A stream whose writes never fail; what cannot be written is lost.
+
+    Once its reader is gone, `is_unread` is True and its descriptor points to /dev/null, so that neither C code nor the
+    interpreter's exit fails on it. A character that the encoding lacks becomes a question mark.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.is_unread = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """See TextIO."""
+        if not self.is_unread:
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError as error:
+                self.write(text.encode(error.encoding, errors="replace").decode(error.encoding))
+            except (OSError, ValueError) as error:
+                self._look_at(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """See TextIO."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._look_at(error)
+
+    def end(self) -> None:
+        """Flush for the last time, and drop what cannot be written, since the interpreter's exit would fail on it."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._lead_nowhere()
+
+    def _look_at(self, error: OSError | ValueError) -> None:
+        # other errors may pass: a full disk can have space again
+        if not isinstance(error, OSError) or error.errno in (errno.EPIPE, errno.EBADF, errno.ECONNRESET):
+            self.is_unread = True
+            self._lead_nowhere()
+
+    def _lead_nowhere(self) -> None:
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+@contextmanager
+def tolerant_output() -> Iterator[None]:
+    """Replace `sys.stdout` and `sys.stderr` with `TolerantStream`s.
+
+    Closed descriptors are opened first; otherwise the next file that the program opens would get what is printed.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    # Python has no stream for a closed descriptor
+    outputs = [
+        TolerantStream(stream or os.fdopen(fd, "w", closefd=False)) for fd, stream in ((1, sys.stdout), (2, sys.stderr))
+    ]
+    with redirect_stdout(cast(TextIO, outputs[0])), redirect_stderr(cast(TextIO, outputs[1])):
+        try:
+            yield
+        finally:
+            for output in outputs:
+                output.end()
+
+
+def is_unread(stream: object) -> bool:
+    """Return whether a stream has lost its reader, as in `flatout data show | head`."""
+    return isinstance(stream, TolerantStream) and stream.is_unread

@@ -1,0 +1,1 @@
+"""`flatout verify`: compare one planned step with plain transformers and PEFT."""

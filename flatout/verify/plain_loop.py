@@ -1,0 +1,181 @@
+"""The reference of `flatout verify`: transformers' forward pass, PEFT's LoRA and padded rows, no code of our step."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from flatout.config.schema import Config
+from flatout.models.bases.frozen_linear import FROZEN_LINEARS
+from flatout.models.blocks import replace_module
+from flatout.models.load.model import load_for_inference, load_model, resolve_precision
+from flatout.models.lora.adapter import load_adapter, save_adapter
+from flatout.models.lora.layer import add_lora, freeze, lora_layers, trainable_parameters
+from flatout.models.rope import length_limits
+
+# scale of the random B of a fresh adapter; with B at zero, A would have no gradient
+WAKE_SCALE = 0.02
+_PEFT_PREFIX = "base_model.model."
+Sample = tuple[NDArray[Any], NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainModel:
+    """A plain model and its trained parameters under flatout's names."""
+
+    model: nn.Module
+    named: dict[str, nn.Parameter]
+    autocast: torch.dtype | None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients by name; zeros for parameters that the step does not reach."""
+        return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.named.items()}
+
+
+def plain_model(config: Config, device: torch.device, adapter: Path) -> PlainModel:
+    """Load the run's model with transformers and PEFT, in eval mode (no dropout), with its trained parameters enabled.
+
+    With method lora the adapter is read from the folder `adapter` (PEFT's format). If it is missing, it is first
+    written from the run's initial adapter, with every B that is all zeros replaced by small random values. Quantized
+    layers are replaced by dense ones with the dequantized weights. Raises the same errors as `load_model`.
+    """
+    model = _own_attention(_dense_model(config, device)).eval()
+    dtype = resolve_precision(config.model.precision, device)
+    if config.method == "full":
+        model.requires_grad_(True)
+        if config.freeze:
+            freeze(model, config.freeze)
+        return PlainModel(model, trainable_parameters(model), dtype if dtype != model.dtype else None)
+    if not adapter.exists():
+        _write_adapter(model, config, adapter)
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        # PEFT uses a name that transformers has deprecated
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped = PeftModel.from_pretrained(model, str(adapter), is_trainable=True).eval()
+    named = {_our_name(name): parameter for name, parameter in trainable_parameters(wrapped).items()}
+    return PlainModel(wrapped, named, None)
+
+
+def plain_step(plain: PlainModel, samples: Sequence[Sample], *, max_tokens: int = 0) -> float:
+    """Return the loss of one step and accumulate its gradient: summed cross-entropy over the number of label tokens.
+
+    Runs one sample at a time, or right-padded batches of at most `max_tokens` tokens including padding. If rope depends
+    on the length of a forward pass, samples always run one at a time, with rope's state reset before each. Raises
+    ValueError without label tokens.
+    """
+    num_labels = sum(int(loss_mask[1:].sum()) for _, loss_mask in samples)
+    if not num_labels:
+        raise ValueError("the step has no label token")
+    plain.model.zero_grad(set_to_none=True)
+    total = 0.0
+    one_at_a_time = bool(length_limits(plain.model))
+    for rows in _batches(samples, 0 if one_at_a_time else max_tokens):
+        ids, mask, labels = (tensor.to(plain.device) for tensor in _padded(rows))
+        if one_at_a_time:
+            with torch.no_grad():
+                # dynamic NTK keeps the longest length so far; a short input resets it
+                plain.model(input_ids=ids[:, :1], use_cache=False)
+        lower = plain.autocast
+        with torch.autocast(plain.device.type, dtype=lower) if lower else nullcontext():
+            logits = plain.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+        loss_sum = F.cross_entropy(wide, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+        (loss_sum / num_labels).backward()
+        total += loss_sum.item()
+    return total / num_labels
+
+
+def _dense_model(config: Config, device: torch.device) -> PreTrainedModel:
+    stored = config.base.storage if config.method == "lora" else "model"
+    if config.model.init == "pretrained" and stored == "model":
+        dtype = resolve_precision(config.model.precision, device)
+        if config.method == "full":
+            dtype = torch.promote_types(dtype, torch.float32)
+        return load_for_inference(config.model.name, revision=config.model.revision, device=device, dtype=dtype)
+    # random and quantized weights must come from flatout's own loader
+    loaded = load_model(
+        config.model, method=config.method, device=device, seed=config.seed, full=config.full, base=config.base
+    )
+    for name, module in list(loaded.model.named_modules()):
+        if isinstance(module, FROZEN_LINEARS) and not isinstance(module, nn.Linear):
+            replace_module(loaded.model, name, _dense_linear(module))
+    return loaded.model
+
+
+@torch.no_grad()
+def _dense_linear(stored: Any) -> nn.Linear:
+    weight, bias = stored.weight, stored.bias
+    linear = nn.Linear(stored.in_features, stored.out_features, bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
+    return linear
+
+
+def _own_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Set transformers' sdpa attention, or eager if scores are soft-capped or the model has no sdpa."""
+    text_config = model.config.get_text_config()
+    try:
+        capped = getattr(text_config, "attn_logit_softcapping", None)
+        model.set_attn_implementation("eager" if capped else "sdpa")
+    except ValueError:
+        model.set_attn_implementation("eager")
+    return model
+
+
+@torch.no_grad()
+def _write_adapter(model: PreTrainedModel, config: Config, folder: Path) -> None:
+    add_lora(model, config.lora, seed=config.seed)
+    if config.lora.continue_from is not None:
+        load_adapter(model, config.lora.continue_from)
+    layers = lora_layers(model)
+    for name, layer in layers.items():
+        if not layer.lora_b.any():
+            generator = torch.Generator().manual_seed(int(hashlib.sha256(name.encode()).hexdigest()[:12], 16))
+            layer.lora_b.copy_(WAKE_SCALE * torch.randn(layer.lora_b.shape, generator=generator))
+    save_adapter(model, folder, base_name=config.model.name, config=config.lora)
+    for name, layer in layers.items():
+        replace_module(model, name, layer.base)
+
+
+def _our_name(peft_name: str) -> str:
+    name = peft_name.removeprefix(_PEFT_PREFIX).replace(".lora_magnitude_vector.default.weight", ".magnitude")
+    return name.replace(".lora_A.default.weight", ".lora_a").replace(".lora_B.default.weight", ".lora_b")
+
+
+def _batches(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[Sample]]:
+    rows: list[Sample] = []
+    for sample in samples:
+        longest = max(len(ids) for ids, _ in (*rows, sample))
+        if rows and longest * (len(rows) + 1) > max_tokens:
+            yield rows
+            rows = []
+        rows.append(sample)
+    yield rows
+
+
+def _padded(rows: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return right-padded ids, attention mask and labels (-100 for no loss), all int64 (B, longest)."""
+    ids = [torch.tensor(tokens.tolist()) for tokens, _ in rows]
+    labels = [torch.where(torch.tensor(mask.tolist()), own, -100) for own, (_, mask) in zip(ids, rows, strict=True)]
+    real = pad_sequence([torch.ones_like(own) for own in ids], batch_first=True)
+    return pad_sequence(ids, batch_first=True), real, pad_sequence(labels, batch_first=True, padding_value=-100)

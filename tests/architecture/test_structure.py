@@ -1,0 +1,196 @@
+"""What a reader may count on: no circles, nothing that only tests use, the field's words, and a size that shrinks."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "flatout"
+
+# definitions that only tests use today, and the room that deletes or uses them
+KNOWN_UNUSED: dict[str, str] = {}
+# names of our own making, and the field's word in their place
+WORDS = {
+    "JoinedLora": "FusedLora", "join_layers": "fuse_layers", "turned_weights": "transposed_weights",
+    "turnable_bytes": "transposable_bytes", "Spread": "ParallelLayout", "spread_of": "resolve_layout",
+    "choose_spread": "choose_parallel_layout", "Storage": "DurableIO", "Messages": "ControlGroup",
+    "hold_back": "set_found_inf", "let_go": "clear_found_inf", "ladder": "size_buckets", "rungs": "size_buckets",
+    "num_borders": "num_boundaries", "borders": "boundaries", "ledger": "build_report", "LeanAdamW": "AdamW8bit",
+    "Door": "PeerListener", "knock": "connect_to_peer", "Watch": "PeerWatch", "Mark": "RankStatus",
+    "Hub": "HeartbeatServer", "Spoke": "HeartbeatClient", "CURABLE": "RESTARTABLE", "is_curable": "is_restartable",
+    "Family": "ArchShape", "FAMILIES": "archs",
+    "frees_weights": "reshard_after_forward", "KeepsState": "PartitionedOptimizer",
+    "laid_out": "with_layout", "cut_again": "resplit", "FrozenProduct": "FrozenMatmul",
+    "useful_tok_s": "tokens_per_s", "room_of": "category_of",
+}  # fmt: skip
+MODULES = {
+    "joined": "fused", "spread": "layout", "storage": "durable_io", "stored": "read", "store": "token_store",
+    "messages": "control_group", "alike": "rank_consistency", "ahead": "async_update", "place": "launch_mode",
+    "ledger": "build_report", "draw": "sampling", "families": "archs", "pack": "bin_pack", "graphs": "cuda_graphs",
+}  # fmt: skip
+# methods that torch and transformers call, and the name of a function that only a decorator uses
+HOOKS = {"extra_repr", "on_finalized_text", "_"}
+# half of all functions are shorter than this: it rises until 10, and never falls back
+LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 8, 16
+
+# lines of each package, rounded up; lower a number when its package has shrunk
+MAX_PACKAGE_LINES = {
+    "__init__": 10,
+    "__main__": 10,
+    "bench": 250,
+    "checkpoint": 1560,
+    "cli": 1315,
+    "config": 1450,
+    "data": 4140,
+    "demo": 660,
+    "doctor": 450,
+    "environment": 130,
+    "errors": 110,
+    "io": 1150,
+    "kernels": 1330,
+    "launch": 1200,
+    "models": 4200,
+    "optim": 660,
+    "parallel": 1640,
+    "plan": 1800,
+    "profile": 230,
+    "track": 430,
+    "train": 2510,
+    "verify": 810,
+}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Syntax trees of the package by path below the repository."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imports() -> dict[str, set[str]]:
+    """Modules of ours that each module imports, in functions and for type checks too."""
+    modules = {module_of(path) for path in trees()}
+    found: dict[str, set[str]] = defaultdict(set)
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                full = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [name if name in modules else node.module or "" for name in full]
+            found[module_of(path)] |= modules.intersection(names) - {module_of(path)}
+    return found
+
+
+def reachable(start: str, edges: dict[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = edges[waiting.pop()] - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+def test_no_circle_between_files() -> None:
+    edges = imports()
+    below = {module: reachable(module, edges) for module in edges}
+    circles = {
+        frozenset({module, *(other for other in below[module] if module in below[other])})
+        for module in edges
+        if module in below[module]
+    }
+    assert not circles
+
+
+def definitions(tree: ast.Module) -> Iterator[str]:
+    """Functions, methods, classes and constants, without what libraries call: dunders, validators, their hooks."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            called_by_pydantic = any("validator" in ast.unparse(decorator) for decorator in node.decorator_list)
+            if not (called_by_pydantic or node.name.startswith("__") or node.name in HOOKS):
+                yield node.name
+    for statement in tree.body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        yield from (target.id for target in targets if isinstance(target, ast.Name) and target.id[:2] != "__")
+
+
+def uses() -> Counter[str]:
+    """How often each name is read, called, imported or passed in the package and in benchmarks/, texts aside."""
+    found: Counter[str] = Counter()
+    scripts = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "benchmarks").rglob("*.py")]
+    for tree in [*trees().values(), *scripts]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                found[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                found[node.attr] += 1
+            elif isinstance(node, ast.alias):
+                found[node.name.split(".")[-1]] += 1
+    return found
+
+
+def test_no_definition_that_only_tests_use() -> None:
+    used = uses()
+    unused = {f"{path}: {name}" for path, tree in trees().items() for name in definitions(tree) if not used[name]}
+    # the entry point of the package, and what other code finds by name
+    entry_points = {f"flatout/cli/{verb}.py: {name}" for verb in verbs() for name in ("add_arguments", "run")}
+    assert unused - entry_points == set(KNOWN_UNUSED), "delete what nothing uses, tests aside, or use it"
+
+
+def verbs() -> list[str]:
+    from flatout.cli.main import VERBS
+
+    return list(VERBS)
+
+
+def identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+
+
+def test_names_are_the_fields_words() -> None:
+    wrong = [
+        f"{path}:{line} {name}; say {WORDS[name]}"
+        for path, tree in trees().items()
+        for line, name in identifiers(tree)
+        if name in WORDS
+    ]
+    wrong += [f"{path}; say {MODULES[Path(path).stem]}" for path in trees() if Path(path).stem in MODULES]
+    assert not wrong
+
+
+def test_functions_are_neither_crumbs_nor_scrolls() -> None:
+    lengths = [
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert LEAST_MEDIAN_LINES <= statistics.median(lengths) <= MOST_MEDIAN_LINES
+
+
+def test_no_package_outgrows_its_budget() -> None:
+    lines: Counter[str] = Counter()
+    for path in trees():
+        parts = Path(path).parts
+        lines[parts[1].removesuffix(".py")] += len((ROOT / path).read_text(encoding="utf-8").splitlines())
+    grown = {name: count for name, count in lines.items() if count > MAX_PACKAGE_LINES.get(name, 0)}
+    assert not grown, "a package may only shrink: make room, or say in the commit why its budget grows"

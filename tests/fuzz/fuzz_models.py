@@ -1,0 +1,329 @@
+"""Model folders, adapters and tokenizers: everything that transformers or PEFT writes and a person may edit or lose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fuzz_hostile import Mutation, damages, mutations, write_json
+from fuzz_judge import Case
+from fuzz_world import World, both
+
+_SIZES = {
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
+}  # fmt: skip
+_TRAIN = ("train", "run.yaml", "batch.max_steps=1", "checkpoint.every_steps=null")
+_PLAN = ("plan", "run.yaml")
+_CHAT = ("chat", "model", "--prompt", "Hi.", "--max-new-tokens", "1")
+_INPUTS = ("model", "data", "chats.jsonl", "run.yaml")
+_ADAPTER = "run/final"
+
+
+def model_cases(world: World) -> Iterator[Case]:
+    """config.json, generation_config.json, and the weights' files."""
+    config = world.json("model/config.json")
+    for mutation in mutations(config):
+        must = "refuse" if _is_no_model(mutation) else "either"
+        for verb in (_PLAN, _TRAIN, _CHAT):
+            # the plan asks for less than what loads
+            about = ("config.json", str(mutation.path[-1]) if mutation.path else "config.json", "weights are missing")
+            yield _model_case(
+                world, f"config.json {mutation.name} {verb[0]}", verb, "config.json", _json(mutation.tree), must, about,
+                drawn=True,
+            )  # fmt: skip
+    for name, change in _CODE.items():
+        for verb in (_TRAIN, _CHAT):
+            yield _model_case(
+                world, f"config.json code {name} {verb[0]}", verb, "config.json", _json({**config, **change}),
+                "refuse", ("config.json",),
+            )  # fmt: skip
+    for file in ("config.json", "generation_config.json", "model.safetensors"):
+        for damage in damages(text=file != "model.safetensors"):
+            needed = file != "generation_config.json" or damage.name != "missing"
+            must = "refuse" if needed and not damage.harmless and damage.name != "crlf" else "accept"
+            for verb in (_TRAIN, _CHAT):
+                # an answer takes its settings from there; training only copies them
+                asked = must if file != "generation_config.json" or verb is _CHAT or must == "accept" else "either"
+                yield _model_case(
+                    world, f"{file} {damage.name} {verb[0]}", verb, file, damage.spoil, asked, (file, "safetensors")
+                )
+    for mutation in mutations(world.json("model/generation_config.json")):
+        yield _model_case(
+            world, f"generation_config.json {mutation.name}", _CHAT, "generation_config.json", _json(mutation.tree),
+            "either", ("generation_config.json", *map(str, mutation.path[-1:])), drawn=True,
+        )  # fmt: skip
+    yield from _weights(world)
+
+
+def _model_case(
+    world: World,
+    name: str,
+    argv: tuple[str, ...],
+    file: str,
+    spoil: Callable[[Path], object],
+    must: Any,
+    about: tuple[str, ...],
+    *,
+    drawn: bool = False,
+) -> Case:
+    return Case(
+        name, argv, both(world.put(*_INPUTS), lambda here: spoil(here / "model" / file)), must, about,
+        keeps=("chats.jsonl", "model"), done=_done(argv), drawn=drawn,
+    )  # fmt: skip
+
+
+def _done(argv: tuple[str, ...]) -> Any:
+    if argv[0] == "chat":
+        return None
+    wanted = {"plan": "fingerprint", "train": "final"}.get(argv[0])
+    return lambda here, out: None if wanted is None or wanted in out else f"no {wanted} in what was printed"
+
+
+def _json(tree: Any) -> Callable[[Path], None]:
+    return lambda file: write_json(file, tree)
+
+
+def _is_no_model(mutation: Mutation) -> bool:
+    """Whether no model can have this config.json (leaving aside that the weights may fit another)."""
+    if not mutation.path:
+        return True
+    name, value = mutation.path[0], mutation.value
+    if mutation.how != "set" or name not in _SIZES:
+        return name == "model_type" and mutation.how != "add"
+    return isinstance(value, bool | str | list | dict) or (value is not None and not 0 < value < float("inf"))
+
+
+_CODE: dict[str, dict[str, Any]] = {
+    "auto_map": {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}},
+    "auto_map text": {"auto_map": "x"},
+    "attention from the hub": {"_attn_implementation": "org/kernel"},
+    "attention as map": {"attn_implementation": {"": "org/kernel"}},
+    "attention as nested map": {"attn_implementation": {"text_config": {"": "org/kernel:f"}}},
+    "attention as list": {"attn_implementation": ["org/kernel"]},
+    "internal attention as map": {"_attn_implementation_internal": {"": "org/kernel"}},
+    "experts from the hub": {"experts_implementation": {"": "org/kernel"}},
+    "in a sub-config": {"text_config": {"attn_implementation": {"": "org/kernel"}}},
+    "kernel_config": {"kernel_config": {"RMSNorm": "org/kernel:f"}},
+    "trust": {"trust_remote_code": True},
+}
+
+
+def _weights(world: World) -> Iterator[Case]:  # noqa: C901  (a list of cases)
+    """Headers and tensors of model.safetensors, and an index over shards."""
+    raw = (world.root / "model" / "model.safetensors").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header, body = json.loads(raw[8 : 8 + size]), raw[8 + size :]
+    first = next(name for name in header if name != "__metadata__")
+
+    def put(changed: Any, tail: bytes = body, length: int | None = None) -> Callable[[Path], None]:
+        text = changed if isinstance(changed, bytes) else json.dumps(changed).encode()
+        size = len(text) if length is None else length
+        return lambda file: _replace(file, size.to_bytes(8, "little") + text + tail)
+
+    def entry(**fields: Any) -> dict[str, Any]:
+        return {**header, first: {**header[first], **fields}}
+
+    shape, (start, end) = header[first]["shape"], header[first]["data_offsets"]
+    damaged = {
+        "header of 2**63": put(header, length=1 << 63),
+        "header longer than the file": put(header, length=len(raw) * 2),
+        "header of nothing": put(b""),
+        "header is a list": put([]),
+        "header is text": put(b"zebra"),
+        "header is torn": put(json.dumps(header).encode()[:-9]),
+        "header is deep": put(b"[" * 100_000),
+        "header is utf-16": put(json.dumps(header).encode("utf-16")),
+        "header without body": put(header, b""),
+        "dtype unknown": put(entry(dtype="F17")),
+        "dtype null": put(entry(dtype=None)),
+        "dtype narrower": put(entry(dtype="F16")),
+        "dtype integer": put(entry(dtype="I32")),
+        "shape other": put(entry(shape=[shape[0], shape[1] + 1])),
+        "shape flat": put(entry(shape=[shape[0] * shape[1]])),
+        "shape transposed": put(entry(shape=shape[::-1])),
+        "shape negative": put(entry(shape=[-1, shape[1]])),
+        "shape huge": put(entry(shape=[1 << 62, 1 << 62])),
+        "shape text": put(entry(shape="x")),
+        "offsets beyond": put(entry(data_offsets=[start, end + (1 << 40)])),
+        "offsets reversed": put(entry(data_offsets=[end, start])),
+        "offsets one": put(entry(data_offsets=[start])),
+        "entry null": put({**header, first: None}),
+        "tensor lost": put({name: value for name, value in header.items() if name != first}),
+        "tensor renamed": put({"zebra" if name == first else name: value for name, value in header.items()}),
+        "cut at a tensor": put(header, body[:end]),
+        "cut inside": put(header, body[: len(body) // 2]),
+    }
+    for name, spoil in damaged.items():
+        for verb in (_TRAIN, _CHAT):
+            yield _model_case(
+                world, f"weights {name} {verb[0]}", verb, "model.safetensors", spoil, "refuse",
+                ("model.safetensors", first, "zebra", "weights", "model"),
+            )  # fmt: skip
+    for name, bad in {"nan": b"\x00\x00\xc0\x7f", "inf": b"\x00\x00\x80\x7f", "huge": b"\xff\xff\x7f\x7f"}.items():
+        spoil = put(header, bad * (len(body) // 4))
+        yield _model_case(world, f"weights all {name} train", _TRAIN, "model.safetensors", spoil, "refuse", ())
+    names = [name for name in header if name != "__metadata__"]
+    one = "model-00001-of-00001.safetensors"
+    for name, index in {
+        "list": [],
+        "text": "x",
+        "null": None,
+        "empty": {},
+        "map is a list": {"metadata": {}, "weight_map": [one]},
+        "map is null": {"metadata": {}, "weight_map": None},
+        "map is text": {"metadata": {}, "weight_map": one},
+        "map is empty": {"metadata": {}, "weight_map": {}},
+        "file is a number": {"metadata": {}, "weight_map": dict.fromkeys(names, 7)},
+        "file is null": {"metadata": {}, "weight_map": dict.fromkeys(names)},
+        "file is a list": {"metadata": {}, "weight_map": {name: [one] for name in names}},
+        "file is empty": {"metadata": {}, "weight_map": dict.fromkeys(names, "")},
+        "file is a dot": {"metadata": {}, "weight_map": dict.fromkeys(names, ".")},
+        "file is absent": {"metadata": {}, "weight_map": dict.fromkeys(names, "zebra.safetensors")},
+        "file above": {"metadata": {}, "weight_map": dict.fromkeys(names, "../model/" + one)},
+        "file absolute": {"metadata": {}, "weight_map": dict.fromkeys(names, "/etc/passwd")},
+        "file is a pickle": {"metadata": {}, "weight_map": dict.fromkeys(names, "model.bin")},
+        "no metadata": {"weight_map": dict.fromkeys(names, one)},
+        "one name only": {"metadata": {}, "weight_map": {first: one}},
+        "a name too many": {"metadata": {}, "weight_map": dict.fromkeys([*names, "zebra"], one)},
+    }.items():
+
+        def shard(folder: Path, index: Any = index) -> None:
+            (folder / "model.safetensors").rename(folder / one)
+            (folder / "model.bin").write_bytes(b"\x80\x04.")
+            write_json(folder / "model.safetensors.index.json", index)
+
+        for verb in (_TRAIN, _CHAT):
+            # names that are nowhere else cost nothing; transformers reads what the index names
+            must = "either" if name in ("a name too many", "one name only", "empty", "map is empty") else "refuse"
+            yield _model_case(world, f"index {name} {verb[0]}", verb, "", shard, must, ("index.json", "safetensors"))
+    for name, spoil in {
+        "only a pickle": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+        "no tokenizer": lambda folder: [file.unlink() for file in folder.glob("tokenizer*")],
+        "nothing": lambda folder: [file.unlink() for file in folder.iterdir()],
+        "only a GGUF": lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf"),
+        "an adapter": lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
+    }.items():
+        for verb in (_TRAIN, _CHAT):
+            yield _model_case(world, f"folder {name} {verb[0]}", verb, "", spoil, "refuse", ("model",))
+
+
+def adapter_cases(world: World) -> Iterator[Case]:
+    """adapter_config.json and its weights, in an answer, a merge, and a run that goes on from them."""
+    answer = ("chat", "run", "--prompt", "Hi.", "--max-new-tokens", "1")
+    merge = ("merge", "run", "--out", "merged")
+    again = ("train", "run.yaml", "run_dir=new", f"lora.continue_from={_ADAPTER}", "batch.max_steps=1")
+
+    def case(
+        name: str, argv: tuple[str, ...], file: str, spoil: Callable[[Path], object], must: Any, drawn: bool = False
+    ) -> Case:
+        def done(here: Path, out: str) -> str | None:
+            return None if argv[0] != "merge" or (here / "merged/model.safetensors").is_file() else "nothing was merged"
+
+        return Case(
+            f"{name} {argv[0]}", argv, both(world.put(*_INPUTS, "run"), lambda here: spoil(here / _ADAPTER / file)),
+            must, (file, "adapter", "run/final has no") if must == "refuse" else (),
+            keeps=("run/checkpoints", "model"), done=done, drawn=drawn,
+        )  # fmt: skip
+
+    for mutation in mutations(world.json(f"{_ADAPTER}/adapter_config.json")):
+        for argv in (answer, merge, again):
+            must = "refuse" if _is_no_adapter(mutation) else "either"
+            yield case(
+                f"adapter_config.json {mutation.name}", argv, "adapter_config.json", _json(mutation.tree), must, True
+            )
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        for damage in damages(text=file.endswith("json")):
+            for argv in (answer, merge, again):
+                # JSON may be UTF-16
+                must = "accept" if damage.harmless else "either" if damage.name == "utf-16" else "refuse"
+                yield case(f"{file} {damage.name}", argv, file, damage.spoil, must)
+
+
+def _is_no_adapter(mutation: Mutation) -> bool:
+    if not mutation.path:
+        return True
+    name, value = mutation.path[0], mutation.value
+    if mutation.how == "add" or len(mutation.path) > 1:
+        return False
+    if name == "r":
+        return mutation.how == "drop" or value != 2
+    if name == "target_modules":
+        return not value or not isinstance(value, str | list)
+    return name == "peft_type" and mutation.how == "set" and value is not None
+
+
+def tokenizer_cases(world: World) -> Iterator[Case]:  # noqa: C901  (a list of cases)
+    """tokenizer.json, tokenizer_config.json and the chat template, in a build and in an answer."""
+    build = (
+        "data", "build", "chats.jsonl", "--tokenizer", "model", "--name", "new", "--num-procs", "1", "-n", "3"
+    )  # fmt: skip
+
+    def case(
+        name: str, argv: tuple[str, ...], file: str, spoil: Callable[[Path], object], must: Any, drawn: bool = False
+    ) -> Case:
+        def done(here: Path, out: str) -> str | None:
+            return None if argv[0] == "chat" or (here / "data/built_dataset/new").is_dir() else "built nothing"
+
+        about = (file, "tokenizer", "template") if must != "accept" else ()
+        return Case(
+            f"{name} {argv[0]}", argv, both(world.put("model", "chats.jsonl"), lambda here: spoil(here / "model" / file)),  # noqa: E501
+            must, about, keeps=("chats.jsonl", "model"), done=done, drawn=drawn,
+        )  # fmt: skip
+
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        for mutation in mutations(world.json(f"model/{file}"), widest=25):
+            must = "refuse" if not mutation.path and file == "tokenizer.json" else "either"
+            for argv in (build, _CHAT):
+                yield case(f"{file} {mutation.name}", argv, file, _json(mutation.tree), must, True)
+        for damage in damages(text=True):
+            for argv in (build, _CHAT):
+                must = "accept" if damage.harmless else "refuse"
+                if damage.name == "missing" and file == "tokenizer_config.json":
+                    must = "either"
+                if damage.name == "latin-1":
+                    must = "either"
+                yield case(f"{file} {damage.name}", argv, file, damage.spoil, must)
+    for name, (must, text) in _TEMPLATES.items():
+        for argv in (build, _CHAT):
+            spoil = lambda file, text=text: _replace(file, text)  # noqa: E731
+            yield case(f"template {name}", argv, "chat_template.jinja", spoil, must)
+
+
+_TURNS = b"{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+_TEMPLATES: dict[str, tuple[str, bytes]] = {
+    "empty": ("refuse", b""),
+    "no syntax": ("refuse", b"{% for m in messages %}{{ m.content }}"),
+    "unknown tag": ("refuse", b"{% zebra %}"),
+    "unknown filter": ("refuse", b"{{ messages | zebra }}"),
+    "undefined": ("refuse", b"{% for m in messages %}{{ m.zebra.zebra }}{% endfor %}"),
+    "raises": ("refuse", b"{{ raise_exception('no') }}"),
+    "raises on the second turn": ("refuse", b"{% for m in messages %}{% if loop.index > 1 %}{{ 1/0 }}{% endif %}{% endfor %}"),  # noqa: E501
+    "divides by zero": ("refuse", b"{{ 1 / 0 }}"),
+    "renders nothing": ("refuse", b"{% for m in messages %}{% endfor %}"),
+    "renders no content": ("refuse", b"{% for m in messages %}{{ m.role }}{% endfor %}"),
+    "loops": ("refuse", b"{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"),
+    "loops wide": ("refuse", b"{% for a in range(99999999999) %}{% endfor %}"),
+    "doubles": ("refuse", b"{% set n = namespace(t='x') %}{% for a in range(99) %}{% set n.t = n.t + n.t %}{% endfor %}{{ n.t }}"),  # noqa: E501
+    "pads": ("refuse", b"{{ '%9999999999d' % 1 }}" + _TURNS),
+    "repeats": ("refuse", b"{{ 'x' * 9999999999 }}" + _TURNS),
+    "recurses": ("refuse", b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
+    "deep": ("refuse", b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}"),
+    "reaches for classes": ("refuse", b"{{ ''.__class__.__mro__[1].__subclasses__() }}" + _TURNS),
+    "includes": ("refuse", b"{% include '/etc/passwd' %}"),
+    "escape codes": ("either", b"\x1b[31m" + _TURNS),
+    "utf-16": ("refuse", _TURNS.decode().encode("utf-16")),
+    "latin-1": ("refuse", _TURNS + "\u00e9".encode("latin-1")),
+    "nul": ("either", b"\0" + _TURNS),
+    "random": ("either", b"{% for m in messages %}{{ m.content }}{{ range(9) | random }}{% endfor %}"),
+    "time": ("either", b"{{ strftime_now('%f') }}" + _TURNS),
+}  # fmt: skip
+
+
+def _replace(file: Path, content: bytes) -> None:
+    # a new file: the old one is a hard link to what all cases share
+    file.unlink(missing_ok=True)
+    file.write_bytes(content)

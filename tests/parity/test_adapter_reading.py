@@ -1,0 +1,174 @@
+"""Every exported adapter is the one that PEFT reads; what PEFT cannot read is refused before training."""
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny_model, tiny_model
+from transformers import CONFIG_MAPPING
+
+from flatout.config.schema import BaseConfig, LoraConfig, ModelConfig
+from flatout.errors import CheckpointError, UsageError
+from flatout.models.load.model import load_model
+from flatout.models.lora.adapter import adapter_state, apply_adapter, load_adapter, read_back, save_adapter
+from flatout.models.lora.layer import add_lora, lora_layers
+from flatout.train.run import train
+
+IDS = torch.arange(3, 20)[None]
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_OWN = {"num_experts": 4, **_EXPERTS}
+_ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, **_EXPERTS}
+_LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+# PEFT takes gate_proj, up_proj and down_proj of these for fused experts, though dense and shared layers have them too
+EXPERT_NAMES = {
+    "deepseek_v2": {**_ROUTED, **_LATENT, "topk_group": 1, "q_lora_rank": None},
+    "deepseek_v3": {**_ROUTED, **_LATENT, "topk_group": 1, "q_lora_rank": 16},
+    "glm4_moe": _ROUTED,
+    "glm4_moe_lite": {**_ROUTED, **_LATENT, "q_lora_rank": 16},
+    "dots1": _ROUTED,
+    "ernie4_5_moe": {
+        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 1,
+        "moe_num_shared_experts": 1,
+    },
+    "afmoe": {**_OWN, "num_dense_layers": 1, "num_shared_experts": 1},
+    "exaone_moe": {**_OWN, "first_k_dense_replace": 1, "num_shared_experts": 1},
+    "solar_open": _ROUTED,
+    "qwen3_moe": {**_OWN, "mlp_only_layers": [0]},
+}  # fmt: skip
+
+
+def adapted(family, dtype=torch.float32, *, settings=None, **changes):
+    """A tiny model with an adapter that does something."""
+    model, config = tiny_model(family, dtype, **changes), LoraConfig(rank=3, alpha=5, **(settings or {}))
+    add_lora(model, config, seed=3)
+    generator = torch.Generator().manual_seed(1)
+    for layer in lora_layers(model).values():
+        layer.lora_b.data.copy_(torch.randn(layer.lora_b.shape, generator=generator) * 0.1)
+    return model, config
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", EXPERT_NAMES)
+def test_dense_layers_and_shared_experts_survive_the_way_through_peft(tmp_path, family):
+    ours, config = adapted(family, **EXPERT_NAMES[family])
+    save_adapter(ours, tmp_path, base_name="tiny", config=config)
+    assert "logits within" in read_back(ours, tmp_path, config=config)
+    theirs = PeftModel.from_pretrained(tiny_model(family, torch.float32, **EXPERT_NAMES[family]), str(tmp_path)).eval()
+    torch.testing.assert_close(logits(theirs), logits(ours), atol=1e-4, rtol=1e-4)
+    again = tiny_model(family, torch.float32, **EXPERT_NAMES[family])
+    apply_adapter(again, tmp_path)
+    assert torch.equal(logits(again), logits(ours))
+
+
+def rewrite(folder: Path, **changes):
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_an_adapter_that_peft_reads_otherwise_is_never_passed(tmp_path):
+    ours, config = adapted("qwen3_moe", **EXPERT_NAMES["qwen3_moe"])
+    save_adapter(ours, tmp_path, base_name="tiny", config=config)
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    names = sorted({name.rpartition(".")[2] for name in lora_layers(ours)})
+    rewrite(tmp_path, target_modules=names, target_parameters=None)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj\.lora_A\.weight is missing"):
+        read_back(ours, tmp_path, config=config)
+    rewrite(tmp_path, **{**written, "lora_alpha": 10})
+    with pytest.raises(CheckpointError, match="the scale is"):
+        read_back(ours, tmp_path, config=config)
+    rewrite(tmp_path, **written)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    first = min(tensors)
+    save_file({**tensors, first: tensors[first] * 1.01}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{first} is different"):
+        read_back(ours, tmp_path, config=config)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("settings", [{}, {"dora": True}, {"rslora": True}, {"targets": ["q_proj", "lm_head"]}])
+def test_reading_back_holds_in_every_precision(tmp_path, dtype, settings):
+    ours, config = adapted("llama", dtype, settings=settings)
+    save_adapter(ours, tmp_path, base_name="tiny", config=config)
+    before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+    assert "logits within" in read_back(ours, tmp_path, config=config)
+    assert ours.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
+
+
+def test_a_quantized_base_is_read_back_by_names_and_shapes(tmp_path):
+    save_tiny_model(tmp_path / "base", "llama")
+    settings = {"method": "lora", "device": torch.device("cpu"), "seed": 0, "base": BaseConfig(storage="nf4")}
+    model = load_model(ModelConfig(name=str(tmp_path / "base"), precision="fp32"), **settings).model
+    config = LoraConfig(rank=2)
+    add_lora(model, config, seed=0)
+    save_adapter(model, tmp_path / "adapter", base_name="tiny", config=config)
+    assert read_back(model, tmp_path / "adapter", config=config).endswith("14 layers, names, shapes, scale")
+    rewrite(tmp_path / "adapter", target_modules=["q_proj"])
+    with pytest.raises(CheckpointError, match="is missing"):
+        read_back(model, tmp_path / "adapter", config=config)
+
+
+def test_what_peft_cannot_read_is_refused_before_training(tiny, tmp_path):
+    shape = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    shape |= {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 2048, **_OWN}
+    CONFIG_MAPPING["laguna"](**shape).save_pretrained(tmp_path / "model")
+    model = {"name": str(tmp_path / "model"), "init": "random"}
+    data = {"tokenizer": str(tiny.model_dir)}
+    with pytest.raises(UsageError, match=r"PEFT .* cannot read adapters of model\.layers\.1\.mlp\.shared_experts"):
+        train(tiny.config(tmp_path / "run", model=model, data=data))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    ours, config = adapted("qwen3_moe", settings={"dora": True}, **EXPERT_NAMES["qwen3_moe"])
+    with pytest.raises(UsageError, match=r"set lora\.dora: false, or lora\.targets to what leaves these down_proj"):
+        save_adapter(ours, tmp_path / "adapter", base_name="tiny", config=config)
+
+
+def test_a_run_tells_that_its_adapter_was_read_back(tiny, tmp_path, capsys):
+    train(tiny.config(tmp_path / "run", batch={"max_steps": 1}))
+    assert "reads the same adapter: 14 layers, logits within" in capsys.readouterr().out
+
+
+def head_adapter_of_peft(folder):
+    theirs = get_peft_model(
+        tiny_model("llama", torch.float32),
+        peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "lm_head"], init_lora_weights=False),
+    ).eval()
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+def test_an_adapter_on_the_head_from_peft_goes_on(tmp_path):
+    theirs = head_adapter_of_peft(tmp_path)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    base = "base_model.model.lm_head.base_layer.weight"
+    assert base in stored
+    ours = tiny_model("llama", torch.float32)
+    add_lora(ours, LoraConfig(rank=3, alpha=5, targets=["q_proj", "lm_head"]), seed=9)
+    load_adapter(ours, tmp_path)
+    torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-5, rtol=1e-5)
+    save_file({**stored, base: stored[base] + 1}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UsageError, match=r"is not the base model's own lm_head\.weight"):
+        load_adapter(ours, tmp_path)
+
+
+def test_parameters_as_targets_are_read_for_linear_layers_only(tmp_path):
+    target = "model.layers.0.mlp.down_proj"
+    settings = {"r": 3, "lora_alpha": 5, "init_lora_weights": False}
+    linear = peft.LoraConfig(target_modules=["q_proj"], target_parameters=[f"{target}.weight"], **settings)
+    theirs = get_peft_model(tiny_model("llama", torch.float32), linear).eval()
+    theirs.save_pretrained(tmp_path / "linear")
+    ours = tiny_model("llama", torch.float32)
+    apply_adapter(ours, tmp_path / "linear")
+    torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-5, rtol=1e-5)
+    assert f"base_model.model.{target}.lora_A.weight" in adapter_state(ours)
+    experts = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"], **settings)
+    get_peft_model(tiny_model("qwen3_moe", torch.float32), experts).save_pretrained(tmp_path / "experts")
+    with pytest.raises(UsageError, match=r"target_parameters.*only plain LoRA adapters of linear layers"):
+        apply_adapter(tiny_model("qwen3_moe", torch.float32), tmp_path / "experts")

@@ -1,0 +1,180 @@
+"""Every causal language model of the installed transformers trains exactly, or is refused in one sentence."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from flatout.config.schema import LoraConfig, ModelConfig
+from flatout.errors import UsageError
+from flatout.models.head import packed_loss
+from flatout.models.load.model import load_model
+from flatout.models.lora.fused import fuse_layers
+from flatout.models.lora.layer import add_lora
+from flatout.models.packed import flatten_samples
+from flatout.models.rope import plain_rope
+from flatout.models.selftest import check_packing
+from flatout.train.model_shape import make_shape, read_shape
+
+CPU = torch.device("cpu")
+VOCAB_SIZE = 300
+# set where a configuration has the attribute, and a value for it
+_SMALL: dict[str, Any] = {
+    "hidden_size": 32, "d_model": 32, "n_embd": 32, "embedding_size": 32, "decoder_layers": 2, "encoder_layers": 2,
+    "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 4, "decoder_attention_heads": 4, "n_head": 4,
+    "encoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8,
+    "intermediate_size": 48, "ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48, "n_inner": 48,
+    "max_position_embeddings": 128, "initializer_range": 0.2, "sliding_window": 8, "query_pre_attn_scalar": 8,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "moe_topk": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE, "num_kv_shared_layers": 0,
+    "is_decoder": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_DROPOUT = (
+    "dropout", "attention_dropout", "hidden_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop", "hidden_dropout_prob",
+    "attention_probs_dropout_prob", "activation_dropout",
+)  # fmt: skip
+_LATENT = {"num_key_value_heads": 4}
+_BY_LAYER = {"layer_types": ["sliding_attention", "full_attention"]}
+_CHANGES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), _LATENT),
+    "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
+    "gemma2": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma4_text": {**_BY_LAYER, "num_global_key_value_heads": 2, "per_layer_config": {"1": {"head_dim": 16}}},
+    "gemma4": {**_BY_LAYER, "num_global_key_value_heads": 2, "per_layer_config": {"1": {"head_dim": 16}}},
+    **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron")},
+    "solar_open": {"intermediate_size": 48},
+    "zaya": {"num_experts_per_tok": 1},
+}
+# what people use, and one of each way to differ or to be refused
+TRAINED = (
+    "llama", "qwen3_moe", "gemma2", "gemma3n_text", "gemma4_text", "gpt_oss", "granite_swa", "hunyuan_v1_moe",
+    "llama4_text", "mimo_v2_flash", "opt", "phimoe",
+)  # fmt: skip
+REFUSED = {
+    "falcon": "attention interface",
+    "recurrent_gemma": "linear_attention",
+    "modernbert-decoder": "head's loss",
+    "mpt": "fails on packed documents",
+    "stablelm": "without documents",
+}
+# too large, or random in themselves, whatever the configuration
+_LEFT_OUT = {"blt", "reformer"}
+
+
+def tiny(model_type: str) -> Any:
+    """A small configuration, made by setting what the default one has. Raises what the configuration raises."""
+    default = CONFIG_MAPPING[model_type]()
+    text = default.get_text_config()
+    known = {*text.to_dict(), *text.attribute_map}
+    values = {"vocab_size": VOCAB_SIZE}
+    values |= {
+        name: value for name, value in _SMALL.items() if name in known and text.to_dict().get(name, 0) is not None
+    }
+    values |= dict.fromkeys(known & set(_DROPOUT), 0.0)
+    values |= _CHANGES.get(model_type, {})
+    if text is default:
+        return CONFIG_MAPPING[model_type](**values)
+    name = next(name for name in default.sub_configs if getattr(default, name) is text)
+    return CONFIG_MAPPING[model_type](**{name: {**values, "model_type": text.model_type}})
+
+
+def documents() -> list[tuple[np.ndarray, np.ndarray]]:
+    draw = np.random.default_rng(0)
+    return [(draw.integers(3, VOCAB_SIZE - 5, size), draw.random(size) < 0.6) for size in (5, 17, 1, 9, 12)]
+
+
+def plain_loss(model: PreTrainedModel) -> torch.Tensor:
+    """Summed loss by transformers' own attention, one document at a time."""
+    for name in ("sdpa", "eager"):
+        try:
+            model.set_attn_implementation(name)
+        except ValueError:
+            continue
+        break
+    total = torch.zeros((), dtype=model.dtype)
+    with plain_rope(model):
+        for ids, loss_mask in documents():
+            tokens = torch.from_numpy(ids)
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+            losses = F.cross_entropy(logits[:-1], tokens[1:], reduction="none")
+            total = total + losses[torch.from_numpy(loss_mask)[1:]].sum()
+    return total
+
+
+def gradients(model: PreTrainedModel, loss: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def train_a_step(folder: Path, method: Any, precision: Any) -> None:
+    """Plan, load, prove, and compare loss and gradients with plain transformers. Raises UsageError where refused."""
+    assert read_shape(str(folder), None).num_params > 0
+    loaded = load_model(
+        ModelConfig(name=str(folder), init="random", precision=precision), method=method, device=CPU, seed=0
+    )
+    check_packing(loaded)
+    model = loaded.model.eval()
+    if method == "lora":
+        add_lora(model, LoraConfig(rank=2), seed=0)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b"):
+                torch.nn.init.normal_(parameter.data, std=0.02)
+        fuse_layers(model)
+    ours = packed_loss(model, flatten_samples(documents())).loss_sum
+    ours_grad = gradients(model, ours)
+    truth = plain_loss(model)
+    # transformers' eager attention takes its softmax in float32, and rotary's cosines are float32 everywhere
+    limit = {"fp64": 1e-6, "fp32": 1e-5}[precision]
+    assert ours.item() == pytest.approx(truth.item(), rel=limit)
+    assert float((ours_grad - gradients(model, truth)).norm() / ours_grad.norm()) < 10 * limit
+
+
+def write(model_type: str, folder: Path) -> Path:
+    tiny(model_type).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("model_type", TRAINED)
+def test_trains_a_step_as_plain_transformers_does(tmp_path: Path, model_type: str, method: str) -> None:
+    train_a_step(write(model_type, tmp_path), method, "fp32")
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_cannot_be_exact_is_refused_in_one_sentence(tmp_path: Path, model_type: str) -> None:
+    with pytest.raises(UsageError, match=REFUSED[model_type]) as refused:
+        train_a_step(write(model_type, tmp_path), "full", "fp32")
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_heads_that_differ_by_layer_are_planned_as_the_largest(tmp_path: Path) -> None:
+    assert read_shape(str(write("gemma4_text", tmp_path)), None).head_dim == 16
+
+
+def test_other_names_of_sizes_are_transformers_own() -> None:
+    shape = make_shape({"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4})
+    assert (shape.num_layers, shape.hidden_size, shape.num_heads) == (3, 64, 4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model_type", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - _LEFT_OUT))
+def test_every_architecture_trains_or_is_refused(tmp_path: Path, model_type: str) -> None:
+    try:
+        write(model_type, tmp_path)
+    except Exception as error:  # noqa: BLE001  (configurations check themselves with any exception)
+        pytest.skip(f"no small configuration: {error}")
+    for method in ("full", "lora"):
+        try:
+            train_a_step(tmp_path, method, "fp64")
+            said = "trained"
+        except UsageError as refused:
+            said = str(refused)
+        assert len(said.splitlines()) == 1

@@ -1,0 +1,134 @@
+"""The playbooks of docs/extending.md, each done once: a model, a kernel, a row format, a tracker."""
+
+import ast
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from flatout.data.build import open_or_build
+from flatout.data.conversation import Conversation, Message, Origin
+from flatout.data.rows.formats.detect import RULES, FormatRule
+from flatout.data.rows.formats.fields import Reading
+from flatout.track.record import EvalRecord, Record, StepRecord
+from flatout.train.run import train
+
+ROOT = Path(__file__).parents[2]
+
+
+class PlaybookConfig(LlamaConfig):
+    model_type = "playbook_llama"
+
+
+class PlaybookForCausalLM(LlamaForCausalLM):
+    config_class = PlaybookConfig
+
+
+def test_a_new_dense_architecture_needs_no_row(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    """A model type that flatout has never heard of trains, and its first loss is that of transformers."""
+    AutoConfig.register("playbook_llama", PlaybookConfig)
+    AutoModelForCausalLM.register(PlaybookConfig, PlaybookForCausalLM)
+    folder = tmp_path / "model"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (source := tiny.model_dir / name).exists():
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_bytes(source.read_bytes())
+    torch.manual_seed(0)
+    config = PlaybookConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048,
+    )  # fmt: skip
+    model = PlaybookForCausalLM(config).double()
+    model.save_pretrained(folder)
+    run_config = tiny.config(tmp_path / "run", model={"name": str(folder), "precision": "fp64"}, batch={"max_steps": 1})
+    train(run_config)
+    first = metrics_of(tmp_path / "run")[0]
+
+    store = open_or_build(run_config.data, str(folder))
+    losses, num_labels = [], 0
+    for index in range(store.num_samples):
+        ids, mask = (torch.from_numpy(array.copy()) for array in store.sample(index))
+        labels = ids.long().masked_fill(~mask, -100)[1:]
+        logits = model(ids.long()[None]).logits[0, :-1]
+        losses.append(nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=-100))
+        num_labels += int(mask[1:].sum())
+    assert num_labels == int(store.num_labels.sum())
+    # the step holds six of these samples: its loss is the mean over their label tokens
+    per_sample = torch.stack([each.sum() for each in losses])
+    sums = [float(per_sample[list(ids)].sum()) for ids in [step_ids(run_config)]]
+    assert first["loss"] == pytest.approx(sums[0] / first["num_label_tokens"], rel=1e-10)
+
+
+def step_ids(config: Any) -> tuple[int, ...]:
+    from flatout.parallel.rank import Rank
+    from flatout.track.tracker import Trackers
+    from flatout.train.planning import plan_run
+
+    return plan_run(config, Trackers(), Rank()).plan.step(0).sample_ids
+
+
+def test_every_kernel_has_a_plain_twin_and_a_test_that_compares_them() -> None:
+    tests = {path: path.read_text() for path in (ROOT / "tests" / "parity").glob("test_*.py")}
+    operations = [folder for folder in (ROOT / "flatout" / "kernels").iterdir() if (folder / "__init__.py").exists()]
+    assert len(operations) >= 5
+    for folder in operations:
+        twins = ast.parse(
+            (folder / ("reference.py" if (folder / "reference.py").exists() else "__init__.py")).read_text()
+        )
+        assert ast.get_docstring(twins), f"{folder.name}: the plain twin says what it computes"
+        assert any(f"flatout.kernels.{folder.name}" in text for text in tests.values()), (
+            f"{folder.name}: no parity test"
+        )
+
+
+def test_a_row_format_is_one_function_and_one_rule(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse_riddle(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Conversation:
+        messages = (Message("user", row["riddle"]), Message("assistant", row["solution"]))
+        return Conversation(messages, origin)
+
+    monkeypatch.setitem(RULES, "riddle", FormatRule(parse_riddle, (("riddle",), ("solution",))))
+    rows = tmp_path / "riddles.jsonl"
+    rows.write_text("".join(json.dumps({"riddle": f"what is {n}", "solution": f"it is {n}"}) + "\n" for n in range(3)))
+    data = tiny.config(tmp_path / "run").data.model_copy(
+        update={"name": "riddles", "root": tmp_path / "data", "num_procs": 1, "sources": []}
+    )
+    data = type(data).model_validate({**data.model_dump(), "sources": [{"path": str(rows)}]})
+    store = open_or_build(data, str(tiny.model_dir))
+    assert store.num_samples == 3
+    assert int(store.num_labels.sum()) > 0
+
+
+class Listener:
+    """A tracker: the whole protocol."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.records: list[Record] = []
+        self.events: list[str] = []
+        self.closed = False
+
+    def stage(self, name: str, text: str) -> None:
+        self.stages.append(name)
+
+    def record(self, record: Record) -> None:
+        self.records.append(record)
+
+    def event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        self.events.append(kind)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_tracker_is_one_class(tiny: Any, tmp_path: Path) -> None:
+    listener = Listener()
+    train(tiny.config(tmp_path, batch={"max_steps": 2}, eval={"fraction": 0.1}), trackers=[listener])
+    assert {"config", "tokens", "plan", "model", "final"} <= set(listener.stages)
+    assert [type(record) for record in listener.records] == [EvalRecord, StepRecord, StepRecord, EvalRecord]
+    assert "saved" in listener.events
+    assert listener.closed

@@ -1,0 +1,380 @@
+"""Checkpoints: what is saved comes back bit-equal; rotation keeps what it promises; every fallback is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty_disk import BROKEN_DISK, FULL_DISK, FaultyDisk, QuickDisk, same, snapshot_of
+
+from flatout.checkpoint.manifest import (
+    Manifest,
+    OtherFormatError,
+    encode_manifest,
+    read_manifest,
+    run_identity,
+    versions,
+)
+from flatout.checkpoint.write import Checkpoints, Entry, Snapshot, rotation
+from flatout.errors import CheckpointError, ResourceError
+from flatout.io.durable_io import Disk, DurableIO
+
+
+class Events(list[tuple[str, dict[str, Any]]]):
+    def __call__(self, kind: str, facts: Mapping[str, Any]) -> None:
+        self.append((kind, dict(facts)))
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self]
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+def checkpoints(run_dir: Path, events: Events, *, keep: int = 2, disk: Disk | None = None) -> Checkpoints:
+    return Checkpoints(run_dir, keep=keep, on_event=events, durable_io=DurableIO(disk or QuickDisk()))
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_what_is_saved_comes_back_bit_equal(tmp_path: Path, events: Events) -> None:
+    assert checkpoints(tmp_path, events).newest() is None
+    path = checkpoints(tmp_path, events, disk=Disk()).save(snapshot_of(7))
+    assert path == tmp_path / "checkpoints" / "step-7"
+    fresh = checkpoints(tmp_path, events)
+    assert same(fresh.newest(), snapshot_of(7))
+    assert same(fresh.load(path), snapshot_of(7))
+    assert fresh.steps() == [7]
+    assert events == []
+    manifest = read_manifest(path)
+    assert manifest.step == 7
+    assert manifest.run_id == run_identity(tmp_path, DurableIO())
+    assert manifest.versions == versions()
+    assert set(manifest.files) == {"model.safetensors", "optimizer.safetensors", "state.json"}
+
+
+def test_other_stems_travel_too(tmp_path: Path, events: Events) -> None:
+    plain = snapshot_of(1)
+    more = dataclasses.replace(plain, tensors={**plain.tensors, "buffers-1": {"a": torch.ones(3)}, "ema": {}})
+    checkpoints(tmp_path, events).save(more)
+    assert same(checkpoints(tmp_path, events).newest(), more)
+
+
+def test_an_incomplete_snapshot_is_refused_before_anything_is_written(tmp_path: Path, events: Events) -> None:
+    whole = snapshot_of(1)
+    short = dataclasses.replace(whole, tensors={"model": {}})
+    with pytest.raises(ValueError, match="step 1 lacks optimizer"):
+        checkpoints(tmp_path, events).save(short)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        checkpoints(tmp_path, events).save(dataclasses.replace(whole, facts={"loss": float("inf")}))
+    assert not (tmp_path / "checkpoints").exists() or names(tmp_path) == []
+
+
+def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path, events: Events) -> None:
+    saves = checkpoints(tmp_path, events)
+    for step in range(1, 8):
+        saves.save(snapshot_of(step), best=step in (2, 4))
+    assert names(tmp_path) == ["step-4", "step-6", "step-7"]
+    saves = checkpoints(tmp_path, events)  # another process knows the best from the disk
+    saves.save(snapshot_of(8))
+    assert names(tmp_path) == ["step-4", "step-7", "step-8"]
+    saves.save(snapshot_of(9), best=True)
+    assert names(tmp_path) == ["step-8", "step-9"]
+    assert events == []
+
+
+def test_steps_are_ordered_by_number_not_by_name(tmp_path: Path, events: Events) -> None:
+    saves = checkpoints(tmp_path, events, keep=5)
+    for step in (8, 9, 10, 100):
+        saves.save(snapshot_of(step))
+    assert saves.steps() == [100, 10, 9, 8]
+    assert same(saves.newest(), snapshot_of(100))
+
+
+def test_rotation_does_not_count_a_damaged_one(tmp_path: Path, events: Events) -> None:
+    saves = checkpoints(tmp_path, events, keep=3)
+    for step in (1, 2, 3):
+        saves.save(snapshot_of(step))
+    (tmp_path / "checkpoints" / "step-3" / "optimizer.safetensors").unlink()
+    checkpoints(tmp_path, events, keep=2).save(snapshot_of(4))
+    assert names(tmp_path) == ["step-2", "step-3", "step-4"]
+    checkpoints(tmp_path, events, keep=2).save(snapshot_of(5))
+    assert names(tmp_path) == ["step-4", "step-5"]
+
+
+def test_rotation_as_a_pure_decision() -> None:
+    def entry(step: int, *, replaced: bool = False) -> Entry:
+        return Entry(Path(f"step-{step}" + ".old-ab" * replaced), step, replaced)
+
+    def manifest(step: int, *, best: bool = False) -> Manifest:
+        return Manifest("0" * 16, "1" * 16, step, best, 1, {}, {}, "")
+
+    entries = [entry(9), entry(8), entry(8, replaced=True), entry(7), entry(6), entry(5), entry(4)]
+    manifests: dict[Path, Manifest | None] = {e.path: manifest(e.step, best=e.step in (4, 5)) for e in entries}
+    saved = Path("step-9")
+    doomed = rotation(entries, manifests, keep=2, saved=saved)
+    assert [path.name for path in doomed] == ["step-8.old-ab", "step-7", "step-6", "step-4"]
+    manifests[Path("step-8")] = None  # damaged: the one it replaced is what counts
+    doomed = rotation(entries, manifests, keep=2, saved=saved)
+    assert [path.name for path in doomed] == ["step-7", "step-6", "step-4"]
+    assert rotation(entries, manifests, keep=1, saved=Path("step-6"))[-1] == Path("step-4")
+    assert Path("step-6") not in rotation(entries, manifests, keep=1, saved=Path("step-6"))
+    manifests = dict.fromkeys(manifests)
+    assert rotation(entries, manifests, keep=1, saved=saved) == []  # nothing is let go while nothing is valid
+
+
+def test_the_same_step_again_replaces_it(tmp_path: Path, events: Events) -> None:
+    saves = checkpoints(tmp_path, events)
+    saves.save(snapshot_of(3))
+    saves.save(snapshot_of(3, mark=1), best=True)
+    assert names(tmp_path) == ["step-3"]
+    assert same(checkpoints(tmp_path, events).newest(), snapshot_of(3, mark=1))
+
+
+def test_between_the_two_renames_the_old_one_still_counts(tmp_path: Path, events: Events) -> None:
+    saves = checkpoints(tmp_path, events)
+    path = saves.save(snapshot_of(3))
+    path.rename(path.with_name("step-3.old-0123abcd"))
+    assert same(checkpoints(tmp_path, events).newest(), snapshot_of(3))
+    checkpoints(tmp_path, events).save(snapshot_of(4))
+    assert names(tmp_path) == ["step-3.old-0123abcd", "step-4"]
+
+
+def test_debris_is_named_then_removed_by_the_next_save(tmp_path: Path, events: Events) -> None:
+    saves = checkpoints(tmp_path, events)
+    saves.save(snapshot_of(3))
+    for name in ("step-9.tmp-0123abcd", "step-1.gone-0123abcd"):
+        shutil.copytree(tmp_path / "checkpoints" / "step-3", tmp_path / "checkpoints" / name)
+    assert same(saves.newest(), snapshot_of(3))
+    assert events.kinds == ["unfinished", "unfinished"]
+    assert names(tmp_path) == ["step-1.gone-0123abcd", "step-3", "step-9.tmp-0123abcd"]  # loading changes nothing
+    events.clear()
+    saves.save(snapshot_of(4))
+    assert events.kinds == ["removed", "removed"]
+    assert "step-1.gone-0123abcd" in events[0][1]["path"]
+    assert names(tmp_path) == ["step-3", "step-4"]
+
+
+def test_only_debris_means_a_fresh_start(tmp_path: Path, events: Events) -> None:
+    (tmp_path / "checkpoints" / "step-1.tmp-0123abcd").mkdir(parents=True)
+    assert checkpoints(tmp_path, events).newest() is None
+    assert events.kinds == ["unfinished"]
+
+
+def test_an_empty_newer_folder_is_passed_over_with_one_line(tmp_path: Path, events: Events) -> None:
+    checkpoints(tmp_path, events).save(snapshot_of(3))
+    (tmp_path / "checkpoints" / "step-9").mkdir()
+    assert same(checkpoints(tmp_path, events).newest(), snapshot_of(3))
+    assert events.kinds == ["refused", "fallback"]
+    assert "step-9: manifest.json is missing" in events[0][1]["why"]
+    assert events[1][1]["step"] == 3
+
+
+def test_a_folder_deleted_while_running_is_made_again(tmp_path: Path, events: Events) -> None:
+    saves = checkpoints(tmp_path / "run", events)
+    DurableIO(QuickDisk()).make_dir(tmp_path / "run")
+    saves.save(snapshot_of(1))
+    for gone in (tmp_path / "run" / "checkpoints", tmp_path / "run"):
+        shutil.rmtree(gone)
+        saves.save(snapshot_of(2))
+        assert events.kinds == ["recreated"]
+        assert same(checkpoints(tmp_path / "run", events).newest(), snapshot_of(2))
+        events.clear()
+
+
+def test_a_removal_that_fails_is_told_and_tried_again(tmp_path: Path, events: Events) -> None:
+    class StickyDisk(QuickDisk):
+        sticks = True
+
+        def unlink(self, path: Path) -> None:
+            if self.sticks and "step-1." in path.parent.name:
+                raise PermissionError(13, "Permission denied")
+            super().unlink(path)
+
+    disk = StickyDisk()
+    saves = checkpoints(tmp_path, events, keep=1, disk=disk)
+    saves.save(snapshot_of(1))
+    saves.save(snapshot_of(2))
+    assert events.kinds == ["not removed"]
+    assert "Permission denied" in events[0][1]["why"]
+    saves.save(snapshot_of(3))
+    assert events.kinds == ["not removed", "removed", "not removed"]
+    disk.sticks = False
+    saves.save(snapshot_of(4))
+    assert names(tmp_path) == ["step-4"]
+
+
+def test_a_full_disk_leaves_the_older_ones_and_no_partial(tmp_path: Path, events: Events) -> None:
+    checkpoints(tmp_path, events).save(snapshot_of(1))
+    disk = FaultyDisk(12, FULL_DISK, lasting=True)
+    with pytest.raises(ResourceError, match=r"disk or quota full: .*step-2.* needs [\d,]+ bytes, [\d,]+ are free"):
+        checkpoints(tmp_path, events, disk=disk).save(snapshot_of(2))
+    assert names(tmp_path) == ["step-1"]
+    assert same(checkpoints(tmp_path, events).newest(), snapshot_of(1))
+
+
+def test_too_little_space_is_found_before_a_byte_is_written(tmp_path: Path, events: Events) -> None:
+    class SmallDisk(FaultyDisk):
+        def free_bytes(self, path: Path) -> int:
+            return 100
+
+    disk = SmallDisk()
+    with pytest.raises(ResourceError, match="100 are free"):
+        checkpoints(tmp_path, events, disk=disk).save(snapshot_of(1))
+    assert names(tmp_path) == []
+    assert not any(line.startswith("create") and "step-" in line for line in disk.log)
+
+
+def test_a_disk_that_writes_other_bytes_is_caught_before_the_rename(tmp_path: Path, events: Events) -> None:
+    class LyingDisk(QuickDisk):
+        def write(self, fd: int, content: memoryview) -> int:
+            return super().write(fd, memoryview(bytes(content[:-1]) + b"?"))
+
+    checkpoints(tmp_path, events).save(snapshot_of(1))
+    with pytest.raises(CheckpointError, match="does not match its hash"):
+        checkpoints(tmp_path, events, disk=LyingDisk()).save(snapshot_of(2))
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_an_unreadable_file_is_a_reason_not_a_crash(tmp_path: Path, events: Events) -> None:
+    saves = checkpoints(tmp_path, events)
+    saves.save(snapshot_of(1))
+    path = saves.save(snapshot_of(2)) / "model.safetensors"
+    path.unlink()
+    path.mkdir()
+    assert same(checkpoints(tmp_path, events).newest(), snapshot_of(1))
+    assert "model.safetensors: cannot be read: Is a directory" in events[0][1]["why"]
+
+
+def test_when_none_is_valid_every_reason_is_listed(tmp_path: Path, events: Events) -> None:
+    saves = checkpoints(tmp_path, events)
+    for step in (1, 2):
+        saves.save(snapshot_of(step))
+    (tmp_path / "checkpoints" / "step-1" / "state.json").write_text("{")
+    (tmp_path / "checkpoints" / "step-2" / "optimizer.safetensors").unlink()
+    with pytest.raises(CheckpointError) as raised:
+        checkpoints(tmp_path, events).newest()
+    message = str(raised.value)
+    for part in ("none of 2 checkpoints is valid", "step-2/optimizer.safetensors: the file is missing"):
+        assert part in message
+    assert "step-1/state.json: found 1 bytes, expected" in message
+    assert raised.value.exit_code == 4
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """A manifest that is whole and hashed, with other values."""
+    manifest = dataclasses.replace(read_manifest(path), **changes)
+    (path / "manifest.json").write_bytes(encode_manifest(manifest))
+
+
+def test_another_format_is_refused_not_passed_over(tmp_path: Path, events: Events) -> None:
+    saves = checkpoints(tmp_path, events)
+    saves.save(snapshot_of(1))
+    path = saves.save(snapshot_of(2))
+    manifest = read_manifest(path)
+    for version in (1, 2, 4, None, "3"):
+        other: Any = dataclasses.replace(manifest, format_version=version)  # type: ignore[arg-type]  # as a file may
+        (path / "manifest.json").write_bytes(encode_manifest(other))
+        with pytest.raises(OtherFormatError, match=rf"step-2.*format {version!r}, this one reads 3\); go on with that"):
+            checkpoints(tmp_path, events).newest()
+
+
+def test_another_runs_checkpoint_is_refused(tmp_path: Path, events: Events) -> None:
+    for run in ("a", "b"):
+        DurableIO(QuickDisk()).make_dir(tmp_path / run)
+        checkpoints(tmp_path / run, events).save(snapshot_of(1))
+    checkpoints(tmp_path / "a", events).save(snapshot_of(2))
+    shutil.copytree(tmp_path / "a" / "checkpoints" / "step-2", tmp_path / "b" / "checkpoints" / "step-2")
+    assert same(checkpoints(tmp_path / "b", events).newest(), snapshot_of(1))
+    assert "belongs to run" in events[0][1]["why"]
+
+
+def test_a_manifest_that_lacks_the_optimizer_is_refused(tmp_path: Path, events: Events) -> None:
+    path = checkpoints(tmp_path, events).save(snapshot_of(2))
+    files = dict(read_manifest(path).files)
+    del files["optimizer.safetensors"]
+    rewrite(path, files=files)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: files: optimizer\.safetensors missing"):
+        checkpoints(tmp_path, events).newest()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": -1}, "step: .*greater than or equal to 0; found -1"),
+        ({"step": 5}, "the folder's name says step 2, its manifest 5"),
+        ({"run_id": "x"}, "run_id: .*found 'x'"),
+        ({"world_size": "1"}, "world_size: .*valid integer; found '1'"),
+        ({"files": {"../../etc/passwd": {"size_bytes": 1, "xxh3": "0" * 32}}}, r"files\.\.\./\.\./etc/passwd"),
+        ({"files": {"a": {"size_bytes": 1}}}, r"files\.a\.xxh3: Field required"),
+    ],
+)
+def test_a_manifest_is_checked_field_by_field(
+    tmp_path: Path, events: Events, changes: dict[str, Any], message: str
+) -> None:
+    path = checkpoints(tmp_path, events).save(snapshot_of(2))
+    rewrite(path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints(tmp_path, events).load(path)
+
+
+def test_files_of_two_saves_of_one_step_do_not_mix(tmp_path: Path, events: Events) -> None:
+    saves = checkpoints(tmp_path, events)
+    path = saves.save(snapshot_of(2))
+    first = (path / "optimizer.safetensors").read_bytes()
+    saves.save(snapshot_of(2, mark=1))
+    # someone even made the manifest agree: the identity in the file's header still tells
+    (path / "optimizer.safetensors").write_bytes(first)
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: it is of another save: found .*save_id"):
+        checkpoints(tmp_path, events).load(path)
+    from flatout.io.hashing import digest
+
+    files = {**read_manifest(path).files, "optimizer.safetensors": digest(path / "optimizer.safetensors")}
+    rewrite(path, files=files)
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: it is of another save"):
+        checkpoints(tmp_path, events).load(path)
+
+
+def test_the_runs_identity_is_kept_and_never_made_up(tmp_path: Path, events: Events) -> None:
+    durable_io = DurableIO(QuickDisk())
+    first = run_identity(tmp_path, durable_io)
+    assert run_identity(tmp_path, durable_io) == first
+    checkpoints(tmp_path, events).save(snapshot_of(1))
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(CheckpointError, match=r"run\.json: missing, though there are checkpoints; put back"):
+        checkpoints(tmp_path, events).newest()
+    (tmp_path / "run.json").write_text('{"run_id": 3}')
+    with pytest.raises(CheckpointError, match=r"run\.json: run_id: found 3, expected 8 to 32 hex digits"):
+        checkpoints(tmp_path, events).newest()
+    durable_io.write_json(tmp_path / "run.json", {"run_id": first})
+    assert same(checkpoints(tmp_path, events).newest(), snapshot_of(1))
+
+
+def test_an_io_error_at_any_operation_is_one_sentence_and_costs_nothing(tmp_path: Path, events: Events) -> None:
+    counting = FaultyDisk()
+    checkpoints(tmp_path, events, disk=counting).save(snapshot_of(1))
+    told: list[str] = []
+    for k in range(0, counting.num_operations, 4):
+        try:
+            checkpoints(tmp_path, events, disk=FaultyDisk(k, BROKEN_DISK)).save(snapshot_of(2))
+        except ResourceError as error:
+            told.append(str(error))
+        loaded = checkpoints(tmp_path, events).newest()
+        assert same(loaded, snapshot_of(1)) or same(loaded, snapshot_of(2))
+    assert len(told) >= 6
+    assert all("Input/output error" in message for message in told)
+
+
+def test_a_snapshot_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Snapshot(1, {}, {}).step = 2  # type: ignore[misc]  # the point of the test

@@ -1,0 +1,157 @@
+"""Which changes may go on from a checkpoint: every setting classified, every refusal by name, value and remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from flatout.checkpoint.compatibility import config_changes, is_complete, refuse_changes, refuse_other_data
+from flatout.config.resume_effects import RESUME_EFFECTS
+from flatout.config.schema import Config
+from flatout.errors import CheckpointError
+
+BASE: dict[str, Any] = {"model": {"name": "m"}}
+
+
+def dump(**sections: Any) -> dict[str, Any]:
+    return Config.model_validate({**BASE, **sections}).model_dump(mode="json")
+
+
+def keys_of(schema: type[BaseModel], prefix: str = "") -> set[str]:
+    keys: set[str] = set()
+    for name, field in schema.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            keys |= keys_of(section, f"{prefix}{name}.")
+        else:
+            keys.add(prefix + name)
+    return keys
+
+
+def test_every_setting_is_classified_and_nothing_else() -> None:
+    assert keys_of(Config) == RESUME_EFFECTS.keys()
+    assert all(effect in ("numerics", "rounding", "harmless") and why for effect, why in RESUME_EFFECTS.values())
+
+
+def test_the_walk_over_a_config_meets_exactly_the_classified_keys() -> None:
+    """A changed value of each key, one at a time, is found under its own name with its own effect."""
+    saved = dump()
+    for key, (effect, _) in RESUME_EFFECTS.items():
+        now = dump()
+        *sections, name = key.split(".")
+        section = now
+        for part in sections:
+            section = section[part]
+        section[name] = "another value"
+        (change,) = config_changes(saved, now)
+        assert (change.key, change.effect, change.now) == (key, effect, "another value")
+
+
+def test_no_change_is_no_change() -> None:
+    sources = [{"path": "a.jsonl", "columns": {"x": "y"}}]
+    assert config_changes(dump(data={"sources": sources}), dump(data={"sources": sources})) == []
+    refuse_changes([], [])
+
+
+def test_maths_changes_are_refused_by_key_both_values_and_remedy() -> None:
+    changes = config_changes(dump(), dump(optim={"lr": 1e-4}, lora={"targets": ["q_proj"]}, log_every_steps=5))
+    with pytest.raises(CheckpointError) as raised:
+        refuse_changes(changes, [])
+    message = str(raised.value)
+    for part in (
+        "optim.lr: 0.0002 in the checkpoint, 0.0001 now",
+        'lora.targets: all-linear in the checkpoint, ["q_proj"] now',
+        "checkpoint.allow_change=[lora.targets,optim.lr]",
+        "another run_dir",
+    ):
+        assert part in message
+    assert "log_every_steps" not in message
+    assert raised.value.exit_code == 4
+
+
+def test_allowing_is_by_key_or_section() -> None:
+    changes = config_changes(dump(), dump(optim={"lr": 1e-4, "beta2": 0.95}))
+    refuse_changes(changes, ["optim"])
+    refuse_changes(changes, ["optim.lr", "optim.beta2"])
+    for allow in (["optim.lr"], ["opt"], ["optim.l"], ["lr", "beta2"]):
+        with pytest.raises(CheckpointError, match=r"optim\.beta2: 0\.999 in the checkpoint, 0\.95 now"):
+            refuse_changes(changes, allow)
+
+
+def test_harmless_and_rounding_changes_pass_and_are_told() -> None:
+    now = dump(
+        name="other",
+        run_dir="/elsewhere/run",
+        log_every_steps=9,
+        data={"root": "/elsewhere/data", "num_procs": 3},
+        batch={"micro_batch_tokens": 64},
+        checkpoint={"every_steps": 7, "keep": 9, "allow_change": ["seed"]},
+    )
+    changes = config_changes(dump(), now)
+    refuse_changes(changes, [])
+    assert len(changes) == 9
+    told = {change.key: str(change) for change in changes}
+    assert told["batch.micro_batch_tokens"] == (
+        "batch.micro_batch_tokens: null in the checkpoint, 64 now (the same steps, summed in other pieces; "
+        "lora.dropout draws other masks)"
+    )
+    assert told["run_dir"].startswith("run_dir: null in the checkpoint, /elsewhere/run now")
+
+
+@pytest.mark.parametrize("key", ["seed", "batch.samples_per_step", "model.name", "data.template", "schedule.kind"])
+def test_the_settings_that_issue_and_notes_name_are_maths(key: str) -> None:
+    assert RESUME_EFFECTS[key][0] == "numerics"
+
+
+def test_unknown_keys_are_maths_on_either_side() -> None:
+    new = dump()
+    old = {**new, "optim": {**new["optim"], "warp": 9}, "gone": {"deep": {"x": 1}}}
+    changes = config_changes(old, new)
+    assert [(change.key, change.saved, change.now) for change in changes] == [
+        ("gone.deep.x", 1, "(absent)"),
+        ("optim.warp", 9, "(absent)"),
+    ]
+    with pytest.raises(CheckpointError, match=r"optim\.warp: 9 in the checkpoint, \(absent\) now \(a setting this"):
+        refuse_changes(changes, [])
+    with pytest.raises(CheckpointError, match=r"optim\.warp: \(absent\) in the checkpoint, 9 now"):
+        refuse_changes(config_changes(new, old), ["gone"])
+
+
+OLD = {"data": {"name": "alpaca", "num_samples": 52002, "fingerprint": "aa11"}, "plan": "p1"}
+NEW = {"data": {"name": "alpaca", "num_samples": 51000, "fingerprint": "bb22"}, "plan": "p2"}
+
+
+def test_other_data_is_refused_with_name_and_rows() -> None:
+    refuse_other_data(OLD, dict(OLD))
+    with pytest.raises(CheckpointError) as raised:
+        refuse_other_data(OLD, NEW)
+    message = str(raised.value)
+    assert "data: name alpaca, num_samples 52002, fingerprint aa11 in the checkpoint" in message
+    assert "name alpaca, num_samples 51000, fingerprint bb22 now" in message
+    assert "checkpoint.allow_change=[data,plan]" in message
+
+
+def test_a_plan_alone_is_refused_unless_a_named_change_explains_it() -> None:
+    now = {**OLD, "plan": "p2"}
+    with pytest.raises(CheckpointError, match="plan: p1 in the checkpoint, p2 now"):
+        refuse_other_data(OLD, now)
+    harmless = config_changes(dump(), dump(name="other"))
+    with pytest.raises(CheckpointError, match="plan: p1"):
+        refuse_other_data(OLD, now, explained_by=harmless)
+    refuse_other_data(OLD, now, explained_by=config_changes(dump(), dump(batch={"samples_per_step": 8})))
+    refuse_other_data(OLD, now, allow=["plan"])
+
+
+def test_allowed_data_explains_the_plan_and_a_missing_fingerprint_is_told() -> None:
+    refuse_other_data(OLD, NEW, allow=["data"])
+    with pytest.raises(CheckpointError, match=r"eval_data: \(absent\) in the checkpoint, e1 now"):
+        refuse_other_data(OLD, {**OLD, "eval_data": "e1"})
+
+
+@pytest.mark.parametrize(
+    ("saved_step", "num_steps", "complete"), [(7, 8, False), (8, 8, True), (8, 4, True), (0, 1, False)]
+)
+def test_nothing_left_to_do_is_complete_not_one_step_more(saved_step: int, num_steps: int, complete: bool) -> None:
+    assert is_complete(saved_step, num_steps) is complete

@@ -1,0 +1,123 @@
+"""No setting is ignored: the code outside of flatout/config reads each one, by the syntax tree."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flatout
+from flatout.config.read import dotted_names, make_config
+from flatout.config.resume_effects import RESUME_EFFECTS
+from flatout.config.schema import Config
+from flatout.errors import ProblemsError
+
+SOURCE = Path(flatout.__file__).parent
+# what a section is called where its settings are read, besides its own name and `config`
+CALLED = {"data.sources": ("source",), "": ("self",)}
+# read through a property of the settings, and that property
+THROUGH = {
+    "run_dir": "folder",
+    "device": "wanted_device",
+    "base.compute": "computes_in_fp8",
+}
+# read by a name that is chosen as the program runs
+BY_NAME = ("faults.stall_s", "faults.long_phase_s")
+
+
+def settings() -> list[str]:
+    """Every setting that has a value of its own, by its dotted name; those of a source among them."""
+    names = list(dotted_names())
+    return [
+        name for name in names if not any(other.startswith(f"{name}.") for other in names) or name == "data.sources"
+    ]
+
+
+def reads() -> Iterator[tuple[str, str]]:
+    """(owner, attribute) of every attribute that code outside of flatout/config reads, and ("", text) of its texts."""
+    for file in SOURCE.rglob("*.py"):
+        if file.parent == SOURCE / "config":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value
+                name = (
+                    owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
+                )
+                yield name.lstrip("_"), node.attr
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield "", node.value
+
+
+def unread(names: list[str], found: set[tuple[str, str]]) -> list[str]:
+    """Those of these settings that no code reads from their section."""
+
+    def is_read(name: str) -> bool:
+        section, _, setting = name.rpartition(".")
+        owners = {section, "config", *CALLED.get(section, ())}
+        attribute = THROUGH.get(name, setting)
+        return any((owner, attribute) in found for owner in owners) or (name in BY_NAME and ("", setting) in found)
+
+    return [name for name in names if not is_read(name)]
+
+
+def test_every_setting_is_read_outside_of_the_configuration() -> None:
+    assert unread(settings(), set(reads())) == []
+
+
+def test_a_setting_that_nothing_reads_is_found() -> None:
+    found = set(reads())
+    assert unread(["lora.zebra"], found) == ["lora.zebra"]
+    without = {(owner, name) for owner, name in found if name != "min_delta"}
+    assert unread(settings(), without) == ["eval.min_delta"]
+
+
+def test_every_setting_has_an_effect_on_a_resumed_run() -> None:
+    assert set(RESUME_EFFECTS) == {name for name in settings() if not name.startswith("data.sources.")}
+
+
+# a setting where it would do nothing
+WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
+    "eval.every_steps": {"eval": {"every_steps": 2}},
+    "eval.patience": {"eval": {"patience": 2}},
+    "eval.min_delta": {"eval": {"min_delta": 0.5}},
+    "optim.beta2": {"optim": {"name": "sgd", "beta2": 0.5}},
+    "optim.eps": {"optim": {"name": "sgd", "eps": 0.5}},
+    "schedule.decay_ratio": {"schedule": {"decay_ratio": 0.5}},
+    "schedule.min_lr_ratio": {"schedule": {"kind": "constant", "min_lr_ratio": 0.5}},
+    "freeze": {"freeze": ["x"]},
+    "lora.rank": {"method": "full", "lora": {"rank": 8}},
+    "base.storage": {"method": "full", "base": {"storage": "nf4"}},
+    "full.weights": {"full": {"weights": "bf16"}},
+    "full.update": {"full": {"update": "backward"}},
+    "sharding.prefetch": {"strategy": "ddp", "sharding": {"prefetch": 2}},
+    "sharding.reshard_after_forward": {"strategy": "single", "sharding": {"reshard_after_forward": True}},
+    "sharding.replicas": {"strategy": "fsdp", "sharding": {"replicas": 2}},
+    "sharding.offload": {"strategy": "ddp", "sharding": {"offload": True}},
+    "comm.compress": {"strategy": "single", "comm": {"compress": "bf16"}},
+    "deepspeed": {"strategy": "fsdp", "deepspeed": {}},
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_a_setting_without_effect_is_refused(name: str) -> None:
+    with pytest.raises(ProblemsError, match="|".join(name.split("."))):
+        make_config({"model": {"name": "m"}} | WITHOUT_EFFECT[name])
+
+
+def test_every_setting_changes_the_resolved_settings() -> None:
+    """The dumped configuration, which a checkpoint compares by RESUME_EFFECTS, holds every setting under its own
+    name."""
+    config = Config.model_validate({"model": {"name": "m"}, "data": {"sources": [{"path": "a"}]}}).model_dump()
+
+    def names(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+        for key, value in values.items():
+            if isinstance(value, dict) and f"{prefix}{key}" not in RESUME_EFFECTS:
+                yield from names(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}"
+
+    assert set(names(config)) == set(RESUME_EFFECTS)

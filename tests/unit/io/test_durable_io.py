@@ -1,0 +1,338 @@
+"""Durable writes: whole or not there, private, and errors that say path and bytes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from faulty_disk import BROKEN_DISK, FULL_DISK, Death, FaultyDisk, QuickDisk
+from safetensors.torch import load_file, save_file
+
+from flatout.checkpoint.tensor_file import encode_tensors, read_metadata
+from flatout.errors import CheckpointError, ResourceError, SecurityError
+from flatout.io.append import AppendFile
+from flatout.io.durable_io import Disk, DurableIO
+from flatout.io.file_lock import locked
+from flatout.io.hashing import FileFacts, digest
+from flatout.io.json_file import read_json
+from flatout.io.run_lock import RunLock
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+]
+DTYPES += [torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64]
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> FileFacts:
+    size_bytes, chunks = encode_tensors(tensors, metadata)
+    return DurableIO(QuickDisk()).create(path, chunks, size_bytes)
+
+
+def tensors_of_all_kinds() -> dict[str, torch.Tensor]:
+    base = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)) * 40
+    tensors = {str(dtype): base.abs().to(dtype) for dtype in DTYPES}
+    return {**tensors, "strided": base.T, "empty": torch.empty(0, 4), "number": torch.tensor(7), "view": base[1:, ::2]}
+
+
+def test_tensors_are_what_safetensors_itself_reads(tmp_path: Path) -> None:
+    tensors = tensors_of_all_kinds()
+    facts = write_tensors(tmp_path / "a.safetensors", tensors, {"k": "v"})
+    theirs = load_file(tmp_path / "a.safetensors")
+    assert read_metadata(tmp_path / "a.safetensors") == {"k": "v"}
+    assert facts == digest(tmp_path / "a.safetensors")
+    for name, tensor in tensors.items():
+        read, bits = theirs[name], tensor.contiguous().reshape(-1).view(torch.uint8)
+        assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(read.reshape(-1).view(torch.uint8), bits)
+
+
+def test_the_layout_is_byte_for_byte_that_of_safetensors(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.arange(6.0).reshape(2, 3),
+        "a": torch.arange(4, dtype=torch.int8),
+        "c": torch.ones(2).double(),
+    }
+    write_tensors(tmp_path / "ours", tensors, {"k": "v"})
+    save_file(tensors, tmp_path / "theirs", {"k": "v"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_a_dtype_without_a_name_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"'x' has dtype torch\.complex128"):
+        encode_tensors({"x": torch.zeros(1, dtype=torch.complex128)}, {})
+
+
+@pytest.mark.parametrize("size", [0, 1, 8 * 2**20 - 1, 8 * 2**20 + 1])
+def test_bytes_of_any_size(tmp_path: Path, size: int) -> None:
+    content = bytes(range(256)) * (size // 256 + 1)
+    durable_io = DurableIO()
+    durable_io.make_dir(tmp_path / "new" / "deep")
+    path = tmp_path / "new" / "deep" / "a"
+    facts = durable_io.write_bytes(path, content[:size])
+    assert path.read_bytes() == content[:size]
+    assert facts == digest(path)
+    assert facts.size_bytes == size
+
+
+@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+def test_modes_are_what_the_umask_leaves(tmp_path: Path, umask: int, file_mode: int, folder_mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        DurableIO().make_dir(tmp_path / "new" / "deep")
+        DurableIO().write_bytes(tmp_path / "new" / "a", b"a")
+        AppendFile(tmp_path / "new" / "b").close()
+        with RunLock(tmp_path / "run"):
+            pass
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "new" / "a", tmp_path / "new" / "b", tmp_path / "run" / ".lock"):
+        assert path.stat().st_mode & 0o777 == file_mode
+    for path in (tmp_path / "new", tmp_path / "new" / "deep", tmp_path / "run"):
+        assert path.stat().st_mode & 0o777 == folder_mode
+
+
+def test_short_writes_are_finished(tmp_path: Path) -> None:
+    class ShortDisk(QuickDisk):
+        def write(self, fd: int, content: memoryview) -> int:
+            return super().write(fd, content[:3])
+
+    DurableIO(ShortDisk()).write_bytes(tmp_path / "a", b"0123456789")
+    assert (tmp_path / "a").read_bytes() == b"0123456789"
+
+
+@pytest.mark.parametrize("fault", ["die", "torn", FULL_DISK, BROKEN_DISK])
+def test_a_replaced_file_is_old_or_new_at_every_operation(tmp_path: Path, fault: str | int) -> None:
+    path = tmp_path / "config.json"
+    counting = FaultyDisk()
+    DurableIO(counting).write_json(path, {"n": 0})
+    assert counting.num_operations == 6  # create, write, sync, close, rename, sync_dir
+    for k in range(counting.num_operations):
+        DurableIO(QuickDisk()).write_json(path, {"n": 1})
+        disk = FaultyDisk(k, fault)
+        with pytest.raises((Death, ResourceError)) as raised:
+            DurableIO(disk).write_json(path, {"n": 2})
+        assert read_json(path)["n"] in (1, 2)
+        if isinstance(raised.value, ResourceError):
+            assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+            assert "config.json" in str(raised.value)
+
+
+def test_a_written_file_survives_a_power_cut_and_only_the_fsyncs_make_it_so(tmp_path: Path) -> None:
+    class ForgetfulDisk(FaultyDisk):
+        def sync(self, fd: int) -> None:
+            pass
+
+    for names_survive in (False, True):
+        for disk, safe in ((FaultyDisk(), True), (ForgetfulDisk(), False)):
+            path = tmp_path / "a"
+            path.write_text("old")
+            DurableIO(disk).write_bytes(path, b"new")
+            disk.cut_power(names_survive=names_survive)
+            assert (path.read_bytes() == b"new") is safe
+
+
+def test_a_full_disk_says_path_needed_and_free_bytes(tmp_path: Path) -> None:
+    class FullDisk(FaultyDisk):
+        def free_bytes(self, path: Path) -> int:
+            return 1234
+
+    with pytest.raises(ResourceError) as raised:
+        DurableIO(FullDisk(1, errno.ENOSPC)).write_bytes(tmp_path / "a", b"x" * 5000)
+    for part in ("disk or quota full", str(tmp_path), "needs 5,000 bytes", "1,234 are free", "checkpoint.keep"):
+        assert part in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ResourceError, match="needs 1,235 bytes, 1,234 are free"):
+        DurableIO(FullDisk()).require_free(tmp_path, 1235)
+    DurableIO(FullDisk()).require_free(tmp_path, 1234)
+
+
+def test_a_file_where_a_folder_should_be_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ResourceError, match=r"make the folder .*run.*Not a directory"):
+        DurableIO().make_dir(tmp_path / "run")
+    with pytest.raises(ResourceError, match="Not a directory"):
+        DurableIO().make_dir(tmp_path / "run" / "checkpoints")
+
+
+def test_remove_tree_takes_links_not_their_targets(tmp_path: Path) -> None:
+    (tmp_path / "keep").mkdir()
+    (tmp_path / "keep" / "a").write_text("")
+    (tmp_path / "gone" / "deep").mkdir(parents=True)
+    (tmp_path / "gone" / "deep" / "link").symlink_to(tmp_path / "keep")
+    DurableIO().remove_tree(tmp_path / "gone")
+    DurableIO().remove_tree(tmp_path / "gone")  # nothing there: nothing to do
+    assert [path.name for path in tmp_path.iterdir()] == ["keep"]
+    assert (tmp_path / "keep" / "a").exists()
+
+
+def test_hostile_and_broken_files_are_named_not_parsed(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    cases = {
+        "too short": b"1234567",
+        "claims 1,099,511,627,776 bytes": struct.pack("<Q", 2**40) + b"{}",
+        "not a readable safetensors file": struct.pack("<Q", 4) + b"{a}}" + b"0" * 10,
+        "readable safetensors": struct.pack("<Q", 20_000) + b'{"a":' + b"[" * 19_995,
+    }
+    for message, content in cases.items():
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=message) as raised:
+            read_metadata(path)
+        assert str(path) in str(raised.value)
+
+
+def test_broken_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    cases = {
+        "1:2: expected a key in double quotes": b"{a",
+        "write it as UTF-8": b"\xff\xfe\x00",
+        "surrogate": b'{"a": "\\ud800"}',
+        "nested too deeply": b"[" * 100_000,
+        "Infinity is no JSON value": b'{"a": [Infinity]}',
+        'key "a" is given twice': b'{"a": 1, "a": 2}',
+    }
+    for message, content in cases.items():
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"state\.json: not readable as JSON.*{message}"):
+            read_json(path)
+    with pytest.raises(CheckpointError, match=r"other\.json: the file is missing"):
+        read_json(tmp_path / "other.json")
+    path.touch()
+    with path.open("r+b") as file:
+        file.truncate(65 * 2**20)
+    with pytest.raises(CheckpointError, match="over the limit of 67,108,864"):
+        read_json(path)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        DurableIO().write_json(path, {"loss": float("nan")})
+
+
+def test_the_real_disk_and_file_facts(tmp_path: Path) -> None:
+    facts = DurableIO(Disk()).write_json(tmp_path / "a", {"ü": 1})
+    assert json.loads((tmp_path / "a").read_bytes()) == {"ü": 1}
+    assert facts == FileFacts((tmp_path / "a").stat().st_size, facts.xxh3)
+    assert len(facts.xxh3) == 32
+
+
+class SyncCounting(QuickDisk):
+    """Knows which files were synced, and can take back the content of all others."""
+
+    def __init__(self) -> None:
+        self.synced: set[int] = set()
+        self.folders: set[Path] = set()
+
+    def sync(self, fd: int) -> None:
+        self.synced.add(os.fstat(fd).st_ino)
+
+    def sync_dir(self, path: Path) -> None:
+        self.folders.add(path)
+
+
+def test_what_others_wrote_becomes_durable_and_known(tmp_path: Path) -> None:
+    (tmp_path / "final" / "deep").mkdir(parents=True)
+    (tmp_path / "final" / "a").write_bytes(b"abc")
+    (tmp_path / "final" / "deep" / "b").write_bytes(b"")
+    disk = SyncCounting()
+    facts = DurableIO(disk).sync_tree(tmp_path / "final")
+    files = [tmp_path / "final" / name for name in ("a", "deep/b")]
+    assert facts == {"a": digest(files[0]), "deep/b": digest(files[1])}
+    assert disk.synced == {file.stat().st_ino for file in files}
+    assert disk.folders == {tmp_path / "final", tmp_path / "final" / "deep"}
+    (tmp_path / "final" / "deep" / "link").symlink_to(tmp_path / "final" / "a")
+    with pytest.raises(SecurityError, match="deep/link: found a link"):
+        DurableIO().sync_tree(tmp_path / "final")
+
+
+def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
+    new, target, aside = (tmp_path / name for name in ("new", "target", "aside"))
+    for content in ("first", "second"):
+        new.mkdir()
+        (new / "a").write_text(content)
+        DurableIO().replace_dir(new, target, aside=aside)
+    assert (target / "a").read_text() == "second"
+    assert (aside / "a").read_text() == "first"
+    assert not new.exists()
+
+
+def test_no_link_is_followed(tmp_path: Path) -> None:
+    """What stands outside the folder stays as it is, and no pipe is waited for."""
+    outside = tmp_path / "outside"
+    outside.write_text("precious")
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for open_file in (AppendFile, lambda path: locked(path, "nobody").__enter__()):
+        link.symlink_to(outside)
+        with pytest.raises(SecurityError, match=r"link is a symbolic link, .*remove it"):
+            open_file(link)
+        with pytest.raises(SecurityError, match="pipe is no plain file"):
+            open_file(pipe)
+        link.unlink()
+    link.symlink_to(outside)
+    DurableIO().write_bytes(link, b"new")
+    assert not link.is_symlink()
+    assert outside.read_text() == "precious"
+
+
+def test_a_limit_on_file_sizes_is_named(tmp_path: Path) -> None:
+    found = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, found[1]))
+    try:
+        with pytest.raises(
+            ResourceError, match=r"cannot write .*a\.tmp.*File too large; raise the limit \(ulimit -f\)"
+        ):
+            DurableIO().write_bytes(tmp_path / "a", bytes(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_lines_loses_lines_while_the_disk_refuses(tmp_path: Path) -> None:
+    lines = AppendFile(tmp_path / "metrics.jsonl")
+    lines.write("a" * 3000)
+    found = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, found[1]))
+    try:
+        for count in range(1, 4):
+            lines.write("b" * 3000)
+            assert (lines.num_lost, lines.trouble) == (count, f"{tmp_path / 'metrics.jsonl'}: File too large")
+        lines.write("c")  # there is room for a short one
+        assert (lines.num_lost, lines.trouble) == (0, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, found)
+    lines.write("d" * 3000)
+    lines.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == f"{'a' * 3000}\nc\n{'d' * 3000}\n"
+
+
+def test_a_line_cut_off_by_a_crash_is_removed(tmp_path: Path) -> None:
+    for before, kept in (("a\nb", "a\n"), ("a", ""), ("a\n", "a\n"), ("", "")):
+        path = tmp_path / "events.jsonl"
+        path.write_text(before)
+        lines = AppendFile(path)
+        lines.write("next")
+        lines.close()
+        assert path.read_text() == f"{kept}next\n"
+
+
+def test_a_deleted_file_or_folder_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    lines = AppendFile(path)
+    lines.write("a")
+    shutil.rmtree(path.parent)
+    lines.write("b")
+    lines.write("c")
+    assert path.read_text() == "b\nc\n"
+    lines.close()

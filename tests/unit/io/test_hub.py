@@ -1,0 +1,105 @@
+"""A hub that is silent, gone or refuses is told in one line, with the exit code of its class."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Answers everything as the hub does for a model that it does not have."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD  # noqa: N815  (http.server finds it by this name)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing in the test's output."""
+
+
+@contextmanager
+def hub(kind: str) -> Iterator[tuple[str, list[socket.socket]]]:
+    """Address of a hub that is `silent` (it accepts and says nothing), `gone` or `refusing`; and its connections."""
+    connections: list[socket.socket] = []
+    if kind == "refusing":
+        with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield f"http://127.0.0.1:{server.server_port}", connections
+            server.shutdown()
+        return
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+
+        def accept() -> None:
+            try:
+                while True:
+                    connections.append(server.accept()[0])
+            except OSError:
+                return
+
+        if kind == "gone":
+            server.close()
+        else:
+            threading.Thread(target=accept, daemon=True).start()
+        yield address, connections
+
+
+def flatout(address: str, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_ETAG_TIMEOUT": "1"}
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "TRANSFORMERS_OFFLINE"):
+        env.pop(name, None)
+    command = [sys.executable, "-m", "flatout", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=240)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "said"),
+    [
+        ("silent", 6, "does not answer within 1 s"),
+        ("gone", 6, "does not answer within 1 s"),
+        ("refusing", 2, "the hub refuses it"),
+    ],
+)
+def test_a_model_that_no_folder_and_no_hub_has_is_one_line(tmp_path: Path, kind: str, code: int, said: str) -> None:
+    with hub(kind) as (address, connections):
+        done = flatout(address, tmp_path, "chat", "modles/qwen", "--prompt", "a")
+    assert done.returncode == code, done.stderr
+    assert "there is no folder modles/qwen" in done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    # one request, which the client sends twice; by itself it would send ten and wait for minutes
+    assert len(connections) <= 2
+
+
+def test_a_tokenizer_that_a_silent_hub_does_not_give_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    with hub("silent") as (address, _):
+        done = flatout(
+            address, tmp_path, "data", "build", str(tmp_path / "rows.jsonl"), "--name", "x", "--tokenizer", "org/none"
+        )
+    assert done.returncode == 6, done.stderr
+    assert "does not answer within 1 s" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_cached_model_loads_though_the_hub_is_silent(tiny: Any, tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--org--tiny"
+    shutil.copytree(tiny.model_dir, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    with hub("silent") as (address, _):
+        done = flatout(address, tmp_path, "chat", "org/tiny", "--prompt", "a", "--max-new-tokens", "2")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,286 @@
+"""Quantized loading: one dense layer at a time, equal to the dequantized model, bitsandbytes files as they are."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny_model, tiny_model
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from flatout.config.schema import BaseConfig, ModelConfig
+from flatout.errors import CheckpointError, UsageError
+from flatout.kernels.nf4 import nf4_levels, quantize
+from flatout.models.bases.nf4 import Nf4Linear
+from flatout.models.blocks import decoder_layers
+from flatout.models.load.model import load_for_inference, load_model
+from flatout.models.load.quantized import quantize_layers, random_quantized
+from flatout.models.selftest import check_packing
+
+CPU = torch.device("cpu")
+NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_quant_storage": "uint8",
+}
+
+
+def load(folder, storage="nf4", method="lora", precision="fp32", **settings):
+    base = BaseConfig(storage=storage)
+    config = ModelConfig(name=str(folder), precision=precision, **settings)
+    return load_model(config, method=method, device=CPU, seed=settings.pop("seed", 0), base=base)
+
+
+def linear_names(model):
+    inside = {module for layer in decoder_layers(model) for module in layer.modules() if type(module) is nn.Linear}
+    return [name for name, module in model.named_modules() if module in inside]
+
+
+def bits(tensor):
+    """Codes may be a NaN's, which is equal to nothing."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+def dequantized(model):
+    """The dense model that the quantized one stands for."""
+    for name in linear_names(model):
+        weight = model.get_submodule(name).weight
+        weight.data.copy_(Nf4Linear.from_dense(weight, None).weight)
+    return model
+
+
+def logits(model):
+    model.eval().set_attn_implementation("eager")
+    with torch.no_grad():
+        return model(torch.arange(3, 25).view(2, 11)).logits
+
+
+class Recorder(nn.Module):
+    """Stands for a quantized layer; counts how many dense weights live when one is made."""
+
+    alive: list[StorageWeakRef]
+    most = 0
+    made: list[tuple[torch.Size, torch.dtype, bool]]
+
+    @classmethod
+    def make(cls, weight, bias):
+        cls.alive = [*(ref for ref in cls.alive if not ref.expired()), StorageWeakRef(weight.untyped_storage())]
+        cls.most = max(cls.most, len(cls.alive))
+        cls.made.append((weight.shape, weight.dtype, bias is not None))
+        return cls()
+
+
+@pytest.fixture
+def recorder():
+    Recorder.alive, Recorder.most, Recorder.made = [], 0, []
+    return Recorder
+
+
+@pytest.mark.parametrize(
+    ("family", "shards"), [("llama", "60KB"), ("qwen3", "5GB"), ("gemma2", "5GB"), ("qwen3_moe", "5GB")]
+)
+def test_equals_the_dequantized_model(tmp_path, family, shards):
+    model = tiny_model(family, torch.float32, hidden_size=64)
+    model.save_pretrained(tmp_path, max_shard_size=shards)
+    loaded = load(tmp_path)
+    stored = [module for module in loaded.model.modules() if isinstance(module, Nf4Linear)]
+    assert len(stored) == len(linear_names(model))
+    assert "no leak" in check_packing(loaded)
+    assert torch.equal(logits(loaded.model), logits(dequantized(model)))
+    assert type(loaded.model.get_output_embeddings()) is nn.Linear
+    assert not [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad]
+    tied = loaded.model.get_output_embeddings().weight is loaded.model.get_input_embeddings().weight
+    assert tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
+
+
+def test_report_counts_all_weights_and_names_slow_rows(tmp_path):
+    model = save_tiny_model(tmp_path, "llama", hidden_size=64)
+    first, *_, stored, slow = load(tmp_path).report
+    assert f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters" in first
+    assert stored.startswith("base nf4: 14 linear layers of")
+    # o_proj reads 32 values a row, down_proj 48
+    assert slow.startswith("4 layers")
+
+
+def test_one_dense_weight_at_a_time(tmp_path, recorder):
+    model = tiny_model("qwen2", torch.float32)
+    names = linear_names(model)
+    embedding = model.get_input_embeddings().weight
+    expected = [
+        (linear.weight.shape, torch.bfloat16, linear.bias is not None) for linear in map(model.get_submodule, names)
+    ]
+    quantize_layers(model, recorder.make, device=CPU, dtype=torch.bfloat16)
+    assert recorder.made == expected
+    assert recorder.most == 1
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight is embedding
+    assert model.get_decoder().rotary_emb.inv_freq.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("storage", ["nf4", "fp8"])
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_gpu_never_holds_the_dense_model(tmp_path, init, storage):
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "head_dim": 128}
+    model = save_tiny_model(tmp_path, "llama", torch.bfloat16, **shape)
+    device = torch.device("cuda", 0)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    config, base = ModelConfig(name=str(tmp_path), init=init), BaseConfig(storage=storage)
+    loaded = load_model(config, method="lora", device=device, seed=0, base=base)
+    kept = torch.cuda.memory_allocated() - before
+    dense = sum(parameter.nbytes for parameter in model.parameters())
+    assert kept < dense * (0.3 if storage == "nf4" else 0.55)
+    # quantizing one weight takes a few fp32 copies of it, a layer at most its dense form
+    assert torch.cuda.max_memory_allocated() - before < kept + dense * 0.25
+    assert "no leak" in check_packing(loaded)
+
+
+def test_random_weights_are_made_layer_by_layer(recorder):
+    model = tiny_model("llama", num_hidden_layers=5)
+    options = {"dtype": torch.bfloat16}
+    random_quantized(model.config, options, recorder.make, device=CPU, seed=0)
+    assert len(recorder.made) == len(linear_names(model)) == 35
+    assert {dtype for _, dtype, _ in recorder.made} == {torch.bfloat16}
+    assert recorder.most == 7
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox", "qwen3_moe"])
+def test_random_weights_depend_on_the_seed_alone(tmp_path, family):
+    save_tiny_model(tmp_path, family)
+    before = torch.get_rng_state()
+    config, base = ModelConfig(name=str(tmp_path), init="random", precision="fp32"), BaseConfig(storage="nf4")
+    first, second, other = (
+        load_model(config, method="lora", device=CPU, seed=seed, base=base).model.state_dict() for seed in (5, 5, 6)
+    )
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(bits(first[name]), bits(second[name])) for name in first)
+    assert any(not torch.equal(bits(first[name]), bits(other[name])) for name in first if name.endswith("packed"))
+    dense = load_model(config, method="lora", device=CPU, seed=5).model.state_dict()
+    # what is no draw must be what transformers starts with
+    for name in set(dense) & set(first):
+        if dense[name].std() == 0:
+            assert torch.equal(first[name], dense[name]), name
+
+
+def test_self_test_passes_on_random_weights(tmp_path):
+    save_tiny_model(tmp_path, "gemma2")
+    assert "no leak" in check_packing(load(tmp_path, init="random"))
+
+
+def test_missing_weights_are_refused(tmp_path):
+    save_tiny_model(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1 weights are missing.*layers\.1\.mlp\.up_proj"):
+        load(tmp_path)
+
+
+def write_nf4(folder, model, *, skip=(), config=None, state=None, change=None):
+    """What bitsandbytes saves: each linear layer of the decoder as bytes, maps and a JSON of the rest."""
+    folder.mkdir(exist_ok=True)
+    model.config.quantization_config = {**NF4, **(config or {})}
+    model.config.save_pretrained(folder)
+    del model.config.quantization_config
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    for name in linear_names(model):
+        if name.endswith(tuple(skip) or "nothing"):
+            continue
+        weight = tensors.pop(name + ".weight")
+        stored = quantize(weight)
+        facts = {
+            "quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape),
+            "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": stored.offset.item(), **(state or {}),
+        }  # fmt: skip
+        tensors[name + ".weight"] = stored.packed[:, None]
+        tensors[name + ".weight.absmax"] = stored.absmax
+        tensors[name + ".weight.quant_map"] = nf4_levels(CPU)
+        tensors[name + ".weight.nested_absmax"] = stored.nested_absmax
+        tensors[name + ".weight.nested_quant_map"] = stored.nested_map.clone()
+        text = json.dumps(facts).encode()
+        tensors[name + ".weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+    if change:
+        change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("skip", [(), ("o_proj", "0.mlp.up_proj")])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text"])
+def test_bitsandbytes_files_are_read_as_they_are(tmp_path, family, skip):
+    model = tiny_model(family, torch.float32, hidden_size=64)
+    write_nf4(tmp_path, model, skip=skip)
+    loaded = load(tmp_path)
+    names = [name for name in linear_names(model) if not name.endswith(tuple(skip) or "nothing")]
+    for name in names:
+        ours, theirs = loaded.model.get_submodule(name), quantize(model.get_submodule(name).weight)
+        assert all(torch.equal(one, other) for one, other in zip(ours.stored, theirs, strict=True))
+        weight = model.get_submodule(name).weight
+        weight.data.copy_(ours.weight)
+    assert sum(isinstance(module, Nf4Linear) for module in loaded.model.modules()) == len(names)
+    assert "no leak" in check_packing(loaded)
+    assert torch.equal(logits(loaded.model), logits(model))
+
+
+def test_bitsandbytes_files_need_nf4_storage(tmp_path):
+    write_nf4(tmp_path, tiny_model("llama", torch.float32))
+    for storage, method in (("fp8", "lora"), ("model", "lora"), ("model", "full")):
+        with pytest.raises(UsageError, match=r"base\.storage: nf4"):
+            load(tmp_path, storage, method)
+    with pytest.raises(UsageError, match=r"base\.storage: nf4"):
+        load_for_inference(str(tmp_path), device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type: fp4"),
+        ({"bnb_4bit_use_double_quant": False}, "bnb_4bit_use_double_quant: False"),
+        ({"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage: bfloat16"),
+        ({"load_in_4bit": False, "load_in_8bit": True}, "int8"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+    ],
+)
+def test_other_quantizers_are_refused_by_name(tmp_path, config, message):
+    write_nf4(tmp_path, tiny_model("llama", torch.float32), config=config)
+    with pytest.raises(UsageError, match=message):
+        load(tmp_path)
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "error", "message"),
+    [
+        (lambda t: t.pop(NAME + ".nested_absmax"), {}, CheckpointError, "nested_absmax is missing"),
+        (lambda t: t.pop("model.norm.weight"), {}, CheckpointError, r"1 weights are missing .*model\.norm\.weight"),
+        (lambda t: t.update({"extra.weight": torch.ones(2)}), {}, CheckpointError, r"1 are not.*extra\.weight"),
+        (lambda t: t.update({NAME + ".quant_map": torch.ones(16)}), {}, CheckpointError, "not NF4's"),
+        (None, {"blocksize": 128}, CheckpointError, r"\(128, 256"),
+        (None, {"shape": [8, 8]}, CheckpointError, r"\(8, 8\)"),
+        (
+            lambda t: t.update({"lm_head.weight.quant_state.bitsandbytes__nf4": torch.ones(4).byte()}),
+            {},
+            UsageError,
+            "lm_head is quantized but is no linear layer",
+        ),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(tmp_path, change, state, error, message):
+    write_nf4(tmp_path, tiny_model("llama", torch.float32), change=change, state=state)
+    with pytest.raises(error, match=message):
+        load(tmp_path)
+
+
+def test_random_weights_for_a_quantized_config(tmp_path):
+    write_nf4(tmp_path, tiny_model("llama", torch.float32))
+    loaded = load(tmp_path, init="random")
+    assert sum(isinstance(module, Nf4Linear) for module in loaded.model.modules()) == 14

@@ -1,0 +1,90 @@
+"""What strategies do inside one process: the order of buckets, and memory that runs out."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flatout.errors import ResourceError
+from flatout.parallel.rank import Rank
+from flatout.parallel.strategies.buckets import BucketedSum, into_buckets
+from flatout.parallel.strategies.ddp import DDP
+from flatout.parallel.strategies.sharded import Sharded, ShardSpec
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A gloo group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_buckets_come_in_reverse_order_and_large_gradients_travel_alone() -> None:
+    sizes = (100, 3, 4, 200, 5, 6)
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    wide = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    buckets = [[p.numel() for p in bucket] for bucket in into_buckets([*parameters, wide], bucket_bytes=44)]
+    assert buckets == [[6, 5], [200], [100], [2], [4, 3]]
+
+
+def test_sums_start_in_the_last_pass_only_and_in_order(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    monkeypatch.setattr("flatout.parallel.strategies.buckets.BUCKET_BYTES", 0)
+    parameters = list(model.parameters())
+    buckets = BucketedSum(parameters)
+    buckets._buckets = [[parameter] for parameter in reversed(parameters)]
+    buckets._bucket_of = {parameter: 2 - index for index, parameter in enumerate(parameters)}
+    sent: list[int] = []
+    monkeypatch.setattr(
+        "flatout.parallel.strategies.buckets.dist.all_reduce",
+        lambda tensor, async_op: sent.append(tensor.data_ptr()) or Done(),  # type: ignore[func-returns-value]
+    )
+    x = torch.randn(2, 4)
+    buckets.start(last=False)
+    model(x).sum().backward()
+    assert not sent
+    buckets.start(last=True)
+    model(x).sum().backward()
+    expected = [parameter.grad.data_ptr() for parameter in reversed(parameters) if parameter.grad is not None]
+    assert (sent, buckets.num_started) == (expected, 3)
+    buckets.finish()
+    assert buckets.num_started == 0
+    # no pass at all: every sum still takes part, with zeros
+    model.zero_grad()
+    buckets.finish()
+    assert len(sent) == 6
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in parameters)
+
+
+class Done:
+    def wait(self) -> None: ...
+
+
+def run_out(strategy: Any, *, last: bool, model: nn.Module | None = None) -> None:
+    with strategy.accumulate(last=last):
+        if model is not None:
+            model(torch.ones(1, 4)).sum().backward()
+        raise torch.OutOfMemoryError
+
+
+def test_memory_that_runs_out_is_final_where_other_ranks_cannot_follow(group: None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    replicated = DDP(Rank(), CPU, overlap=True)
+    replicated.prepare(model, [], lambda: torch.optim.SGD(model.parameters()))
+    with pytest.raises(torch.OutOfMemoryError):
+        run_out(replicated, last=False, model=model)
+    with pytest.raises(torch.OutOfMemoryError):
+        run_out(replicated, last=True)
+    with pytest.raises(ResourceError, match="while gradients were being summed"):
+        run_out(replicated, last=True, model=model)
+    sharded = Sharded(Rank(), CPU, ShardSpec())
+    sharded.prepare(model, list(model), lambda: torch.optim.SGD(model.parameters()))
+    with pytest.raises(ResourceError, match="that all ranks take together"):
+        run_out(sharded, last=False)
