@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Test processes share the cores: a thread pool each, in every rank they start, is many times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     from flatout.demo.conversations import sample_conversations
     from flatout.demo.tokenizer import train_tokenizer
 
-    torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("tiny")
     conversations = list(sample_conversations(120, 0, held_out=False))
     chats = root / "chats.jsonl"

@@ -16,7 +16,7 @@ from flatout.config.read import dump_config
 from flatout.launch.reports import RankReport
 
 HANG_S = 4.0
-NUM_STEPS = 300
+NUM_STEPS = 150
 HOST = "10.213.77.1"
 TAG = f"fl{os.getpid() % 100_000}"
 NODES = (f"{TAG}a", f"{TAG}b")
