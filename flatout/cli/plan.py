@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flatout.plan.devices import Device
     from flatout.plan.explain import PlanReport
     from flatout.plan.memory.budget import MemoryDecision
-    from flatout.plan.schedule.types import StepPlan
+    from flatout.plan.schedule.steps import StepPlan
 
 MAX_RANKS = 100_000
 

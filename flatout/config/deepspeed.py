@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flatout.config.sharding import CommConfig, ShardingConfig
+from flatout.config.parallel import CommConfig, ShardingConfig
 
 AUTO = "auto"
 DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 2}}

@@ -12,12 +12,10 @@ from pydantic import Field, field_validator, model_validator
 
 from flatout.config import deepspeed
 from flatout.config.data import NAME_PATTERN, DataConfig, Name, SourceConfig
-from flatout.config.faults import FaultsConfig
 from flatout.config.optim import LR_OF_METHOD, OptimConfig, ScheduleConfig
+from flatout.config.parallel import STRATEGIES, CommConfig, FaultsConfig, ShardingConfig, StrategyName
 from flatout.config.resume_effects import RESUME_EFFECTS
 from flatout.config.section import Section, Share, refuse_unused
-from flatout.config.sharding import CommConfig, ShardingConfig
-from flatout.config.strategies import STRATEGIES, StrategyName
 
 __all__ = ["NAME_PATTERN", "Config", "DataConfig", "OptimConfig", "ScheduleConfig", "SourceConfig"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from flatout.config.faults import FaultsConfig
+from flatout.config.parallel import FaultsConfig
 from flatout.errors import PeerLostError, PreemptedError
 from flatout.io.bounded_wait import BoundedWait
 from flatout.launch.launch_mode import SpawnRanks

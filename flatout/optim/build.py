@@ -74,9 +74,3 @@ def make_optimizer(
     if flat:
         return FlatAdamW(groups, fused=on_gpu, **options).over(named.values())
     return torch.optim.AdamW(groups, fused=on_gpu, **options)
-
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of the next update, for every group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr

@@ -1,7 +1,8 @@
-"""GPUs by name, to plan for one that is not present."""
+"""GPUs by name: their memory, to plan for one that is not present, and their peak FLOP/s, for utilization (MFU)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -52,3 +53,44 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         "t4": _device("T4", 14.5, has_bf16=False),
     }
 )
+
+
+# dense TFLOP/s with fp32 accumulation, from the vendors' data sheets: name pattern -> arithmetic -> peak
+# the first pattern found in the device's name counts, so specific patterns come before general ones
+_TERA = {
+    r"H[12]00 NVL": {"bf16": 835.0, "fp16": 835.0, "fp8": 1671.0},
+    r"H100 PCIe": {"bf16": 756.0, "fp16": 756.0, "fp8": 1513.0},
+    r"G?H[12]00|H800": {"bf16": 989.0, "fp16": 989.0, "fp8": 1979.0},
+    r"G?B200": {"bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0},
+    r"A[18]00": {"bf16": 312.0, "fp16": 312.0},
+    r"A10G": {"bf16": 70.0, "fp16": 70.0},
+    r"L40S": {"bf16": 362.0, "fp16": 362.0, "fp8": 733.0},
+    r"L4": {"bf16": 121.0, "fp16": 121.0, "fp8": 242.0},
+    r"T4": {"fp16": 65.0},
+    r"RTX 5090": {"bf16": 209.0, "fp16": 209.0, "fp8": 419.0},
+    r"RTX 4090": {"bf16": 165.0, "fp16": 165.0, "fp8": 330.0},
+    r"RTX 3090(?! Ti)": {"bf16": 71.0, "fp16": 71.0},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The peak dense FLOP/s of one device in one arithmetic (bf16, fp16 or fp8)."""
+
+    device_name: str
+    arithmetic: str
+    flops_per_s: float
+
+    def describe(self) -> str:
+        """Return text such as `989 TFLOP/s, bf16 dense, NVIDIA H200`."""
+        return f"{self.flops_per_s / 1e12:,.0f} TFLOP/s, {self.arithmetic} dense, {self.device_name}"
+
+
+def nominal_peak(device_name: str, arithmetic: str) -> Peak | None:
+    """Return a device's peak by its driver's name for it; None if unknown (a CPU, fp32, a laptop GPU)."""
+    for pattern, peaks in _TERA.items():
+        # a laptop GPU has the desktop GPU's name but half its units
+        if re.search(rf"\b({pattern})\b", device_name) and not re.search("Laptop|Max-Q|MIG", device_name):
+            tera = peaks.get(arithmetic)
+            return None if tera is None else Peak(device_name, arithmetic, tera * 1e12)
+    return None

@@ -20,18 +20,14 @@ class Balance:
     mean: float
     worst: float
 
-    @classmethod
-    def of(cls, num_ranks: int, values: Sequence[float]) -> Balance:
-        return cls(num_ranks, sum(values) / len(values), min(values))
-
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
     """What a run will do. Counts are over the whole run, but `num_samples` is the size of the data set.
 
-    `num_naive_tokens` is what a padding loader would compute for the same steps (`schedule.padding`); `time_s` is None
-    unless the throughput is known. Everything is exact except the balance at other numbers of ranks, taken from
-    `NUM_BALANCE_STEPS` steps, and the memory, which is estimated.
+    `num_naive_tokens` is what a padding loader would compute for the same steps; `time_s` is None unless the throughput
+    is known. Everything is exact except the balance at other numbers of ranks, taken from `NUM_BALANCE_STEPS` steps,
+    and the memory, which is estimated.
     """
 
     num_ranks: int
@@ -92,13 +88,12 @@ def explain(
                 max(largest.num_labels, batch.num_label_tokens),
                 max(largest.num_documents, len(batch.sample_ids)),
             )
-    num_ranks = plan.layout.num_ranks
-    by_ranks = {num_ranks: Balance.of(num_ranks, balances)}
-    for count in set(rank_counts) - {num_ranks}:
+    by_ranks = {plan.layout.num_ranks: balances}
+    for count in set(rank_counts) - {plan.layout.num_ranks}:
         other = replace(plan, layout=replace(plan.layout, num_ranks=count))
-        by_ranks[count] = Balance.of(count, [step.balance for step in other.sampled_steps(NUM_BALANCE_STEPS)])
+        by_ranks[count] = [step.balance for step in other.sampled_steps(NUM_BALANCE_STEPS)]
     return PlanReport(
-        num_ranks=num_ranks,
+        num_ranks=plan.layout.num_ranks,
         num_steps=plan.num_steps,
         num_samples=plan.num_samples,
         num_held_out=num_held_out,
@@ -111,7 +106,7 @@ def explain(
         max_micro_batch_documents=largest.num_documents,
         num_naive_tokens=num_naive,
         flops=flops,
-        balances=tuple(by_ranks[count] for count in sorted(by_ranks)),
+        balances=tuple(Balance(count, sum(each) / len(each), min(each)) for count, each in sorted(by_ranks.items())),
         memory=memory_of(largest) if memory_of else None,
         time_s=num_tokens / tokens_per_s if tokens_per_s else None,
         fingerprint=plan.fingerprint,

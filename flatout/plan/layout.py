@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flatout.config.deepspeed import offloads, stage_of
+from flatout.config.parallel import STRATEGIES, StrategyName
 from flatout.config.schema import Config
-from flatout.config.strategies import STRATEGIES, StrategyName
 from flatout.errors import UsageError
 
 # DeepSpeed's defaults at stage 3: a bucket of 5e8 fp32 gradients, and up to 1e9 gathered bf16 weights

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from flatout.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +81,20 @@ class ModelShape:
     def num_lora_params(self, rank: int, is_target: Callable[[str], bool]) -> int:
         """Count the parameters of LoRA's A (rank, in) and B (out, rank) on linear layers with a targeted full name."""
         return sum(rank * (linear.num_in + linear.num_out) for linear in self.targeted(is_target))
+
+
+def check_positions(shape: ModelShape, longest_sample: int, *, origin: str) -> dict[str, Any]:
+    """Return event facts about samples longer than a model's maximum position; empty if there are none.
+
+    Rotary positions extend beyond it, but the model was not trained there. Raises UsageError if positions are a table.
+    """
+    limit = shape.max_positions
+    if limit is None or longest_sample <= limit:
+        return {}
+    if shape.has_position_table:
+        raise UsageError(
+            f"{origin}: the model has {limit:,} positions, the longest sample {longest_sample:,} tokens; set "
+            f"data.max_tokens: {limit} and build the data again"
+        )
+    what = "samples are longer than the model was trained for: lower data.max_tokens, or go on if that is meant"
+    return {"longest_sample": longest_sample, "max_position_embeddings": limit, "what": what}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flatout.config.schema import Config
 from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.packed import PackedSize, packed_size
-from flatout.plan.peak_flops import nominal_peak
+from flatout.plan.devices import nominal_peak
 from flatout.plan.schedule.run_plan import RunPlan
 from flatout.plan.shape import ModelShape
 from flatout.train.planning import PlannedRun

@@ -11,7 +11,7 @@ import torch
 
 from flatout.errors import PreemptedError
 from flatout.models.compile.layers import report_compilations
-from flatout.plan.schedule.types import StepPlan
+from flatout.plan.schedule.steps import StepPlan
 from flatout.train.evaluate import evaluate_now
 from flatout.train.memory_guard import PeakMemoryReporter
 from flatout.train.metrics import Meter

@@ -13,7 +13,7 @@ from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.choose import choose_device
 from flatout.plan.devices import CONTEXT_BYTES, GIB, Device
 from flatout.plan.memory.estimate import MicroBatchSize
-from flatout.plan.schedule.types import MicroBatch, StepPlan
+from flatout.plan.schedule.steps import MicroBatch, StepPlan
 from flatout.train.state import Run
 
 # the second step, as the first one allocates the optimizer's state only after its own peak

@@ -8,8 +8,8 @@ import time
 
 import torch
 
-from flatout.plan.peak_flops import Peak, nominal_peak
-from flatout.plan.schedule.types import StepPlan
+from flatout.plan.devices import Peak, nominal_peak
+from flatout.plan.schedule.steps import StepPlan
 from flatout.track.record import StepRecord
 from flatout.train.state import Run
 from flatout.train.step import StepOutcome

@@ -21,7 +21,7 @@ from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import Strategy
 from flatout.plan.memory.budget import MemoryDecision
 from flatout.plan.schedule.run_plan import RunPlan
-from flatout.plan.schedule.types import StepPlan
+from flatout.plan.schedule.steps import StepPlan
 from flatout.track.tracker import Tracker
 from flatout.train.busy_clock import BusyClock
 from flatout.train.feed import Feed

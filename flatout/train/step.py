@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from flatout.optim.async_update import clear_found_inf, copy_to_host_async, set_found_inf, supports_found_inf
-from flatout.optim.build import set_lr
 from flatout.optim.flat import foreach_accumulate
 from flatout.optim.lr_schedule import learning_rate
+from flatout.optim.update import clear_found_inf, copy_to_host_async, set_found_inf, set_lr, supports_found_inf
 from flatout.parallel.strategies.protocol import local_grads
-from flatout.plan.schedule.types import MicroBatch, StepPlan
+from flatout.plan.schedule.steps import MicroBatch, StepPlan
 from flatout.train.dropout_seed import seed_micro_batch
 from flatout.train.guards import require_finite
 from flatout.train.memory_guard import lower_cap, within_cap

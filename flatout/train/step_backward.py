@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from flatout.errors import NumericError
-from flatout.optim.update_in_backward import BackwardUpdate
-from flatout.plan.schedule.types import StepPlan
+from flatout.optim.update import BackwardUpdate
+from flatout.plan.schedule.steps import StepPlan
 from flatout.train.dropout_seed import seed_micro_batch
 from flatout.train.state import Run
 from flatout.train.step import NOTHING_TO_LEARN, Pending, StepOutcome, autocast, check_finite, launch_step, next_lr

@@ -16,7 +16,7 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.config.schema import Config
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.rank import Rank
-from flatout.plan.schedule.types import StepPlan
+from flatout.plan.schedule.steps import StepPlan
 from flatout.track.tracker import Trackers
 from flatout.train.build import build_run
 from flatout.train.planning import PlannedRun, plan_run

@@ -16,7 +16,7 @@ from flatout.io.durable_io import DurableIO
 from flatout.models.load.model import resolve_precision
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.choose import choose_device
-from flatout.plan.schedule.types import MicroBatch, StepPlan
+from flatout.plan.schedule.steps import MicroBatch, StepPlan
 from flatout.train.planning import PlannedRun
 from flatout.train.state import Run
 from flatout.verify.compare import Reference, Row

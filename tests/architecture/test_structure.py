@@ -30,7 +30,7 @@ WORDS = {
 }  # fmt: skip
 MODULES = {
     "joined": "fused", "spread": "layout", "storage": "durable_io", "stored": "read", "store": "token_store",
-    "messages": "control_group", "alike": "rank_consistency", "ahead": "async_update", "place": "launch_mode",
+    "messages": "control_group", "alike": "rank_consistency", "ahead": "update", "place": "launch_mode",
     "ledger": "build_report", "draw": "sampling", "families": "archs", "pack": "bin_pack", "graphs": "cuda_graphs",
 }  # fmt: skip
 # methods that torch and transformers call, and the name of a function that only a decorator uses

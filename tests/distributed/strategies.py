@@ -28,7 +28,7 @@ from flatout.parallel.process_group import leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors
 from flatout.parallel.strategies.protocol import PartitionedOptimizer, local_part
-from flatout.plan.schedule.types import MicroBatch
+from flatout.plan.schedule.steps import MicroBatch
 from flatout.track.tracker import Trackers
 from flatout.train.build import build_run
 from flatout.train.evaluate import evaluate

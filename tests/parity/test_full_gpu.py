@@ -16,8 +16,8 @@ from flatout.models.compile.layers import compile_layers
 from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.packed import flatten_samples, padded_num_boundaries
-from flatout.optim.build import make_optimizer, set_lr
-from flatout.optim.update_in_backward import BackwardUpdate
+from flatout.optim.build import make_optimizer
+from flatout.optim.update import BackwardUpdate, set_lr
 
 pytestmark = [
     pytest.mark.gpu,

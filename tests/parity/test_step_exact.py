@@ -14,7 +14,7 @@ from flatout.models.head import packed_loss
 from flatout.models.packed import flatten_samples
 from flatout.parallel.rank import Rank
 from flatout.plan.schedule.run_plan import make_plan
-from flatout.plan.schedule.types import StepPlan
+from flatout.plan.schedule.steps import StepPlan
 from flatout.track.tracker import Trackers
 from flatout.train.build import build_run
 from flatout.train.evaluate import evaluate

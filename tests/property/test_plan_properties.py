@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from flatout.config.schema import BatchConfig
 from flatout.plan.cost import CostModel
-from flatout.plan.schedule.bin_pack import bin_pack
 from flatout.plan.schedule.order import permute
-from flatout.plan.schedule.partition import partition
+from flatout.plan.schedule.partition import bin_pack, partition
 from flatout.plan.schedule.run_plan import make_eval_plan, make_plan, split_held_out
 
 BUDGET = 64

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in the stubs
 
-from flatout.config.faults import FaultsConfig
+from flatout.config.parallel import FaultsConfig
 from flatout.environment import PARENT, SECRET, environment, master
 from flatout.errors import FlatoutError, PeerLostError, PreemptedError
 from flatout.io import bounded_wait

@@ -6,8 +6,8 @@ from importlib import import_module
 
 import torch
 
+from flatout.config.parallel import STRATEGIES, StrategyName
 from flatout.config.schema import Config
-from flatout.config.strategies import STRATEGIES, StrategyName
 from flatout.errors import ResourceError
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import Strategy, StrategyOptions

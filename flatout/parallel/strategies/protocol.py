@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatout.config.strategies import StrategyTraits
+from flatout.config.parallel import StrategyTraits
 from flatout.errors import ResourceError
 from flatout.parallel.rank import Rank
 

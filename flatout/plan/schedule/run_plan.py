@@ -15,17 +15,17 @@ from numpy.typing import ArrayLike, NDArray
 from flatout.config.schema import BatchConfig
 from flatout.errors import DataError, UsageError
 from flatout.plan.cost import COST_BY_TOKENS, CostModel
-from flatout.plan.schedule.micro_batches import (
+from flatout.plan.schedule.order import permute
+from flatout.plan.schedule.steps import (
     BatchLayout,
+    MicroBatch,
     Samples,
+    StepPlan,
     assemble,
     assemble_eval,
     check_fits,
     pack_micro_batches,
 )
-from flatout.plan.schedule.order import permute
-from flatout.plan.schedule.padding import naive_tokens
-from flatout.plan.schedule.types import MicroBatch, StepPlan
 
 # part of every fingerprint: raise it when the order or the split into steps changes
 PLAN_VERSION = 1
@@ -91,9 +91,24 @@ class RunPlan:
         return step.epoch + min(1.0, done / self.num_samples)
 
     def naive_tokens(self, step: StepPlan) -> int:
-        """Return the tokens that a padding loader would compute for this step (see `schedule.padding`)."""
+        """Return the tokens, with padding, that a padding loader would compute for this step.
+
+        Each rank takes an equal number (within one) of consecutive samples, splits them into batches that fit the same
+        budget when padded, and pads each batch to its longest sample:
+
+            sum over batches of  count * longest,   count * longest <= micro_batch_tokens
+        """
         lengths = self.samples.lengths[self.samples.indices_of(step.sample_ids)].tolist()
-        return naive_tokens(lengths, self.layout.num_ranks, self.layout.micro_batch_tokens)
+        num_ranks, total = self.layout.num_ranks, 0
+        for rank in range(num_ranks):
+            count = longest = 0
+            for length in lengths[rank * len(lengths) // num_ranks : (rank + 1) * len(lengths) // num_ranks]:
+                if count and (count + 1) * max(longest, length) > self.layout.micro_batch_tokens:
+                    total += count * longest
+                    count = longest = 0
+                count, longest = count + 1, max(longest, length)
+            total += count * longest
+        return total
 
     def flops(self, step: StepPlan) -> float:
         """Return the FLOPs of one step by the cost model."""

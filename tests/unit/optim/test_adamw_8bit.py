@@ -10,7 +10,6 @@ from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_s
 from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError, UsageError
 from flatout.optim.adamw_8bit import LowBitAdamW
-from flatout.optim.async_update import clear_found_inf, set_found_inf
 from flatout.optim.build import make_optimizer
 from flatout.optim.rounding import (
     dequantize_blocks,
@@ -19,6 +18,7 @@ from flatout.optim.rounding import (
     random_bits,
     round_to_bf16,
 )
+from flatout.optim.update import clear_found_inf, set_found_inf
 
 SHAPES = {"layer.weight": (96, 128), "odd.weight": (33, 129), "norm.weight": (7,)}
 CPU = torch.device("cpu")

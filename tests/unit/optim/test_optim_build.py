@@ -5,7 +5,8 @@ from torch import nn
 from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
 from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError
-from flatout.optim.build import make_optimizer, set_lr, split_by_decay
+from flatout.optim.build import make_optimizer, split_by_decay
+from flatout.optim.update import set_lr
 
 
 def parameters(dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:

@@ -6,8 +6,9 @@ from torch import nn
 
 from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
 from flatout.config.schema import OptimConfig
-from flatout.optim.build import make_optimizer, set_lr
+from flatout.optim.build import make_optimizer
 from flatout.optim.flat import flatten, foreach_accumulate
+from flatout.optim.update import set_lr
 
 SHAPES = {"a.lora_a": (4, 37), "a.lora_b": (129, 4), "b.lora_a": (1, 7), "b.bias": (33,), "b.lora_b": (5, 1)}
 CONFIG = OptimConfig(lr=0.01, weight_decay=0.1, beta1=0.8, beta2=0.95)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 import torch.distributed as dist
 
-from flatout.config.faults import FaultsConfig
+from flatout.config.parallel import FaultsConfig
 from flatout.errors import DataError, NumericError, PeerLostError, PreemptedError
 from flatout.io import bounded_wait
 from flatout.parallel.fault_tolerance import peer_watch as watch_module

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flatout.plan.peak_flops import nominal_peak
+from flatout.plan.devices import nominal_peak
 
 
 @pytest.mark.parametrize(

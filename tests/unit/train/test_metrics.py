@@ -13,8 +13,8 @@ import torch
 
 from flatout.config.read import make_config
 from flatout.plan.cost import CostModel
-from flatout.plan.peak_flops import nominal_peak
-from flatout.plan.schedule.micro_batches import BatchLayout, Samples, assemble
+from flatout.plan.devices import nominal_peak
+from flatout.plan.schedule.steps import BatchLayout, Samples, assemble
 from flatout.train import metrics
 from flatout.train import step as step_module
 from flatout.train.metrics import Meter, device_peak, useful_flops

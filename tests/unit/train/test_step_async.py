@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from flatout.checkpoint.write import Checkpoints
 from flatout.errors import NumericError, PreemptedError
-from flatout.optim.async_update import clear_found_inf, copy_to_host_async, set_found_inf, supports_found_inf
 from flatout.optim.flat import FlatAdamW, flatten
+from flatout.optim.update import clear_found_inf, copy_to_host_async, set_found_inf, supports_found_inf
 from flatout.parallel.rank import Rank
 from flatout.track.tracker import Trackers
 from flatout.train import build, loop, step

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer
 from flatout.config.schema import OptimConfig
 from flatout.errors import UsageError
 from flatout.optim.build import layer_norm_parameters, make_optimizer, split_by_decay
-from flatout.optim.update_in_backward import BackwardUpdate
+from flatout.optim.update import BackwardUpdate
 from flatout.parallel.strategies.single import Single
 from flatout.train.run import train
 

@@ -1,0 +1,85 @@
+"""Settings of several ranks: strategies, sharding, communication, and recovery from lost ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from pydantic import Field
+
+from flatout.config.section import Section
+
+StrategyName = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "deepspeed"]
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyTraits:
+    """What one strategy does. `module` is the module of flatout.parallel.strategies that has its `make`.
+
+    `shards_state`: gradients and optimizer state are sharded, so each pass needs every rank. `shards_weights`: weights
+    are sharded too, and gathered layer by layer. `sums_late`: gradients are summed once per step, after its last
+    micro-batch. `has_replicas`: several groups of ranks each hold the whole state.
+    """
+
+    module: str
+    shards_state: bool = True
+    shards_weights: bool = False
+    sums_late: bool = False
+    has_replicas: bool = False
+
+
+STRATEGIES: Mapping[str, StrategyTraits] = MappingProxyType(
+    {
+        "single": StrategyTraits("single", shards_state=False),
+        "ddp": StrategyTraits("ddp", shards_state=False),
+        "zero1": StrategyTraits("sharded", sums_late=True),
+        "zero2": StrategyTraits("sharded"),
+        "zero3": StrategyTraits("sharded", shards_weights=True),
+        "fsdp": StrategyTraits("sharded", shards_weights=True),
+        "hsdp": StrategyTraits("sharded", shards_weights=True, has_replicas=True),
+        # what it shards depends on its JSON, see flatout.config.deepspeed
+        "deepspeed": StrategyTraits("deepspeed"),
+    }
+)
+
+
+class ShardingConfig(Section):
+    """State sharded over ranks (strategy: zero1, zero2, zero3, fsdp, hsdp)."""
+
+    reshard_after_forward: Literal["auto"] | bool = "auto"
+    """Free a layer's gathered weights after its forward pass and gather them again for the backward pass: less memory,
+    more communication. auto: false for zero1 and zero2; true for zero3, fsdp and hsdp, but false for full fine-tuning
+    if memory allows."""
+    prefetch: int = Field(default=1, ge=0)
+    """Layers to gather ahead while an earlier one computes; each takes the memory of one layer's weights."""
+    offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory, and update there."""
+    replicas: int | None = Field(default=None, ge=1)
+    """hsdp: number of copies of the state over all ranks; null: one per node."""
+
+
+class CommConfig(Section):
+    """Communication between ranks."""
+
+    compress: Literal["none", "bf16"] = "none"
+    """bf16: sum gradients over ranks in bf16, which halves the traffic and rounds the sums."""
+
+
+class FaultsConfig(Section):
+    """What to do when a rank dies or stops responding (several ranks only)."""
+
+    max_restarts: int = Field(default=3, ge=0)
+    """Number of times a run started with `gpus` or --nnodes restarts from the newest valid checkpoint; never after
+    errors that a restart cannot fix."""
+    hang_s: float = Field(default=60.0, ge=1.0)
+    """Seconds without a heartbeat after which a rank counts as lost."""
+    stall_s: float = Field(default=1800.0, ge=1.0)
+    """Seconds without progress in a step after which the rank furthest behind counts as lost."""
+    long_phase_s: float = Field(default=7200.0, ge=1.0, le=21600.0)
+    """The same limit while a rank loads, evaluates, saves or finishes, which can take long while the others wait."""
+    join_s: float = Field(default=900.0, ge=1.0)
+    """Seconds that ranks and nodes wait for missing ones at the start."""
+    min_ranks: int | None = Field(default=None, ge=1)
+    """Elastic: fewest ranks to continue with after the same rank was lost twice in a row; null: never with fewer."""
