@@ -15,10 +15,9 @@ from pydantic import ConfigDict, TypeAdapter, with_config
 from safetensors import SafetensorError
 
 from flatout.errors import CheckpointError, ResourceError
-from flatout.io.clock import now_utc
 from flatout.io.durable_io import DurableIO
 from flatout.io.hashing import FileFacts, digest
-from flatout.io.json_file import read_json, validated
+from flatout.io.json_file import now_utc, read_json, validated
 
 MANIFEST_NAME = "manifest.json"
 
@@ -49,10 +48,8 @@ def publish(
     sibling folder, which is reported to `tell`. Raises ResourceError when the disk is full or a write fails.
     """
     durable_io = durable_io or DurableIO()
-    half_done = folder.with_name(f".{folder.name}.tmp")
-    durable_io.remove_tree(half_done)
-    durable_io.make_dir(half_done)
-    try:
+    aside = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
+    with durable_io.replace_dir(folder, aside=aside) as half_done:
         with durable_io.resource_errors("write", folder):
             try:
                 write(half_done)
@@ -66,27 +63,15 @@ def publish(
                 raise
         manifest = FinalManifest(durable_io.sync_tree(half_done), progress, now_utc())
         durable_io.write_json(half_done / MANIFEST_NAME, dataclasses.asdict(manifest))
-    except BaseException:
-        with suppress(ResourceError):  # the first failure is the one to report
-            durable_io.remove_tree(half_done)
-        raise
-    aside = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
-    durable_io.replace_dir(half_done, folder, aside=aside)
-    if aside.exists():
-        _keep_own_files(aside, folder, durable_io)
-        tell("kept", {"path": str(aside), "why": f"what {folder.name}/ held before is never removed"})
-
-
-def _keep_own_files(aside: Path, folder: Path, durable_io: DurableIO) -> None:
-    """Move files that no export wrote back into `folder`; after a crash they stay in `aside`."""
-    try:
-        results = read_final_manifest(aside).files
-    except CheckpointError:
-        return  # without a manifest, there is no telling which files are results
-    for path in aside.iterdir():
-        is_result = any(name.partition("/")[0] == path.name for name in results)
-        if not is_result and not (folder / path.name).exists():
-            durable_io.rename(path, folder / path.name)
+    if not aside.exists():
+        return
+    # move back the files that no export wrote; after a crash they stay in `aside`
+    with suppress(CheckpointError):  # without a manifest, there is no telling which files are results
+        results = {name.partition("/")[0] for name in read_final_manifest(aside).files}
+        for path in aside.iterdir():
+            if path.name not in results and not (folder / path.name).exists():
+                durable_io.rename(path, folder / path.name)
+    tell("kept", {"path": str(aside), "why": f"what {folder.name}/ held before is never removed"})
 
 
 def fallback_folders(name: str) -> list[Path]:

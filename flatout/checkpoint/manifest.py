@@ -1,4 +1,4 @@
-"""A checkpoint's manifest (which run wrote it, its files and their hashes), and the run's identity."""
+"""A checkpoint's manifest (which run wrote it, its files and their hashes), the check of the files, the run's id."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -18,11 +19,12 @@ import xxhash
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
 from flatout import __version__
+from flatout.checkpoint.tensor_file import TENSOR_SUFFIX, read_metadata
 from flatout.errors import CheckpointError
-from flatout.io.clock import now_utc
 from flatout.io.durable_io import DurableIO
-from flatout.io.hashing import FileFacts
-from flatout.io.json_file import encode_json, read_json, validated
+from flatout.io.hashing import FileFacts, digest
+from flatout.io.json_file import encode_json, now_utc, read_json, validated
+from flatout.parallel.rank import Rank
 
 FORMAT_VERSION = 3
 MANIFEST_NAME = "manifest.json"
@@ -59,9 +61,8 @@ _ADAPTER = TypeAdapter(Manifest)
 @cache
 def versions() -> dict[str, str]:
     """Return the versions to record with a checkpoint, by package name, without importing the packages."""
-    packages = ("torch", "transformers", "peft", "safetensors")
-    known = {"flatout": __version__, "python": platform.python_version()}
-    return known | {name: version(name) for name in packages}
+    packages = {name: version(name) for name in ("torch", "transformers", "peft", "safetensors")}
+    return {"flatout": __version__, "python": platform.python_version(), **packages}
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -95,6 +96,53 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _hash(body: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def verify_files(folder: Path, manifest: Manifest, rank: Rank) -> None:
+    """Check that this rank's share of a manifest's files exist and have their size and hash. Raises CheckpointError."""
+    for name in shares(manifest.files, rank.world)[rank.index]:
+        path, facts = folder / name, manifest.files[name]
+        try:
+            found = digest(path)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: the file is missing; the checkpoint is not resumable without it") from error
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        if found == facts:
+            continue
+        identity = None
+        if name.endswith(TENSOR_SUFFIX):
+            # if the header is unreadable, the size or the hash below explains why
+            with suppress(CheckpointError):
+                identity = read_metadata(path)
+        if identity is not None:
+            refuse_other_save(path, identity, manifest)
+        if found.size_bytes != facts.size_bytes:
+            why = f"found {found.size_bytes:,} bytes, expected {facts.size_bytes:,}; it was cut off or replaced"
+        else:
+            why = f"its content does not match its hash (found xxh3 {found.xxh3}, expected {facts.xxh3})"
+        raise CheckpointError(f"{path}: {why}")
+
+
+def shares(files: Mapping[str, FileFacts], world: int) -> list[list[str]]:
+    """Assign files to ranks, so that each rank reads about the same number of bytes."""
+    taken: list[list[str]] = [[] for _ in range(world)]
+    num_bytes = [0] * world
+    # + 1 below: an empty file still has to be opened
+    for name in sorted(files, key=lambda name: (-files[name].size_bytes, name)):
+        rank = num_bytes.index(min(num_bytes))
+        taken[rank].append(name)
+        num_bytes[rank] += files[name].size_bytes + 1
+    return taken
+
+
+def refuse_other_save(path: Path, identity: Any, manifest: Manifest) -> None:
+    """Raise CheckpointError when the identity in a file (run_id, save_id, step) differs from the manifest's."""
+    expected = {"run_id": manifest.run_id, "save_id": manifest.save_id, "step": str(manifest.step)}
+    if isinstance(identity, Mapping):
+        identity = {key: identity.get(key) for key in expected}
+    if identity != expected:
+        raise CheckpointError(f"{path}: it is of another save: found {identity}, expected {expected}")
 
 
 def run_identity(run_dir: Path, durable_io: DurableIO) -> str:

@@ -12,11 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flatout.checkpoint.integrity import refuse_other_save
-from flatout.checkpoint.manifest import Manifest
+from flatout.checkpoint.manifest import Manifest, refuse_other_save
 from flatout.checkpoint.tensor_file import DTYPES, TENSOR_SUFFIX, bound_header
 from flatout.errors import CheckpointError
-from flatout.io.strict_json import parse_json
+from flatout.io.json_file import parse_json
 from flatout.parallel.shards import local_shard_of
 
 # metadata key of a sharded file; the value is JSON: tensor name -> [global shape, offset]

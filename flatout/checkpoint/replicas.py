@@ -29,8 +29,20 @@ def refuse_drift(state: Mapping[str, Mapping[str, Tensor]], group: ControlGroup)
     place = str([shard.offset for shard in copied.values()])
     answers = group.all_gather({"place": place, "sums": _checksums([shard.local for shard in copied.values()])})
     for same_place in {answer["place"] for answer in answers}:
-        sums = {rank: answer["sums"] for rank, answer in enumerate(answers) if answer["place"] == same_place}
-        _compare(sums, list(copied), group)
+        sums = {rank: tuple(answer["sums"]) for rank, answer in enumerate(answers) if answer["place"] == same_place}
+        counts = Counter(sums.values()).most_common(2)
+        if len(counts) == 1:
+            continue
+        (usual, most), (_, second) = counts
+        odd = [rank for rank, values in sums.items() if most == second or values != usual]
+        reference = usual if most > second else sums[odd[0]]
+        other = sums[odd[0] if most > second else odd[1]]
+        name = next(name for name, a, b in zip(copied, reference, other, strict=True) if a != b)
+        who = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} differ"
+        raise CheckpointError(
+            f"replicas have drifted apart: {who} in {name}, so this state was not saved; start the run again from its "
+            "newest checkpoint, and look at that host's memory (ECC errors, nvidia-smi -q) if it happens again"
+        )
 
 
 def _has_copies(tensor: Any) -> bool:
@@ -43,27 +55,9 @@ def _has_copies(tensor: Any) -> bool:
 def _checksums(tensors: Sequence[Tensor]) -> list[int]:
     """Return the sum of each tensor's bits as integers, modulo 2**64: exact in any order, changed by a flipped bit."""
     sums = [tensor.reshape(-1).view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
-    by_device: dict[torch.device, list[int]] = {}
-    for index, value in enumerate(sums):
-        by_device.setdefault(value.device, []).append(index)
-    found = [0] * len(sums)
-    for indices in by_device.values():  # one synchronization per device
-        for index, value in zip(indices, torch.stack([sums[index] for index in indices]).tolist(), strict=True):
-            found[index] = value
-    return found
-
-
-def _compare(sums: Mapping[int, Sequence[int]], names: Sequence[str], group: ControlGroup) -> None:
-    counts = Counter(tuple(values) for values in sums.values())
-    if len(counts) == 1:
-        return
-    (usual, most), (_, second) = counts.most_common(2)
-    odd = [rank for rank, values in sums.items() if most == second or tuple(values) != usual]
-    reference = usual if most > second else tuple(sums[odd[0]])
-    other = sums[odd[0] if most > second else odd[1]]
-    name = next(name for name, a, b in zip(names, reference, other, strict=True) if a != b)
-    who = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} differ"
-    raise CheckpointError(
-        f"replicas have drifted apart: {who} in {name}, so this state was not saved; start the run again from its "
-        "newest checkpoint, and look at that host's memory (ECC errors, nvidia-smi -q) if it happens again"
-    )
+    # one synchronization per device
+    on_host = {
+        device: iter(torch.stack([one for one in sums if one.device == device]).tolist())
+        for device in {one.device for one in sums}
+    }
+    return [next(on_host[one.device]) for one in sums]

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flatout.errors import CheckpointError
-from flatout.io.hashing import CHUNK_BYTES
 
+CHUNK_BYTES = 8 * 2**20
 # safetensors' own limit; checked here first so that the error can name the file
 MAX_HEADER_BYTES = 100_000_000
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from flatout.checkpoint.integrity import refuse_other_save, verify_files
 from flatout.checkpoint.manifest import (
     MANIFEST_NAME,
     RUN_NAME,
@@ -23,18 +22,20 @@ from flatout.checkpoint.manifest import (
     OtherFormatError,
     encode_manifest,
     read_manifest,
+    refuse_other_save,
     run_identity,
+    verify_files,
     versions,
     write_identity,
 )
 from flatout.checkpoint.read import PLACES, SavedCheckpoint, kind_of, open_tensors
 from flatout.checkpoint.tensor_file import TENSOR_SUFFIX, encode_tensors
 from flatout.errors import CheckpointError, ResourceError
-from flatout.io.clock import now_utc
 from flatout.io.durable_io import DurableIO
 from flatout.io.hashing import FileFacts
-from flatout.io.json_file import encode_json, read_json
+from flatout.io.json_file import encode_json, now_utc, read_json
 from flatout.parallel.control_group import ControlGroup
+from flatout.parallel.rank import Rank
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
 CheckFacts = Callable[[Mapping[str, Any], int], None]
@@ -101,10 +102,6 @@ class Checkpoints:
         self._run_id: str | None = None
         self._verified: dict[Path, Manifest] = {}
 
-    def steps(self) -> list[int]:
-        """Return the steps of all folders named like a checkpoint, newest first, without verifying them."""
-        return [entry.step for entry in self._entries()]
-
     def save(self, snapshot: Snapshot, *, best: bool = False) -> Path:
         """Write a checkpoint, verify it, rename it into place, and remove the ones that rotation drops.
 
@@ -115,14 +112,22 @@ class Checkpoints:
         """
         identity = self.group.run_on_first_rank(lambda: self._begin(snapshot))
         temp = self.folder / f"step-{snapshot.step}.tmp-{identity['save_id']}"
+        path = self.folder / f"step-{snapshot.step}"
+
+        def publish() -> None:
+            if path.exists():
+                # a rename cannot replace a non-empty folder; between the two, the old one still counts as a checkpoint
+                self._durable_io.rename(path, self.folder / f"{path.name}.old-{identity['save_id']}")
+                self._verified.pop(path, None)
+            self._durable_io.rename(temp, path)
+
         try:
             manifest = self._write(temp, snapshot, identity, best)
-            self.group.run_on_first_rank(lambda: self._publish(temp, snapshot.step, identity["save_id"]))
+            self.group.run_on_first_rank(publish)
         except (ResourceError, CheckpointError):
             if self.group.rank.is_first:
                 self._discard(temp)
             raise
-        path = self.folder / f"step-{snapshot.step}"
         if self.group.rank.is_first:
             self._verified[path] = manifest
             entries = self._entries()
@@ -184,7 +189,7 @@ class Checkpoints:
 
         def verify() -> None:
             manifest = self._check(path)
-            verify_files(path, manifest, index=self.group.rank.index, world=self.group.rank.world)
+            verify_files(path, manifest, self.group.rank)
             state = read_json(path / STATE_NAME)
             if not isinstance(state, dict) or not isinstance(state.get("facts"), dict):
                 raise CheckpointError(f"{path / STATE_NAME}: facts: expected an object")
@@ -257,9 +262,8 @@ class Checkpoints:
             return {name: asdict(create(temp / name, chunks, size)) for name, (size, chunks) in encoded.items()}
 
         def write_manifest() -> None:
-            content = encode_manifest(manifest)
-            self._durable_io.create(temp / MANIFEST_NAME, [memoryview(content)], len(content))
-            self._durable_io.fsync_dir(temp)
+            # this also syncs the folder
+            self._durable_io.write_bytes(temp / MANIFEST_NAME, encode_manifest(manifest))
 
         sizes = self.group.run_on_all_ranks(lay_out)
         self.group.run_on_first_rank(make_room)
@@ -275,25 +279,15 @@ class Checkpoints:
             created=now_utc(),
         )
         self.group.run_on_first_rank(write_manifest)
-        self.group.run_on_all_ranks(
-            lambda: verify_files(temp, manifest, index=self.group.rank.index, world=self.group.rank.world)
-        )
+        self.group.run_on_all_ranks(lambda: verify_files(temp, manifest, self.group.rank))
         return manifest
-
-    def _publish(self, temp: Path, step: int, save_id: str) -> None:
-        path = self.folder / f"step-{step}"
-        if path.exists():
-            # a rename cannot replace a non-empty folder; between the two, the old one still counts as a checkpoint
-            self._durable_io.rename(path, self.folder / f"step-{step}.old-{save_id}")
-            self._verified.pop(path, None)
-        self._durable_io.rename(temp, path)
 
     def _verify(self, path: Path) -> Manifest | None:
         """Return the manifest of a checkpoint, or None if it is not valid; each is hashed once per object."""
         if path not in self._verified:
             try:
                 manifest = self._check(path)
-                verify_files(path, manifest)
+                verify_files(path, manifest, Rank())
             except CheckpointError:
                 return None
             self._verified[path] = manifest
@@ -322,16 +316,13 @@ class Checkpoints:
         """List folders named like checkpoints, newest first; within a step, the replaced one comes last."""
         entries = [
             Entry(path, int(matched[1]), matched[2] is not None)
-            for path in self._names()
+            for path in self.folder.glob("step-*")
             if (matched := _CHECKPOINT.fullmatch(path.name))
         ]
         return sorted(entries, key=lambda entry: (-entry.step, entry.replaced, entry.path.name))
 
     def _debris(self) -> list[Path]:
-        return [path for path in self._names() if _DEBRIS.fullmatch(path.name)]
-
-    def _names(self) -> list[Path]:
-        return sorted(self.folder.iterdir()) if self.folder.is_dir() else []
+        return [path for path in sorted(self.folder.glob("step-*")) if _DEBRIS.fullmatch(path.name)]
 
 
 def rotation(

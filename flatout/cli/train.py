@@ -78,7 +78,7 @@ def start_ranks(config: Config, start: SpawnRanks, words: list[str]) -> int:
     """Start the ranks of this node and supervise them until the run ends."""
     from flatout.environment import environment, new_secret, secret_of_nodes
     from flatout.io.bounded_wait import to_stderr
-    from flatout.io.run_lock import RunLock
+    from flatout.io.file_lock import RunLock
     from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, LocalRendezvous, Rendezvous
     from flatout.launch.supervise import Supervisor
 

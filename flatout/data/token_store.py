@@ -221,18 +221,11 @@ def new_store(folder: Path) -> Iterator[StoreWriter]:
     On an error nothing is left behind and an older store at `folder` is kept. The caller holds the lock. Raises
     ResourceError if the disk is full or cannot be written.
     """
-    durable_io = DurableIO()
-    temporary, old = (folder.with_name(f".{folder.name}.{end}") for end in ("new", "old"))
-    durable_io.remove_tree(temporary)
-    durable_io.make_dir(temporary)
-    try:
+    durable_io, old = DurableIO(), folder.with_name(f".{folder.name}.old")
+    with durable_io.replace_dir(folder, aside=old) as temporary:
         with closing(StoreWriter(temporary)) as writer:
             yield writer
-    except BaseException:
-        durable_io.remove_tree(temporary)
-        raise
-    durable_io.remove_tree(old)
-    durable_io.replace_dir(temporary, folder, aside=old)
+        durable_io.remove_tree(old)
     durable_io.remove_tree(old)
 
 

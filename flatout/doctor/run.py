@@ -19,7 +19,7 @@ from flatout.doctor.machine import check_gpus, check_packages, check_torch
 from flatout.doctor.nodes import check_shared_folder, compare_nodes, joined, node_facts
 from flatout.errors import FlatoutError
 from flatout.io.durable_io import Disk, DurableIO
-from flatout.io.run_lock import RunLock
+from flatout.io.file_lock import RunLock
 from flatout.models.load.source import check_source
 from flatout.parallel.rank import Rank
 from flatout.plan.devices import ANY_DEVICE, GIB

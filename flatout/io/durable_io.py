@@ -10,24 +10,31 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import xxhash
+
 from flatout.errors import ResourceError, SecurityError
-from flatout.io.hashing import FileFacts, Hasher, digest
+from flatout.io.hashing import FileFacts, digest
 from flatout.io.json_file import encode_json
 
 
 class Disk:
-    """The single disk operations, one method each; tests replace it to count them, or to fail or crash at the k-th.
+    """The single disk operations; tests replace it to count them, or to fail or crash at the k-th.
 
     Opening a file does not follow a link in the last part of its path.
     """
 
-    def mkdir(self, path: Path) -> None:
-        path.mkdir()
+    mkdir: Callable[[Path], None] = staticmethod(os.mkdir)
+    write: Callable[[int, memoryview], int] = staticmethod(os.write)
+    sync: Callable[[int], None] = staticmethod(os.fsync)
+    close: Callable[[int], None] = staticmethod(os.close)
+    rename: Callable[[Path, Path], None] = staticmethod(os.rename)
+    unlink: Callable[[Path], None] = staticmethod(os.unlink)
+    rmdir: Callable[[Path], None] = staticmethod(os.rmdir)
 
     def create(self, path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -35,24 +42,6 @@ class Disk:
     def open(self, path: Path) -> int:
         """Open an existing file for fsync, writable because some file systems require that."""
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-
-    def write(self, fd: int, content: memoryview) -> int:
-        return os.write(fd, content)
-
-    def sync(self, fd: int) -> None:
-        os.fsync(fd)
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
-    def rename(self, source: Path, target: Path) -> None:
-        source.rename(target)
-
-    def unlink(self, path: Path) -> None:
-        path.unlink()
-
-    def rmdir(self, path: Path) -> None:
-        path.rmdir()
 
     def sync_dir(self, path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -62,7 +51,8 @@ class Disk:
             os.close(fd)
 
     def free_bytes(self, path: Path) -> int:
-        return shutil.disk_usage(path).free
+        """Return the free bytes of the disk that holds `path`, which need not exist yet."""
+        return shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free
 
 
 class DurableIO:
@@ -94,11 +84,12 @@ class DurableIO:
         """Write and fsync a new file, in a folder that the caller then renames; after a failure it is removed."""
         with self.resource_errors("write", path, size_bytes):
             fd = self._disk.create(path)
+            hasher, num_bytes = xxhash.xxh3_128(), 0
             try:
                 try:
-                    hasher = Hasher()
                     for chunk in chunks:
                         hasher.update(chunk)
+                        num_bytes += len(chunk)
                         rest = chunk
                         while rest:  # os.write may write only a part
                             rest = rest[self._disk.write(fd, rest) :]
@@ -109,9 +100,9 @@ class DurableIO:
                 with suppress(OSError):  # as above
                     self._disk.unlink(path)
                 raise
-        if hasher.facts.size_bytes != size_bytes:
-            raise ValueError(f"{path}: {hasher.facts.size_bytes} bytes written, {size_bytes} announced")
-        return hasher.facts
+        if num_bytes != size_bytes:
+            raise ValueError(f"{path}: {num_bytes} bytes written, {size_bytes} announced")
+        return FileFacts(num_bytes, hasher.hexdigest())
 
     def open_new(self, path: Path) -> BinaryIO:
         """Open a new file for reading and writing; after closing it, call `sync_tree` on its folder.
@@ -159,19 +150,25 @@ class DurableIO:
             self._disk.rename(source, target)
             self._disk.sync_dir(target.parent)
 
-    def replace_dir(self, source: Path, target: Path, *, aside: Path) -> None:
-        """Move folder `source` to `target`, and move what was there to `aside`; all three are in one folder.
+    @contextmanager
+    def replace_dir(self, folder: Path, *, aside: Path) -> Iterator[Path]:
+        """Yield an empty folder beside `folder`, to fill and sync; it then becomes `folder`, and the old one `aside`.
 
-        This takes two renames: after a crash between them, there is nothing at `target`.
+        This takes two renames: after a crash between them, there is nothing at `folder`. If the body raises, the new
+        folder is removed; one that a crash left behind is removed at the start.
         """
-        if target.exists():
-            self.rename(target, aside)
-        self.rename(source, target)
-
-    def fsync_dir(self, path: Path) -> None:
-        """Fsync a folder, which makes the names in it durable."""
-        with self.resource_errors("sync", path):
-            self._disk.sync_dir(path)
+        new = folder.with_name(f".{folder.name}.tmp")
+        self.remove_tree(new)
+        self.make_dir(new)
+        try:
+            yield new
+        except BaseException:
+            with suppress(ResourceError):  # the first failure is the one to report
+                self.remove_tree(new)
+            raise
+        if folder.exists():
+            self.rename(folder, aside)
+        self.rename(new, folder)
 
     def remove_tree(self, path: Path) -> None:
         """Remove a file, a link (not its target) or a folder with its content; a missing path is not an error."""
@@ -188,10 +185,9 @@ class DurableIO:
 
     def require_free(self, folder: Path, needed_bytes: int) -> None:
         """Raise ResourceError, with needed and free bytes, if the folder's disk lacks space for `needed_bytes`."""
-        with self.resource_errors("look at", folder):
-            free_bytes = self._disk.free_bytes(_existing(folder))
-        if free_bytes < needed_bytes:
-            raise ResourceError(_disk_full(folder, needed_bytes, free_bytes))
+        with self.resource_errors("look at", folder, needed_bytes):
+            if self._disk.free_bytes(folder) < needed_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     @contextmanager
     def resource_errors(self, verb: str, path: Path, needed_bytes: int = 0) -> Iterator[None]:
@@ -200,13 +196,14 @@ class DurableIO:
             yield
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                free_bytes = self._disk.free_bytes(_existing(path))
-                raise ResourceError(_disk_full(path, needed_bytes, free_bytes)) from error
-            reason = error.strerror or str(error)
-            remedy = (
-                "raise the limit (ulimit -f)" if error.errno == errno.EFBIG else "check that the folder is writable"
-            )
-            raise ResourceError(f"cannot {verb} {path}: {reason}; {remedy}") from error
+                raise ResourceError(
+                    f"disk or quota full: {path} needs {needed_bytes:,} bytes, {self._disk.free_bytes(path):,} are "
+                    "free on its disk; free some space or lower checkpoint.keep; older checkpoints are untouched"
+                ) from error
+            remedy = "check that the folder is writable"
+            if error.errno == errno.EFBIG:
+                remedy = "raise the limit (ulimit -f)"
+            raise ResourceError(f"cannot {verb} {path}: {error.strerror or error}; {remedy}") from error
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -233,14 +230,3 @@ def is_same_file(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except OSError:
         return False
-
-
-def _existing(path: Path) -> Path:
-    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-
-
-def _disk_full(path: Path, needed_bytes: int, free_bytes: int) -> str:
-    return (
-        f"disk or quota full: {path} needs {needed_bytes:,} bytes, {free_bytes:,} are free on its disk; "
-        "free some space or lower checkpoint.keep; older checkpoints are untouched"
-    )

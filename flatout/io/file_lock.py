@@ -1,17 +1,22 @@
-"""File locks (flock) that the kernel releases when the holder dies."""
+"""File locks (flock), which the kernel releases however the holder dies: one run per folder, one builder per store."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from flatout.errors import ResourceError
 from flatout.io.bounded_wait import BoundedWait, to_stderr
-from flatout.io.durable_io import DurableIO, open_own
+from flatout.io.durable_io import DurableIO, is_same_file, open_own
+from flatout.io.json_file import now_utc
 
 # a large data set takes hours to build, and others wait for it
 LIMIT_S = 12 * 3600.0
@@ -60,3 +65,81 @@ def locked(
         yield
     finally:
         os.close(fd)
+
+
+class RunLock:
+    """Hold a run folder: `with RunLock(run_dir):`. A missing folder is created.
+
+    The file's content only shows who holds it. Entering raises ResourceError when another process holds the lock or
+    the folder is not writable.
+    """
+
+    def __init__(self, run_dir: Path, *, durable_io: DurableIO | None = None) -> None:
+        self._run_dir = run_dir
+        self._path = run_dir / ".lock"
+        self._durable_io = durable_io or DurableIO()
+        self._fd: int | None = None
+
+    def __enter__(self) -> Self:
+        self._durable_io.make_dir(self._run_dir)
+        fd = open_lock(self._path)
+        try:
+            if not take_lock(fd, self._path):
+                raise ResourceError(
+                    f"{self._run_dir} is locked by {_holder(fd)}; wait for that run, stop it, or choose another run_dir"
+                )
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": now_utc()}
+            probe = self._run_dir / ".write-probe"
+            self._durable_io.remove_tree(probe)
+            content = memoryview(json.dumps(holder).encode())
+            # find a full or read-only disk now, rather than at the first save, when steps would be lost
+            self._durable_io.create(probe, [content], len(content))
+            self._durable_io.remove_tree(probe)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, content, 0)
+        except ResourceError:
+            os.close(fd)
+            raise
+        self._fd = fd
+        return self
+
+    def keep(self) -> None:
+        """Make sure that the folder is still locked: if it was deleted or replaced, create and lock it again.
+
+        Raises ResourceError when another run has locked it in the meantime; this one must then stop writing there.
+        """
+        if self._fd is None or is_same_file(self._fd, self._path):
+            return
+        os.close(self._fd)
+        self._fd = None
+        try:
+            self.__enter__()
+        except ResourceError as error:
+            raise ResourceError(f"{self._run_dir} was deleted while this run went on, and now {error}") from error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._fd is not None:
+            # the file is not removed, or two runs could lock two different files of the same name
+            os.close(self._fd)
+            self._fd = None
+
+
+def _holder(fd: int) -> str:
+    """Describe who holds the lock, according to the file."""
+    try:
+        holder = json.loads(os.pread(fd, 4096, 0))
+        pid, host, since = int(holder["pid"]), str(holder["host"]), str(holder["since"])
+    except (ValueError, KeyError, TypeError):
+        return "another process"  # it took the lock just now and has not written its name yet
+    text = f"pid {pid} on {host} since {since}"
+    if host == socket.gethostname():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            # forked children inherit the lock, so a child may hold it after the run has ended
+            return f"{text} (that process is gone, but a child of it still holds the lock)"
+        except PermissionError:
+            pass  # the process belongs to another user
+    return text

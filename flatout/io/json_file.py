@@ -1,18 +1,124 @@
-"""JSON files: written without NaN, read with a bounded size, no repeated keys and no constants outside JSON."""
+"""Strict JSON (RFC 8259): errors have line and column, nothing is guessed or dropped; files of a bounded size."""
 
 from __future__ import annotations
 
 import json
+import re
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from flatout.errors import CheckpointError, FlatoutError
-from flatout.io.strict_json import parse_json
 
 MAX_JSON_BYTES = 64 * 2**20
 T = TypeVar("T")
+
+# message of Python's scanner -> message for users; {ends} is the bracket that closes the open object or list
+_MESSAGES = {
+    "Expecting ',' delimiter": "expected ',' or {ends}",
+    "Expecting ':' delimiter": "expected ':' after the key",
+    "Expecting property name enclosed in double quotes": "expected a key in double quotes",
+    "Illegal trailing comma before end of object": "expected a key in double quotes",
+    "Illegal trailing comma before end of array": "expected a value",
+    "Expecting value": "expected a value",
+    "Unterminated string starting at": "this string has no closing quote",
+    "Invalid control character at": "control character inside a string; write it as an escape such as \\n",
+    "Extra data": "expected the end of the value",
+}
+# strings first, so that a NaN inside a string does not match
+_NOT_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|(-?(?:NaN|Infinity))', re.DOTALL)
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
+
+
+class JSONSyntaxError(ValueError):
+    """Invalid JSON: `line` and `column` count from 1, in characters; `what` is what was expected.
+
+    `at_second_value` is True if a complete value precedes the error, as in JSON Lines.
+    """
+
+    def __init__(self, what: str, line: int, column: int, at_second_value: bool = False) -> None:
+        super().__init__(f"{line}:{column}: {what}")
+        self.what, self.line, self.column, self.at_second_value = what, line, column, at_second_value
+
+
+class _RefusedError(Exception):
+    """A value that Python's scanner accepts but RFC 8259 forbids or leaves undefined (NaN, a repeated key)."""
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise _RefusedError(text)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RefusedError(json.dumps(next(key for key in keys if keys.count(key) > 1), ensure_ascii=False))
+    return found
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Parse one JSON value from text or bytes.
+
+    Raises JSONSyntaxError for bad syntax, NaN and Infinity, a repeated key in an object, an integer of more than 4,300
+    digits, or nesting beyond the interpreter's limit (about 1,000); UnicodeDecodeError for bytes that are not text.
+    """
+    text = content.decode(json.detect_encoding(content)) if isinstance(content, bytes) else content
+    try:
+        return _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise _explained(error) from None
+    except _RefusedError as refused:
+        raise _refused_at(text, str(refused)) from None
+    except RecursionError:
+        raise JSONSyntaxError("nested too deeply", 1, 1) from None
+    except ValueError as error:  # an integer with too many digits; Python reports no position
+        raise JSONSyntaxError(str(error).split(";")[0].lower(), 1, 1) from None
+
+
+def _explained(error: json.JSONDecodeError) -> JSONSyntaxError:
+    # the pure Python scanner ends some messages with "at", the C one does not
+    known = _MESSAGES.get(error.msg) or _MESSAGES.get(error.msg.removesuffix(" at"))
+    open_brackets: list[str] = []
+    for token in _TOKEN.finditer(error.doc, 0, error.pos):
+        if token[0] in "{[":
+            open_brackets.append(token[0])
+        elif token[0] in "}]" and open_brackets:  # those inside a damaged text may have no opening one
+            open_brackets.pop()
+    ends = "'}'" if open_brackets[-1:] == ["{"] else "']'"
+    what = known.format(ends=ends) if known else error.msg.lower()
+    if error.doc[error.pos : error.pos + 1] == "'":
+        what += "; single quotes are Python's, not JSON's"
+    elif error.msg.startswith("Illegal trailing") or (
+        error.doc[error.pos : error.pos + 1] in ("}", "]") and error.doc[: error.pos].rstrip().endswith(",")
+    ):
+        what += "; the comma before is one too many"
+    if error.pos >= len(error.doc.rstrip()):
+        what += "; the text ends here"
+    return JSONSyntaxError(what, error.lineno, error.colno, at_second_value=error.msg == "Extra data")
+
+
+def _refused_at(text: str, found: str) -> JSONSyntaxError:
+    if found.startswith('"'):
+        # the hook runs when the object closes and has no position; the key's second occurrence is close enough
+        starts = [match.start() for match in re.finditer(re.escape(found) + r"\s*:", text)]
+        position = starts[1] if len(starts) > 1 else 0
+        what = f"key {found} is given twice in one object"
+    else:
+        position = next((match.start() for match in _NOT_NUMBER.finditer(text) if match[1]), 0)
+        what = f"{found} is no JSON value; write null or a number"
+    line_start = text.rfind("\n", 0, position) + 1
+    return JSONSyntaxError(what, text.count("\n", 0, position) + 1, position - line_start + 1)
+
+
+def now_utc() -> str:
+    """Return the current time as ISO 8601 in UTC, to the second: the format of times in files."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def encode_json(value: Any) -> bytes:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from flatout.io.bounded_wait import BoundedWait
-from flatout.io.strict_json import parse_json
+from flatout.io.json_file import parse_json
 
 MAX_LINE_BYTES = 1 << 16
 # limits for connections that have not sent the secret yet: number, time and bytes of the first line

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,26 +64,20 @@ def publish_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
 
     It is first written next to the folder; leftovers of a killed call are removed. Raises ResourceError.
     """
-    durable_io, aside = DurableIO(), folder.with_name(f".{folder.name}.tmp")
-    durable_io.remove_tree(aside)
-    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
-    durable_io.require_free(folder.parent, sum(tensors.values()))
-    durable_io.make_dir(aside)
-    try:
+    durable_io, empty = DurableIO(), folder.with_name(f".{folder.name}.old")
+    with durable_io.replace_dir(folder, aside=empty) as new:
+        tensors = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
+        durable_io.require_free(folder.parent, sum(tensors.values()))
         with durable_io.resource_errors("write", folder):
             try:
-                save_model(model, tokenizer, aside)
+                save_model(model, tokenizer, new)
             except SafetensorError as error:
                 raise ResourceError(
                     f"cannot write {folder}: {error}; free some space or give another folder"
                 ) from error
-        durable_io.sync_tree(aside)
-        durable_io.remove_tree(folder)
-        durable_io.rename(aside, folder)
-    except BaseException:
-        with suppress(ResourceError):  # report the first failure
-            durable_io.remove_tree(aside)
-        raise
+        durable_io.sync_tree(new)
+        durable_io.remove_tree(empty)
+    durable_io.remove_tree(empty)
 
 
 def _cast_state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -16,8 +16,8 @@ from flatout.config.schema import Config
 from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import FlatoutError, PreemptedError, ResourceError
 from flatout.io.durable_io import DurableIO
+from flatout.io.file_lock import RunLock
 from flatout.io.redact import redacted
-from flatout.io.run_lock import RunLock
 from flatout.models.export import save_model
 from flatout.models.load.fingerprint import fingerprint_model
 from flatout.models.lora.adapter import adapter_parameters, read_back, save_adapter

@@ -159,7 +159,7 @@ def test_a_killed_supervisor_leaves_nothing_behind_while_ranks_start(tiny: Any, 
 
 
 def test_a_refused_second_run_leaves_the_logs_of_the_first_alone(tiny: Any, tmp_path: Path) -> None:
-    from flatout.io.run_lock import RunLock
+    from flatout.io.file_lock import RunLock
 
     config = tiny.config(tmp_path / "run", **settings(tiny))
     with RunLock(tmp_path / "run"):

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from flatout.data.conversation import Origin
 from flatout.errors import DataError, first_line
-from flatout.io.strict_json import JSONSyntaxError, parse_json
+from flatout.io.json_file import JSONSyntaxError, parse_json
 
 BadRow = Callable[[DataError], None]
 

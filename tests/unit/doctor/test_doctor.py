@@ -24,7 +24,7 @@ from flatout.doctor.machine import (
 from flatout.doctor.nodes import compare_nodes
 from flatout.doctor.run import check_space, checkpoint_bytes, examine
 from flatout.io.durable_io import Disk
-from flatout.io.run_lock import RunLock
+from flatout.io.file_lock import RunLock
 from flatout.parallel.rank import Rank
 from flatout.train.run import train
 

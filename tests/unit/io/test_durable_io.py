@@ -19,10 +19,9 @@ from flatout.checkpoint.tensor_file import encode_tensors, read_metadata
 from flatout.errors import CheckpointError, ResourceError, SecurityError
 from flatout.io.append import AppendFile
 from flatout.io.durable_io import Disk, DurableIO
-from flatout.io.file_lock import locked
+from flatout.io.file_lock import RunLock, locked
 from flatout.io.hashing import FileFacts, digest
 from flatout.io.json_file import read_json
-from flatout.io.run_lock import RunLock
 
 DTYPES = [
     torch.float64,
@@ -256,14 +255,17 @@ def test_what_others_wrote_becomes_durable_and_known(tmp_path: Path) -> None:
 
 
 def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
-    new, target, aside = (tmp_path / name for name in ("new", "target", "aside"))
+    target, aside = tmp_path / "target", tmp_path / "aside"
+    (tmp_path / ".target.tmp" / "left by a crash").mkdir(parents=True)
     for content in ("first", "second"):
-        new.mkdir()
-        (new / "a").write_text(content)
-        DurableIO().replace_dir(new, target, aside=aside)
+        with DurableIO().replace_dir(target, aside=aside) as new:
+            assert list(new.iterdir()) == []
+            (new / "a").write_text(content)
+    with pytest.raises(KeyboardInterrupt), DurableIO().replace_dir(target, aside=aside):
+        raise KeyboardInterrupt
     assert (target / "a").read_text() == "second"
     assert (aside / "a").read_text() == "first"
-    assert not new.exists()
+    assert sorted(tmp_path.iterdir()) == [aside, target]
 
 
 def test_no_link_is_followed(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from faulty_disk import FULL_DISK, FaultyDisk
 from flatout.errors import ResourceError
 from flatout.io import bounded_wait
 from flatout.io.durable_io import Disk, DurableIO
-from flatout.io.file_lock import locked
-from flatout.io.run_lock import RunLock
+from flatout.io.file_lock import RunLock, locked
 
 
 def in_child(act: Callable[[], None]) -> int:

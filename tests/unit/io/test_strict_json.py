@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.io.strict_json import JSONSyntaxError, parse_json
+from flatout.io.json_file import JSONSyntaxError, parse_json
 
 BAD = [
     ('{"a": 1 "b": 2}', 1, 9, "expected ',' or '}'"),

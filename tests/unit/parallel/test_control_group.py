@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flatout.checkpoint.integrity import shares
+from flatout.checkpoint.manifest import shares
 from flatout.errors import ResourceError
 from flatout.io.hashing import FileFacts
 from flatout.parallel.control_group import ControlGroup

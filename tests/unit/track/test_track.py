@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from flatout.errors import ResourceError
-from flatout.io.run_lock import RunLock
+from flatout.io.file_lock import RunLock
 from flatout.track.console import ConsoleTracker
 from flatout.track.record import EvalRecord, StepRecord
 from flatout.track.run_folder import RunFolderTracker

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flatout.errors import CheckpointError, DataError, NumericError, ResourceError, UsageError
-from flatout.io.run_lock import RunLock
+from flatout.io.file_lock import RunLock
 from flatout.optim.lr_schedule import lr_factor
 from flatout.parallel.rank import Rank
 from flatout.track.tracker import Trackers

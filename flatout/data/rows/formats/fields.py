@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.io.strict_json import JSONSyntaxError, parse_json
+from flatout.io.json_file import JSONSyntaxError, parse_json
 
 
 class FieldError(Exception):
