@@ -67,7 +67,7 @@ def randn(*shape: int, scale: float = 1.0) -> Tensor:
 
 def head_case(shape: str, num_rows: int) -> Case:
     """Cross-entropy of a frozen output head on label rows, summed."""
-    from flatout.kernels.cross_entropy import token_loss
+    from flatout.kernels.cross_entropy.tiled import token_loss
 
     hidden_size, vocab_size = SHAPES[shape]["hidden_size"], SHAPES[shape]["vocab_size"]
     rows, weight = randn(num_rows, hidden_size), randn(vocab_size, hidden_size, scale=0.02)
@@ -99,15 +99,10 @@ def head_case(shape: str, num_rows: int) -> Case:
 
 def attention_case(shape: str, num_steps: int) -> Case:
     """Packed causal attention over one step's documents, by each package that is there; the gradient is the query's."""
-    from flatout.kernels.attention import (
-        cudnn_problem,
-        flash_problem,
-        make_cudnn_attention,
-        make_flash_attention,
-        make_varlen_attention,
-        sdpa_attention,
-        varlen_problem,
-    )
+    from flatout.kernels.attention.cudnn import cudnn_problem, make_cudnn_attention
+    from flatout.kernels.attention.flash import flash_problem, make_flash_attention
+    from flatout.kernels.attention.reference import sdpa_attention
+    from flatout.kernels.attention.varlen import make_varlen_attention, varlen_problem
 
     sizes = SHAPES[shape]
     heads, kv_heads, head_dim = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"]
@@ -135,15 +130,14 @@ def attention_case(shape: str, num_steps: int) -> Case:
         if flash_problem("fa4", query.device) is None:
             forms["fa4"] = make_flash_attention("fa4")
         for name, form in forms.items():
-            run = partial(form, key=key, value=value, cu_seqlens=cu_seqlens, max_seqlen=max(lengths), scale=scale)
+            run = partial(form, k=key, v=value, cu_seqlens=cu_seqlens, max_seqlen=max(lengths), scale=scale)
             variants[name] = differentiated(run, query)
     return Case(f"attention, {shape}, {len(lengths)} documents, {total:,} tokens", exact, variants)
 
 
 def linear_cases(num_tokens: int, num_out: int, num_in: int) -> Iterator[Case]:
     """A frozen linear layer: bf16, fp8 and NF4 storage. Exact is each storage's own dequantized weight."""
-    from flatout.models.bases.frozen_linear import Fp8Linear
-    from flatout.models.bases.nf4 import Nf4Linear
+    from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 
     x, weight = randn(num_tokens, num_in), randn(num_out, num_in, scale=0.02)
     stored: dict[str, nn.Module] = {"nf4": Nf4Linear.from_dense(weight, None)}
@@ -180,7 +174,7 @@ def lora_case(shape: str, num_tokens: int) -> Case:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from flatout.config.schema import LoraConfig
-    from flatout.models.attention import PREFIX, register
+    from flatout.models.attention import register, registered_name
     from flatout.models.lora.fused import fuse_layers
     from flatout.models.lora.layer import add_lora
 
@@ -191,7 +185,7 @@ def lora_case(shape: str, num_tokens: int) -> Case:
 
     def model(dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(0)
-        attention = PREFIX + ("varlen" if DEVICE == "cuda" else "sdpa")
+        attention = registered_name("varlen" if DEVICE == "cuda" else "sdpa")
         made = AutoModelForCausalLM.from_config(config, dtype=DTYPE, attn_implementation=attention)
         return made.to(DEVICE, dtype).requires_grad_(False)
 

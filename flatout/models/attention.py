@@ -10,19 +10,10 @@ import torch
 from torch import nn
 
 from flatout.errors import UsageError, first_line
-from flatout.kernels.attention import (
-    FlashName,
-    cudnn_problem,
-    flash_disagreement,
-    flash_problem,
-    make_cudnn_attention,
-    make_flash_attention,
-    make_varlen_attention,
-    plain_attention,
-    prepare_cudnn_attention,
-    sdpa_attention,
-    varlen_problem,
-)
+from flatout.kernels.attention.cudnn import cudnn_problem, make_cudnn_attention, prepare_cudnn_attention
+from flatout.kernels.attention.flash import FlashName, flash_disagreement, flash_problem, make_flash_attention
+from flatout.kernels.attention.reference import plain_attention, sdpa_attention
+from flatout.kernels.attention.varlen import make_varlen_attention, varlen_problem
 from flatout.models.arch_quirks import ArchQuirks
 from flatout.models.blocks import layer_configs
 

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
-from flatout.kernels.cross_entropy import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused, product_loss, token_loss
+from flatout.kernels.cross_entropy.reference import product_loss
+from flatout.kernels.cross_entropy.tiled import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused, token_loss
 from flatout.models.arch_quirks import logits_scale
 from flatout.models.blocks import hidden_states
 from flatout.models.compile.cuda_graphs import GraphedDecoder

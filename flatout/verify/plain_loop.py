@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from flatout.config.schema import Config
-from flatout.models.bases.frozen_linear import FROZEN_LINEARS
+from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.models.blocks import replace_module
 from flatout.models.load.model import load_for_inference, load_model, resolve_precision
 from flatout.models.lora.adapter import load_adapter, save_adapter
@@ -116,7 +116,7 @@ def _dense_model(config: Config, device: torch.device) -> PreTrainedModel:
         config.model, method=config.method, device=device, seed=config.seed, full=config.full, base=config.base
     )
     for name, module in list(loaded.model.named_modules()):
-        if isinstance(module, FROZEN_LINEARS) and not isinstance(module, nn.Linear):
+        if isinstance(module, Fp8Linear | Nf4Linear):
             replace_module(loaded.model, name, _dense_linear(module))
     return loaded.model
 

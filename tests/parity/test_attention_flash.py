@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -14,17 +15,10 @@ from test_attention_forms import both, boundaries, inputs
 from tiny_models import tiny_config
 
 from flatout.errors import UsageError
-from flatout.kernels.attention import (
-    cudnn,
-    flash_disagreement,
-    flash_problem,
-    make_flash_attention,
-    make_varlen_attention,
-    packed_attention,
-    plain_attention,
-)
-from flatout.kernels.attention import flash as flash_module
-from flatout.kernels.attention.reference import document_mask
+from flatout.kernels.attention import cudnn
+from flatout.kernels.attention.flash import flash_disagreement, flash_problem, make_flash_attention
+from flatout.kernels.attention.reference import document_mask, packed_attention, plain_attention
+from flatout.kernels.attention.varlen import make_varlen_attention
 from flatout.models import attention as models_attention
 from flatout.models.arch_quirks import ArchQuirks
 from flatout.models.attention import choose_attention, registered_name
@@ -240,7 +234,7 @@ def test_small_models_keep_torchs_kernel_unless_asked(install: Any) -> None:
 
 
 def test_what_is_not_installed_is_told_by_name() -> None:
-    if flash_module._is_installed("flash_attn_interface"):
+    if importlib.util.find_spec("flash_attn_interface"):
         pytest.skip("it is installed")
     assert flash_problem("fa3", CUDA) == "fa3 is not installed"
     with pytest.raises(UsageError, match="fa3 does not serve this model"):

@@ -10,10 +10,10 @@ from torch import nn
 from flatout.config.read import make_config
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.errors import ResourceError
-from flatout.kernels.fp8 import fp8_problem, quantize_rows, scaled_product
+from flatout.kernels.fp8 import fp8_problem, scaled_product
 from flatout.kernels.fp8 import reference as fp8_reference
-from flatout.models.bases.frozen_linear import Fp8Linear, fuse_bases
-from flatout.models.bases.nf4 import Nf4Linear
+from flatout.kernels.fp8.reference import quantize_rows
+from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear, fuse_bases
 from flatout.models.blocks import decoder_layers, replace_module
 from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.config.schema import LoraConfig
 from flatout.kernels.cross_entropy import reference, tiled
-from flatout.kernels.cross_entropy.fused import tile_terms
+from flatout.kernels.cross_entropy.tiled import tile_terms
 from flatout.models import head
 from flatout.models.head import packed_loss, prepare_head
 from flatout.models.lora.layer import add_lora
@@ -234,7 +234,7 @@ def test_fused_tile_terms_equal_autograd(scale, softcap):
 @pytest.mark.parametrize("num_rows", [1, 127, 128, 300, 512])
 def test_tiles_that_are_filled_up_give_the_same(num_rows, monkeypatch):
     """Fused tiles, of which all sizes are multiples of 128 rows; uncompiled, in fp32."""
-    monkeypatch.setattr(tiled, "compiled_tile_terms", lambda: sized)
+    monkeypatch.setattr(tiled, "_compiled_tile_terms", lambda: sized)
     sizes = []
 
     def sized(logits, targets, scale, softcap):

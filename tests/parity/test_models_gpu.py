@@ -8,7 +8,7 @@ import torch
 from tiny_models import save_tiny_model, tiny_samples
 
 from flatout.config.schema import LoraConfig, ModelConfig
-from flatout.kernels.attention import cudnn_problem
+from flatout.kernels.attention.cudnn import cudnn_problem
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import compile_layers
 from flatout.models.compile.recompute import checkpoint_layers

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from flatout.kernels.nf4 import Nf4Weight, dequantize, dequantize_fp8, dynamic_map, quantize, register_ops, row_scale
-from flatout.kernels.nf4.reference import NF4_LEVELS, dequantize_absmax
+from flatout.kernels.nf4 import dequantize, register_ops
+from flatout.kernels.nf4.reference import NF4_LEVELS, Nf4Weight, dequantize_absmax, dynamic_map, quantize, row_scale
 from flatout.kernels.nf4.reference import dequantize as plain
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -74,7 +74,7 @@ def test_zeros_stay_zeros():
     assert not plain(stored, 3, 100, torch.float32).any()
     scale = row_scale(stored, 3, 100)
     assert bool((scale > 0).all())
-    assert not dequantize_fp8([stored], [scale], [3], 100).float().any()
+    assert not dequantize([stored], [3], 100, torch.float8_e4m3fn, scales=[scale]).float().any()
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -86,7 +86,7 @@ def test_several_weights_below_each_other(num_columns, transposed):
     for dtype in (*DTYPES, torch.float64):
         assert torch.equal(dequantize(stored, rows, num_columns, dtype), dense.to(dtype))
     scales = [row_scale(one, count, num_columns) for one, count in zip(stored, rows, strict=True)]
-    scaled = dequantize_fp8(stored, scales, rows, num_columns, transposed=transposed)
+    scaled = dequantize(stored, rows, num_columns, torch.float8_e4m3fn, scales=scales, transposed=transposed)
     assert scaled.is_contiguous()
     assert scaled.dtype == torch.float8_e4m3fn
     scaled = (scaled.t() if transposed else scaled).float()

@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
-from flatout.kernels.nf4 import dequantize, dequantize_fp8, nf4_levels, quantize, register_ops, row_scale
+from flatout.kernels.nf4 import dequantize, register_ops
 from flatout.kernels.nf4 import reference as plain
+from flatout.kernels.nf4.reference import nf4_levels, quantize, row_scale
 
 pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
@@ -59,7 +60,7 @@ def test_scaled_rows_before_rounding_to_float8(shape, transposed):
     out = torch.full(shape[::-1] if transposed else shape, torch.nan, device=DEVICE)
     out = out.t() if transposed else out
     dequantize_into(stored, out, nf4_levels(DEVICE), scale)
-    expected = plain.dequantize_fp8(stored, scale, *shape)
+    expected = plain.dequantize(stored, *shape, torch.float8_e4m3fn, scale)
     assert torch.equal(out.to(torch.float8_e4m3fn).float(), expected.float())
 
 
@@ -71,9 +72,9 @@ def test_float8_of_several_weights_is_the_reference_to_the_bit(num_columns, tran
     rows = [5, 130, 64]
     stored = [stored_weight(count, num_columns) for count in rows]
     scales = [row_scale(one, count, num_columns) for one, count in zip(stored, rows, strict=True)]
-    ours = dequantize_fp8(stored, scales, rows, num_columns, transposed=transposed)
+    ours = dequantize(stored, rows, num_columns, torch.float8_e4m3fn, scales=scales, transposed=transposed)
     parts = [
-        plain.dequantize_fp8(one, scale, count, num_columns).float()
+        plain.dequantize(one, count, num_columns, torch.float8_e4m3fn, scale).float()
         for one, scale, count in zip(stored, scales, rows, strict=True)
     ]
     expected = torch.cat(parts).t() if transposed else torch.cat(parts)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.kernels.attention.flash import Attention, form_of, packed_operator
+from flatout.kernels.attention.flash import Attention, packed_operator
 
 # ragged batches need Hopper or newer; 64-bit boundaries need cuDNN 9.6
 _MIN_MAJOR = 9
@@ -40,13 +40,11 @@ def cudnn_problem(device: torch.device) -> str | None:
 
 @cache
 def make_cudnn_attention() -> Attention:
-    """Bind cuDNN's attention, once per process; shapes and keywords as in `make_flash_attention`.
+    """Bind cuDNN's attention, once per process; see `packed_operator`.
 
-    Raises ImportError or AttributeError for an unexpected package. Its backward is only deterministic under
-    torch.use_deterministic_algorithms.
+    Raises ImportError or AttributeError for an unexpected package.
     """
-    passes = _passes(importlib.import_module("cudnn"))
-    return form_of(packed_operator("flatout::cudnn", *passes, log_sums_by_token=True))
+    return packed_operator("flatout::cudnn", *_passes(importlib.import_module("cudnn")), log_sums_by_token=True)
 
 
 def prepare_cudnn_attention(sizes: Collection[tuple[int, int]], num_boundaries: int) -> int:
@@ -116,42 +114,49 @@ class _Graph:
 
     def __init__(
         self, cudnn: Any, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], num_documents: int,
-        max_seqlen: int,
+        max_seqlen: int, scale: float, window: int | None,
     ) -> None:  # fmt: skip
         types = cudnn.data_type
         half = types.BFLOAT16 if dtype == torch.bfloat16 else types.HALF
-        self._cudnn, self._device, self.handle = cudnn, device, _handle(cudnn, device)
+        self._cudnn, self._device, self._handle = cudnn, device, _handle(cudnn, device)
         self.graph = cudnn.pygraph(
-            io_data_type=half, intermediate_data_type=types.FLOAT, compute_data_type=types.FLOAT, handle=self.handle
+            io_data_type=half, intermediate_data_type=types.FLOAT, compute_data_type=types.FLOAT, handle=self._handle
         )
-        num_heads, num_key_heads, size = heads
-        self._size, self._max_seqlen, self._num_documents = size, max_seqlen, num_documents
-        self._half, self._float = half, types.FLOAT
-        # elements per token, to compute documents' starts: of query-like tensors, key-like tensors, log-sum-exps
-        self._steps = torch.tensor([[num_heads * size], [num_key_heads * size], [num_heads]], device=device)
+        num_heads, num_key_heads, head_dim = heads
+        # heads, size and type of query-like tensors (kind 0), key-like tensors (1) and log-sum-exps (2)
+        kinds = ((num_heads, head_dim, half), (num_key_heads, head_dim, half), (num_heads, 1, types.FLOAT))
+        self._layouts: list[dict[str, Any]] = [
+            {
+                "dim": (num_documents, count, max_seqlen, size),
+                "stride": (max_seqlen * count * size, size, count * size, 1),
+                "data_type": data_type,
+            }
+            for count, size, data_type in kinds
+        ]
+        # elements per token, to compute documents' starts
+        self._steps = torch.tensor([[count * size] for count, size, _ in kinds], device=device)
         shape: dict[str, Any] = {"dim": (num_documents + 1, 1, 1, 1), "stride": (1, 1, 1, 1)}
         self._starts = [self.graph.tensor(name=f"starts_{i}", data_type=types.INT64, **shape) for i in range(3)]
-        self.lengths = self.graph.tensor(
+        self._lengths = self.graph.tensor(
             name="lengths", dim=(num_documents, 1, 1, 1), stride=(1, 1, 1, 1), data_type=types.INT32
         )
-        self.heads = heads
-        self.places: list[Any] = []
-        self._workspace_bytes = 0
+        # the left bound includes the row itself, like transformers' window
+        self.settings = {
+            "attn_scale": scale, "use_padding_mask": True, "seq_len_q": self._lengths, "seq_len_kv": self._lengths,
+            "diagonal_band_right_bound": 0, "diagonal_band_left_bound": window,
+        }  # fmt: skip
 
     def given(self, name: str, kind: int) -> Any:
-        """Add an input: query-like (0), key-like (1) or log-sum-exps (2)."""
-        tensor = self.graph.tensor(name=name, data_type=self._type(kind), **self._layout(kind))
-        return tensor.set_ragged_offset(self._starts[kind])
+        """Add an input of one kind."""
+        return self.graph.tensor(name=name, **self._layouts[kind]).set_ragged_offset(self._starts[kind])
 
-    def wanted(self, tensor: Any, kind: int) -> Any:
-        """Mark an output, with kinds as in `given`."""
-        layout = self._layout(kind)
-        tensor.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"])
-        return tensor.set_data_type(self._type(kind)).set_ragged_offset(self._starts[kind])
-
-    def build(self, places: Sequence[Any]) -> _Graph:
-        """Compile the graph for these tensors, in the order in which `run` receives them."""
-        self.places = [*places, *self._starts, self.lengths]
+    def build(self, inputs: Sequence[Any], outputs: Sequence[Any], kinds: Sequence[int]) -> _Graph:
+        """Compile the graph for these inputs and outputs, of these kinds, in the order in which `run` gets them."""
+        for tensor, kind in zip(outputs, kinds, strict=True):
+            layout = self._layouts[kind]
+            tensor.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"])
+            tensor.set_data_type(layout["data_type"]).set_ragged_offset(self._starts[kind])
+        self._places = [*inputs, *outputs, *self._starts, self._lengths]
         self.graph.validate()
         self.graph.build_operation_graph()
         self.graph.create_execution_plans([self._cudnn.heur_mode.A])
@@ -165,51 +170,27 @@ class _Graph:
         starts = (cu_seqlens * self._steps).unbind()
         workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self._device)
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._cudnn.set_stream(handle=self.handle, stream=stream)
+        self._cudnn.set_stream(handle=self._handle, stream=stream)
         values = [*(tensor.contiguous() for tensor in inputs), *outputs, *starts, cu_seqlens.diff()]
-        self.graph.execute(dict(zip(self.places, values, strict=True)), workspace, handle=self.handle)
-
-    def _layout(self, kind: int) -> dict[str, Any]:
-        heads = self.heads[1] if kind == 1 else self.heads[0]
-        size = 1 if kind == 2 else self._size
-        row = heads * size
-        return {
-            "dim": (self._num_documents, heads, self._max_seqlen, size),
-            "stride": (self._max_seqlen * row, size, row, 1),
-        }
-
-    def _type(self, kind: int) -> Any:
-        return self._float if kind == 2 else self._half
-
-
-def _settings(graph: _Graph, scale: float, window: int | None) -> dict[str, Any]:
-    # the left bound includes the row itself, like transformers' window
-    return {
-        "attn_scale": scale, "use_padding_mask": True, "seq_len_q": graph.lengths, "seq_len_kv": graph.lengths,
-        "diagonal_band_right_bound": 0, "diagonal_band_left_bound": window,
-    }  # fmt: skip
+        self.graph.execute(dict(zip(self._places, values, strict=True)), workspace, handle=self._handle)
 
 
 @lru_cache(_MAX_GRAPHS)
 def _forward_graph(*key: Any) -> _Graph:
-    *shape, scale, window = key
-    graph = _Graph(*shape)
-    inputs = [graph.given("query", 0), graph.given("key", 1), graph.given("value", 1)]
-    output, log_sums = graph.graph.sdpa(
-        name="attention", q=inputs[0], k=inputs[1], v=inputs[2], generate_stats=True, **_settings(graph, scale, window)
-    )
-    return graph.build([*inputs, graph.wanted(output, 0), graph.wanted(log_sums, 2)])
+    graph = _Graph(*key)
+    q, k, v = graph.given("query", 0), graph.given("key", 1), graph.given("value", 1)
+    outputs = graph.graph.sdpa(name="attention", q=q, k=k, v=v, generate_stats=True, **graph.settings)
+    return graph.build([q, k, v], outputs, kinds=(0, 2))
 
 
 @lru_cache(_MAX_GRAPHS)
-def _backward_graph(*key: Any) -> _Graph:
-    *shape, scale, window, room, exact = key
-    graph = _Graph(*shape)
+def _backward_graph(*key_room_exact: Any) -> _Graph:
+    *key, room, exact = key_room_exact
+    graph = _Graph(*key)
     names = {"q": 0, "k": 1, "v": 1, "o": 0, "dO": 0, "stats": 2}
     inputs = {name: graph.given(name, kind) for name, kind in names.items()}
     grads = graph.graph.sdpa_backward(
         name="attention_backward", max_total_seq_len_q=room, max_total_seq_len_kv=room,
-        use_deterministic_algorithm=exact, **inputs, **_settings(graph, scale, window),
+        use_deterministic_algorithm=exact, **inputs, **graph.settings,
     )  # fmt: skip
-    outputs = [graph.wanted(grad, kind) for grad, kind in zip(grads, (0, 1, 1), strict=True)]
-    return graph.build([*inputs.values(), *outputs])
+    return graph.build([*inputs.values()], grads, kinds=(0, 1, 1))

@@ -18,8 +18,6 @@ from flatout.kernels.attention.reference import packed_attention
 
 FlashName = Literal["fa4", "fa3"]
 Attention = Callable[..., Tensor]
-Forward = Callable[..., tuple[Tensor, Tensor]]
-Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 _MODULES = {"fa4": "flash_attn.cute.interface", "fa3": "flash_attn_interface"}
 # FA3 supports only Hopper, FA4 Hopper and newer
@@ -33,7 +31,12 @@ _COMPARED = ("values", "query gradients", "key gradients", "value gradients")
 
 def flash_problem(name: FlashName, device: torch.device) -> str | None:
     """Return why FlashAttention-3 or -4 cannot be tried on this device (None if it can)."""
-    if not _is_installed(_MODULES[name]):
+    try:
+        is_installed = find_spec(_MODULES[name]) is not None
+    except ModuleNotFoundError:
+        # the parent package is missing
+        is_installed = False
+    if not is_installed:
         return f"{name} is not installed"
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in _MAJORS[name]:
         return f"{name} has no kernels for this device"
@@ -42,49 +45,59 @@ def flash_problem(name: FlashName, device: torch.device) -> str | None:
 
 @cache
 def make_flash_attention(name: FlashName) -> Attention:
-    """Bind FA3 or FA4, once per process. Raises ImportError or AttributeError for an unexpected package.
+    """Bind FA3 or FA4, once per process; see `packed_operator`. The backward is not deterministic by default.
 
-    The returned function takes query (T, H, D), key and value (T, K, D) in bf16 or fp16, cu_seqlens int32 (N+1,) and
-    max_seqlen, with keywords scale and window, and returns (T, H, D). Its backward is only deterministic under
-    torch.use_deterministic_algorithms.
+    Raises ImportError or AttributeError for an unexpected package.
     """
-    passes = _passes(name, importlib.import_module(_MODULES[name]))
-    return form_of(packed_operator(f"flatout::{name}", *passes))
+    module, is_fa4 = importlib.import_module(_MODULES[name]), name == "fa4"
+    names = ("_flash_attn_fwd", "_flash_attn_bwd") if is_fa4 else ("_flash_attn_forward", "_flash_attn_backward")
+    kernel, kernel_backward = (getattr(module, each) for each in names)
 
+    def settings(cu_seqlens: Tensor, max_seqlen: int, scale: float, left: int | None) -> dict[str, Any]:
+        longest = max(max_seqlen, _FA4_MIN_SEQLEN) if is_fa4 else max_seqlen
+        return {
+            "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_k": longest,
+            "softmax_scale": scale, "window_size_left": -1 if left is None and not is_fa4 else left,
+            "window_size_right": 0,
+        }  # fmt: skip
 
-def form_of(operator: Callable[..., tuple[Tensor, Tensor]]) -> Attention:
-    """Wrap an operator made by `packed_operator` as the function that `make_flash_attention` returns."""
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        wanted = {"return_lse": True} if is_fa4 else {}
+        output, log_sums, *_ = kernel(q, k, v, causal=True, **wanted, **settings(*rest))
+        return output, log_sums
 
-    def flash_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> Tensor:
-        # the kernels' window excludes the row itself, transformers' includes it
-        left = None if window is None else window - 1
-        output: Tensor = operator(query, key, value, cu_seqlens, max_seqlen, scale, left)[0]
-        return output
+    def backward(
+        output_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        options = {"deterministic": torch.are_deterministic_algorithms_enabled(), **settings(*rest)}
+        if is_fa4:
+            return tuple(kernel_backward(q, k, v, output, output_grad, log_sums, causal=True, **options))
+        q_grad, k_grad, v_grad = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+        grads = {"dq": q_grad, "dk": k_grad, "dv": v_grad}
+        kernel_backward(output_grad, q, k, v, output, log_sums, is_causal=True, **grads, **options)
+        return q_grad, k_grad, v_grad
 
-    return flash_attention
+    return packed_operator(f"flatout::{name}", forward, backward)
 
 
 def packed_operator(
-    name: str, forward: Forward, backward: Backward, *, log_sums_by_token: bool = False
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Make an operator (query, key, value, cu_seqlens, max_seqlen, scale, left) -> (output, log-sum-exp fp32 (H, T)).
+    name: str,
+    forward: Callable[..., tuple[Tensor, ...]],
+    backward: Callable[..., tuple[Tensor, ...]],
+    *,
+    log_sums_by_token: bool = False,
+) -> Attention:
+    """Register an attention kernel as an operator with a backward, and return it as a function.
 
-    With `log_sums_by_token`, the log-sum-exp has shape (T, H).
+    The function takes q (T, H, D), k and v (T, K, D) in bf16 or fp16, cu_seqlens int32 (N+1,) and max_seqlen, with
+    keywords scale and window, and returns (T, H, D). Its backward is only deterministic under
+    torch.use_deterministic_algorithms.
 
-    `forward` takes the operator's arguments; `backward` takes the output's gradient, query, key, value, output,
-    log-sum-exp and the arguments from cu_seqlens on, and returns the three gradients. A row attends to `left` tokens
-    before its own; None means all.
+    `forward` takes (q, k, v, cu_seqlens, max_seqlen, scale, left) and returns the output and its log-sum-exp, fp32
+    (H, T), or (T, H) with `log_sums_by_token`; `backward` takes the output's gradient, q, k, v, output, log-sum-exp and
+    the arguments from cu_seqlens on, and returns the three gradients. A row attends to `left` tokens before its own;
+    None means all.
     """
-
     inputs = "Tensor q, Tensor k, Tensor v"
     rest = "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt? left"
 
@@ -117,7 +130,16 @@ def packed_operator(
         return (*gradients, None, None, None, None)
 
     operator.register_autograd(differentiate, setup_context=keep)
-    return operator
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float, window: int | None = None
+    ) -> Tensor:
+        # the kernels' window excludes the row itself, transformers' includes it
+        left = None if window is None else window - 1
+        output: Tensor = operator(q, k, v, cu_seqlens, max_seqlen, scale, left)[0]
+        return output
+
+    return attention
 
 
 def flash_disagreement(
@@ -159,45 +181,3 @@ def flash_disagreement(
             if not error <= times * allowed:
                 return f"its {what} err {error / allowed:.1f} times as much as torch's kernel"
     return None
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        # the parent package is missing
-        return False
-
-
-def _passes(name: FlashName, module: Any) -> tuple[Forward, Backward]:
-    """Return the package's forward and backward pass with the arguments of `packed_operator`."""
-    is_fa4 = name == "fa4"
-    names = ("_flash_attn_fwd", "_flash_attn_bwd") if is_fa4 else ("_flash_attn_forward", "_flash_attn_backward")
-    kernel, kernel_backward = (getattr(module, each) for each in names)
-
-    def settings(cu_seqlens: Tensor, max_seqlen: int, scale: float, left: int | None) -> dict[str, Any]:
-        longest = max(max_seqlen, _FA4_MIN_SEQLEN) if is_fa4 else max_seqlen
-        return {
-            "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_k": longest,
-            "softmax_scale": scale, "window_size_left": -1 if left is None and not is_fa4 else left,
-            "window_size_right": 0,
-        }  # fmt: skip
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        wanted = {"return_lse": True} if is_fa4 else {}
-        output, log_sums, *_ = kernel(q, k, v, causal=True, **wanted, **settings(*rest))
-        return output, log_sums
-
-    def backward(
-        output_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        options = {"deterministic": torch.are_deterministic_algorithms_enabled(), **settings(*rest)}
-        if is_fa4:
-            q_grad, k_grad, v_grad = kernel_backward(q, k, v, output, output_grad, log_sums, causal=True, **options)
-        else:
-            q_grad, k_grad, v_grad = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
-            grads = {"dq": q_grad, "dk": k_grad, "dv": v_grad}
-            kernel_backward(output_grad, q, k, v, output, log_sums, is_causal=True, **grads, **options)
-        return q_grad, k_grad, v_grad
-
-    return forward, backward

@@ -1,12 +1,16 @@
-"""Packed causal attention in plain torch with the full mask: the reference for every other form."""
+"""Packed causal attention in plain torch: the reference with the full mask, and forms by document for every device."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def document_mask(cu_seqlens: torch.Tensor, num_tokens: int, window: int | None = None) -> torch.Tensor:
+def document_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None = None) -> Tensor:
     """Return the attention mask: bool (T, T), True where row i attends to column j.
 
     `cu_seqlens` int (D+1,) are the documents' boundaries. i attends to j of its own document with j <= i and, with a
@@ -19,16 +23,16 @@ def document_mask(cu_seqlens: torch.Tensor, num_tokens: int, window: int | None 
 
 
 def masked_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
     *,
     scale: float,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute masked softmax attention: softmax(softcap * tanh(scale * q k^T / softcap)) v, softmax in fp32 or fp64.
 
     query (T, H, D), key (T, K, D), value (T, K, E), K divides H (grouped heads, arXiv:2305.13245), mask bool (T, T).
@@ -51,16 +55,58 @@ def masked_attention(
 
 
 def packed_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, window: int | None = None, **settings: Any
+) -> Tensor:
+    """Compute causal attention of packed documents with one (T, T) mask: the reference for every other form.
+
+    cu_seqlens int32 (D+1,); other shapes and keywords as in `masked_attention`.
+    """
+    return masked_attention(query, key, value, document_mask(cu_seqlens, len(query), window), **settings)
+
+
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, window: int | None = None, **settings: Any
+) -> Tensor:
+    """Compute `packed_attention` document by document, with the memory of one document's mask."""
+    documents = _documents(query, key, value, cu_seqlens)
+    return torch.cat([masked_attention(q, k, v, _causal_mask(q, window), **settings) for q, k, v in documents])
+
+
+def sdpa_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
     *,
     scale: float,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute causal attention of packed documents with one (T, T) mask; shapes as in `masked_attention`."""
-    mask = document_mask(cu_seqlens, len(query), window)
-    return masked_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
+    dropout: float = 0.0,
+) -> Tensor:
+    """Call torch's scaled_dot_product_attention document by document; shapes as in `packed_attention`."""
+    outputs = []
+    for q, k, v in _documents(query, key, value, cu_seqlens):
+        windowed = window is not None and window < len(q)
+        output = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            attn_mask=_causal_mask(q, window) if windowed else None,
+            is_causal=not windowed,
+            dropout_p=dropout,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _documents(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    # reading the boundaries synchronizes with a GPU, where the varlen form is the fast one
+    lengths = cu_seqlens.diff().tolist()
+    return zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+
+
+def _causal_mask(query: Tensor, window: int | None) -> Tensor:
+    return document_mask(torch.tensor([0, len(query)], device=query.device), len(query), window)

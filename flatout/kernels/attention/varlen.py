@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 MAX_HEAD_DIM = 256
 
@@ -22,10 +23,10 @@ def varlen_problem(device: torch.device, dtype: torch.dtype, head_dim: int | Non
     return None
 
 
-def make_varlen_attention() -> Callable[..., torch.Tensor]:
+def make_varlen_attention() -> Callable[..., Tensor]:
     """Bind torch's varlen kernel, with the signature of the installed torch.
 
-    The returned function takes query (T, H, D), key and value (T, K, D), cu_seqlens int32 (N+1,) and max_seqlen, with
+    The returned function takes q (T, H, D), k and v (T, K, D), cu_seqlens int32 (N+1,) and max_seqlen, with
     keywords scale and window, and returns (T, H, D). Its backward is only deterministic under
     torch.use_deterministic_algorithms.
     """
@@ -35,25 +36,16 @@ def make_varlen_attention() -> Callable[..., torch.Tensor]:
     names_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
     def varlen_attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> torch.Tensor:
-        extra: dict[str, Any] = {}
-        if names_groups and query.shape[1] != key.shape[1]:
-            extra["enable_gqa"] = True
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float, window: int | None = None
+    ) -> Tensor:
+        extra: dict[str, Any] = {"enable_gqa": True} if names_groups and q.shape[1] != k.shape[1] else {}
         # the kernel's window excludes the row itself, transformers' includes it
         left = -1 if window is None else window - 1
         output = varlen_attn(
-            query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
             scale=scale, window_size=(left, 0), **extra,
         )  # fmt: skip
         # a tensor, not a pair, as the log-sum-exp is not requested
-        return cast(torch.Tensor, output)
+        return cast(Tensor, output)
 
     return varlen_attention

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 def product_loss(
-    product: torch.Tensor, targets: torch.Tensor, *, scale: float = 1.0, softcap: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    product: Tensor, targets: Tensor, *, scale: float = 1.0, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of a head's output, and the number of rows whose argmax is the target.
 
     Logits are u = scale * product (L, V), or softcap * tanh(u / softcap) with a cap (Gemma 2, arXiv:2408.00118,
@@ -22,8 +23,7 @@ def product_loss(
 
 
 def token_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, scale: float = 1.0,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, scale: float = 1.0, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Return `product_loss` of hidden (L, D) @ weight (V, D).T, of the same dtype. Memory is L * V for all logits."""
     return product_loss(F.linear(hidden, weight), targets, scale=scale, softcap=softcap)

@@ -2,91 +2,52 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-from flatout.kernels.cross_entropy.fused import NO_TARGET, compiled_tile_terms
+from torch import Tensor
 
 # 2,048 rows run the GEMMs of a 150k vocabulary at full speed on an H200 and take 1.2 GB of fp32 logits
 DEFAULT_TILE_ROWS = 2048
 # rows of fused tiles are multiples of this: each new size may load kernels, during which an H200 idles for 2 to 3 ms
 ROWS_MULTIPLE = 128
+# the target of a padding row
+_NO_TARGET = -1
 
 
-class _TiledLoss(torch.autograd.Function):
-    """Computes loss and gradient in one pass: the incoming gradient is a scalar, which can be applied afterwards."""
+def tile_terms(logits: Tensor, targets: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss sum (0-d fp32), correct rows (0-d int64) and d loss / d logits (R, V) in the logits' dtype.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        scale: float,
-        softcap: float | None,
-        tile_rows: int,
-        compute_dtype: torch.dtype,
-        with_grad: bool,
-        fused: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        sum_dtype = torch.promote_types(compute_dtype, torch.float32)
-        loss_sum = torch.zeros((), dtype=sum_dtype, device=hidden.device)
-        num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        compute_weight = weight.to(compute_dtype)
-        hidden_grad = torch.empty_like(hidden) if with_grad and ctx.needs_input_grad[0] else None
-        weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if with_grad and ctx.needs_input_grad[1] else None
-        needs_grad = hidden_grad is not None or weight_grad is not None
-        fused = fused and needs_grad
-        tile_terms = compiled_tile_terms() if fused else partial(_plain_terms, with_grad=needs_grad)
-        for start in range(0, len(hidden), tile_rows):
-            rows = slice(start, start + tile_rows)
-            tile, tile_targets = hidden[rows].to(compute_dtype), targets[rows]
-            num_rows = len(tile)
-            if fused:
-                tile, tile_targets = _filled_up(tile, tile_targets)
-            logits = F.linear(tile, compute_weight)
-            tile_loss, tile_correct, logit_grad = tile_terms(logits, tile_targets, scale, softcap)
-            loss_sum += tile_loss
-            num_correct += tile_correct
-            if hidden_grad is not None:
-                hidden_grad[rows] = (logit_grad @ compute_weight)[:num_rows]
-            if weight_grad is not None:
-                weight_grad += logit_grad.T @ tile
-            # free before the next tile: 0.6 GB each in bf16 with a 150k vocabulary
-            del logits, logit_grad
-        ctx.save_for_backward(hidden_grad, weight_grad)
-        ctx.dtypes = (hidden.dtype, weight.dtype)
-        ctx.mark_non_differentiable(num_correct)
-        return loss_sum, num_correct
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, loss_grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_grad, weight_grad = ctx.saved_tensors
-        hidden_dtype, weight_dtype = ctx.dtypes
-        return (
-            None if hidden_grad is None else (hidden_grad * loss_grad).to(hidden_dtype),
-            None if weight_grad is None else (weight_grad * loss_grad).to(weight_dtype),
-            *(None,) * 7,
-        )
+    logits (R, V) are the output of the head's GEMM, targets int64 (R,). All arithmetic is fp32. Padding rows have the
+    target -1 and do not count; their gradient is arbitrary. torch.compile makes one fused pass of it on CUDA.
+    """
+    shaped = logits.float() * scale
+    slope = None
+    if softcap is not None:
+        bent = torch.tanh(shaped / softcap)
+        shaped, slope = bent * softcap, 1 - bent * bent
+    log_total = shaped.logsumexp(-1, keepdim=True)
+    picked = targets[:, None]
+    loss_sum = torch.where(picked == _NO_TARGET, 0.0, log_total - shaped.gather(-1, picked.clamp(min=0))).sum()
+    num_correct = (shaped.argmax(-1, keepdim=True) == picked).sum()
+    is_target = torch.arange(logits.shape[-1], device=logits.device)[None] == picked
+    gradient = torch.exp(shaped - log_total) - is_target.float()
+    gradient = gradient * scale if slope is None else gradient * slope * scale
+    return loss_sum, num_correct, gradient.to(logits.dtype)
 
 
-def _filled_up(tile: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad a tile to a multiple of ROWS_MULTIPLE with rows of zeros, which add 0 to every sum."""
-    num_more = -len(tile) % ROWS_MULTIPLE
-    if not num_more:
-        # a copy, as torch.compile also guards on the size of a view's base
-        return tile, targets.clone()
-    return F.pad(tile, (0, 0, 0, num_more)), F.pad(targets, (0, num_more), value=NO_TARGET)
+@cache
+def _compiled_tile_terms() -> Any:
+    """Return `tile_terms` compiled, once per process, dynamic in rows."""
+    return torch.compile(tile_terms, dynamic=True)
 
 
 def _plain_terms(
-    product: torch.Tensor, targets: torch.Tensor, scale: float, softcap: float | None, *, with_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `fused.tile_terms` in place and in any dtype; without `with_grad` the third value is empty."""
+    product: Tensor, targets: Tensor, scale: float, softcap: float | None, *, with_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `tile_terms` in place and in any dtype; without `with_grad` the third value is empty."""
     logits = product.to(torch.promote_types(product.dtype, torch.float32))
     slope = None
     if scale != 1.0:
@@ -107,6 +68,66 @@ def _plain_terms(
     return loss_sum, num_correct, logit_grad.to(product.dtype)
 
 
+class _TiledLoss(torch.autograd.Function):
+    """Computes loss and gradient in one pass: the incoming gradient is a scalar, which can be applied afterwards."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: float,
+        softcap: float | None,
+        tile_rows: int,
+        compute_dtype: torch.dtype,
+        with_grad: bool,
+        fused: bool,
+    ) -> tuple[Tensor, Tensor]:
+        sum_dtype = torch.promote_types(compute_dtype, torch.float32)
+        loss_sum = torch.zeros((), dtype=sum_dtype, device=hidden.device)
+        num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        compute_weight = weight.to(compute_dtype)
+        hidden_grad = torch.empty_like(hidden) if with_grad and ctx.needs_input_grad[0] else None
+        weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if with_grad and ctx.needs_input_grad[1] else None
+        needs_grad = hidden_grad is not None or weight_grad is not None
+        fused = fused and needs_grad
+        terms = _compiled_tile_terms() if fused else partial(_plain_terms, with_grad=needs_grad)
+        for start in range(0, len(hidden), tile_rows):
+            rows = slice(start, start + tile_rows)
+            tile, tile_targets = hidden[rows].to(compute_dtype), targets[rows]
+            num_rows = len(tile)
+            num_more = -num_rows % ROWS_MULTIPLE
+            if fused and num_more:
+                # rows of zeros add 0 to every sum
+                tile = F.pad(tile, (0, 0, 0, num_more))
+                tile_targets = F.pad(tile_targets, (0, num_more), value=_NO_TARGET)
+            elif fused:
+                # a copy, as torch.compile also guards on the size of a view's base
+                tile_targets = tile_targets.clone()
+            logits = F.linear(tile, compute_weight)
+            tile_loss, tile_correct, logit_grad = terms(logits, tile_targets, scale, softcap)
+            loss_sum += tile_loss
+            num_correct += tile_correct
+            if hidden_grad is not None:
+                hidden_grad[rows] = (logit_grad @ compute_weight)[:num_rows]
+            if weight_grad is not None:
+                weight_grad += logit_grad.T @ tile
+            # free before the next tile: 0.6 GB each in bf16 with a 150k vocabulary
+            del logits, logit_grad
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.dtypes = (hidden.dtype, weight.dtype)
+        ctx.mark_non_differentiable(num_correct)
+        return loss_sum, num_correct
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, loss_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        hidden_grad, weight_grad = (None if grad is None else (grad * loss_grad).to(dtype) for grad, dtype in grads)
+        return hidden_grad, weight_grad, *(None,) * 7
+
+
 def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether tiles are fused and padded by default: on CUDA in 16 bit, unless algorithms must be deterministic."""
     # the compiler chooses kernels by timing
@@ -114,25 +135,25 @@ def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def token_loss(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
     *,
     scale: float = 1.0,
     softcap: float | None = None,
     tile_rows: int = DEFAULT_TILE_ROWS,
     compute_dtype: torch.dtype | None = None,
     fused: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of an output head and the number of rows whose argmax is the target.
 
-    hidden (L, D), weight (V, D), targets int64 (L,) in 0..V-1. Logits are softcap * tanh(scale * h @ W.T / softcap), or
-    scale * h @ W.T without a cap, computed `tile_rows` rows at a time in `compute_dtype` (hidden's when None), summed
-    in fp32 (fp64 when the compute is fp64). Returns the loss sum (0-d, with its graph) and the count (0-d int64).
-    The weight's gradient is only computed if it is trained, and is summed over tiles in fp32. With no rows, the result
-    is 0 with a graph. With a frozen head, forward and backward take two GEMMs in total. `fused` computes a tile's loss
-    and gradient in one compiled pass (None: decided by `is_fused`). Method: loss and gradient in one pass over tiles,
-    as in Liger Kernel (arXiv:2410.10989, section 3.2).
+    hidden (L, D), weight (V, D), targets int64 (L,) in 0..V-1. Logits are as in `reference.product_loss`, computed
+    `tile_rows` rows at a time in `compute_dtype` (hidden's when None), summed in fp32 (fp64 when the compute is fp64).
+    Returns the loss sum (0-d, with its graph) and the count (0-d int64). The weight's gradient is only computed if it
+    is trained, and is summed over tiles in fp32. With no rows, the result is 0 with a graph. With a frozen head,
+    forward and backward take two GEMMs in total. `fused` computes a tile's loss and gradient in one compiled pass
+    (None: decided by `is_fused`). Method: loss and gradient in one pass over tiles, as in Liger Kernel
+    (arXiv:2410.10989, section 3.2).
     """
     if tile_rows < 1:
         raise ValueError(f"tile_rows is {tile_rows}; it must be at least 1")

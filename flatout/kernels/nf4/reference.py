@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 BLOCK = 64
 NESTED_BLOCK = 256
@@ -32,19 +33,19 @@ class Nf4Weight(NamedTuple):
     offset fp32 ().
     """
 
-    packed: torch.Tensor
-    absmax: torch.Tensor
-    nested_absmax: torch.Tensor
-    nested_map: torch.Tensor
-    offset: torch.Tensor
+    packed: Tensor
+    absmax: Tensor
+    nested_absmax: Tensor
+    nested_map: Tensor
+    offset: Tensor
 
 
-def nf4_levels(device: torch.device) -> torch.Tensor:
+def nf4_levels(device: torch.device) -> Tensor:
     """Return the 16 levels, fp32, ascending."""
     return torch.tensor(NF4_LEVELS, dtype=torch.float32, device=device)
 
 
-def dynamic_map() -> torch.Tensor:
+def dynamic_map() -> Tensor:
     """Return the signed dynamic 8-bit map, fp32 (256,) on the CPU, ascending.
 
     For the powers of ten from 1e-6 to 1, the interval from 0.1 to 1 times the power is split into 1, 2, 4, .. 64 equal
@@ -58,7 +59,7 @@ def dynamic_map() -> torch.Tensor:
     return torch.tensor(sorted(levels), dtype=torch.float32)
 
 
-def quantize(weight: torch.Tensor) -> Nf4Weight:
+def quantize(weight: Tensor) -> Nf4Weight:
     """Quantize a weight of any shape and float dtype, flattened; on the weight's device."""
     flat = weight.detach().reshape(-1)
     absmax, codes = _quantize_blocks(flat, nf4_levels(weight.device), BLOCK)
@@ -71,7 +72,7 @@ def quantize(weight: torch.Tensor) -> Nf4Weight:
     return Nf4Weight((codes[::2] << 4) | codes[1::2], absmax_codes, nested_absmax, nested_map, offset)
 
 
-def _quantize_blocks(flat: torch.Tensor, levels: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_blocks(flat: Tensor, levels: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Return (absmax of each block, fp32; index of the nearest level for each element, uint8)."""
     boundaries = (levels[:-1] + levels[1:]) / 2
     absmax, codes = [], []
@@ -86,19 +87,14 @@ def _quantize_blocks(flat: torch.Tensor, levels: torch.Tensor, block: int) -> tu
     return torch.cat(absmax), torch.cat(codes)
 
 
-def dequantize_absmax(weight: Nf4Weight) -> torch.Tensor:
+def dequantize_absmax(weight: Nf4Weight) -> Tensor:
     """Return the absmax of each block, fp32 (B,): map * nested absmax, rounded, then plus the offset."""
     num_blocks = len(weight.absmax)
     scales = weight.nested_absmax.repeat_interleave(NESTED_BLOCK)[:num_blocks]
     return weight.nested_map[weight.absmax.int()] * scales + weight.offset
 
 
-def dequantize(weight: Nf4Weight, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the dense weight (num_rows, num_columns): level * absmax in fp32, then rounded to `dtype`."""
-    return _expand(weight, dequantize_absmax(weight), num_rows, num_columns).to(dtype)
-
-
-def row_scale(weight: Nf4Weight, num_rows: int, num_columns: int) -> torch.Tensor:
+def row_scale(weight: Nf4Weight, num_rows: int, num_columns: int) -> Tensor:
     """Return each row's scale for float8_e4m3fn, fp32 (num_rows,): the largest absmax of its blocks / 448, never 0."""
     absmax = dequantize_absmax(weight).abs()
     if num_columns % BLOCK == 0:
@@ -109,16 +105,20 @@ def row_scale(weight: Nf4Weight, num_rows: int, num_columns: int) -> torch.Tenso
     return (largest / FP8_MAX).clamp(min=1e-12)
 
 
-def dequantize_fp8(weight: Nf4Weight, scale: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Return level * (absmax / scale), rounded to float8_e4m3fn (num_rows, num_columns); `scale` is per row."""
+def dequantize(
+    weight: Nf4Weight, num_rows: int, num_columns: int, dtype: torch.dtype, scale: Tensor | None = None
+) -> Tensor:
+    """Return the dense weight (num_rows, num_columns): level * absmax in fp32, then rounded to `dtype`.
+
+    With each row's `scale`, fp32 (num_rows,), it is level * (absmax / scale).
+    """
     absmax = dequantize_absmax(weight)
-    if num_columns % BLOCK == 0:
-        ratio = absmax / scale.repeat_interleave(num_columns // BLOCK)
-        return _expand(weight, ratio, num_rows, num_columns).to(torch.float8_e4m3fn)
-    return (_expand(weight, absmax, num_rows, num_columns) / scale[:, None]).to(torch.float8_e4m3fn)
-
-
-def _expand(weight: Nf4Weight, absmax: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
+    whole_blocks = num_columns % BLOCK == 0
+    if scale is not None and whole_blocks:
+        absmax = absmax / scale.repeat_interleave(num_columns // BLOCK)
     codes = torch.stack([weight.packed >> 4, weight.packed & 15], dim=1).view(-1)[: num_rows * num_columns]
     values = nf4_levels(codes.device)[codes.int()]
-    return (values * absmax.repeat_interleave(BLOCK)[: len(values)]).view(num_rows, num_columns)
+    dense = (values * absmax.repeat_interleave(BLOCK)[: len(values)]).view(num_rows, num_columns)
+    if scale is not None and not whole_blocks:
+        dense = dense / scale[:, None]
+    return dense.to(dtype)

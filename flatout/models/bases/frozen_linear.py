@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from flatout.errors import ResourceError, UsageError
-from flatout.kernels.fp8 import fp8_problem, quantize_rows
+from flatout.kernels.fp8 import fp8_problem
+from flatout.kernels.fp8.reference import quantize_rows
+from flatout.kernels.nf4 import dequantize, register_ops
+from flatout.kernels.nf4.reference import Nf4Weight, quantize, row_scale
 from flatout.models.bases.matmul import FrozenLinearFunction, FrozenMatmul, dense_matmul, fp8_matmul, nf4_matmul
-from flatout.models.bases.nf4 import Nf4Linear
 
 
 class Fp8Linear(nn.Module):
@@ -47,7 +49,65 @@ class Fp8Linear(nn.Module):
         return output if self.bias is None else output + self.bias
 
 
-FROZEN_LINEARS = (nn.Linear, Fp8Linear, Nf4Linear)
+class Nf4Linear(nn.Module):
+    """A frozen linear layer stored in NF4 with double quantization (4.13 bits per weight), dequantized in every pass.
+
+    `packed` and `absmax` are frozen parameters, so that strategies can shard them like any weight: the bytes of
+    `Nf4Weight` viewed as float8, as FSDP2 supports integers only from torch 2.12. Buffers: nested_absmax fp32,
+    nested_map fp32 (256,), offset fp32 (), row_scale fp32 (out,) for float8 products, bias (out,) or None. `dtype` is
+    that of `weight`.
+    """
+
+    packed: Tensor
+    absmax: Tensor
+    nested_absmax: Tensor
+    nested_map: Tensor
+    offset: Tensor
+    row_scale: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self, stored: Nf4Weight, bias: Tensor | None, *, in_features: int, out_features: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        register_ops()
+        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
+        self.packed = nn.Parameter(stored.packed.view(torch.float8_e4m3fn), requires_grad=False)
+        self.absmax = nn.Parameter(stored.absmax.view(torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("nested_absmax", stored.nested_absmax)
+        self.register_buffer("nested_map", stored.nested_map)
+        self.register_buffer("offset", stored.offset)
+        self.register_buffer("row_scale", row_scale(stored, out_features, in_features))
+        self.register_buffer("bias", bias)
+        self._matmul = nf4_matmul([out_features], in_features)
+
+    @classmethod
+    def from_dense(cls, weight: Tensor, bias: Tensor | None) -> Nf4Linear:
+        """Quantize a dense weight (out, in) on its device; `dtype` becomes the weight's. The bias is not quantized."""
+        out_features, in_features = weight.shape
+        bias = None if bias is None else bias.detach()
+        return cls(quantize(weight), bias, in_features=in_features, out_features=out_features, dtype=weight.dtype)
+
+    @property
+    def stored(self) -> Nf4Weight:
+        """The five tensors of the quantized weight, as the kernels expect them."""
+        packed, absmax = self.packed.view(torch.uint8), self.absmax.view(torch.uint8)
+        return Nf4Weight(packed, absmax, self.nested_absmax, self.nested_map, self.offset)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight (out, in) in `dtype`, dequantized at each access."""
+        return dequantize([self.stored], [self.out_features], self.in_features, self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (..., in) to (..., out), in x's dtype; differentiable in x only."""
+        product: Tensor = FrozenLinearFunction.apply(x, self._matmul, *self.stored)
+        return product if self.bias is None else product + self.bias.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
 FrozenLinear = nn.Linear | Fp8Linear | Nf4Linear
 
 
@@ -55,14 +115,14 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[FrozenLinear]:
     """Whether a module computes only x W.T + b; some routers inherit from nn.Linear and do more."""
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward
-    return isinstance(module, FROZEN_LINEARS)
+    return isinstance(module, Fp8Linear | Nf4Linear)
 
 
 def num_weights(model: nn.Module) -> int:
     """Count a model's weights; quantized weights count like dense ones."""
     total = sum(parameter.numel() for parameter in model.parameters())
     for module in model.modules():
-        if isinstance(module, (Fp8Linear, Nf4Linear)):
+        if isinstance(module, Fp8Linear | Nf4Linear):
             held = sum(parameter.numel() for parameter in module.parameters())
             total += module.in_features * module.out_features - held
     return total

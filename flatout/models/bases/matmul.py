@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flatout.kernels.fp8 import quantize_rows, scaled_product
-from flatout.kernels.nf4 import Nf4Weight, dequantize, dequantize_fp8
+from flatout.kernels.fp8 import scaled_product
+from flatout.kernels.fp8.reference import quantize_rows
+from flatout.kernels.nf4 import dequantize
+from flatout.kernels.nf4.reference import Nf4Weight
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class FrozenLinearFunction(torch.autograd.Function):
 
 
 def dense_matmul(sizes: list[int]) -> FrozenMatmul:
-    """Make a FrozenMatmul with storage: the concatenated weights, (sum of N_i, K)."""
+    """Storage: the concatenated weights, (sum of N_i, K)."""
     return _matmul("dense", sizes, lambda storage, dtype, in_backward: storage[0])
 
 
@@ -61,23 +63,19 @@ def fp8_matmul(sizes: list[int], *, transposed: bool = False) -> FrozenMatmul:
 
 
 def nf4_matmul(sizes: list[int], in_features: int, *, fp8: bool = False) -> FrozenMatmul:
-    """Make a FrozenMatmul with storage: the tensors of each Nf4Weight; for `fp8` first scales fp32 (sum of N_i,).
+    """Storage: the tensors of each Nf4Weight; for `fp8` first scales fp32 (sum of N_i,).
 
     Each weight has its own offset, so all of them are dequantized into one tensor for each product.
     """
     fields = len(Nf4Weight._fields)
 
-    def weights(tensors: Sequence[Tensor]) -> list[Nf4Weight]:
-        return [Nf4Weight(*tensors[start : start + fields]) for start in range(0, fields * len(sizes), fields)]
-
-    def dense(storage: Sequence[Tensor], dtype: torch.dtype, in_backward: bool) -> Tensor:
-        return dequantize(weights(storage), sizes, in_features, dtype, in_backward=in_backward)
+    def dense(storage: Sequence[Tensor], dtype: torch.dtype, in_backward: bool, **options: Any) -> Tensor:
+        weights = [Nf4Weight(*storage[start : start + fields]) for start in range(0, fields * len(sizes), fields)]
+        return dequantize(weights, sizes, in_features, dtype, in_backward=in_backward, **options)
 
     def in_float8(storage: Sequence[Tensor], in_backward: bool) -> Tensor:
         scales = storage[0].split(sizes)
-        return dequantize_fp8(
-            weights(storage[1:]), scales, sizes, in_features, transposed=in_backward, in_backward=in_backward
-        )
+        return dense(storage[1:], torch.float8_e4m3fn, in_backward, scales=scales, transposed=in_backward)
 
     return _fp8_matmul("4-bit, float8 products", sizes, in_float8) if fp8 else _matmul("4-bit", sizes, dense)
 
@@ -127,5 +125,4 @@ def _fp8_matmul(describe: str, sizes: list[int], weight: Callable[[Sequence[Tens
 
 def _split(output: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     # not a view: views returned by an autograd function cannot be modified in place
-    parts: Sequence[Tensor] = [output] if len(sizes) == 1 else output.split(sizes, dim=-1)
-    return parts
+    return [output] if len(sizes) == 1 else output.split(sizes, dim=-1)

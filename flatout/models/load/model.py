@@ -17,8 +17,7 @@ from flatout.errors import CheckpointError, FlatoutError, ResourceError, UsageEr
 from flatout.io.hub import hub_errors, hub_source
 from flatout.models.arch_quirks import quirks_of
 from flatout.models.attention import AttentionChoice, Implementation, choose_attention, register, registered_name
-from flatout.models.bases.frozen_linear import Fp8Linear, num_weights
-from flatout.models.bases.nf4 import Nf4Linear
+from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear, num_weights
 from flatout.models.load.device_map import DeviceMap, read_device_map
 from flatout.models.load.quantized import (
     Make,

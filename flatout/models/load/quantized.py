@@ -24,9 +24,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flatout.errors import CheckpointError, UsageError
 from flatout.io.hub import hub_errors, hub_source
-from flatout.kernels.nf4 import BLOCK, NESTED_BLOCK, Nf4Weight, nf4_levels
-from flatout.models.bases.frozen_linear import Fp8Linear
-from flatout.models.bases.nf4 import Nf4Linear
+from flatout.kernels.nf4.reference import BLOCK, NESTED_BLOCK, Nf4Weight, nf4_levels
+from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.models.blocks import decoder_layers, replace_module, text_decoder
 from flatout.models.load.source import check_weights
 

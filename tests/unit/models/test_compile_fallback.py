@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from flatout.config.schema import LoraConfig, ModelConfig
-from flatout.kernels.attention import packed_attention
+from flatout.kernels.attention.reference import packed_attention
 from flatout.models.attention import window_marker
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile import layers as compiling

@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from flatout.config.schema import BaseConfig, ModelConfig
 from flatout.errors import CheckpointError, UsageError
-from flatout.kernels.nf4 import nf4_levels, quantize
-from flatout.models.bases.nf4 import Nf4Linear
+from flatout.kernels.nf4.reference import nf4_levels, quantize
+from flatout.models.bases.frozen_linear import Nf4Linear
 from flatout.models.blocks import decoder_layers
 from flatout.models.load.model import load_for_inference, load_model
 from flatout.models.load.quantized import quantize_layers, random_quantized
