@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.data.build_report import BuildReport
-from flatout.data.rows.formats import RowParser, make_parser
+from flatout.data.rows.formats.parser import RowParser, make_parser
 from flatout.data.rows.read import BadRow, RawRow
 from flatout.data.rows.sources import RowSource, open_source
 from flatout.data.sampling import copies_of_rows

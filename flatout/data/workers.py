@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.data.conversation import Conversation, PlainText
-from flatout.data.rows.formats import RowParser
+from flatout.data.rows.formats.parser import RowParser
 from flatout.data.rows.read import RawRow
 from flatout.data.tokenize import LOSING, SampleTokenizer, TokenizedSample, TokenizeOptions
 from flatout.errors import DataError, ResourceError

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from flatout.data.build import open_or_build
 from flatout.data.conversation import Conversation, Message, Origin
-from flatout.data.rows.formats.detect import RULES, FormatRule
 from flatout.data.rows.formats.fields import Reading
+from flatout.data.rows.formats.parser import RULES, FormatRule
 from flatout.track.record import EvalRecord, Record, StepRecord
 from flatout.train.run import train
 

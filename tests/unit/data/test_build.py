@@ -20,7 +20,7 @@ from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.data.build import open_or_build
 from flatout.data.conversation import Origin
-from flatout.data.rows.formats import make_parser
+from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.read import RawRow
 from flatout.data.sampling import copies_of_rows
 from flatout.data.token_store import TokenStore, read_report

@@ -6,7 +6,7 @@ import pytest
 
 from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Origin
-from flatout.data.rows.formats import make_parser
+from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.read import RawRow
 from flatout.errors import DataError
 

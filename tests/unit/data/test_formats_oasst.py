@@ -2,7 +2,7 @@ from typing import Any
 
 from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Conversation, Origin
-from flatout.data.rows.formats import make_parser
+from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.read import RawRow
 
 # id, parent, role, text, rank, deleted; children stand before their parents on purpose

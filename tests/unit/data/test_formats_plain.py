@@ -9,7 +9,7 @@ import pytest
 
 from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Conversation, Origin, PlainText, Sample, TokenRow
-from flatout.data.rows.formats import detect, make_parser
+from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.read import RawRow
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.errors import DataError
@@ -68,7 +68,7 @@ TURN = {"role": "user", "content": "q"}
     ],
 )
 def test_detection(name: str, row: dict[str, Any]) -> None:
-    assert detect(row, ORIGIN) == name
+    assert make_parser(SourceConfig(path="x.jsonl"), RawRow(ORIGIN, row)).format == name
 
 
 def test_the_setting_goes_before_detection() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Conversation, PlainText, Sample
-from flatout.data.rows.formats import make_parser
+from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.sources import open_source
 from flatout.errors import DataError
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from flatout.data.conversation import Origin
 from flatout.data.rows.formats.fields import FieldError, Reading, kind, optional_text, text_at
-from flatout.data.rows.formats.roles import role_of
+from flatout.data.rows.formats.turns import role_of
 from flatout.data.rows.read import BadRow, RawRow
 from flatout.errors import DataError
 
-Note = Callable[[str], None]
 OASST_COLUMNS = ("message_id", "parent_id", "text", "role")
 
 
@@ -29,7 +27,12 @@ class _Node:
     deleted: bool
 
 
-def thread(rows: Iterable[RawRow], reading: Reading, bad_row: BadRow, note: Note) -> Iterator[RawRow]:
+def is_tree(value: object) -> bool:
+    """Return whether a message contains its replies, as in OASST's files of whole trees."""
+    return isinstance(value, Mapping) and "replies" in value
+
+
+def thread(rows: Iterable[RawRow], reading: Reading, bad_row: BadRow, note: Callable[[str], None]) -> Iterator[RawRow]:
     """Yield one row of messages for each root-to-leaf path that ends in a reply; the whole source is held in memory.
 
     All paths are kept, so no reply is lost; the best-ranked child goes first (null ranks last, then file order). A
@@ -40,34 +43,44 @@ def thread(rows: Iterable[RawRow], reading: Reading, bad_row: BadRow, note: Note
     """
     nodes = _read_nodes(rows, reading, bad_row)
     children: dict[str | None, list[_Node]] = defaultdict(list)
-    for node in nodes.values():
+    for node in sorted(nodes.values(), key=lambda node: node.rank):  # a stable sort keeps file order among equals
         if not node.deleted:
             children[node.parent_id].append(node)
-    for siblings in children.values():
-        siblings.sort(key=lambda node: node.rank)  # a stable sort keeps file order among equals
-    seen: set[str] = set()
+    ordered: list[_Node] = []  # depth first, children in order; a loop, since a tree may be deeper than the stack
+    waiting = children[None][::-1]
+    while waiting:
+        ordered.append(waiting.pop())
+        waiting += reversed(children[ordered[-1].message_id])
+    answered: set[str | None] = set()  # ids of messages with a reply of the assistant somewhere below
+    for node in reversed(ordered):
+        if node.role == "assistant" or node.message_id in answered:
+            answered.add(node.parent_id)
     taught: set[str] = set()
     num_paths = 0
-    for root in children[None]:
-        for path in _paths(root, children, seen):
-            turns = [
-                {"role": node.role, "content": node.text} | ({"train": False} if node.message_id in taught else {})
-                for node in path
-            ]
-            taught.update(node.message_id for node in path)
-            num_paths += 1
-            yield RawRow(path[-1].origin, {"messages": turns})
+    for leaf in ordered:
+        if leaf.role != "assistant" or leaf.message_id in answered:
+            continue
+        path = [leaf]
+        while path[-1].parent_id is not None:
+            path.append(nodes[path[-1].parent_id])
+        turns = [
+            {"role": node.role, "content": node.text} | ({"train": False} if node.message_id in taught else {})
+            for node in reversed(path)
+        ]
+        taught.update(node.message_id for node in path)
+        num_paths += 1
+        yield RawRow(leaf.origin, {"messages": turns})
     num_deleted = sum(node.deleted for node in nodes.values())
     note(
         f"oasst: {len(nodes)} messages in {len(children[None])} trees make {num_paths} conversations; left out: "
-        f"{num_deleted} deleted, {len(nodes) - num_deleted - len(seen)} whose parent is deleted or not in the data, "
-        f"{len(seen) - len(taught)} questions without a reply"
+        f"{num_deleted} deleted, {len(nodes) - num_deleted - len(ordered)} whose parent is deleted or not in the data, "
+        f"{len(ordered) - len(taught)} questions without a reply"
     )
 
 
 def _read_nodes(rows: Iterable[RawRow], reading: Reading, bad_row: BadRow) -> dict[str, _Node]:
     nodes: dict[str, _Node] = {}
-    for raw in chain.from_iterable(_messages(raw, reading) for raw in rows):
+    for raw in (message for row in rows for message in _messages(row, reading)):
         try:
             node = _read_node(raw, reading)
             if node.message_id in nodes:
@@ -80,14 +93,9 @@ def _read_nodes(rows: Iterable[RawRow], reading: Reading, bad_row: BadRow) -> di
     return nodes
 
 
-def is_tree(value: object) -> bool:
-    """Return whether a message contains its replies, as in OASST's files of whole trees."""
-    return isinstance(value, Mapping) and "replies" in value
-
-
 def _messages(raw: RawRow, reading: Reading) -> Iterator[RawRow]:
     """Yield the messages of a row: for a tree, each with its parent's id, in file order; otherwise the row itself."""
-    id_name, parent_name, tree_name = (reading.name(column) for column in ("message_id", "parent_id", "prompt"))
+    id_name, parent_name, tree_name = map(reading.name, ("message_id", "parent_id", "prompt"))
     prompt = raw.columns.get(tree_name)
     waiting: list[tuple[Any, Any]] = [(prompt, None)] if is_tree(prompt) else []
     if not waiting:
@@ -107,7 +115,7 @@ def _read_node(raw: RawRow, reading: Reading) -> _Node:
         order = float("inf") if rank is None or rank == "" else float(rank)
     except (TypeError, ValueError):
         raise FieldError(f"{rank_name} is {kind(rank)}, not a number") from None
-    id_name, parent_name, text_name, role_name = (reading.name(column) for column in OASST_COLUMNS)
+    id_name, parent_name, text_name, role_name = map(reading.name, OASST_COLUMNS)
     parent_id = optional_text(row.get(parent_name), parent_name)
     return _Node(
         origin=raw.origin,
@@ -118,31 +126,3 @@ def _read_node(raw: RawRow, reading: Reading) -> _Node:
         rank=order,
         deleted=row.get(reading.name("deleted")) in (True, "true", "True"),
     )
-
-
-def _paths(root: _Node, children: dict[str | None, list[_Node]], seen: set[str]) -> Iterator[list[_Node]]:
-    """Yield paths from `root` to each reply without a reply below it, depth first, children in order; not recursive."""
-    path: list[_Node] = []
-    answered: list[bool] = []  # whether a path ending at or below path[i] was yielded
-    stack: list[tuple[_Node, int]] = [(root, 0)]
-    while stack:
-        node, depth = stack.pop()
-        yield from _close(path, answered, depth)
-        path.append(node)
-        answered.append(False)
-        seen.add(node.message_id)
-        stack += [(child, depth + 1) for child in reversed(children[node.message_id])]
-    yield from _close(path, answered, 0)
-
-
-def _close(path: list[_Node], answered: list[bool], depth: int) -> Iterator[list[_Node]]:
-    """Remove nodes until the path is `depth` long; a reply left without a reply below it ends a conversation."""
-    while len(path) > depth:
-        given = answered[-1]
-        if not given and path[-1].role == "assistant":
-            yield list(path)
-            given = True
-        path.pop()
-        answered.pop()
-        if answered:
-            answered[-1] = answered[-1] or given

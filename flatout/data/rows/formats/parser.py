@@ -1,34 +1,74 @@
-"""The parser of one source: checks its settings against the first row, then turns raw rows into samples."""
+"""The parser of one source: chooses the format by the first row, then turns raw rows into samples."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from typing import Any
 
 from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Origin, Sample
-from flatout.data.rows.formats.detect import (
-    RULES,
-    FormatRule,
-    columns_found,
-    detect,
-    missing_columns,
-    near_miss,
-    preference,
+from flatout.data.rows.formats.conversations import (
+    CHAT_COLUMNS,
+    chat_column,
+    parse_alpaca,
+    parse_chat,
+    parse_prompt_completion,
 )
-from flatout.data.rows.formats.fields import FieldError, Reading, kind
-from flatout.data.rows.formats.oasst import Note, is_tree, thread
-from flatout.data.rows.formats.roles import TARGETS
+from flatout.data.rows.formats.fields import FieldError, Reading, kind, unpacked
+from flatout.data.rows.formats.oasst import OASST_COLUMNS, is_tree, thread
+from flatout.data.rows.formats.plain import MASK_COLUMNS, parse_segments, parse_text, parse_tokens
+from flatout.data.rows.formats.turns import ROLE_TARGETS
 from flatout.data.rows.read import BadRow, RawRow, raise_error
 from flatout.errors import DataError
 
+# names that data sets use for the two columns of alpaca; the user has to choose which is meant
+_QUESTIONS = ("instruction", "question", "query", "prompt", "input", "problem", "inputs")
+_ANSWERS = ("output", "answer", "response", "completion", "solution", "targets")
 _JOINED = (
     "; both texts are joined as they are, without a chat template or a separator (format: alpaca with columns: "
     "{instruction: prompt, output: completion} puts the chat template around them)"
 )
 _ONE_SCHEMA = "one source holds one schema: list this file as a source of its own, or fix the row"
+
+
+@dataclass(frozen=True, slots=True)
+class FormatRule:
+    """`required`: one column of each group must be present. `optional` ones are read too; all others are ignored."""
+
+    parse: Callable[[Mapping[str, Any], Origin, Reading], Sample]
+    required: tuple[tuple[str, ...], ...]
+    optional: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> set[str]:
+        """Every column that the format reads."""
+        return {*self.optional, *chain(*self.required)}
+
+
+_parse_messages = partial(parse_chat, role="role", content="content")
+# In the order of detection: distinctive columns first, since many chat sets also have a `text` or `prompt` column.
+RULES: dict[str, FormatRule] = {
+    "tokens": FormatRule(parse_tokens, (("input_ids",),), ("labels", "attention_mask", *MASK_COLUMNS)),
+    "oasst": FormatRule(_parse_messages, tuple((name,) for name in OASST_COLUMNS), ("rank", "deleted")),
+    "oasst_trees": FormatRule(_parse_messages, (("prompt",),), ("message_tree_id", "tree_state")),
+    "segments": FormatRule(parse_segments, (("segments",),)),
+    "messages": FormatRule(_parse_messages, (CHAT_COLUMNS,), ("tools", "system", "completion", "role", "content")),
+    "sharegpt": FormatRule(
+        partial(parse_chat, role="from", content="value"),
+        (("conversations", "messages", "conversation"),),
+        ("tools", "system", "completion", "from", "value"),
+    ),
+    "prompt_completion": FormatRule(
+        parse_prompt_completion, (("prompt",), ("completion",)), ("tools", "system", "role", "content")
+    ),
+    "alpaca": FormatRule(parse_alpaca, (("instruction",), ("output",)), ("input", "system", "history")),
+    "text": FormatRule(parse_text, (("text",),)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +100,7 @@ class RowParser:
         return f"{self.format} rows ({', '.join(name for name, _ in self.kinds)}){unread}{_JOINED if joined else ''}"
 
     def gather(
-        self, rows: Iterable[RawRow], bad_row: BadRow = raise_error, note: Note = lambda _: None
+        self, rows: Iterable[RawRow], bad_row: BadRow = raise_error, note: Callable[[str], None] = lambda _: None
     ) -> Iterator[RawRow]:
         """Yield the rows to parse: the source's own, except that OASST rows are first threaded into conversations.
 
@@ -71,29 +111,24 @@ class RowParser:
 
     def parse(self, raw: RawRow) -> Sample:
         """Return the common form of one row. Raises DataError with file, row, field, what was found and what to do."""
+        row = raw.columns
         try:
             if self.threads:  # threaded rows have the form of `messages`, whatever the source's columns are
-                return RULES["messages"].parse(raw.columns, raw.origin, Reading(system=self.reading.system))
-            self._check_columns(raw)
-            if why := preference(raw.columns, self.reading):
+                return RULES["messages"].parse(row, raw.origin, Reading(system=self.reading.system))
+            for name, first_kind in self.kinds:
+                if name not in row:
+                    has = f"no column {name!r}, but {self.first} has it ({self.format} rows)"
+                    raise FieldError(f"{has}; {_columns_found(row)}; {_ONE_SCHEMA}")
+                if isinstance(row[name], str | list) and kind(row[name]) != first_kind:
+                    raise FieldError(f"{name} is {kind(row[name])}, but {first_kind} at {self.first}; {_ONE_SCHEMA}")
+            for name in self.absent:
+                if row.get(name) is not None:
+                    raise FieldError(f"has a column {name!r}, but {self.first} has none; {_ONE_SCHEMA}")
+            if why := _refusal(row, self.reading):
                 raise FieldError(why)
-            return RULES[self.format].parse(raw.columns, raw.origin, self.reading)
+            return RULES[self.format].parse(row, raw.origin, self.reading)
         except FieldError as bad:
             raise DataError(f"{raw.origin}: {bad}") from None
-
-    def _check_columns(self, raw: RawRow) -> None:
-        row = raw.columns
-        for name, first_kind in self.kinds:
-            if name not in row:
-                raise FieldError(
-                    f"no column {name!r}, but {self.first} has it ({self.format} rows); {columns_found(row)}; "
-                    f"{_ONE_SCHEMA}"
-                )
-            if isinstance(row[name], str | list) and kind(row[name]) != first_kind:
-                raise FieldError(f"{name} is {kind(row[name])}, but {first_kind} at {self.first}; {_ONE_SCHEMA}")
-        for name in self.absent:
-            if row.get(name) is not None:
-                raise FieldError(f"has a column {name!r}, but {self.first} has none; {_ONE_SCHEMA}")
 
 
 def make_parser(source: SourceConfig, first: RawRow) -> RowParser:
@@ -101,44 +136,40 @@ def make_parser(source: SourceConfig, first: RawRow) -> RowParser:
 
     Raises DataError if `format`, `columns`, `roles` or `system` do not fit the row.
     """
+    row = first.columns
     for theirs, ours in source.roles.items():
-        if ours not in TARGETS:
-            raise DataError(f"{source.path}: roles: {theirs} is mapped to {ours!r}; possible: {', '.join(TARGETS)}")
+        if ours not in ROLE_TARGETS:
+            possible = ", ".join(ROLE_TARGETS)
+            raise DataError(f"{source.path}: roles: {theirs} is mapped to {ours!r}; possible: {possible}")
     _check_renames(source, first)
     reading = Reading(source.columns, source.roles, source.system)
-    name = detect(first.columns, first.origin, reading) if source.format == "auto" else source.format
-    if name == "oasst" and is_tree(first.columns.get(reading.name("prompt"))):
+    name = _detect(row, first.origin, reading) if source.format == "auto" else source.format
+    if name == "oasst" and is_tree(row.get(reading.name("prompt"))):
         name = "oasst_trees"
     rule = RULES[name]
-    if missing := missing_columns(first.columns, rule, reading):
-        hint = near_miss(missing, first.columns) or f"no column {missing[0]!r}, which format {name} needs"
-        raise DataError(f"{first.origin}: {hint}; {columns_found(first.columns)}")
+    if missing := _missing_columns(row, rule, reading):
+        hint = _near_miss(missing, row) or f"no column {missing[0]!r}, which format {name} needs"
+        raise DataError(f"{first.origin}: {hint}; {_columns_found(row)}")
     if source.system is not None and name in ("text", "tokens"):
         raise DataError(f"{first.origin}: system is set, but {name} rows hold no conversation; remove system")
-    used = _used_columns(first, rule, reading)
+    used = []
+    for group in rule.required:  # one column per group, preferably one that is not null
+        names = [column for column in map(reading.name, group) if column in row]
+        used.append(next((column for column in names if row[column] is not None), names[0]))
     absent: list[str] = []
     if name == "tokens":  # if only some rows had a mask, the others would train on everything
         optional = [reading.name(column) for column in rule.optional]
-        used += [column for column in optional if first.columns.get(column) is not None]
-        absent = [column for column in optional if first.columns.get(column) is None]
-    read = {reading.name(column) for column in chain(rule.optional, *rule.required)}
-    unread = tuple(column for column in first.columns if column not in read)
-    kinds = tuple((column, kind(first.columns[column])) for column in used)
+        used += [column for column in optional if row.get(column) is not None]
+        absent = [column for column in optional if row.get(column) is None]
+    read = set(map(reading.name, rule.columns))
+    unread = tuple(column for column in row if column not in read)
+    kinds = tuple((column, kind(row[column])) for column in used)
     return RowParser(name, reading, first.origin, kinds, tuple(absent), unread)
-
-
-def _used_columns(first: RawRow, rule: FormatRule, reading: Reading) -> list[str]:
-    """Return the required columns that the first row has: one per group, preferably one that is not null."""
-    used = []
-    for group in rule.required:
-        names = [name for name in (reading.name(column) for column in group) if name in first.columns]
-        used.append(next((name for name in names if first.columns[name] is not None), names[0]))
-    return used
 
 
 def _check_renames(source: SourceConfig, first: RawRow) -> None:
     rules = RULES.values() if source.format == "auto" else [RULES[source.format]]
-    known = {name for rule in rules for name in chain(rule.optional, *rule.required)}
+    known = set().union(*(rule.columns for rule in rules))
     in_turns = {"role", "content", "from", "value"}  # keys of a turn; `role` is a column of the row for OASST only
     for ours, theirs in source.columns.items():
         if ours not in known:
@@ -150,5 +181,87 @@ def _check_renames(source: SourceConfig, first: RawRow) -> None:
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise DataError(
                 f"{first.origin}: no column {theirs!r}{hint}, which columns: {{{ours}: {theirs}}} names; "
-                f"{columns_found(first.columns)}"
+                f"{_columns_found(first.columns)}"
             )
+
+
+def _detect(row: Mapping[str, Any], origin: Origin, reading: Reading) -> str:
+    """Return the row's format name. Raises DataError with the columns found and the nearest known name."""
+    if why := _refusal(row, reading):
+        raise DataError(f"{origin}: {why}")
+    for name, rule in RULES.items():
+        if name == "oasst_trees" and not is_tree(row.get(reading.name("prompt"))):
+            continue
+        for group in rule.required:
+            names = map(reading.name, group)
+            # parent_id is null at a root, so the column's presence is enough
+            if not any(row.get(column) is not None or (column in row and "parent_id" in group) for column in names):
+                break
+        else:
+            return "sharegpt" if name == "messages" and _is_sharegpt(row, reading) else name
+    raise DataError(f"{origin}: {_unknown(row, reading)}")
+
+
+def _refusal(row: Mapping[str, Any], reading: Reading) -> str | None:
+    """Return why a row must not be trained on as it is: it ranks answers, or marks this one as bad."""
+    if row.get("rejected") is not None and "chosen" not in reading.columns.values():
+        return (
+            "has a column 'rejected', so it is preference data, which is not trained on yet; to learn the chosen "
+            "answers alone, set columns: {completion: chosen}"
+        )
+    if row.get("label") in (False, "false", "False") and isinstance(row["label"], bool | str):
+        return "label is false, so this answer is a bad example; keep the rows whose label is true"
+    return None
+
+
+def _is_sharegpt(row: Mapping[str, Any], reading: Reading) -> bool:
+    column = chat_column(row, reading)
+    turns = row.get(column or "")
+    first = None
+    with suppress(FieldError):
+        turns = unpacked(turns, "")
+        first = unpacked(turns[0], "") if isinstance(turns, list) and turns else None
+    if not isinstance(first, dict):  # the turns show nothing, so the column's usual name decides
+        return column != reading.name("messages")
+    return reading.name("from") in first and reading.name("role") not in first
+
+
+def _unknown(row: Mapping[str, Any], reading: Reading) -> str:
+    asked = next((name for name in _QUESTIONS if row.get(name) is not None), None)
+    answered = next((name for name in _ANSWERS if row.get(name) is not None), None)
+    if asked and answered:
+        columns = f"{{instruction: {asked}, output: {answered}}}"
+        return f"no known format has these columns; set columns: {columns}; {_columns_found(row)}"
+    known = "; ".join(f"{name}: {', '.join(group[0] for group in rule.required)}" for name, rule in RULES.items())
+    missing = [name for rule in RULES.values() for name in _missing_columns(row, rule, reading)]
+    hint = _near_miss(missing, row) or (
+        f"no known format has these columns; name yours, such as columns: {{instruction: question, output: answer}}; "
+        f"known are {known}"
+    )
+    return f"{hint}; {_columns_found(row)}"
+
+
+def _missing_columns(row: Mapping[str, Any], rule: FormatRule, reading: Reading) -> list[str]:
+    """Return the user's names of required columns that are absent from the row (null counts as present)."""
+    groups = [[reading.name(column) for column in group] for group in rule.required]
+    return [names[0] for names in groups if not any(name in row for name in names)]
+
+
+def _near_miss(missing: list[str], row: Mapping[str, Any]) -> str | None:
+    """Return `no column 'messages'; found 'mesages' (did you mean?)` for the closest pair of names, or None."""
+    known = set().union(*(rule.columns for rule in RULES.values()))
+    unknown = [found for found in row if found not in known]
+    pairs = [
+        (difflib.SequenceMatcher(None, name, found).ratio(), name, found)
+        for name in missing
+        for found in difflib.get_close_matches(name, unknown, n=1, cutoff=0.75)
+    ]
+    if not pairs:
+        return None
+    _, name, found = max(pairs)
+    return f"no column {name!r}; found {found!r} (did you mean?); rename it, or set columns: {{{name}: {found}}}"
+
+
+def _columns_found(row: Mapping[str, Any]) -> str:
+    """Return the row's columns for a message; null ones are marked."""
+    return "columns found: " + (", ".join(f"{n} (null)" if v is None else n for n, v in row.items()) or "none")

@@ -1,4 +1,4 @@
-"""Lists of chat turns (OpenAI messages, ShareGPT, typed content parts) -> messages."""
+"""The turns of a chat (OpenAI messages, ShareGPT, typed content parts, tool calls) -> messages."""
 
 from __future__ import annotations
 
@@ -6,76 +6,54 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from flatout.data.conversation import Conversation, Message, Origin, Role, ToolCall, is_empty
+from flatout.data.conversation import ROLES, Message, Role, ToolCall, is_empty
 from flatout.data.rows.formats.fields import (
     FieldError,
     Reading,
     flag_at,
     kind,
     list_at,
+    object_at,
     optional_text,
     text_at,
     unpacked,
 )
-from flatout.data.rows.formats.roles import CALL, role_of
-from flatout.data.rows.formats.tool_calls import call_of, call_text, calls_of, check_answers, refuse_calls, tools_of
 
 T = TypeVar("T")
+# not a separate role: an assistant turn whose text is a function call in JSON
+_CALL = "function_call"
+# role -> the names that data sets give it
+_NAMES = {
+    "system": ("system", "developer"),
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "claude", "model", "bot", "ai"),
+    "tool": ("tool", "observation", "function", "function_response", "tool_response", "tool_result", "ipython"),
+    _CALL: ("function_call", "tool_call"),
+}
+_KNOWN = {name: role for role, names in _NAMES.items() for name in names}
+ROLE_TARGETS = (*ROLES, _CALL)
 # fields of a turn that have several names in data sets
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _FLAGS = ("train", "weight", "loss_weight")
-CHAT_COLUMNS = ("messages", "conversations", "conversation")
 # the order in which all templates write the parts of an assistant turn; another order cannot be rendered
 _PART_ORDER = {"reasoning": 0, "text": 1, "tool_call": 2}
 _PART_NAMES = {"reasoning": "reasoning", "thinking": "reasoning", "text": "text", "tool_call": "tool_call"}
 
 
-def chat_column(row: Mapping[str, Any], reading: Reading) -> str | None:
-    """Return the user's name of the row's column of turns, None if it has none."""
-    names = (reading.name(column) for column in CHAT_COLUMNS)
-    return next((name for name in names if row.get(name) is not None), None)
+def role_of(value: object, place: str, extra: Mapping[str, str]) -> str:
+    """Return one of ROLE_TARGETS. The user's `extra` names take precedence; built-in names match in any case.
 
-
-def parse_messages(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Conversation:
-    """Parse OpenAI messages: role, content, tool_calls, ... in each turn; optional columns `tools`, `system`."""
-    return _parse_chat(row, origin, reading, role_key=reading.name("role"), content_key=reading.name("content"))
-
-
-def parse_sharegpt(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Conversation:
-    """Parse ShareGPT: from and value in each turn; optional columns `tools`, `system`."""
-    return _parse_chat(row, origin, reading, role_key=reading.name("from"), content_key=reading.name("value"))
-
-
-def _parse_chat(
-    row: Mapping[str, Any], origin: Origin, reading: Reading, role_key: str, content_key: str
-) -> Conversation:
-    column = chat_column(row, reading) or reading.name(CHAT_COLUMNS[0])
-    turns = list_at(row.get(column), column)
-    if not turns:
-        raise FieldError(f"{column} is empty; a conversation needs at least one turn")
-    messages = read_turns(turns, column, reading, role_key, content_key)
-    answer = reading.columns.get("completion")  # a column with the last answer is only used if the user named it
-    if answer is not None and row.get(answer) is not None and messages[-1].role != "assistant":
-        answers = row[answer] if isinstance(row[answer], list) else [row[answer]]
-        messages += read_turns(answers, answer, reading, role_key, content_key)
-    check_answers(messages, column)
-    tools_name, system_name = reading.name("tools"), reading.name("system")
-    messages = with_system(messages, row.get(system_name), system_name, reading)
-    return Conversation(tuple(messages), origin, tools_of(row.get(tools_name), tools_name))
-
-
-def with_system(messages: list[Message], value: object, place: str, reading: Reading) -> list[Message]:
-    """Put the row's system column in front, else the source's `system` if the chat has no system turn.
-
-    A null or empty column means none. Raises FieldError if column and chat both have a system prompt.
+    Raises FieldError for an unknown name, with the allowed names and the setting that adds one.
     """
-    has_system = any(message.role == "system" for message in messages)
-    prompt = optional_text(value, place) or None
-    if prompt is not None and has_system:
-        raise FieldError(f"{place} is given, but the conversation has a system turn too; keep one")
-    if prompt is None and not has_system:
-        prompt = reading.system
-    return messages if prompt is None else [Message("system", prompt), *messages]
+    if not isinstance(value, str):
+        raise FieldError(f"{place} is {kind(value)}, not a text")
+    role = extra.get(value) or _KNOWN.get(value) or _KNOWN.get(value.lower())
+    if role is None:
+        raise FieldError(
+            f"{place} {value!r:.200} is unknown; allowed: {', '.join(_KNOWN)}; "
+            f"map others with roles, such as roles: {{{value if value.isprintable() else repr(value):.200}: assistant}}"
+        )
+    return role
 
 
 def read_turns(turns: list[Any], place: str, reading: Reading, role_key: str, content_key: str) -> list[Message]:
@@ -92,18 +70,37 @@ def without_loss_if_empty(message: Message) -> Message:
     return replace(message, train=False) if teaches_nothing else message
 
 
+def check_answers(messages: Sequence[Message], place: str) -> None:
+    """Check that every tool message answers the assistant turn before it (other answers may be in between).
+
+    With a tool_call_id it must name one of that turn's calls. Without one the turn is enough: many data sets write the
+    call into the text. Raises FieldError with the turn.
+    """
+    caller: Message | None = None
+    for index, message in enumerate(messages):
+        if message.role != "tool":
+            caller = message
+            continue
+        if caller is None or caller.role != "assistant":
+            after = "at the start" if caller is None else f"after a {caller.role} turn"
+            raise FieldError(
+                f"{place}[{index}] is a tool result without a call ({after}); "
+                "an assistant turn with tool_calls must come first"
+            )
+        call_id, ids = message.tool_call_id, [call.call_id for call in caller.tool_calls]
+        if call_id not in (None, *ids) and None not in ids:
+            calls = ", ".join(map(repr, ids)) or "none"
+            raise FieldError(f"{place}[{index}].tool_call_id {call_id!r} answers no call; calls before it: {calls}")
+
+
 def _read_turn(turn: object, place: str, reading: Reading, role_key: str, content_key: str) -> Message:
     if isinstance(turn, str) and turn.lstrip().startswith("{"):
         turn = unpacked(turn, place)
     if not isinstance(turn, dict):
         raise FieldError(f"{place} is {kind(turn)}, not an object with {role_key} and {content_key}")
-    if turn.get(role_key) is None:
-        raise _missing(turn, place, role_key)
-    role = role_of(turn[role_key], f"{place}.{role_key}", reading.roles)
-    if role == CALL:
-        if turn.get(content_key) is None:
-            raise _missing(turn, place, content_key)
-        calls = call_text(turn[content_key], f"{place}.{content_key}")
+    role = role_of(_required(turn, place, role_key), f"{place}.{role_key}", reading.roles)
+    if role == _CALL:
+        calls = _calls_of(_required(turn, place, content_key), f"{place}.{content_key}")
         return Message("assistant", "", tool_calls=calls, train=_same_in_all(turn, _FLAGS, place, flag_at))
     content, reasoning, calls = _read_content(turn, place, role, content_key)
     if len(turn) > 2:  # most turns only have a role and a text
@@ -111,45 +108,53 @@ def _read_turn(turn: object, place: str, reading: Reading, role_key: str, conten
         if reasoning is not None and own is not None:
             raise FieldError(f"{place} has reasoning in its parts and beside them; keep one")
         reasoning = own if reasoning is None else reasoning
-    message = Message(cast(Role, role), content, reasoning=reasoning, tool_calls=calls)
     if reasoning and role != "assistant":
         raise FieldError(f"{place} has reasoning, but is a {role} turn; only an assistant turn reasons")
     if len(turn) == 2:
-        return message
-    return replace(
-        message,
+        return Message(cast(Role, role), content, reasoning, calls)
+    return Message(
+        cast(Role, role),
+        content,
+        reasoning,
+        calls,
         name=optional_text(turn.get("name"), f"{place}.name"),
         tool_call_id=optional_text(turn.get("tool_call_id"), f"{place}.tool_call_id"),
         train=_same_in_all(turn, _FLAGS, place, flag_at),
     )
 
 
-def _missing(turn: Mapping[str, Any], place: str, key: str) -> FieldError:
+def _required(turn: Mapping[str, Any], place: str, key: str) -> Any:
+    if turn.get(key) is not None:
+        return turn[key]
     if key in turn:
-        return FieldError(f"{place}.{key} is null, not a text")
-    return FieldError(f"{place}.{key} missing; keys: {', '.join(turn)}")
+        raise FieldError(f"{place}.{key} is null, not a text")
+    raise FieldError(f"{place}.{key} missing; keys: {', '.join(turn)}")
 
 
 def _read_content(
     turn: Mapping[str, Any], place: str, role: str, key: str
 ) -> tuple[str, str | None, tuple[ToolCall, ...]]:
     """Return text, reasoning and calls of a turn, from its content and `tool_calls` (or OpenAI's old function_call)."""
-    value, calls = turn.get(key), calls_of(turn.get("tool_calls"), f"{place}.tool_calls")
+    value, calls_place = turn.get(key), f"{place}.tool_calls"
+    calls: tuple[ToolCall, ...] = ()
+    if turn.get("tool_calls") is not None:
+        calls = _calls_of(list_at(turn["tool_calls"], calls_place), calls_place)
     if turn.get("function_call") is not None:
-        calls += (call_of(turn["function_call"], f"{place}.function_call"),)
-    if role != "assistant":
-        refuse_calls(list(calls), role, f"{place}.tool_calls")
+        calls += (_call_of(turn["function_call"], f"{place}.function_call"),)
+    if calls and role != "assistant":
+        raise FieldError(f"{calls_place} is a list in a {role} turn; only an assistant turn has tool calls")
     if isinstance(value, str):
         return text_at(value, f"{place}.{key}"), None, calls
     if value is None and calls:
         return "", None, calls
     if value is None and key not in turn:
-        raise _missing(turn, place, key)
+        raise FieldError(f"{place}.{key} missing; keys: {', '.join(turn)}")
     if not isinstance(value, list):
         hint = "; only an assistant turn with tool_calls may have none" if value is None else ""
         raise FieldError(f"{place}.{key} is {kind(value)}, not a text{hint}")
     text, reasoning, part_calls = _read_parts(value, f"{place}.{key}")
-    refuse_calls(part_calls if role != "assistant" else (), role, f"{place}.{key}")
+    if part_calls and role != "assistant":
+        raise FieldError(f"{place}.{key} is a list in a {role} turn; only an assistant turn has tool calls")
     return text, reasoning, part_calls + calls
 
 
@@ -176,10 +181,33 @@ def _read_parts(parts: list[Any], place: str) -> tuple[str, str | None, tuple[To
         last = _PART_ORDER[name]
         value = next((part[key] for key in ("value", "text", "thinking") if part.get(key) is not None), None)
         if name == "tool_call":
-            calls += call_text(value, here)
+            calls += _calls_of(value, here)
         else:
             (thoughts if name == "reasoning" else texts).append(text_at(value, f"{here}.{name}"))
     return "".join(texts), "".join(thoughts) if thoughts else None, tuple(calls)
+
+
+def _calls_of(value: object, place: str) -> tuple[ToolCall, ...]:
+    """Parse a call, or a list of parallel ones; either may be JSON text."""
+    found = unpacked(value, place)
+    if isinstance(found, list):
+        return tuple(_call_of(item, f"{place}[{index}]") for index, item in enumerate(found))
+    return (_call_of(found, place),)
+
+
+def _call_of(value: object, place: str) -> ToolCall:
+    """Parse one call: {"name", "arguments"} or OpenAI's {"id", "function": {...}}; arguments may be JSON text."""
+    outer = object_at(value, place)
+    inner = outer.get("function")
+    call = outer if inner is None else object_at(inner, f"{place}.function")
+    for key in ("name", "arguments"):
+        if call.get(key) is None:
+            raise FieldError(f"{place}.{key} missing; keys: {', '.join(call)}")
+    return ToolCall(
+        name=text_at(call["name"], f"{place}.name"),
+        arguments=object_at(call["arguments"], f"{place}.arguments"),
+        call_id=optional_text(outer.get("id"), f"{place}.id"),
+    )
 
 
 def _same_in_all(
