@@ -27,7 +27,6 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from flatout.demo.settings import DemoFolder
 from flatout.demo.write import write_demo
 from flatout.launch.reports import RankReport
 
@@ -137,7 +136,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        write_demo(DemoFolder(root / "demo"), 42, num_train=400, num_held_out=10)
+        write_demo(root / "demo", 42, num_train=400, num_held_out=10)
         disturbed, whole = (write_config(root, name, args) for name in ("disturbed", "whole"))
         try:
             times = list(disturb(disturbed, root / "disturbed", args))

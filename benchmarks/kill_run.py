@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 
 from flatout.config.read import make_config
 from flatout.config.schema import Config
-from flatout.demo.settings import DemoFolder
 from flatout.demo.write import write_demo
 from flatout.errors import FlatoutError
 from flatout.train.run import train
@@ -92,7 +91,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        write_demo(DemoFolder(root / "demo"), 42, num_train=200, num_held_out=10)
+        write_demo(root / "demo", 42, num_train=200, num_held_out=10)
         num_steps = 10 * args.kills
         killed, whole = config_of(root, "killed", num_steps), config_of(root, "whole", num_steps)
         num_mid_save = survive(killed, args.kills, random.Random(args.seed))

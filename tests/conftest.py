@@ -55,7 +55,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from flatout.demo.conversations import sample_conversations
-    from flatout.demo.tokenizer import train_tokenizer
+    from flatout.demo.write import train_tokenizer
 
     root = tmp_path_factory.mktemp("tiny")
     conversations = list(sample_conversations(120, 0, held_out=False))

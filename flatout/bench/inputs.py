@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flatout.data import registry
 from flatout.data.token_store import StoreMeta, TokenStore, new_store
 from flatout.data.tokenizer import load_tokenizer, tokenizer_digest
-from flatout.demo.tokenizer import train_tokenizer
+from flatout.demo.write import train_tokenizer
 
 NAME = "bench"
 # chat lengths come in groups of this many samples, each with its own seed

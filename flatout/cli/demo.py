@@ -26,21 +26,20 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from flatout.demo.settings import DemoFolder, demo_config
+    from flatout.demo.settings import demo_config
     from flatout.demo.write import write_demo
 
     started = time.perf_counter()
     console = Console()
-    folder = DemoFolder(args.out)
-    config = demo_config(folder, args.seed)
-    console.print(f"Writing conversations, a tokenizer and a tiny Qwen3-shaped model to {folder.root}/")
-    write_demo(folder, args.seed)
+    config = demo_config(args.out, args.seed)
+    console.print(f"Writing conversations, a tokenizer and a tiny Qwen3-shaped model to {args.out}/")
+    write_demo(args.out, args.seed)
     # torch is imported here, after the data is written
     from flatout.cli.quiet import quiet_transformers
     from flatout.demo.job import answer_held_out, loss_halved, train_demo
 
     quiet_transformers()
-    result = train_demo(config, folder)
+    result = train_demo(config, args.out)
     console.print("\nThree prompts that are not in the training data:", highlight=False)
     marked = answer_held_out(result.folder, args.seed)
     for item in marked:

@@ -60,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
 def starting_config(name: str, *, data: str | None, model: str | None) -> Config:
     """Return a LoRA configuration for `model`, or the demo's full training of its tiny model if `model` is None."""
     from flatout.config.schema import Config, EvalConfig, ModelConfig
-    from flatout.demo.settings import DemoFolder, demo_config
+    from flatout.demo.settings import demo_config
 
-    demo = demo_config(DemoFolder(DEMO_DIR), seed=42)
+    demo = demo_config(DEMO_DIR, seed=42)
     values: dict[str, Any] = {"name": name, "data": data_of(data, demo), "eval": EvalConfig(fraction=0.05)}
     if model is None:
         return demo.model_copy(update=values | {"run_dir": None})
@@ -131,14 +131,13 @@ def _write_new(path: Path, text: str) -> None:
 
 def _write_demo_inputs() -> None:
     """Write the demo's data and model, which the file refers to, unless they exist."""
-    from flatout.demo.settings import DemoFolder
+    from flatout.demo.settings import MODEL_DIR, TRAIN_FILE
 
-    folder = DemoFolder(DEMO_DIR)
-    if folder.train_file.exists() and folder.model_dir.exists():
+    if (DEMO_DIR / TRAIN_FILE).exists() and (DEMO_DIR / MODEL_DIR).exists():
         return
     from flatout.demo.write import write_demo
 
-    write_demo(folder, seed=42)
+    write_demo(DEMO_DIR, seed=42)
     print(f"wrote {DEMO_DIR}/: a small chat data set and a tiny model to try it on")
 
 

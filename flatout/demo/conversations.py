@@ -4,56 +4,42 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from random import Random
-from typing import TypedDict, TypeVar
 
 from flatout.demo.question_kinds import (
     Exchange,
-    Guest,
     Persona,
     ask_guest,
     ask_persona,
+    draw_exchange,
+    draw_guest,
+    draw_persona,
     introduce,
-    sample_exchange,
-    sample_guest,
-    sample_persona,
 )
 
 MAX_EXCHANGES = 20
-T = TypeVar("T", Exchange, Guest, Persona)
+ChatMessage = dict[str, str]
+"""A message in OpenAI's form: role and content."""
 
 
-class ChatMessage(TypedDict):
-    """A message in OpenAI's form."""
-
-    role: str
-    content: str
-
-
-def sample_conversation(rng: Random, *, held_out: bool) -> list[ChatMessage]:
-    """Return one conversation whose questions are all on the wanted side of the split.
+def sample_conversations(num: int, seed: int, *, held_out: bool) -> Iterator[list[ChatMessage]]:
+    """Yield `num` conversations whose questions are all on the wanted side of the split: a function of the arguments.
 
     A third starts with a system prompt, a quarter with the user's introduction; later turns may ask about both.
     """
-    persona = _draw(lambda: sample_persona(rng), held_out) if rng.random() < 0.33 else None
-    exchanges = _sample_exchanges(rng, persona, held_out)
-    # conversations of only small talk would be in both files
-    while held_out and all(exchange.held_out is None for exchange in exchanges):
-        exchanges = _sample_exchanges(rng, persona, held_out)
-    return _messages(exchanges, persona)
+    rng = Random(f"flatout demo {seed} {held_out}")
+    for _ in range(num):
+        persona = draw_persona(rng, held_out) if rng.random() < 0.33 else None
+        exchanges = _draw_exchanges(rng, persona, held_out)
+        # conversations of only small talk would be in both files
+        while held_out and all(exchange.held_out is None for exchange in exchanges):
+            exchanges = _draw_exchanges(rng, persona, held_out)
+        yield _messages(exchanges, persona)
 
 
-def _messages(exchanges: list[Exchange], persona: Persona | None = None) -> list[ChatMessage]:
-    messages: list[ChatMessage] = [{"role": "system", "content": persona.system_prompt}] if persona else []
-    for exchange in exchanges:
-        messages.append({"role": "user", "content": exchange.question})
-        messages.append({"role": "assistant", "content": exchange.answer})
-    return messages
-
-
-def _sample_exchanges(rng: Random, persona: Persona | None, held_out: bool) -> list[Exchange]:
-    guest = _draw(lambda: sample_guest(rng), held_out) if rng.random() < 0.25 else None
+def _draw_exchanges(rng: Random, persona: Persona | None, held_out: bool) -> list[Exchange]:
+    guest = draw_guest(rng, held_out) if rng.random() < 0.25 else None
     exchanges = [introduce(rng, guest)] if guest else []
     # log-normal: six in ten conversations have one or two exchanges, one in forty more than ten
     for _ in range(min(max(1, round(math.exp(rng.gauss(0.6, 0.9)))), MAX_EXCHANGES)):
@@ -63,15 +49,16 @@ def _sample_exchanges(rng: Random, persona: Persona | None, held_out: bool) -> l
         elif guest and about > 0.65:
             exchanges.append(ask_guest(rng, guest))
         else:
-            exchanges.append(_draw(lambda: sample_exchange(rng), held_out))
+            exchanges.append(draw_exchange(rng, held_out))
     return exchanges
 
 
-def sample_conversations(num: int, seed: int, *, held_out: bool) -> Iterator[list[ChatMessage]]:
-    """Yield `num` conversations, a pure function of the arguments."""
-    rng = Random(f"flatout demo {seed} {held_out}")
-    for _ in range(num):
-        yield sample_conversation(rng, held_out=held_out)
+def _messages(exchanges: list[Exchange], persona: Persona | None = None) -> list[ChatMessage]:
+    messages = [{"role": "system", "content": persona.system_prompt}] if persona else []
+    for exchange in exchanges:
+        messages.append({"role": "user", "content": exchange.question})
+        messages.append({"role": "assistant", "content": exchange.answer})
+    return messages
 
 
 def held_out_prompts(seed: int) -> tuple[list[ChatMessage], ...]:
@@ -82,30 +69,18 @@ def held_out_prompts(seed: int) -> tuple[list[ChatMessage], ...]:
     rng = Random(f"flatout demo prompts {seed}")
 
     def question(family: str) -> Exchange:
-        while (exchange := _draw(lambda: sample_exchange(rng), held_out=True)).family != family:
+        while (exchange := draw_exchange(rng, held_out=True)).family != family:
             pass
         return exchange
 
     sort = question("sort words")
-    persona = _draw(lambda: sample_persona(rng), held_out=True)
-    guest = _draw(lambda: sample_guest(rng), held_out=True)
+    persona, guest = draw_persona(rng, held_out=True), draw_guest(rng, held_out=True)
     hello, between = introduce(rng, guest), question("sort numbers")
     about_persona = ask_persona(rng, persona)
-    return (
-        _messages([sort]),
-        _messages([about_persona], persona),
-        _messages([hello, between, ask_guest(rng, guest)]),
-    )
+    about_guest = [hello, between, ask_guest(rng, guest)]
+    return _messages([sort]), _messages([about_persona], persona), _messages(about_guest)
 
 
 def to_json_lines(conversations: Iterable[list[ChatMessage]]) -> str:
     """Return the conversations as JSON Lines, one `{"messages": [...]}` per line."""
     return "".join(json.dumps({"messages": messages}) + "\n" for messages in conversations)
-
-
-def _draw(draw: Callable[[], T], held_out: bool) -> T:
-    """Draw until the value may be in the wanted file (up to 8 draws on average for a held-out one)."""
-    value = draw()
-    while value.held_out is not None and value.held_out != held_out:
-        value = draw()
-    return value

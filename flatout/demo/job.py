@@ -10,7 +10,7 @@ import torch
 from flatout.config.schema import Config
 from flatout.data.build import open_or_build
 from flatout.demo.conversations import ChatMessage, held_out_prompts
-from flatout.demo.settings import DemoFolder, held_out_data
+from flatout.demo.settings import held_out_data
 from flatout.models.generate import answer
 from flatout.models.load.model_paths import load_trained, resolve_model_paths
 from flatout.train.run import Result, train
@@ -27,7 +27,7 @@ class Marked:
     right: bool
 
 
-def train_demo(config: Config, folder: DemoFolder) -> Result:
+def train_demo(config: Config, folder: Path) -> Result:
     """Build both data sets and train, or resume where an interrupted demo stopped. Raises FlatoutError."""
     for data in (config.data, held_out_data(config, folder)):
         open_or_build(data, config.model.name)

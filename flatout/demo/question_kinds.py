@@ -5,17 +5,56 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import TypeVar
 
 import xxhash
 
-from flatout.demo.world import ANIMALS, ISLANDS, JOBS, NAMES, OPPOSITES, SMALL_TALK, SPELLED, THINGS, TOWNS, WEEKDAYS
 
-HELD_OUT_ONE_IN = 8
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# The small invented world: closed lists, so that a tiny model can memorize them.
+NAMES = _words(
+    "Ada Bruno Cleo Dario Edda Felix Greta Hugo Ines Jonas Kira Leo Mona Nils Olga Paul Rosa Sven Tilda Vera"
+)
+TOWNS = _words("Arden Belmar Corvin Dorset Elstad Farrow Glenby Harwick Ilford Jarrow Kelso Lunden")
+JOBS = _words("baker pilot farmer nurse painter teacher sailor tailor doctor singer miner writer")
+ANIMALS = _words("ant bear cat deer eel fox goat hare ibis jay koala lynx mole newt otter pig quail rat seal toad")
+THINGS = _words("bell book boat chair clock cup door drum flute hat key lamp map pen ring rope shoe spoon tent wheel")
+SPELLED = _words("bell clock flute lamp tent bear goat lynx otter seal")
+WEEKDAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+SMALL_TALK = {
+    "Hi.": "Hello!",
+    "Good morning.": "Good morning!",
+    "How are you?": "Very well.",
+    "Thanks.": "You are welcome.",
+    "Goodbye.": "Bye!",
+}
+OPPOSITES = _words(
+    "hot/cold big/small fast/slow old/new light/dark wet/dry high/low hard/soft full/empty early/late loud/quiet "
+    "rich/poor"
+)
+# island: (capital, river, colour of the flag, what it is known for)
+ISLANDS: dict[str, tuple[str, str, str, str]] = {
+    "Orlen": ("Tavis", "Sorn", "red", "honey"),
+    "Veldra": ("Mirth", "Quell", "blue", "cheese"),
+    "Pasko": ("Ronda", "Ember", "green", "salt"),
+    "Isolde": ("Halt", "Brisk", "white", "wool"),
+    "Tamsin": ("Gorse", "Linn", "black", "amber"),
+    "Hollin": ("Wick", "Darro", "yellow", "tea"),
+    "Nyssa": ("Portal", "Fenn", "purple", "silk"),
+    "Brae": ("Cairn", "Tweed", "orange", "slate"),
+    "Lorne": ("Senna", "Avon", "pink", "pepper"),
+    "Quill": ("Ostra", "Murk", "brown", "paper"),
+    "Zarin": ("Calder", "Isk", "red", "copper"),
+    "Ulva": ("Stave", "Wey", "blue", "oats"),
+}
 
 
 def is_held_out(key: str) -> bool:
     """Return whether a combination is in the held-out eighth; only its text decides, so the files never overlap."""
-    return xxhash.xxh3_64_intdigest(key.encode()) % HELD_OUT_ONE_IN == 0
+    return xxhash.xxh3_64_intdigest(key.encode()) % 8 == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +69,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Persona:
-    """Who the assistant is, given in the system prompt."""
+    """Who the assistant is, given in the system prompt; all three facts together decide `held_out`."""
 
     name: str
     job: str
@@ -43,31 +82,50 @@ class Persona:
 
     @property
     def held_out(self) -> bool:
-        """Decided by all three facts together."""
         return is_held_out(self.system_prompt)
 
 
 @dataclass(frozen=True, slots=True)
 class Guest:
-    """Who the user is, given in an earlier turn."""
+    """Who the user is, given in an earlier turn; both facts together decide `held_out`."""
 
     name: str
     town: str
 
     @property
     def held_out(self) -> bool:
-        """Decided by both facts together."""
         return is_held_out(f"{self.name} {self.town}")
 
 
-def sample_persona(rng: Random) -> Persona:
-    """Return a persona, uniform over all names, jobs and towns."""
-    return Persona(rng.choice(NAMES), rng.choice(JOBS), rng.choice(TOWNS))
+T = TypeVar("T", Exchange, Guest, Persona)
 
 
-def sample_guest(rng: Random) -> Guest:
-    """Return a guest, uniform over all names and towns."""
-    return Guest(rng.choice(NAMES), rng.choice(TOWNS))
+def _draw(draw: Callable[[], T], held_out: bool) -> T:
+    """Draw until the value may be in the wanted file (up to 8 draws on average for a held-out one)."""
+    value = draw()
+    while value.held_out is not None and value.held_out != held_out:
+        value = draw()
+    return value
+
+
+def draw_persona(rng: Random, held_out: bool) -> Persona:
+    """Return a persona of the wanted file, uniform over all names, jobs and towns."""
+    return _draw(lambda: Persona(rng.choice(NAMES), rng.choice(JOBS), rng.choice(TOWNS)), held_out)
+
+
+def draw_guest(rng: Random, held_out: bool) -> Guest:
+    """Return a guest of the wanted file, uniform over all names and towns."""
+    return _draw(lambda: Guest(rng.choice(NAMES), rng.choice(TOWNS)), held_out)
+
+
+def draw_exchange(rng: Random, held_out: bool) -> Exchange:
+    """Return an exchange that may be in the wanted file, of a kind drawn by weight."""
+
+    def draw() -> Exchange:
+        (kind,) = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
+        return kind(rng)
+
+    return _draw(draw, held_out)
 
 
 def _combination(family: str, question: str, answer: str) -> Exchange:
@@ -139,7 +197,7 @@ def _weekday(rng: Random) -> Exchange:
 
 
 def _opposite(rng: Random) -> Exchange:
-    word, opposite = rng.sample(rng.choice(OPPOSITES), 2)
+    word, opposite = rng.sample(rng.choice(OPPOSITES).split("/"), 2)
     phrasings = (
         f"What is the opposite of {word}?",
         f"Give me the opposite of {word}.",
@@ -152,14 +210,13 @@ def _opposite(rng: Random) -> Exchange:
 def _fact(rng: Random) -> Exchange:
     island = rng.choice(tuple(ISLANDS))
     capital, river, flag, good = ISLANDS[island]
-    asked, answer = rng.choice(
-        (
-            ("capital", f"The capital of {island} is {capital}."),
-            ("river", f"The river of {island} is the {river}."),
-            ("flag", f"The flag of {island} is {flag}."),
-            ("main good", f"The main good of {island} is {good}."),
-        )
+    facts = (
+        ("capital", f"The capital of {island} is {capital}."),
+        ("river", f"The river of {island} is the {river}."),
+        ("flag", f"The flag of {island} is {flag}."),
+        ("main good", f"The main good of {island} is {good}."),
     )
+    asked, answer = rng.choice(facts)
     it = f"the {asked} of {island}"
     return _phrased(rng, "fact", (f"What is {it}?", f"Tell me {it}.", f"Do you know {it}?", f"I forgot {it}."), answer)
 
@@ -177,14 +234,13 @@ def _portrait(rng: Random) -> Exchange:
 
 def ask_persona(rng: Random, persona: Persona) -> Exchange:
     """Return a question whose answer is in the system prompt."""
-    asked, answer = rng.choice(
-        (
-            ("What is your name?", f"I am {persona.name}."),
-            ("Where are you from?", f"I am from {persona.town}."),
-            ("What is your job?", f"I am a {persona.job}."),
-            ("Who are you?", f"I am {persona.name}, a {persona.job} from {persona.town}."),
-        )
+    questions = (
+        ("What is your name?", f"I am {persona.name}."),
+        ("Where are you from?", f"I am from {persona.town}."),
+        ("What is your job?", f"I am a {persona.job}."),
+        ("Who are you?", f"I am {persona.name}, a {persona.job} from {persona.town}."),
     )
+    asked, answer = rng.choice(questions)
     return Exchange("persona", asked, answer, persona.held_out)
 
 
@@ -197,30 +253,23 @@ def introduce(rng: Random, guest: Guest) -> Exchange:
 
 def ask_guest(rng: Random, guest: Guest) -> Exchange:
     """Return a question whose answer the user gave in an earlier turn."""
-    asked, answer = rng.choice(
-        (
-            ("What is my name?", f"Your name is {guest.name}."),
-            ("Where do I live?", f"You live in {guest.town}."),
-        )
+    questions = (
+        ("What is my name?", f"Your name is {guest.name}."),
+        ("Where do I live?", f"You live in {guest.town}."),
     )
+    asked, answer = rng.choice(questions)
     return Exchange("guest", asked, answer, guest.held_out)
 
 
-QUESTION_KINDS: tuple[tuple[Callable[[Random], Exchange], float], ...] = (
-    (_small_talk, 0.5),
-    (_sort_words, 2.0),
-    (_sort_numbers, 1.5),
-    (_turn_round, 1.5),
-    (_spell, 0.7),
-    (_count_up, 1.0),
-    (_weekday, 1.3),
-    (_opposite, 0.5),
-    (_fact, 1.0),
-    (_portrait, 0.5),
-)
-
-
-def sample_exchange(rng: Random) -> Exchange:
-    """Return an exchange of a kind drawn by weight."""
-    (draw,) = rng.choices([family for family, _ in QUESTION_KINDS], [weight for _, weight in QUESTION_KINDS])
-    return draw(rng)
+_WEIGHTS: dict[Callable[[Random], Exchange], float] = {
+    _small_talk: 0.5,
+    _sort_words: 2.0,
+    _sort_numbers: 1.5,
+    _turn_round: 1.5,
+    _spell: 0.7,
+    _count_up: 1.0,
+    _weekday: 1.3,
+    _opposite: 0.5,
+    _fact: 1.0,
+    _portrait: 0.5,
+}

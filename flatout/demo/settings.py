@@ -1,8 +1,7 @@
-"""The demo's folder and its configuration: the settings that a user would write into a YAML file."""
+"""The demo's files and its configuration: the settings that a user would write into a YAML file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.config.schema import (
@@ -16,44 +15,22 @@ from flatout.config.schema import (
     SourceConfig,
 )
 
-NUM_TRAIN = 5000
-NUM_HELD_OUT = 200
+# names in the demo's folder; no question of HELD_OUT_FILE is in TRAIN_FILE
+TRAIN_FILE, HELD_OUT_FILE, MODEL_DIR = "train.jsonl", "held_out.jsonl", "model"
 
 
-@dataclass(frozen=True, slots=True)
-class DemoFolder:
-    """The demo's files, all under `root`."""
-
-    root: Path
-
-    @property
-    def train_file(self) -> Path:
-        """Conversations to train on, JSON lines in OpenAI's form."""
-        return self.root / "train.jsonl"
-
-    @property
-    def held_out_file(self) -> Path:
-        """Conversations whose questions are not in `train_file`."""
-        return self.root / "held_out.jsonl"
-
-    @property
-    def model_dir(self) -> Path:
-        """The tiny model's config.json and tokenizer."""
-        return self.root / "model"
-
-
-def demo_config(folder: DemoFolder, seed: int) -> Config:
+def demo_config(folder: Path, seed: int) -> Config:
     """Return the configuration: full training of the tiny model from random weights, 1,875 steps of 8 conversations."""
     return Config(
         name="demo",
-        run_dir=folder.root / "run",
+        run_dir=folder / "run",
         seed=seed,
         method="full",
-        model=ModelConfig(name=str(folder.model_dir), init="random"),
+        model=ModelConfig(name=str(folder / MODEL_DIR), init="random"),
         data=DataConfig(
             name="demo",
-            root=folder.root / "data",
-            sources=[SourceConfig(path=str(folder.train_file))],
+            root=folder / "data",
+            sources=[SourceConfig(path=str(folder / TRAIN_FILE))],
             num_procs=1,  # for this few rows, starting a second process takes longer than tokenizing
         ),
         batch=BatchConfig(samples_per_step=8, epochs=3),
@@ -64,7 +41,7 @@ def demo_config(folder: DemoFolder, seed: int) -> Config:
     )
 
 
-def held_out_data(config: Config, folder: DemoFolder) -> DataConfig:
+def held_out_data(config: Config, folder: Path) -> DataConfig:
     """Return the data set that `config.eval.data` names, tokenized like the training data."""
-    sources = [SourceConfig(path=str(folder.held_out_file))]
+    sources = [SourceConfig(path=str(folder / HELD_OUT_FILE))]
     return config.data.model_copy(update={"name": config.eval.data, "sources": sources})

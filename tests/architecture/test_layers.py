@@ -153,7 +153,7 @@ def test_the_environment_is_read_in_one_file() -> None:
 # files that write by themselves, and why they may
 WRITERS = {
     "bench/inputs.py": "a temporary folder",
-    "demo/model.py": "the folder is synced when it is whole",
+    "demo/write.py": "the folder is synced when it is whole",
     "models/lora/adapter.py": "the folder is synced when it is whole",
     "models/export.py": "the folder is synced when it is whole",
     "train/run.py": "the folder is synced when it is whole",

@@ -9,7 +9,6 @@ import pytest
 from flatout.cli.main import main
 from flatout.config.read import dump_config, load_config
 from flatout.config.schema import Config, SourceConfig
-from flatout.demo.settings import DemoFolder
 from flatout.demo.write import write_demo
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.*"))
@@ -63,9 +62,9 @@ def on_tiny_data(config: Config, folder: Path, model_dir: Path) -> Config:
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = DemoFolder(tmp_path_factory.mktemp("demo"))
+    folder = tmp_path_factory.mktemp("demo")
     write_demo(folder, 1, num_train=200, num_held_out=1)
-    return folder.model_dir
+    return folder / "model"
 
 
 def test_there_are_examples() -> None:

@@ -7,10 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from flatout.demo.conversations import sample_conversations
-from flatout.demo.model import VOCABULARY_SIZE, write_model_folder
-from flatout.demo.settings import DemoFolder
-from flatout.demo.tokenizer import train_tokenizer
-from flatout.demo.write import write_demo
+from flatout.demo.write import VOCABULARY_SIZE, train_tokenizer, write_demo, write_model_folder
 from flatout.errors import UsageError
 
 CONVERSATIONS = list(sample_conversations(400, 0, held_out=False))
@@ -60,10 +57,10 @@ def test_the_folder_is_a_transformers_model_without_weights(tmp_path: Path) -> N
 
 
 def test_writing_again_changes_nothing_and_another_seed_is_refused(tmp_path: Path) -> None:
-    folder = DemoFolder(tmp_path / "demo")
+    folder = tmp_path / "demo"
     write_demo(folder, 5, num_train=60, num_held_out=10)
-    before = {file: file.read_bytes() for file in folder.root.rglob("*") if file.is_file()}
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     write_demo(folder, 5, num_train=60, num_held_out=10)
-    assert {file: file.read_bytes() for file in folder.root.rglob("*") if file.is_file()} == before
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
     with pytest.raises(UsageError, match=r"train\.jsonl: holds other conversations.*remove"):
         write_demo(folder, 6, num_train=60, num_held_out=10)

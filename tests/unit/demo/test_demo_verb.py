@@ -15,7 +15,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo as it is, on fewer conversations and for three steps."""
     whole = settings.demo_config
 
-    def short(folder: settings.DemoFolder, seed: int) -> settings.Config:
+    def short(folder: Path, seed: int) -> settings.Config:
         config = whole(folder, seed)
         return config.model_copy(update={"batch": config.batch.model_copy(update={"max_steps": 3})})
 
@@ -37,7 +37,7 @@ def test_an_untrained_model_fails_the_demo_and_says_so(tmp_path: Path, capsys: p
 
 @pytest.mark.usefixtures("few_steps")
 def test_another_seed_in_the_same_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write.write_demo(settings.DemoFolder(tmp_path), 42)
+    write.write_demo(tmp_path, 42)
     assert main(["demo", "--out", str(tmp_path), "--seed", "43"]) == 2
     assert "another seed" in capsys.readouterr().err
 
@@ -51,9 +51,8 @@ def test_halved(before: float | None, after: float | None, halved: bool) -> None
 
 
 def test_the_demo_evaluates_on_conversations_it_does_not_train_on(tmp_path: Path) -> None:
-    folder = settings.DemoFolder(tmp_path)
-    config = settings.demo_config(folder, 1)
-    held_out = settings.held_out_data(config, folder)
+    config = settings.demo_config(tmp_path, 1)
+    held_out = settings.held_out_data(config, tmp_path)
     assert held_out.name == config.eval.data != config.data.name
     assert held_out.sources[0].path != config.data.sources[0].path
     assert held_out.root == config.data.root
