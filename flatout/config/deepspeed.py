@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-from flatout.config.parallel import CommConfig, ShardingConfig
+from typing import Any, NamedTuple
 
 AUTO = "auto"
 DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 2}}
@@ -32,35 +29,19 @@ _SECTIONS = (
 )  # fmt: skip
 _OPTIMIZERS = {"adamw": ("adam", "adamw"), "sgd": ("sgd",)}
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+# a flatout.config.schema.Config; that file imports this one
+Settings = Any
 
 
-class Settings(Protocol):
-    """What the JSON is checked against. `Config` has it, but schema.py imports this file, so it is a protocol here."""
+class Owned(NamedTuple):
+    """An entry that our settings decide: `sent` is used; the JSON may omit it, or have auto or one of `same`.
 
-    @property
-    def strategy(self) -> str: ...
-    @property
-    def deepspeed(self) -> dict[str, Any] | None: ...
-    @property
-    def sharding(self) -> ShardingConfig: ...
-    @property
-    def comm(self) -> CommConfig: ...
-    @property
-    def model(self) -> Any: ...
-    @property
-    def batch(self) -> Any: ...
-    @property
-    def optim(self) -> Any: ...
-    @property
-    def schedule(self) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """An entry that our settings decide: `sent` is used; the JSON may omit it, or have auto or one of `same`."""
+    `ours` is what decides it, and `shown` its value as the user wrote it.
+    """
 
     name: str
     ours: str
+    shown: Any
     sent: Any
     same: tuple[Any, ...] = ()
 
@@ -86,62 +67,69 @@ def check(config: Settings) -> None:
     precision = config.model.precision
     if precision == "fp64":
         raise ValueError("strategy: deepspeed keeps fp32 weights; set model.precision: fp32 or bf16")
-    given = DEFAULT if config.deepspeed is None else config.deepspeed
     if precision == "auto":
         # the device's precision is not known yet, so this check takes the JSON's
+        given = config.deepspeed or {}
         is_bf16 = _get(given, "bf16.enabled") is True or _get(given, "torch_autocast.enabled")
         precision = "bf16" if is_bf16 else "fp32"
-    fill(given, config, num_ranks=1, precision=precision)
+    fill(config, num_ranks=1, precision=precision)
 
 
-def fill(given: Mapping[str, Any] | None, config: Settings, *, num_ranks: int, precision: str) -> dict[str, Any]:
+def fill(config: Settings, *, num_ranks: int, precision: str) -> dict[str, Any]:
     """Return what DeepSpeed gets: flatout's values filled in, any other `auto` left to DeepSpeed's defaults.
 
     `precision` is fp32 or bf16. Raises ValueError naming each entry that contradicts a setting, and both values.
     """
-    given = DEFAULT if given is None else given
+    given = DEFAULT if config.deepspeed is None else config.deepspeed
     # shapes first: the other checks assume that sections are objects
     if found := list(_misshapen(given)):
         raise ValueError("; ".join(found))
-    if found := list(_problems(given, config, num_ranks, precision)):
+    owned = _owned(given, config, num_ranks, precision)
+    if found := [*_problems(given, owned, precision), *_section_problems(given, config)]:
         raise ValueError("; ".join(found))
     filled = _without_auto(given)
     for name in ("optimizer", "scheduler"):
         filled.pop(name, None)
-    for entry in _owned(given, config, num_ranks, precision):
-        _put(filled, entry.name, entry.sent)
-    for name, value in (("log_level", "warning"), ("timers.throughput.enabled", False)):
-        if _get(filled, name) is None:
-            _put(filled, name, value)
-    filled.setdefault("zero_optimization", dict(DEFAULT["zero_optimization"]))
-    # sums over micro-batches: the JSON may choose a narrower dtype; DeepSpeed's default is that of the weights
-    if _get(filled, "data_types.grad_accum_dtype") is None:
-        _put(filled, "data_types.grad_accum_dtype", "fp32")
+    defaults = {
+        "log_level": "warning",
+        "timers.throughput.enabled": False,
+        "zero_optimization": dict(DEFAULT["zero_optimization"]),
+        # sums over micro-batches: the JSON may choose a narrower dtype; DeepSpeed's default is that of the weights
+        "data_types.grad_accum_dtype": "fp32",
+    }
+    values = {entry.name: entry.sent for entry in owned}
+    values |= {name: value for name, value in defaults.items() if _get(filled, name) is None}
+    for name, value in values.items():
+        *sections, last = name.split(".")
+        place = filled
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
     return filled
 
 
 def _owned(given: Mapping[str, Any], config: Settings, num_ranks: int, precision: str) -> list[Owned]:
-    optim, cuts = config.optim, "batch.micro_batch_tokens"
-    clip = optim.max_grad_norm or 0.0
-    autocast = bool(_get(given, "torch_autocast.enabled"))
-    sent = "bf16" if config.comm.compress == "bf16" else "fp32"
+    optim, samples, cuts = config.optim, config.batch.samples_per_step, "batch.micro_batch_tokens"
+    clip, compress = optim.max_grad_norm or 0.0, config.comm.compress
+    is_bf16, autocast = precision == "bf16", bool(_get(given, "torch_autocast.enabled"))
+    sent = "bf16" if compress == "bf16" else "fp32"
     sums = "the loss, divided by the step's label tokens,"
     return [
         # DeepSpeed uses these three for reports only; each rank's number of micro-batches differs from step to step
-        Owned("train_batch_size", "batch.samples_per_step", num_ranks, (config.batch.samples_per_step,)),
-        Owned("train_micro_batch_size_per_gpu", cuts, 1),
-        Owned("gradient_accumulation_steps", cuts, 1),
-        Owned("managed_gradient_accumulation", cuts, True, (True,)),
-        Owned("gradient_clipping", "optim.max_grad_norm", clip, (clip,)),
+        Owned("train_batch_size", "batch.samples_per_step", samples, num_ranks, (samples,)),
+        Owned("train_micro_batch_size_per_gpu", cuts, None, 1),
+        Owned("gradient_accumulation_steps", cuts, None, 1),
+        Owned("managed_gradient_accumulation", cuts, True, True, (True,)),
+        Owned("gradient_clipping", "optim.max_grad_norm", optim.max_grad_norm, clip, (clip,)),
         # the mean of losses that are multiplied by the number of ranks: stage 3 cannot sum
-        Owned("gradient_allreduce_op", sums, "mean", ("mean",)),
-        Owned("prescale_gradients", sums, False, (False,)),
-        Owned("gradient_predivide_factor", sums, 1.0, (1.0,)),
-        Owned("communication_data_type", "comm.compress", sent, (sent,)),
-        Owned("bf16.enabled", "model.precision", precision == "bf16" and not autocast, (precision == "bf16",)),
-        Owned("fp16.enabled", "model.precision", False, (False,)),
-        Owned("zero_allow_untested_optimizer", "optim.name", True, (True,)),
-        Owned("zero_force_ds_cpu_optimizer", "optim.name", False, (False,)),
+        Owned("gradient_allreduce_op", sums, "mean", "mean", ("mean",)),
+        Owned("prescale_gradients", sums, False, False, (False,)),
+        Owned("gradient_predivide_factor", sums, 1.0, 1.0, (1.0,)),
+        Owned("communication_data_type", "comm.compress", compress, sent, (sent,)),
+        Owned("bf16.enabled", "model.precision", precision, is_bf16 and not autocast, (is_bf16,)),
+        Owned("fp16.enabled", "model.precision", precision, False, (False,)),
+        Owned("zero_allow_untested_optimizer", "optim.name", optim.name, True, (True,)),
+        Owned("zero_force_ds_cpu_optimizer", "optim.name", optim.name, False, (False,)),
     ]
 
 
@@ -155,79 +143,68 @@ def _misshapen(given: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} is {_get(given, name)!r:.100}; expected a name"
 
 
-def _problems(given: Mapping[str, Any], config: Settings, num_ranks: int, precision: str) -> Iterator[str]:
+def _problems(given: Mapping[str, Any], owned: list[Owned], precision: str) -> Iterator[str]:
     stage = stage_of(given)
     if stage not in (1, 2, 3) or isinstance(stage, bool):
         yield f"zero_optimization.stage is {stage!r}; write 1, 2 or 3, or set strategy: ddp"
     for name, remedy in _REFUSED.items():
         if _get(given, name) not in (None, False, {}, 1):
             yield f"{name} is not for flatout; {remedy}"
-    for entry in _owned(given, config, num_ranks, precision):
+    for entry in owned:
         value = _get(given, entry.name)
-        if value not in (None, AUTO) and not entry.same:
+        if value in (None, AUTO, *entry.same):
+            continue
+        if entry.same:
+            yield _contradiction(entry.name, value, entry.ours, entry.shown)
+        else:
             yield f'{entry.name} is {value!r}, but {entry.ours} decides it; write "auto", or leave it out'
-        elif value not in (None, AUTO, *entry.same):
-            yield _contradiction(entry.name, value, entry.ours, _shown(entry, config, precision))
     if _get(given, "torch_autocast.enabled"):
         dtype = str(_get(given, "torch_autocast.dtype")).removeprefix("torch.")
         if precision != "bf16" or dtype not in ("bfloat16", "bf16"):
             yield _contradiction("torch_autocast.dtype", dtype, "model.precision", precision)
-    yield from _optimizer_problems(given.get("optimizer") or {}, config)
-    yield from _scheduler_problems(given.get("scheduler") or {}, config)
 
 
-def _optimizer_problems(section: Mapping[str, Any], config: Settings) -> Iterator[str]:
-    optim = config.optim
-    kind = section.get("type", AUTO)
+def _section_problems(given: Mapping[str, Any], config: Settings) -> Iterator[str]:
+    """Yield a message for each contradiction in the sections `optimizer` and `scheduler`, which are not passed on."""
+    optim, schedule = config.optim, config.schedule
+    optimizer, scheduler = given.get("optimizer") or {}, given.get("scheduler") or {}
+    kind = optimizer.get("type", AUTO)
     if kind != AUTO and str(kind).lower() not in _OPTIMIZERS.get(optim.name, ()):
         yield _contradiction("optimizer.type", kind, "optim.name", optim.name)
-    betas = [optim.beta1, optim.beta2]
-    same = {
+    params = {
         "lr": ("optim.lr", optim.lr),
-        "betas": ("optim.beta1 and beta2", betas),
+        "betas": ("optim.beta1 and beta2", [optim.beta1, optim.beta2]),
         "momentum": ("optim.beta1", optim.beta1),
         "eps": ("optim.eps", optim.eps),
         "weight_decay": ("optim.weight_decay", optim.weight_decay),
         "adam_w_mode": ("optim.name: adamw", True),
         "torch_adam": ("optim.name: adamw", True),
     }
-    for name, value in (section.get("params") or {}).items():
-        ours, expected = same.get(name, ("flatout's optimizer", "without it"))
-        if value not in (AUTO, expected):
-            yield _contradiction(f"optimizer.params.{name}", value, ours, expected)
-
-
-def _scheduler_problems(section: Mapping[str, Any], config: Settings) -> Iterator[str]:
-    kind, schedule = section.get("type", AUTO), config.schedule
+    yield from _param_problems("optimizer", optimizer, params, "flatout's optimizer")
+    kind = scheduler.get("type", AUTO)
     if kind != AUTO and _SCHEDULES.get(kind) != schedule.kind:
         yield _contradiction("scheduler.type", kind, "schedule.kind", schedule.kind)
-    same = {
-        "warmup_max_lr": ("optim.lr", config.optim.lr),
+    params = {
+        "warmup_max_lr": ("optim.lr", optim.lr),
         "warmup_min_lr": ("the warm-up's start", 0),
         "warmup_num_steps": ("schedule.warmup_steps", schedule.warmup_steps),
         "total_num_steps": ("batch.max_steps", config.batch.max_steps),
         "warmup_type": ("the warm-up", "linear"),
     }
-    for name, value in (section.get("params") or {}).items():
-        ours, expected = same.get(name, ("flatout's schedule", "without it"))
+    yield from _param_problems("scheduler", scheduler, params, "flatout's schedule")
+
+
+def _param_problems(
+    section: str, content: Mapping[str, Any], known: Mapping[str, tuple[str, Any]], other: str
+) -> Iterator[str]:
+    for name, value in (content.get("params") or {}).items():
+        ours, expected = known.get(name, (other, "without it"))
         if value not in (AUTO, expected):
-            yield _contradiction(f"scheduler.params.{name}", value, ours, expected)
+            yield _contradiction(f"{section}.params.{name}", value, ours, expected)
 
 
 def _contradiction(name: str, value: Any, ours: str, expected: Any) -> str:
     return f'{name} is {value!r}, but {ours} is {expected!r}; write "auto", or leave it out'
-
-
-def _shown(entry: Owned, config: Settings, precision: str) -> Any:
-    """Return flatout's setting as the user wrote it."""
-    shown = {
-        "optim.max_grad_norm": config.optim.max_grad_norm,
-        "batch.samples_per_step": config.batch.samples_per_step,
-        "comm.compress": config.comm.compress,
-        "model.precision": precision,
-        "optim.name": config.optim.name,
-    }
-    return shown.get(entry.ours, entry.sent)
 
 
 def _get(content: Mapping[str, Any], name: str) -> Any:
@@ -236,13 +213,6 @@ def _get(content: Mapping[str, Any], name: str) -> Any:
     for part in name.split("."):
         place = place.get(part) if isinstance(place, Mapping) else None
     return place
-
-
-def _put(content: dict[str, Any], name: str, value: Any) -> None:
-    *sections, last = name.split(".")
-    for section in sections:
-        content = content.setdefault(section, {})
-    content[last] = value
 
 
 def _without_auto(content: Mapping[str, Any]) -> dict[str, Any]:

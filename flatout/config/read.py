@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import difflib
 import logging
 import runpy
@@ -146,10 +148,10 @@ def make_config(
 
     A path in `deepspeed` is looked up here, then in `folder`. Raises ProblemsError with every wrong field's name.
     """
-    merged = _plain_copy(values)
+    merged = copy.deepcopy(dict(values))
     problems = [problem for text in overrides if (problem := _apply_override(merged, text))]
     if isinstance(name := merged.get("deepspeed"), str):
-        merged["deepspeed"] = _read_json(_beside(name, folder))
+        merged["deepspeed"] = _read_deepspeed(name, folder)
     for setting, names in RENAMED_VALUES.items():
         if new := names.get(str(old := merged.get(setting))):
             _log.warning(f"{setting}: {old} is called {new} now; write {setting}: {new}")
@@ -219,15 +221,11 @@ def _kind(value: object) -> str:
     return _KINDS.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 
-def _beside(name: str, folder: Path) -> Path:
-    """Return the file of that name in the working directory, else the one in `folder`."""
-    try:
-        return next((path for path in (Path(name), folder / name) if path.is_file()), Path(name))
-    except OSError:
-        return Path(name)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_deepspeed(name: str, folder: Path) -> dict[str, Any]:
+    """Read the JSON file of that name in the working directory, else the one in `folder`."""
+    path = Path(name)
+    with contextlib.suppress(OSError):  # a name that is too long is reported below
+        path = next((place for place in (path, folder / name) if place.is_file()), path)
     try:
         values = read_json(path, UsageError, max_bytes=MAX_FILE_BYTES)
     except UsageError as error:
@@ -252,10 +250,6 @@ def _run_python(path: Path, overrides: Sequence[str]) -> Config:
     if not isinstance(found, Config):
         raise UsageError(f"{path}: must set `config` to a flatout.config.schema.Config, found {_kind(found)}")
     return make_config(found.model_dump(mode="json"), overrides, origin=str(path))
-
-
-def _plain_copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _plain_copy(value) if isinstance(value, Mapping) else value for key, value in values.items()}
 
 
 def _apply_override(values: dict[str, Any], text: str) -> str | None:
@@ -293,8 +287,7 @@ def _describe(item: Any) -> str:
         return f"{name}: missing; every run needs it"
     message = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "model_type":
-        first = f", such as {name}.name" if name == "model" else ""
-        message = f"expected settings of its own under it{first}"
+        message = f"expected settings of its own under it{', such as model.name' if name == 'model' else ''}"
     elif item["type"] == "path_type":
         message = "expected a path"
     where = f"{name}: " if name else ""
@@ -306,9 +299,7 @@ def _describe(item: Any) -> str:
 def _did_you_mean(name: str) -> str:
     names = list(dotted_names())
     last = name.rsplit(".", 1)[-1]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    if last in OF_OTHERS:
-        near = [OF_OTHERS[last]]
+    near = [OF_OTHERS[last]] if last in OF_OTHERS else difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     near = near or [full for full in names if full.rsplit(".", 1)[-1] == last]
     near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else "; `flatout init` writes all known keys"

@@ -142,14 +142,10 @@ class EvalConfig(Section):
             raise ValueError("fraction and data are both given; keep one")
         if self.patience and not self.every_steps:
             raise ValueError("patience needs every_steps")
-        if not self.enabled:
+        if not (self.fraction or self.data):
             why = "an evaluation without rows; set eval.fraction or eval.data"
             refuse_unused(self, ("every_steps", "patience", "min_delta"), why)
         return self
-
-    @property
-    def enabled(self) -> bool:
-        return bool(self.fraction or self.data)
 
 
 class CheckpointConfig(Section):
@@ -279,9 +275,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _run_has_a_folder_of_its_own(self) -> Self:
         """Refuse the model's or the data's folder as run_dir: a run writes, renames and removes files there."""
-        folder, root = _absolute(self.folder), _absolute(self.data.root)
-        taken = (root, _absolute(self.model.name), *(_absolute(source.path) for source in self.data.sources))
-        if folder in taken or folder.is_relative_to(root / "built_dataset"):
+        sources = [source.path for source in self.data.sources]
+        paths: list[str | Path] = [self.folder, self.data.root, self.model.name, *sources]
+        # abspath, because resolve() would access the disk
+        folder, *taken = (Path(os.path.abspath(path)) for path in paths)  # noqa: PTH100
+        if folder in taken or folder.is_relative_to(taken[0] / "built_dataset"):
             raise ValueError(f"run_dir: {self.folder} holds the run's model or data; choose a folder of its own")
         return self
 
@@ -306,10 +304,9 @@ class Config(Section):
             raise ValueError(f"sharding.replicas is only for strategy: hsdp; got strategy: {self.strategy}")
         if self.strategy == "deepspeed" or self.deepspeed is not None:
             deepspeed.check(self)
-        if traits and not traits.shards_state:
-            refuse_unused(
-                self.sharding, ("reshard_after_forward", "prefetch"), f"strategy: {self.strategy}, which cuts no state"
-            )
+        if traits and not shards:
+            unused = ("reshard_after_forward", "prefetch")
+            refuse_unused(self.sharding, unused, f"strategy: {self.strategy}, which cuts no state")
         if self.strategy == "single" and self.comm != CommConfig():
             raise ValueError("comm.compress has no effect with strategy: single, which sends nothing")
         if self.sharding.offload and not shards:
@@ -331,7 +328,7 @@ class Config(Section):
 
     @property
     def computes_in_fp8(self) -> bool:
-        """Whether the decoder layers' products run in fp8: over a quantized base, or in full fine-tuning."""
+        """Whether the decoder layers' products run in fp8."""
         return self.base.computes_in_fp8 or self.full.compute == "fp8"
 
     @property
@@ -343,8 +340,3 @@ class Config(Section):
     def folder(self) -> Path:
         """The run folder."""
         return self.run_dir or Path("runs") / self.name
-
-
-def _absolute(path: str | Path) -> Path:
-    # abspath, because resolve() would access the disk
-    return Path(os.path.abspath(path))  # noqa: PTH100

@@ -47,18 +47,18 @@ def changed_settings(section: BaseModel, prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", _scalar(_plain_default(type(section), name))
 
 
-def allowed(schema: Mapping[str, Any]) -> str:
+def _allowed(schema: Mapping[str, Any]) -> str:
     """Describe a setting's allowed values from its JSON schema: `one of lora, full` or `number > 0, or null`."""
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2].removesuffix("Config").lower()
     if "anyOf" in schema:
-        parts = [allowed(part) for part in schema["anyOf"]]
+        parts = [_allowed(part) for part in schema["anyOf"]]
         return ", or ".join(dict.fromkeys(part for part in parts if part))
     if "enum" in schema:
         return "one of " + ", ".join(map(str, schema["enum"]))
     kind = str(schema.get("type", ""))
     if kind == "array":
-        return f"list of {allowed(schema['items'])}s"
+        return f"list of {_allowed(schema['items'])}s"
     if kind == "object":
         return "mapping of text to text"
     kind = {"string": "text", "boolean": "true or false"}.get(kind, kind)
@@ -79,17 +79,26 @@ def _section(section: BaseModel, shown: Collection[str], prefix: str = "") -> It
             continue
         value = getattr(section, name)
         yield ""
-        yield from _comment(_doc(type(value)), depth, mark="# ---")
+        yield from _comment(" ".join((type(value).__doc__ or "").split()), depth, mark="# ---")
         yield f"{INDENT * depth}{name}:"
         yield from _section(value, shown, below)
 
 
 def _setting(section: BaseModel, name: str, depth: int) -> Iterator[str]:
-    field = type(section).model_fields[name]
-    value = section.model_dump(mode="json", exclude_defaults=True).get(name, _plain_default(type(section), name))
-    yield from _comment(_described(str(field.description), _facts(type(section), name, value), depth), depth)
+    kind = type(section)
+    value = section.model_dump(mode="json", exclude_defaults=True).get(name, _plain_default(kind, name))
+    text, facts = str(kind.model_fields[name].description), _facts(kind, name, value)
+    # the facts are on a line of their own if they do not fit behind the help
+    separator = " " if len(text) + len(facts) + 3 <= WIDTH - len(INDENT) * depth - 1 else "\n"
+    yield from _comment(f"{text}{separator}[{facts}]", depth)
     if name == "sources":
-        yield from _comment(_source_help(), depth)
+        # a source's settings are not in the file while the list is empty
+        lines = ["A source is written `- path: rows.jsonl`, with any of these under it:"]
+        for key, field in SourceConfig.model_fields.items():
+            default = _plain_default(SourceConfig, key)
+            shown = "" if field.is_required() else f"; default {_scalar(default)}"
+            lines.append(f"  {key}: {field.description} [{_facts(SourceConfig, key, default)}{shown}]")
+        yield from _comment("\n".join(lines), depth)
     key = f"{INDENT * depth}{name}:"
     if isinstance(value, list) and value and isinstance(value[0], dict):
         block = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=10_000)
@@ -99,14 +108,9 @@ def _setting(section: BaseModel, name: str, depth: int) -> Iterator[str]:
         yield f"{key} {_scalar(value)}"
 
 
-def _described(text: str, facts: str, depth: int) -> str:
-    """Put help and facts on one line if they fit, else the facts on the next line."""
-    fits = len(text) + len(facts) + 3 <= WIDTH - len(INDENT) * depth - 1
-    return f"{text} [{facts}]" if fits else f"{text}\n[{facts}]"
-
-
 def _facts(section: type[BaseModel], name: str, value: Any) -> str:
-    what = allowed(section.model_json_schema()["properties"][name])
+    """Return a setting's allowed values, and its default if the value is another."""
+    what = _allowed(section.model_json_schema()["properties"][name])
     if section.model_fields[name].is_required():
         return f"{what}; required"
     default = _plain_default(section, name)
@@ -115,21 +119,6 @@ def _facts(section: type[BaseModel], name: str, value: Any) -> str:
 
 def _plain_default(section: type[BaseModel], name: str) -> Any:
     return section.model_json_schema()["properties"][name].get("default")
-
-
-def _source_help() -> str:
-    """Describe the settings of one source, which are not in the file while the list is empty."""
-    lines = ["A source is written `- path: rows.jsonl`, with any of these under it:"]
-    for name, field in SourceConfig.model_fields.items():
-        value = None if field.is_required() else _plain_default(SourceConfig, name)
-        default = "" if field.is_required() else f"; default {_scalar(value)}"
-        facts = _facts(SourceConfig, name, value).removesuffix(default)
-        lines.append(f"  {name}: {field.description} [{facts}{default}]")
-    return "\n".join(lines)
-
-
-def _doc(section: type[BaseModel]) -> str:
-    return " ".join((section.__doc__ or "").split())
 
 
 def _comment(text: str, depth: int = 0, mark: str = "#") -> Iterator[str]:

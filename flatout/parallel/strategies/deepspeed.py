@@ -25,7 +25,7 @@ def make(rank: Rank, device: torch.device, config: Config, options: StrategyOpti
     """Create DeepSpeed with the user's JSON completed. Raises UsageError for a JSON that contradicts a setting."""
     precision = "bf16" if options.dtype == torch.bfloat16 else "fp32"
     try:
-        settings = fill(config.deepspeed, config, num_ranks=rank.world, precision=precision)
+        settings = fill(config, num_ranks=rank.world, precision=precision)
     except ValueError as error:
         raise UsageError(f"deepspeed: {error}") from error
     return DeepSpeed(rank, device, settings)

@@ -41,7 +41,7 @@ def config_of(given: Any, **sections: Any) -> Config:
 
 def test_our_values_fill_auto_and_what_is_left_out() -> None:
     config = config_of(AUTO, optim={"max_grad_norm": 0.5})
-    filled = fill(config.deepspeed, config, num_ranks=4, precision="bf16")
+    filled = fill(config, num_ranks=4, precision="bf16")
     assert filled["gradient_clipping"] == 0.5
     # DeepSpeed's own rule: the batch is micro-batch x accumulation x ranks
     batch = [filled[name] for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
@@ -66,7 +66,7 @@ def test_our_values_fill_auto_and_what_is_left_out() -> None:
 
 def test_nothing_given_is_stage_2_and_never_clips_without_a_limit() -> None:
     config = config_of(None, optim={"max_grad_norm": None}, comm={"compress": "bf16"})
-    filled = fill(None, config, num_ranks=2, precision="fp32")
+    filled = fill(config, num_ranks=2, precision="fp32")
     assert (filled["zero_optimization"], filled["gradient_clipping"]) == ({"stage": 2}, 0.0)
     assert filled["communication_data_type"] == "bf16"
     assert filled["bf16"]["enabled"] is False
@@ -75,7 +75,7 @@ def test_nothing_given_is_stage_2_and_never_clips_without_a_limit() -> None:
 
 def test_autocast_keeps_fp32_weights() -> None:
     given = {"zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    filled = fill(given, config_of(given), num_ranks=2, precision="bf16")
+    filled = fill(config_of(given), num_ranks=2, precision="bf16")
     assert filled["bf16"]["enabled"] is False
     assert filled["torch_autocast"]["enabled"] is True
 
@@ -122,14 +122,14 @@ def test_equal_values_are_no_contradiction() -> None:
         "activation_checkpointing": {},
     }
     config = config_of(given, schedule={"warmup_steps": 10})
-    assert fill(config.deepspeed, config, num_ranks=2, precision="bf16")["zero_optimization"] == {"stage": 1}
+    assert fill(config, num_ranks=2, precision="bf16")["zero_optimization"] == {"stage": 1}
 
 
 def test_precision_auto_is_decided_by_the_device() -> None:
     given = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
     config = config_of(given, model={"name": "m"})
     with pytest.raises(ValueError, match=r"bf16.enabled is True, but model.precision is 'fp32'"):
-        fill(config.deepspeed, config, num_ranks=2, precision="fp32")
+        fill(config, num_ranks=2, precision="fp32")
 
 
 @pytest.mark.parametrize(
