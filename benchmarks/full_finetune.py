@@ -35,7 +35,7 @@ from flatout.bench.figures import WARMUP_STEPS, recorded_figures
 from flatout.bench.inputs import LABEL_SHARE, chat_lengths
 from flatout.parallel.rank import Rank
 from flatout.track.record import StepRecord
-from flatout.track.recorder import Recorder
+from flatout.track.tracker import MemoryTracker
 from flatout.train.state import Run
 
 TFLOPS = 790
@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         # the few steps here save seconds after the start
         run.saver.wait_reserved()
 
-    def after(run: Run, recorder: Recorder) -> None:
+    def after(run: Run, recorder: MemoryTracker) -> None:
         if args.save and rank.is_first:
             found["next_step_late_s"] = lateness(recorder.steps, saved_step)
             print(json.dumps(found), flush=True)  # writing the files takes minutes

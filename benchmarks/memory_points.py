@@ -26,9 +26,9 @@ from flatout.parallel.rank import Rank
 from flatout.plan.devices import DEVICES, GIB
 from flatout.plan.memory.budget import memory_model
 from flatout.plan.memory.estimate import MicroBatchSize
-from flatout.track.tracker import Trackers
-from flatout.train.memory_guard import gpu_of
+from flatout.track.tracker import TrackerGroup
 from flatout.train.planning import plan_run
+from flatout.train.rank_consistency import gpu_of
 from flatout.train.run import train
 
 NUM_STEPS = 3
@@ -61,7 +61,7 @@ def measure(name: str, shape: str, out: Path) -> dict[str, Any]:
     job = {**paths, "num_steps": NUM_STEPS, "samples_per_step": SAMPLES_PER_STEP}
     config = make_config(base_values(job), ["model.init=random", f"batch.micro_batch_tokens={budget}", *settings])
     rank = Rank()
-    planned = plan_run(config, Trackers(), rank, lambda: gpu_of(config, rank))
+    planned = plan_run(config, TrackerGroup(), rank, lambda: gpu_of(config, rank))
     batches = [batch for step in planned.plan.steps() for batch in step.ranks[0]]
     largest = max(batches, key=lambda batch: batch.num_tokens)
     size = MicroBatchSize(largest.num_tokens, largest.num_label_tokens, len(largest.sample_ids))

@@ -23,9 +23,8 @@ from flatout.environment import expandable_segments_env
 from flatout.parallel.rank import Rank
 from flatout.track.console import ConsoleTracker
 from flatout.track.record import StepRecord
-from flatout.track.recorder import Recorder
 from flatout.track.run_folder import RunFolderTracker
-from flatout.track.tracker import Trackers
+from flatout.track.tracker import MemoryTracker, TrackerGroup
 from flatout.train.state import Run
 
 
@@ -34,7 +33,7 @@ class Steps:
     """What was run, on every rank; the recorder holds the steps on the first rank only."""
 
     run: Run
-    recorder: Recorder
+    recorder: MemoryTracker
 
     @property
     def records(self) -> list[StepRecord]:
@@ -85,14 +84,14 @@ def take_steps(
     samples_per_step: int = SAMPLES_PER_STEP,
     *,
     before: Callable[[Run], None] = lambda run: None,
-    after: Callable[[Run, Recorder], None] = lambda run, recorder: None,
+    after: Callable[[Run, MemoryTracker], None] = lambda run, recorder: None,
 ) -> Steps:
     """This process's part of a run in a prepared folder; `before` and `after` its steps all ranks are still joined."""
     paths = {"run_dir": str(out / "run"), "model_dir": str(out / "model"), "data_root": str(out / "data")}
     job = {**paths, "num_steps": num_steps, "samples_per_step": samples_per_step}
-    config, recorder = make_config(base_values(job), list(overrides)), Recorder()
+    config, recorder = make_config(base_values(job), list(overrides)), MemoryTracker()
     is_first = Rank.from_env().is_first
-    tracker = Trackers(*((ConsoleTracker(), RunFolderTracker(config.folder), recorder) if is_first else ()))
+    tracker = TrackerGroup(*((ConsoleTracker(), RunFolderTracker(config.folder), recorder) if is_first else ()))
     run = flatout_bench.take_steps(config, tracker, before=before, after=lambda run: after(run, recorder))
     return Steps(run, recorder)
 

@@ -18,8 +18,7 @@ from flatout.parallel.process_group import join_group, leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.choose import choose_device
 from flatout.track.console import ConsoleTracker
-from flatout.track.recorder import Recorder
-from flatout.track.tracker import Tracker, Trackers
+from flatout.track.tracker import MemoryTracker, Tracker, TrackerGroup
 from flatout.train.build import build_run
 from flatout.train.loop import run_steps
 from flatout.train.model_shape import read_shape
@@ -36,7 +35,13 @@ def measured_config(config: Config, folder: Path, num_steps: int) -> tuple[Confi
     """
     data, what = config.data.model_copy(update={"sources": []}), f"{config.data.name}, as it was built"
     if data.name not in registry.load(data.root):
-        data, what = _write_chat_lengths(config, folder, num_steps), "random ids of chat-like lengths"
+        what, tokenizer = "random ids of chat-like lengths", str(folder / "tokenizer")
+        vocab_size = read_shape(config.model.name, config.model.revision).vocab_size
+        num_groups = -(-num_steps * config.batch.samples_per_step // SAMPLES_PER_GROUP)
+        samples = chat_samples(num_groups, vocab_size, min(MAX_TOKENS, data.max_tokens or MAX_TOKENS))
+        write_tokenizer(folder / "tokenizer")
+        write_store(folder / "data", tokenizer, vocab_size, samples)
+        data = DataConfig(name=NAME, root=folder / "data", tokenizer=tokenizer)
     changes = {
         "run_dir": folder / "run",
         "log_every_steps": 1,
@@ -47,15 +52,6 @@ def measured_config(config: Config, folder: Path, num_steps: int) -> tuple[Confi
         "checkpoint": CheckpointConfig(every_steps=None, asynchronous=False),
     }
     return config.model_copy(update=changes), what
-
-
-def _write_chat_lengths(config: Config, folder: Path, num_steps: int) -> DataConfig:
-    vocab_size = read_shape(config.model.name, config.model.revision).vocab_size
-    num_groups = -(-num_steps * config.batch.samples_per_step // SAMPLES_PER_GROUP)
-    samples = chat_samples(num_groups, vocab_size, min(MAX_TOKENS, config.data.max_tokens or MAX_TOKENS))
-    write_tokenizer(folder / "tokenizer")
-    write_store(folder / "data", str(folder / "tokenizer"), vocab_size, samples)
-    return DataConfig(name=NAME, root=folder / "data", tokenizer=str(folder / "tokenizer"))
 
 
 def take_steps(
@@ -89,9 +85,9 @@ def take_steps(
 
 def measure(config: Config, launched_s: float) -> dict[str, Any] | None:
     """Take all steps of the configuration and return the figures; None on every rank but the first."""
-    recorder = Recorder()
+    recorder = MemoryTracker()
     is_first = Rank.from_env().is_first
-    run = take_steps(config, Trackers(*((ConsoleTracker(), recorder) if is_first else ())))
+    run = take_steps(config, TrackerGroup(*((ConsoleTracker(), recorder) if is_first else ())))
     if not is_first:
         return None
     timed = recorder.steps[WARMUP_STEPS:]

@@ -157,7 +157,6 @@ def _show(args: argparse.Namespace) -> int:
     from flatout.data.tokenizer import load_tokenizer
     from flatout.errors import UsageError
     from flatout.io.redact import printable
-    from flatout.track.tolerant_stream import is_unread
 
     if args.n < 0:
         raise UsageError(f"-n is {args.n}; expected 0 or more samples")
@@ -165,7 +164,7 @@ def _show(args: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     tokenizer = load_tokenizer(store.meta.tokenizer) if args.n > 0 else None
     for index in range(min(args.n, store.num_samples)):
-        if is_unread(sys.stdout):
+        if getattr(sys.stdout, "is_unread", False):  # a TolerantStream whose reader is gone, as with `| head`
             return 0
         token_ids, loss_mask = store.sample(index)
         labels = int(store.num_labels[index])

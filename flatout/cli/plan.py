@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from flatout.plan.devices import ANY_DEVICE
     from flatout.plan.explain import explain
     from flatout.plan.memory.budget import longest_document_tokens, memory_model
-    from flatout.track.recorder import Recorder
+    from flatout.track.tracker import MemoryTracker
     from flatout.train.planning import plan_run
 
     if not 1 <= args.ranks <= MAX_RANKS:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tokens_per_s is not None and not 0 < args.tokens_per_s < math.inf:
         raise UsageError(f"--tokens-per-s is {args.tokens_per_s:g}; expected more than 0, and finite")
     device = device_of(args.device)
-    config, told = load_config(args.config, args.overrides), Recorder()
+    config, told = load_config(args.config, args.overrides), MemoryTracker()
     planned = plan_run(config, told, Rank(0, args.ranks), lambda: device)
     plan, shape, decision, layout = planned.plan, planned.shape, planned.memory, planned.parallel_layout
     if args.step is not None:

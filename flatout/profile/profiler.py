@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity
 
 from flatout.io.durable_io import DurableIO
 from flatout.track.record import Record, StepRecord
-from flatout.track.recorder import Recorder
+from flatout.track.tracker import MemoryTracker
 
 WARM_UP_STEPS = 3
 
@@ -158,7 +158,7 @@ def render(breakdown: Breakdown, usual_step_s: float | None = None) -> list[str]
     ]
 
 
-class Profiler(Recorder):
+class Profiler(MemoryTracker):
     """A tracker that profiles some steps after the warm-up and writes profile.json and trace.json.gz to the run folder.
 
     See Tracker for the methods. `say` prints one line.
@@ -185,14 +185,12 @@ class Profiler(Recorder):
             self._profile.start()
             self._started_s = time.perf_counter()
         elif self._first is not None and record.step - self._first.step >= self._num_steps:
-            self._stop()
+            self.close()
 
     def close(self) -> None:
-        """Write what was profiled, even if the run ended early."""
-        if not self._done:
-            self._stop()
-
-    def _stop(self) -> None:
+        """Stop profiling and write the result, even if the run ended early; only the first call has an effect."""
+        if self._done:
+            return
         self._done = True
         if self._profile is None or self._first is None:
             self._say(f"no step was profiled: the run was shorter than the warm-up of {WARM_UP_STEPS} records")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from flatout.track.record import EvalRecord, Record, StepRecord, describe_event, describe_progress, describe_record
+from flatout.track.record import EvalRecord, Record, describe_event, describe_progress, describe_record
 from flatout.track.tolerant_stream import TolerantStream
 
 PLAIN_LINES = 20
@@ -32,13 +32,24 @@ class ConsoleTracker:
         self._console.print(f"[bold cyan]{name:<10}[/] {escape(text)}", highlight=False, soft_wrap=True)
 
     def record(self, record: Record) -> None:
-        if isinstance(record, StepRecord) and self._console.is_terminal:
-            self._show_bar(record)
-        elif isinstance(record, EvalRecord):
+        if isinstance(record, EvalRecord):
             self.stage(*describe_record(record))
-        elif self._due(record):
-            left_s = record.elapsed_s / record.step * (record.num_steps - record.step)
-            left = timedelta(seconds=round(left_s))
+        elif self._console.is_terminal:
+            if self._progress is None:
+                columns = (BarColumn(bar_width=8), MofNCompleteColumn(), TextColumn("{task.description}"))
+                self._progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
+                self._progress.start()
+                self._progress.add_task("", total=record.num_steps)
+            task = self._progress.task_ids[0]
+            self._progress.update(task, completed=record.step, description=describe_progress(record))
+        elif (
+            self._every_record
+            or self._last_shown == 0
+            or record.step == record.num_steps
+            or record.step - self._last_shown >= record.num_steps / PLAIN_LINES
+        ):
+            self._last_shown = record.step
+            left = timedelta(seconds=round(record.elapsed_s / record.step * (record.num_steps - record.step)))
             self.stage("step", f"{record.step}/{record.num_steps}  {describe_progress(record)}  {left} left")
 
     def event(self, kind: str, facts: Mapping[str, Any]) -> None:
@@ -51,21 +62,3 @@ class ConsoleTracker:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-
-    def _due(self, record: StepRecord) -> bool:
-        first, last = self._last_shown == 0, record.step == record.num_steps
-        if not (
-            self._every_record or first or last or record.step - self._last_shown >= record.num_steps / PLAIN_LINES
-        ):
-            return False
-        self._last_shown = record.step
-        return True
-
-    def _show_bar(self, record: StepRecord) -> None:
-        if self._progress is None:
-            columns = (BarColumn(bar_width=8), MofNCompleteColumn(), TextColumn("{task.description}"))
-            self._progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
-            self._progress.start()
-            self._progress.add_task("", total=record.num_steps)
-        task = self._progress.task_ids[0]
-        self._progress.update(task, completed=record.step, description=describe_progress(record))

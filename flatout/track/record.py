@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -60,34 +60,25 @@ class EvalRecord:
 Record = StepRecord | EvalRecord
 
 
-def to_json(record: Record) -> dict[str, Any]:
-    """Return one line of metrics.jsonl; `kind` is step or eval."""
-    return {"kind": "step" if isinstance(record, StepRecord) else "eval", **asdict(record)}
-
-
 def describe_record(record: Record) -> tuple[str, str]:
-    """Return a record as a name and a readable line."""
+    """Return a record as a name and a line of train.log."""
     if isinstance(record, EvalRecord):
         best = " (best)" if record.is_best else ""
         text = f"loss {record.eval_loss:.4f}  accuracy {record.eval_token_accuracy:.1%}"
         return "eval", f"step {record.step}: {text}{best}"
-    return "step", f"{record.step}/{record.num_steps}  {describe_figures(record)}"
+    mfu = "" if record.mfu is None else f"MFU {record.mfu:.1%}  "
+    return "step", (
+        f"{record.step}/{record.num_steps}  loss {record.loss:.4f}  acc {record.token_accuracy:.1%}  "
+        f"lr {record.lr:.2e}  norm {record.grad_norm:.2f}  "
+        f"{record.tokens_per_s:,.0f} tok/s ({record.label_tokens_per_s:,.0f} label)  "
+        f"{mfu}padding avoided {record.padding_avoided:.0%}  {record.peak_memory_bytes / 2**30:.2f} GiB"
+    )
 
 
 def describe_progress(record: StepRecord) -> str:
     """The figures that fit a terminal of 80 columns; the rest are in train.log and metrics.jsonl."""
     mfu = "" if record.mfu is None else f"MFU {record.mfu:.0%}  "
     return f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tok/s  {mfu}{record.peak_memory_bytes / 2**30:.0f} GiB"
-
-
-def describe_figures(record: StepRecord) -> str:
-    """A step's figures as a line of train.log."""
-    utilization = "" if record.mfu is None else f"MFU {record.mfu:.1%}  "
-    return (
-        f"loss {record.loss:.4f}  acc {record.token_accuracy:.1%}  lr {record.lr:.2e}  norm {record.grad_norm:.2f}  "
-        f"{record.tokens_per_s:,.0f} tok/s ({record.label_tokens_per_s:,.0f} label)  "
-        f"{utilization}padding avoided {record.padding_avoided:.0%}  {record.peak_memory_bytes / 2**30:.2f} GiB"
-    )
 
 
 def describe_event(kind: str, facts: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from flatout.errors import FlatoutError
 from flatout.io.append import AppendFile
 from flatout.io.durable_io import DurableIO
-from flatout.track.record import Record, describe_event, describe_record, to_json
+from flatout.track.record import Record, describe_event, describe_record
 
 
 class RunFolderTracker:
@@ -43,8 +44,9 @@ class RunFolderTracker:
         except FlatoutError:
             self._is_ours = False  # stops all further writes
             raise
-        self._write(self._metrics, json.dumps(to_json(record), allow_nan=False))
-        self._write_log(*describe_record(record))
+        kind, text = describe_record(record)
+        self._write(self._metrics, json.dumps({"kind": kind, **asdict(record)}, allow_nan=False))
+        self._write_log(kind, text)
 
     def event(self, kind: str, facts: Mapping[str, Any]) -> None:
         self._write(self._events, json.dumps({"time": _now(), "kind": kind, **facts}, default=str))

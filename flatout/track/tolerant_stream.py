@@ -32,34 +32,25 @@ class TolerantStream:
             except UnicodeEncodeError as error:
                 self.write(text.encode(error.encoding, errors="replace").decode(error.encoding))
             except (OSError, ValueError) as error:
-                self._look_at(error)
+                self._handle(error)
         return len(text)
 
-    def flush(self) -> None:
-        """See TextIO."""
+    def flush(self, *, is_last: bool = False) -> None:
+        """See TextIO. After the last one, drop what cannot be written: the interpreter's exit would fail on it."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
-            self._look_at(error)
+            self._handle(error, is_last=is_last)
 
-    def end(self) -> None:
-        """Flush for the last time, and drop what cannot be written, since the interpreter's exit would fail on it."""
-        try:
-            self._stream.flush()
-        except (OSError, ValueError):
-            self._lead_nowhere()
-
-    def _look_at(self, error: OSError | ValueError) -> None:
+    def _handle(self, error: OSError | ValueError, *, is_last: bool = False) -> None:
         # other errors may pass: a full disk can have space again
         if not isinstance(error, OSError) or error.errno in (errno.EPIPE, errno.EBADF, errno.ECONNRESET):
             self.is_unread = True
-            self._lead_nowhere()
-
-    def _lead_nowhere(self) -> None:
-        with suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+        if self.is_unread or is_last:
+            with suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
 
 
 @contextmanager
@@ -82,9 +73,4 @@ def tolerant_output() -> Iterator[None]:
             yield
         finally:
             for output in outputs:
-                output.end()
-
-
-def is_unread(stream: object) -> bool:
-    """Return whether a stream has lost its reader, as in `flatout data show | head`."""
-    return isinstance(stream, TolerantStream) and stream.is_unread
+                output.flush(is_last=True)

@@ -1,13 +1,14 @@
-"""What a run reports to: the protocol of a tracker, and several trackers as one."""
+"""What a run reports to: the protocol of a tracker, several trackers as one, and a tracker in memory."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from threading import RLock
 from typing import Any, Protocol
 
 from flatout.io.redact import redacted
-from flatout.track.record import Record
+from flatout.track.record import Record, StepRecord
 
 
 class Tracker(Protocol):
@@ -26,7 +27,7 @@ class Tracker(Protocol):
         """The run has ended; no call follows."""
 
 
-class Trackers:
+class TrackerGroup:
     """Several trackers as one, safe to use from several threads: saves in the background report events too.
 
     Passwords in addresses are removed before any tracker gets the text.
@@ -55,3 +56,27 @@ class Trackers:
         with self._lock:
             for tracker in self._trackers:
                 tracker.close()
+
+
+class MemoryTracker:
+    """Keeps what a run reports. `stages` are (wall time, name, text); `step_times_s` is when steps were recorded."""
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[float, str, str]] = []
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.steps: list[StepRecord] = []
+        self.step_times_s: list[float] = []
+
+    def stage(self, name: str, text: str) -> None:
+        self.stages.append((time.time(), name, text))
+
+    def record(self, record: Record) -> None:
+        if isinstance(record, StepRecord):
+            self.steps.append(record)
+            self.step_times_s.append(time.time())
+
+    def event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        self.events.append((kind, facts))
+
+    def close(self) -> None:
+        """Does nothing: the records stay."""

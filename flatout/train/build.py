@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -15,14 +15,17 @@ from flatout.checkpoint.write_async import Saver, available_host_bytes, choose_s
 from flatout.config.schema import Config
 from flatout.environment import ask_for_deterministic_cublas, keep_compiled_kernels
 from flatout.models.attention import prepare as prepare_attention
+from flatout.models.bases.fp8_training import convert_to_float8
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import CompileOutcome, compile_layers, import_compiler
 from flatout.models.compile.recompute import apply_recompute, compiling_with
 from flatout.models.head import PackedLoss, prepare_head
-from flatout.models.load.model import LoadedModel
+from flatout.models.load.model import LoadedModel, load_model, weight_dtype_of
+from flatout.models.load.sharded import DeferredWeights
+from flatout.models.lora.adapter import adapter_config, load_adapter
 from flatout.models.lora.fused import FusedLayers, fuse_layers
-from flatout.models.lora.layer import trainable_parameters
-from flatout.models.rope import reads_lengths_on_host
+from flatout.models.lora.layer import add_lora, freeze, freeze_unreached, trainable_parameters
+from flatout.models.selftest import check_packing
 from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.rank import Rank
@@ -30,17 +33,10 @@ from flatout.parallel.shards import global_shape, is_sharded, local_box
 from flatout.parallel.strategies.choose import choose_device, connect
 from flatout.parallel.strategies.protocol import Strategy
 from flatout.track.tracker import Tracker
-from flatout.train.busy_clock import BusyClock
+from flatout.train.clocks import BusyClock
 from flatout.train.feed import Feed
-from flatout.train.graph_sizes import (
-    NOT_COMPILED,
-    count_sizes,
-    cuda_graphs_unsupported_reason,
-    planned_size_buckets,
-    record_graphs,
-)
-from flatout.train.planning import PlannedRun, tokenizer_name
-from flatout.train.prepare_model import prepare_model
+from flatout.train.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
+from flatout.train.planning import PlannedRun
 from flatout.train.resume import restore
 from flatout.train.state import Run
 
@@ -59,20 +55,21 @@ def build_run(
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
     """
     device = choose_device(config.wanted_device, rank)
-    set_determinism(config, device)
-    with compiler_imported_beside(config, device, tracker):
-        loaded = prepare_model(config, planned, device, tracker)
+    loaded = load_trainable(config, planned, device, tracker)
     fused = fuse_adapters(loaded, config, planned, tracker)
     if apply_recompute(loaded.model, planned.memory.recompute):
         tracker.stage("recompute", "the embedding waits on the host")
-    no_graphs = cuda_graphs_unsupported_reason(config, planned, device, on_host=reads_lengths_on_host(loaded.model))
-    size_buckets = planned_size_buckets(config, planned, device, rank.index) if no_graphs is None else ()
+    no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, size_buckets=size_buckets)
+    eval_feed = None
+    if planned.eval_store is not None and planned.eval_plan is not None:
+        counts = (len(batch.sample_ids) for batches in planned.eval_plan.ranks for batch in batches)
+        eval_feed = Feed(planned.eval_store, device, max_documents=max(counts))
     loss = PackedLoss(loaded.model, tile_rows=planned.memory.head_tile_rows)
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, tracker)
     compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, tracker)
     named = trainable_parameters(loaded.model)
-    save_sizes = sizes_to_save(config, rank, named)
+    saver, save_sizes = make_saver(config, checkpoints, tracker, rank, device, named)
     run = Run(
         config=config,
         rank=rank,
@@ -81,18 +78,17 @@ def build_run(
         plan=planned.plan,
         feed=feed,
         eval_plan=planned.eval_plan,
-        eval_feed=make_eval_feed(planned, device),
+        eval_feed=eval_feed,
         model=loaded.model,
         loss=wrapped_loss,
         dtype=loaded.dtype,
         autocast=loaded.autocast,
-        tokenizer_name=tokenizer_name(config),
         named_parameters=named,
         strategy=strategy,
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=loaded.dtype == torch.float16),
         checkpoints=checkpoints,
-        saver=make_saver(config, checkpoints, tracker, device, sum(save_sizes)),
+        saver=saver,
         fingerprints=planned.fingerprints,
         memory=planned.memory,
         fused_lora=fused,
@@ -107,27 +103,90 @@ def build_run(
     return run
 
 
-def set_determinism(config: Config, device: torch.device) -> None:
-    """With `deterministic`, replace or refuse CUDA kernels that are not bitwise reproducible; the CPU's always are."""
-    on_gpu = config.deterministic and device.type == "cuda"
-    if on_gpu:
-        ask_for_deterministic_cublas()
-    torch.use_deterministic_algorithms(on_gpu)
+def load_trainable(config: Config, planned: PlannedRun, device: torch.device, tracker: Tracker) -> LoadedModel:
+    """Load the model, check that packing is exact on it, and set up its trained parameters.
 
-
-@contextmanager
-def compiler_imported_beside(config: Config, device: torch.device, tracker: Tracker) -> Iterator[None]:
-    """Import the compiler on a thread while the body runs, and join it at the end.
-
-    It is joined before anything else is imported: concurrent imports can see partially initialized modules.
+    If ranks load only their shards, the weights stay in their files and the check runs on the first layers. With
+    `deterministic`, CUDA kernels that are not bitwise reproducible are replaced or refused; the CPU's always are.
     """
-    if device.type != "cuda" or config.compile == "off":
-        yield
-        return
-    tracker.stage("compile", f"kernels are kept in {keep_compiled_kernels()}")
-    thread = import_compiler()
-    yield
-    thread.join()
+    if is_deterministic := config.deterministic and device.type == "cuda":
+        ask_for_deterministic_cublas()
+    torch.use_deterministic_algorithms(is_deterministic)
+    importing = None
+    if device.type == "cuda" and config.compile != "off":
+        tracker.stage("compile", f"kernels are kept in {keep_compiled_kernels()}")
+        importing = import_compiler()
+    waits = weights_wait_in_files(config, planned, device)
+    loaded = load_model(
+        config.model,
+        method=config.method,
+        device=device,
+        seed=config.seed,
+        full=config.full,
+        base=config.base,
+        on_host=waits,
+    )
+    for line in loaded.report:
+        tracker.stage("model", line)
+    stores = [store for store in (planned.store, planned.eval_store) if store is not None]
+    longest = max(int(store.lengths.max()) for store in stores)
+    dtype = weight_dtype_of(config.method, config.full, loaded.dtype)
+    if not waits:
+        tracker.stage("self-test", check_packing(loaded, longest=longest))
+    elif config.method == "lora" and loaded.model.dtype != dtype:
+        # adapters take the base's dtype
+        loaded.model.to(dtype)
+    make_trainable(loaded, config, tracker)
+    if waits:
+        loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype))
+        with loaded.present():
+            num_layers = len(decoder_layers(loaded.model))
+            tracker.stage("self-test", f"first {num_layers} layers: {check_packing(loaded, longest=longest)}")
+    if importing is not None:
+        # before anything else is imported: concurrent imports can see partially initialized modules
+        importing.join()
+    return loaded
+
+
+def weights_wait_in_files(config: Config, planned: PlannedRun, device: torch.device) -> bool:
+    """Whether each rank reads only its shard: if weights are sharded and might not fit on one GPU unsharded.
+
+    Always for quantized sharded weights, which are held in host memory, layer by layer. Never for float8 and DoRA
+    layers, which are made from whole weights on the GPU, nor for unquantized random weights, which are drawn whole.
+    """
+    if not planned.parallel_layout.shards_weights or planned.memory.recompute == "offload":
+        return False
+    if config.method == "lora" and config.base.storage != "model":
+        return not config.lora.dora
+    if config.model.init != "pretrained" or config.full.compute != "model":
+        return False
+    if device.type != "cuda":
+        return True
+    bytes_per_weight = 4 if config.method == "full" and config.full.weights == "fp32" else 2
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    return 2 * bytes_per_weight * planned.shape.num_params > total_bytes
+
+
+def make_trainable(loaded: LoadedModel, config: Config, tracker: Tracker) -> None:
+    """Add LoRA adapters, or freeze parameters and set up fp8 for full fine-tuning; freeze what text does not reach."""
+    model = loaded.model
+    if config.method == "lora":
+        for line in add_lora(model, config.lora, seed=config.seed):
+            tracker.stage("lora", line)
+        # refuse an adapter that PEFT cannot read now, not after the last step
+        spelled = adapter_config(model, config.lora, base_name=config.model.name)
+        if by_weight := spelled["target_parameters"]:
+            text = f"{len(by_weight)} layers are exported as target_parameters, as PEFT reads this model"
+            tracker.stage("lora", text)
+        if config.lora.continue_from is not None:
+            load_adapter(model, config.lora.continue_from)
+            tracker.stage("lora", f"goes on from {config.lora.continue_from}")
+    elif config.freeze:
+        tracker.stage("freeze", freeze(model, config.freeze))
+    if unreached := freeze_unreached(model):
+        tracker.stage("freeze", unreached)
+    if config.method == "full" and config.full.compute == "fp8":
+        tracker.stage("fp8", convert_to_float8(model, compile_mode=config.compile))
 
 
 def fuse_adapters(loaded: LoadedModel, config: Config, planned: PlannedRun, tracker: Tracker) -> FusedLayers:
@@ -190,24 +249,31 @@ def shard_state(
     return strategy, cast(PackedLoss, wrapped), optimizer
 
 
-def sizes_to_save(config: Config, rank: Rank, named: Mapping[str, torch.nn.Parameter]) -> list[int]:
-    """Return the approximate bytes of each tensor that this rank saves; replicas after the first save nothing."""
-    return state_sizes(named, config.optim) if rank.is_first or any(map(is_sharded, named.values())) else []
-
-
 def make_saver(
-    config: Config, checkpoints: Checkpoints, tracker: Tracker, device: torch.device, num_bytes: int
-) -> Saver:
-    """Choose how this rank saves a state of about `num_bytes`. Raises ResourceError if it would not fit on disk."""
-    checkpoints.require_room(num_bytes)
-    return choose_saver(
+    config: Config,
+    checkpoints: Checkpoints,
+    tracker: Tracker,
+    rank: Rank,
+    device: torch.device,
+    named: Mapping[str, torch.nn.Parameter],
+) -> tuple[Saver, list[int]]:
+    """Choose how this rank saves; also return the approximate bytes of each tensor that it saves.
+
+    Raises ResourceError if a checkpoint would not fit on disk.
+    """
+    # replicas after the first save nothing
+    saves = rank.is_first or any(map(is_sharded, named.values()))
+    sizes = state_sizes(named, config.optim) if saves else []
+    checkpoints.require_room(sum(sizes))
+    saver = choose_saver(
         config.checkpoint.asynchronous,
         checkpoints,
         tracker,
         device=device,
-        num_bytes=num_bytes,
+        num_bytes=sum(sizes),
         available_bytes=available_host_bytes(),
     )
+    return saver, sizes
 
 
 def compile_model(
@@ -241,11 +307,3 @@ def compile_model(
         apply_recompute(loaded.model, "full")
         tracker.stage("recompute", f"full instead of {recompute}, which needs compiled layers")
     return compiled
-
-
-def make_eval_feed(planned: PlannedRun, device: torch.device) -> Feed | None:
-    """Return the evaluation set's feed, or None without an evaluation set."""
-    if planned.eval_store is None or planned.eval_plan is None:
-        return None
-    counts = (len(batch.sample_ids) for batches in planned.eval_plan.ranks for batch in batches)
-    return Feed(planned.eval_store, device, max_documents=max(counts))

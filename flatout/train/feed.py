@@ -34,7 +34,7 @@ class Feed:
         self, store: TokenStore, device: torch.device, *, max_documents: int, size_buckets: Sequence[int] = ()
     ) -> None:
         """`max_documents` is the most samples that a micro-batch holds; `size_buckets` as in `packed_size`."""
-        self._store = store
+        self.store = store
         self._device = device
         # one number of boundaries for the whole run, to avoid recompilation
         self.num_boundaries = padded_num_boundaries(max_documents) if device.type == "cuda" else None
@@ -44,15 +44,6 @@ class Feed:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staged: dict[MicroBatch, Future[Staged]] = {}
         self._following: Sequence[MicroBatch] = ()
-
-    @property
-    def chat_template(self) -> str:
-        """The chat template that rendered the conversations; empty without conversations."""
-        return self._store.meta.template_text
-
-    def origin(self, sample_id: int) -> str:
-        """Return the file and row that a sample came from."""
-        return str(self._store.origin(sample_id))
 
     def prefetching(self, steps: Iterable[StepPlan], rank: int) -> Iterator[StepPlan]:
         """Yield the same steps; while one runs, prefetch this rank's first micro-batches of the next ones."""
@@ -95,14 +86,14 @@ class Feed:
                 self._staged[micro_batch] = self._thread.submit(self._stage, micro_batch)
 
     def _stage(self, micro_batch: MicroBatch) -> Staged:
-        samples = [self._store.sample(sample_id) for sample_id in micro_batch.sample_ids]
+        samples = [self.store.sample(sample_id) for sample_id in micro_batch.sample_ids]
         if micro_batch.is_filler:
             samples = [(ids, np.zeros(len(ids), bool)) for ids, _ in samples]
         batch = flatten_samples(samples, num_boundaries=self.num_boundaries, size_buckets=self.size_buckets)
         if batch.num_label_tokens != micro_batch.num_label_tokens:
             # the loss is divided by the plan's count, so a different mask would rescale every gradient
             raise DataError(
-                f"{self._store.folder}: samples {list(micro_batch.sample_ids)[:8]} have {batch.num_label_tokens:,} "
+                f"{self.store.folder}: samples {list(micro_batch.sample_ids)[:8]} have {batch.num_label_tokens:,} "
                 f"label tokens, the plan counts {micro_batch.num_label_tokens:,}; build the data set again"
             )
         if self._copies is None:

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
 from flatout.config.schema import Config
 from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.packed import PackedSize, packed_size
+from flatout.models.rope import reads_lengths_on_host
 from flatout.plan.devices import nominal_peak
 from flatout.plan.schedule.run_plan import RunPlan
 from flatout.plan.shape import ModelShape
@@ -31,32 +33,31 @@ NUM_STEPS_SEEN = 400
 NOT_COMPILED = "layers are not compiled"
 
 
-def cuda_graphs_unsupported_reason(
-    config: Config, planned: PlannedRun, device: torch.device, *, on_host: bool = False
-) -> str | None:
-    """Return why this run records no graphs, or None. `on_host`: the model's rope reads lengths on the host."""
+def plan_graphs(
+    config: Config, planned: PlannedRun, model: PreTrainedModel, device: torch.device, rank: int
+) -> tuple[str | None, tuple[int, ...]]:
+    """Return why this run records no graphs, or None and the rank's size buckets for them."""
     if config.cuda_graphs == "off":
-        return "as asked"
+        return "as asked", ()
     if device.type != "cuda":
-        return "only on CUDA"
+        return "only on CUDA", ()
     if config.method != "lora" or config.optim.name == "adamw8bit" or planned.parallel_layout.lockstep:
-        return "gradients have no fixed place"
-    if on_host:
-        return "rope reads the documents' lengths on the host"
+        return "gradients have no fixed place", ()
+    if reads_lengths_on_host(model):
+        return "rope reads the documents' lengths on the host", ()
     if config.lora.dropout or planned.memory.recompute not in ("none", "selective"):
-        return "dropout and recompute need the host"
+        return "dropout and recompute need the host", ()
     if config.compile == "off" or config.deterministic:
-        return NOT_COMPILED
-    if not is_host_bound(planned.plan, planned.shape, _reached_flops_per_s(config, device)):
-        return "the GPU is slower than the host"
-    return None
-
-
-def _reached_flops_per_s(config: Config, device: torch.device) -> float:
-    """Return the FLOPs per second that a step of this run reaches at most."""
-    peak = nominal_peak(torch.cuda.get_device_name(device), "bf16")
-    reached = REACHED_SHARE * (peak.flops_per_s if peak else UNKNOWN_PEAK_FLOPS_PER_S)
-    return reached * (FP8_SPEEDUP if config.base.computes_in_fp8 else 1.0)
+        return NOT_COMPILED, ()
+    plan, peak = planned.plan, nominal_peak(torch.cuda.get_device_name(device), "bf16")
+    # the FLOPs per second that a step of this run reaches at most
+    flops_per_s = REACHED_SHARE * (peak.flops_per_s if peak else UNKNOWN_PEAK_FLOPS_PER_S)
+    flops_per_s *= FP8_SPEEDUP if config.base.computes_in_fp8 else 1.0
+    if not is_host_bound(plan, planned.shape, flops_per_s):
+        return "the GPU is slower than the host", ()
+    steps = list(plan.sampled_steps(32))
+    step_s = sum(plan.flops(step) for step in steps) / len(steps) / plan.layout.num_ranks / flops_per_s
+    return None, make_size_buckets(count_sizes(plan, rank), plan.num_steps * step_s)
 
 
 def is_host_bound(plan: RunPlan, shape: ModelShape, flops_per_s: float) -> bool:
@@ -75,14 +76,6 @@ def count_sizes(plan: RunPlan, rank: int, *, size_buckets: Sequence[int] = ()) -
             lengths = plan.samples.lengths[plan.samples.indices_of(batch.sample_ids)]
             counts[packed_size(lengths.tolist(), size_buckets=size_buckets)] += 1
     return counts
-
-
-def planned_size_buckets(config: Config, planned: PlannedRun, device: torch.device, rank: int) -> tuple[int, ...]:
-    """Return the size buckets of one rank, for a run that records graphs."""
-    plan, reached = planned.plan, _reached_flops_per_s(config, device)
-    steps = list(plan.sampled_steps(32))
-    step_s = sum(plan.flops(step) for step in steps) / len(steps) / plan.layout.num_ranks / reached
-    return make_size_buckets(count_sizes(plan, rank), plan.num_steps * step_s)
 
 
 def make_size_buckets(counts: Counter[PackedSize], run_s: float) -> tuple[int, ...]:

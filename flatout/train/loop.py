@@ -1,8 +1,9 @@
-"""The training loop."""
+"""The training loop: steps, evaluations and saves."""
 
 from __future__ import annotations
 
 import gc
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +13,12 @@ import torch
 from flatout.errors import PreemptedError
 from flatout.models.compile.layers import report_compilations
 from flatout.plan.schedule.steps import StepPlan
-from flatout.train.evaluate import evaluate_now
+from flatout.track.record import EvalRecord
 from flatout.train.memory_guard import PeakMemoryReporter
 from flatout.train.metrics import Meter
-from flatout.train.snapshot import take_snapshot
+from flatout.train.resume import take_snapshot
 from flatout.train.state import Run
-from flatout.train.step import Pending
-from flatout.train.step_backward import choose_step
+from flatout.train.step import Pending, autocast, step_launcher
 
 
 def run_steps(run: Run) -> None:
@@ -31,11 +31,11 @@ def run_steps(run: Run) -> None:
     def on_compiled(seconds: float) -> None:
         run.tracker.event("compiled", {"step": run.progress.step + 1, "seconds": round(seconds, 1)})
 
-    with start_up_set_aside(run.device), report_compilations(on_compiled):
+    with garbage_of_start_up_frozen(run.device), report_compilations(on_compiled):
         meter, memory = Meter(run), PeakMemoryReporter(run)
         if run.progress.step == 0:
             evaluate_now(run)
-        launch = choose_step(run)
+        launch = step_launcher(run)
         launched: deque[tuple[StepPlan, Pending]] = deque()
         meter.start_step()
         for step in run.feed.prefetching(run.plan.steps(start=run.progress.step), run.rank.index):
@@ -43,19 +43,24 @@ def run_steps(run: Run) -> None:
                 break
             run.watch.set_phase("step", step.index)
             launched.append((step, launch(run, step)))
+            # `finish` evaluates and saves after the last step
+            completed, is_last = step.index + 1, step.index + 1 == run.plan.num_steps
+            eval_every, save_every = run.config.eval.every_steps, run.config.checkpoint.every_steps
+            evaluates = not is_last and eval_every is not None and completed % eval_every == 0
+            saves = not is_last and save_every is not None and completed % save_every == 0
             # read a step's outcome only after launching the next one, so that the device never waits for the host
-            num_pending = 1 if run.in_flight.num_updates and not is_boundary(run, step) else 0
+            num_pending = 0 if is_last or evaluates or saves or not run.state.num_in_flight else 1
             while len(launched) > num_pending:
                 finish_step(run, meter, memory, *launched.popleft())
             if not launched:
-                is_best = is_due(run, step, run.config.eval.every_steps) and evaluate_now(run)
-                if is_best or is_due(run, step, run.config.checkpoint.every_steps):
+                is_best = evaluates and evaluate_now(run)
+                if is_best or saves:
                     save(run, best=is_best)
                 meter.start_step()
 
 
 @contextmanager
-def start_up_set_aside(device: torch.device) -> Iterator[None]:
+def garbage_of_start_up_frozen(device: torch.device) -> Iterator[None]:
     """Keep Python's garbage collector from scanning objects made during start-up.
 
     It would scan them again and again, on each rank at a different time: 0.2 s on a CPU, more with compiled layers.
@@ -82,18 +87,6 @@ def finish_step(run: Run, meter: Meter, memory: PeakMemoryReporter, step: StepPl
     memory.end_step(step)
 
 
-def is_boundary(run: Run, step: StepPlan) -> bool:
-    """Whether nothing may be in flight after a step: before an evaluation, a save, or the end."""
-    due = (is_due(run, step, every) for every in (run.config.eval.every_steps, run.config.checkpoint.every_steps))
-    return step.index + 1 == run.plan.num_steps or any(due)
-
-
-def is_due(run: Run, step: StepPlan, every_steps: int | None) -> bool:
-    """Whether this step completes another `every_steps`; never for the last step, which `finish` handles."""
-    completed = step.index + 1
-    return every_steps is not None and completed % every_steps == 0 and completed != run.plan.num_steps
-
-
 def save(run: Run, *, best: bool = False, required: bool = False) -> None:
     """Write a checkpoint of the completed steps; every rank writes its shard. Waits for it if `required`.
 
@@ -102,3 +95,46 @@ def save(run: Run, *, best: bool = False, required: bool = False) -> None:
     """
     run.watch.set_phase("save", run.progress.step)
     run.saver.save(take_snapshot(run), best=best, required=required)
+
+
+def evaluate_now(run: Run) -> bool:
+    """Evaluate, record it, and decide on early stopping. Returns True for a new best, False without evaluation data."""
+    if run.eval_plan is None:
+        return False
+    started = time.perf_counter()
+    progress = run.progress
+    run.watch.set_phase("evaluate", progress.step)
+    loss, accuracy = evaluate(run)
+    if progress.first_eval_loss is None:
+        progress.first_eval_loss = loss
+    is_best = progress.best_eval_loss is None or loss < progress.best_eval_loss - run.config.eval.min_delta
+    if is_best:
+        progress.best_eval_loss, progress.best_step = loss, progress.step
+    progress.last_eval_loss, progress.last_eval_step = loss, progress.step
+    progress.num_evals_without_best = 0 if is_best else progress.num_evals_without_best + 1
+    eval_s = time.perf_counter() - started
+    run.tracker.record(EvalRecord(progress.step, loss, accuracy, run.eval_plan.num_label_tokens, is_best, eval_s))
+    patience = run.config.eval.patience
+    if patience is not None and progress.num_evals_without_best >= patience:
+        progress.stopped_early = True
+        run.tracker.event("early_stop", {"step": progress.step, "best_step": progress.best_step})
+    return is_best
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> tuple[float, float]:
+    """Return the mean loss and token accuracy, without dropout, over the evaluation set's label tokens; collective."""
+    assert run.eval_plan is not None
+    assert run.eval_feed is not None
+    run.model.eval()
+    run.fused_lora.refresh()
+    totals = torch.zeros(2, dtype=torch.float64, device=run.device)
+    # graphs are specialized on train mode; compiling for eval mode would take longer than these forward passes
+    with torch.compiler.set_stance("force_eager"):
+        for batch in run.eval_feed.batches(run.eval_plan.ranks[run.rank.index]):
+            with autocast(run):
+                sums = run.loss(batch)
+            totals += torch.stack([value.double() for value in sums])
+    run.model.train()
+    loss_total, correct_total = run.strategy.sum_values(totals).tolist()
+    return loss_total / run.eval_plan.num_label_tokens, correct_total / run.eval_plan.num_label_tokens

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import resource
+import statistics
 import sys
-import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from flatout.plan.devices import Peak, nominal_peak
 from flatout.plan.schedule.steps import StepPlan
 from flatout.track.record import StepRecord
+from flatout.train.clocks import StepClock
 from flatout.train.state import Run
 from flatout.train.step import StepOutcome
-from flatout.train.stragglers import Stragglers
 
 _ARITHMETIC = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+# a straggler takes so many times as long as the other ranks, for so many steps in a row
+STRAGGLER_SLOWDOWN, STRAGGLER_STEPS = 1.5, 20
 
 
 class Meter:
-    """Adds up tokens, FLOPs and seconds between two records."""
+    """Records the rates of the steps since the last record."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -27,10 +31,9 @@ class Meter:
         if self._peak is not None:
             run.tracker.stage("mfu", f"MFU against {self._peak.describe()}; recomputation does not count")
         self._clock = StepClock(run.device)
-        self._wait_before_s = 0.0
         self._stragglers = Stragglers(run.tracker.event)
-        self._num_tokens = self._num_label_tokens = self._num_steps = 0
-        self._busy_s = self._flops = 0.0
+        self._steps: list[StepPlan] = []
+        self._elapsed_s = self._wait_before_s = 0.0
 
     def start_step(self) -> None:
         """Start the clock; evaluation and saving happen between steps and do not count."""
@@ -38,30 +41,19 @@ class Meter:
 
     def end_step(self, step: StepPlan, outcome: StepOutcome) -> None:
         """Count a step, which began when the last one ended; send a record to the tracker when one is due."""
+        run, completed = self._run, step.index + 1
         step_s = self._clock.end_step(outcome.ended)
-        self._busy_s += step_s
-        self._num_steps += 1
-        self._num_tokens += step.num_tokens
-        self._num_label_tokens += step.num_label_tokens
-        self._flops += useful_flops(self._run, step)
-        self._run.progress.elapsed_s += step_s
-        completed = step.index + 1
-        self._stragglers.look(completed, outcome.busy_s)
-        if completed % self._run.config.log_every_steps and completed != self._run.plan.num_steps:
+        self._steps.append(step)
+        self._elapsed_s += step_s
+        run.progress.elapsed_s += step_s
+        self._stragglers.check(completed, outcome.busy_s)
+        if completed % run.config.log_every_steps and completed != run.plan.num_steps:
             return
-        self._run.tracker.record(self._record(step, outcome))
-        self._wait_before_s = self._run.feed.wait_s
-        self._num_tokens = self._num_label_tokens = self._num_steps = 0
-        self._busy_s = self._flops = 0.0
-
-    def _record(self, step: StepPlan, outcome: StepOutcome) -> StepRecord:
-        naive = self._run.plan.naive_tokens(step)
-        flops_per_s = self._flops / self._busy_s
-        peak_flops_per_s = None if self._peak is None else self._peak.flops_per_s * self._run.rank.world
-        return StepRecord(
-            step=step.index + 1,
-            num_steps=self._run.plan.num_steps,
-            epoch=self._run.plan.epoch_after(step),
+        flops_per_s = sum(useful_flops(run, one) for one in self._steps) / self._elapsed_s
+        record = StepRecord(
+            step=completed,
+            num_steps=run.plan.num_steps,
+            epoch=run.plan.epoch_after(step),
             loss=outcome.loss,
             token_accuracy=outcome.token_accuracy,
             lr=outcome.lr,
@@ -70,45 +62,39 @@ class Meter:
             num_tokens=step.num_tokens,
             num_label_tokens=step.num_label_tokens,
             num_micro_batches=sum(len(rank) for rank in step.ranks),
-            tokens_per_s=self._num_tokens / self._busy_s,
-            label_tokens_per_s=self._num_label_tokens / self._busy_s,
-            step_s=self._busy_s / self._num_steps,
-            data_wait_s=(self._run.feed.wait_s - self._wait_before_s) / self._num_steps,
+            tokens_per_s=sum(one.num_tokens for one in self._steps) / self._elapsed_s,
+            label_tokens_per_s=sum(one.num_label_tokens for one in self._steps) / self._elapsed_s,
+            step_s=self._elapsed_s / len(self._steps),
+            data_wait_s=(run.feed.wait_s - self._wait_before_s) / len(self._steps),
             flops_per_s=flops_per_s,
-            mfu=None if peak_flops_per_s is None else flops_per_s / peak_flops_per_s,
-            padding_avoided=1.0 - step.num_tokens / naive,
+            mfu=None if self._peak is None else flops_per_s / (self._peak.flops_per_s * run.rank.world),
+            padding_avoided=1.0 - step.num_tokens / run.plan.naive_tokens(step),
             balance=step.balance,
-            peak_memory_bytes=peak_memory_bytes(self._run.device),
-            elapsed_s=self._run.progress.elapsed_s,
+            peak_memory_bytes=peak_memory_bytes(run.device),
+            elapsed_s=run.progress.elapsed_s,
             busy_min_s=min(outcome.busy_s, default=None),
             busy_max_s=max(outcome.busy_s, default=None),
         )
+        run.tracker.record(record)
+        self._steps, self._elapsed_s, self._wait_before_s = [], 0.0, run.feed.wait_s
 
 
-class StepClock:
-    """Times each step from the end of the previous one: by CUDA events if steps overlap, otherwise on the host."""
+class Stragglers:
+    """Compares the ranks' seconds in each step; reports a slow rank once, and again only after it has caught up."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.start()
+    def __init__(self, on_event: Callable[[str, Mapping[str, Any]], None]) -> None:
+        self._on_event = on_event
+        self._num_slow: dict[int, int] = {}
 
-    def start(self) -> None:
-        """Start timing the next step; nothing may be running on the device."""
-        self._time_s = time.perf_counter()
-        self._event = None
-        if self._device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record(torch.cuda.current_stream(self._device))
-
-    def end_step(self, ended: torch.cuda.Event | float | None) -> float:
-        """Return the seconds of the step that ended at this past event or host time, or just now (None)."""
-        end_s = ended if isinstance(ended, float) else time.perf_counter()
-        step_s = end_s - self._time_s
-        event = None if isinstance(ended, float) else ended
-        if event is not None and self._event is not None:
-            step_s = self._event.elapsed_time(event) / 1e3
-        self._time_s, self._event = end_s, event
-        return step_s
+    def check(self, completed: int, busy_s: Sequence[float]) -> None:
+        """Check one step: `busy_s` has all ranks' seconds when `completed` steps are done; empty for one rank."""
+        for rank, own_s in enumerate(busy_s if len(busy_s) > 1 else ()):
+            others_s = statistics.median(seconds for place, seconds in enumerate(busy_s) if place != rank)
+            is_slow = 0 < others_s * STRAGGLER_SLOWDOWN < own_s
+            self._num_slow[rank] = self._num_slow.get(rank, 0) + 1 if is_slow else 0
+            if self._num_slow[rank] == STRAGGLER_STEPS:
+                facts = {"rank": rank, "step": completed, "busy_s": round(own_s, 4), "others_s": round(others_s, 4)}
+                self._on_event("straggler", facts)
 
 
 def useful_flops(run: Run, step: StepPlan) -> float:

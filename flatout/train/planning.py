@@ -50,11 +50,6 @@ class PlannedRun:
     fingerprints: Mapping[str, Any]
 
 
-def tokenizer_name(config: Config) -> str:
-    """Return the name of the run's tokenizer."""
-    return config.data.tokenizer or config.model.name
-
-
 def plan_run(
     config: Config, tracker: Tracker, rank: Rank, device_of: Callable[[], Device | None] = lambda: None
 ) -> PlannedRun:
@@ -65,7 +60,7 @@ def plan_run(
     """
     origin = f"{config.model.name}/config.json"
     shape = read_shape(config.model.name, config.model.revision)
-    store = open_or_build(config.data, tokenizer_name(config), say=lambda text: tracker.stage("tokens", text))
+    store = open_or_build(config.data, config.model.name, say=lambda text: tracker.stage("tokens", text))
     num_tokens, num_labels = int(store.lengths.sum()), int(store.num_labels.sum())
     tracker.stage(
         "tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {num_labels / num_tokens:.0%} label"
@@ -146,7 +141,7 @@ def plan_evaluation(
     """Return the evaluation set's tokens and plan, or None without one. Logs an event for rows also trained on."""
     if config.eval.data is not None:
         eval_config = config.data.model_copy(update={"name": config.eval.data, "sources": []})
-        eval_store = open_or_build(eval_config, tokenizer_name(config))
+        eval_store = open_or_build(eval_config, config.model.name)
     elif config.eval.fraction:
         eval_store = store
     else:

@@ -1,4 +1,7 @@
-"""Check that all ranks have the same config, data and plan: a mismatch would corrupt sums or hang."""
+"""The GPU that all ranks plan for, and a check that they have the same config, data and plan.
+
+A mismatch would corrupt sums or hang.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,36 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from flatout.checkpoint.compatibility import config_changes
 from flatout.config.schema import Config
 from flatout.errors import DataError, UsageError
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.rank import Rank
-from flatout.plan.devices import Device, weakest
-from flatout.train.memory_guard import gpu_of
+from flatout.parallel.strategies.choose import choose_device
+from flatout.plan.devices import CONTEXT_BYTES, Device, weakest
 from flatout.train.planning import PlannedRun
 
 # paths and process counts may differ between nodes; content is compared by fingerprint
 LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.tokenizer", "data.num_procs"})
+
+
+def gpu_of(config: Config, rank: Rank) -> Device | None:
+    """Return the GPU that this process will train on and the bytes it may use; None on the CPU.
+
+    A single process gets the free memory. Several ranks get the total (less the context), as all must plan the same
+    micro-batches; so do deterministic runs, whose plan must not depend on other processes. Raises ResourceError as
+    `choose_device` does.
+    """
+    device = choose_device(config.wanted_device, rank)
+    if device.type != "cuda":
+        return None
+    num_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    if rank.world > 1 or config.deterministic:
+        num_bytes = total_bytes - CONTEXT_BYTES
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return Device(torch.cuda.get_device_name(device), num_bytes, has_bf16)
 
 
 def weakest_gpu(config: Config, rank: Rank, meet: Callable[[], ControlGroup]) -> Device | None:

@@ -1,4 +1,4 @@
-"""Find, validate and restore the checkpoint to resume from; detect finished runs."""
+"""A run's resumable state: take it, check it, find it again and restore it; detect finished runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import torch
 from pydantic import ConfigDict, TypeAdapter, with_config
+from torch import Tensor
 
 from flatout.checkpoint.compatibility import (
     Change,
@@ -19,15 +21,16 @@ from flatout.checkpoint.compatibility import (
     refuse_without_effect,
 )
 from flatout.checkpoint.final import verify_final
-from flatout.checkpoint.optimizer_state import load_optimizer_state
+from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
 from flatout.checkpoint.read import SavedCheckpoint
-from flatout.checkpoint.write import Checkpoints
+from flatout.checkpoint.replicas import refuse_drift
+from flatout.checkpoint.write import Checkpoints, Snapshot
 from flatout.config.read import make_config
 from flatout.config.schema import Config
-from flatout.errors import CheckpointError, UsageError
+from flatout.errors import CheckpointError, NumericError, UsageError
 from flatout.io.json_file import validated
 from flatout.io.redact import redacted
-from flatout.parallel.shards import global_shape
+from flatout.parallel.shards import global_shape, global_tensors, local_state
 from flatout.parallel.strategies.protocol import PartitionedOptimizer
 from flatout.track.tracker import Tracker
 from flatout.train.planning import PlannedRun
@@ -61,34 +64,77 @@ class SavedFacts:
     """Per rank: the cap that was set after running out of memory."""
 
 
-_FACTS = TypeAdapter(SavedFacts)
-_PROGRESS = TypeAdapter(Progress)
-
-
 def check_facts(facts: Mapping[str, Any], step: int) -> None:
     """Raise CheckpointError, naming the field, if no run could have saved these facts after `step` steps."""
-    saved = validated(_FACTS, facts, "facts")
+    saved = validated(TypeAdapter(SavedFacts), facts, "facts")
     if saved.scaler and (odd := _SCALER_KEYS ^ saved.scaler.keys()):
         raise CheckpointError(f"facts: scaler: {min(odd)} is missing or unknown")
     if any(not math.isfinite(value) or value < 0 for value in saved.scaler.values()):
         raise CheckpointError(f"facts: scaler: found {saved.scaler}, expected finite numbers of at least 0")
-    _check_progress(facts["progress"], saved.progress, step)
+    if absent := {field.name for field in fields(Progress)} - facts["progress"].keys():
+        raise CheckpointError(f"facts: progress.{min(absent)} is missing")
+    found = saved.progress.step
+    if found != step:
+        raise CheckpointError(f"facts: progress.step: found {found}, but this is the checkpoint of step {step}")
+    for name, value in asdict(saved.progress).items():
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise CheckpointError(f"facts: progress.{name}: found {value}, expected a finite number of at least 0")
+        if name in ("num_updates", "last_eval_step", "best_step") and value is not None and value > step:
+            raise CheckpointError(f"facts: progress.{name}: found {value} after {step} steps")
     try:
         make_config(saved.config, origin="facts: config")
     except UsageError as error:
         raise CheckpointError(str(error)) from error
 
 
-def _check_progress(written: Mapping[str, Any], progress: Progress, step: int) -> None:
-    if absent := {field.name for field in fields(Progress)} - written.keys():
-        raise CheckpointError(f"facts: progress.{min(absent)} is missing")
-    if progress.step != step:
-        raise CheckpointError(f"facts: progress.step: found {progress.step}, but this is the checkpoint of step {step}")
-    for name, value in asdict(progress).items():
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            raise CheckpointError(f"facts: progress.{name}: found {value}, expected a finite number of at least 0")
-        if name in ("num_updates", "last_eval_step", "best_step") and value is not None and value > step:
-            raise CheckpointError(f"facts: progress.{name}: found {value} after {step} steps")
+def take_snapshot(run: Run) -> Snapshot:
+    """Collect everything the next step depends on; tensors are not copied, so write them before the next update.
+
+    Collective. Raises NumericError on every rank if a tensor is not finite, as it could not be resumed from, and
+    CheckpointError if replicas differ.
+    """
+    keeper = run.optimizer if isinstance(run.optimizer, PartitionedOptimizer) else None
+    state = {
+        "model": global_tensors(run.named_parameters, keep=run.rank.is_first, gather=keeper.weight)
+        if keeper
+        else {name: parameter.detach() for name, parameter in run.named_parameters.items()},
+        "optimizer": optimizer_state(run.optimizer, run.named_parameters, keep=run.rank.is_first),
+    }
+    run.saver.wait()  # its thread communicates over the same group
+    if keeper is None:
+        refuse_drift(state, run.checkpoints.group)
+    tensors, places = local_state(state, run.rank.index)
+    _require_finite(run, {name: tensor for kind in tensors.values() for name, tensor in kind.items()})
+    return Snapshot(
+        step=run.progress.step,
+        tensors=tensors,
+        facts={
+            "config": redacted(run.config.model_dump(mode="json")),
+            "fingerprints": dict(run.fingerprints),
+            "progress": asdict(run.progress),
+            "scaler": run.scaler.state_dict(),
+            "micro_batch_caps": run.checkpoints.group.all_gather(run.state.micro_batch_cap),
+        },
+        places=places,
+    )
+
+
+@torch.no_grad()
+def _require_finite(run: Run, tensors: Mapping[str, Tensor]) -> None:
+    """Check the state, as an update can overflow even with a finite gradient (say, with a learning rate of 1e308)."""
+    held = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
+    # the infinity norm is not finite if any value is not, and allocates no tensor-sized temporary
+    largest = torch._foreach_norm(list(held.values()), torch.inf) if held else ()
+    values = torch.stack([value.to(run.device, torch.float64) for value in (*largest, torch.zeros(()))])
+    is_bad = ~values.isfinite()
+    num_bad = int(run.strategy.sum_values(is_bad.sum(dtype=torch.float64)[None]).item())
+    if num_bad:
+        names = [name for name, bad in zip(held, is_bad.tolist(), strict=False) if bad]
+        where = f"{names[0]} ({num_bad} tensors)" if names else f"{num_bad} tensors of other ranks"
+        raise NumericError(
+            f"after step {run.progress.step}: {where} is not finite, so this state was not saved; earlier checkpoints "
+            "are whole; lower optim.lr, or go on from one of them"
+        )
 
 
 def find_checkpoint(
@@ -99,8 +145,8 @@ def find_checkpoint(
     Raises CheckpointError if none of the folder's checkpoints is valid, if the data, the base model or settings that
     affect the numerics differ from the checkpoint's, or if results without a checkpoint would be overwritten.
     """
-    snapshot = checkpoints.newest()
-    if snapshot is None:
+    checkpoint = checkpoints.newest()
+    if checkpoint is None:
         final_dir = config.folder / "final"
         if checkpoints.group.run_on_first_rank(lambda: final_dir.exists() and any(final_dir.iterdir())):
             raise CheckpointError(
@@ -111,58 +157,58 @@ def find_checkpoint(
         return None
     if config.checkpoint.resume == "never":
         raise CheckpointError(
-            f"{checkpoints.folder} holds a checkpoint of step {snapshot.step}, and checkpoint.resume is never; "
+            f"{checkpoints.folder} holds a checkpoint of step {checkpoint.step}, and checkpoint.resume is never; "
             "choose another run_dir or set checkpoint.resume=auto"
         )
-    changes = _changes(config, planned, snapshot)
+    changes = _changes(config, planned, checkpoint)
     allow = config.checkpoint.allow_change
     refuse_changes(changes, allow)
-    saved, now = dict(snapshot.facts["fingerprints"]), dict(planned.fingerprints)
+    saved, now = dict(checkpoint.facts["fingerprints"]), dict(planned.fingerprints)
     refuse_other_model(saved.pop("model"), now.pop("model"), allow)
     refuse_other_data(saved, now, allow=allow, explained_by=changes)
     for change in changes:
         tracker.event("changed", {"setting": str(change)})
-    tracker.stage("resume", f"from step {snapshot.step}")
-    return snapshot
+    tracker.stage("resume", f"from step {checkpoint.step}")
+    return checkpoint
 
 
 def progress_if_complete(
-    config: Config, planned: PlannedRun, snapshot: SavedCheckpoint | None, checkpoints: Checkpoints, tracker: Tracker
+    config: Config, planned: PlannedRun, checkpoint: SavedCheckpoint | None, checkpoints: Checkpoints, tracker: Tracker
 ) -> Progress | None:
     """Return the final progress if the run is complete and its results are intact; None if work remains.
 
     Collective. Raises CheckpointError for changed settings that would no longer have any effect.
     """
-    if snapshot is None:
+    final_dir, best_dir = config.folder / "final", config.folder / "best"
+
+    def progress_of_results() -> Mapping[str, Any] | None:
+        if not final_dir.exists():
+            return None
+        try:
+            if best_dir.exists():
+                verify_final(best_dir)
+            return verify_final(final_dir).progress
+        except CheckpointError as error:
+            tracker.event("damaged", {"why": str(error), "next": "exported again from the newest checkpoint"})
+            return None
+
+    if checkpoint is None:
         return None
-    found = checkpoints.group.run_on_first_rank(lambda: _progress_of_results(config, tracker))
+    found = checkpoints.group.run_on_first_rank(progress_of_results)
     if found is None:
         return None
-    progress = validated(_PROGRESS, found, str(config.folder / "final"))
+    progress = validated(TypeAdapter(Progress), found, str(final_dir))
     if not progress.stopped_early and not is_complete(progress.step, planned.plan.num_steps):
         return None
-    refuse_without_effect(_changes(config, planned, snapshot), config.folder)
+    refuse_without_effect(_changes(config, planned, checkpoint), config.folder)
     return progress
 
 
-def _progress_of_results(config: Config, tracker: Tracker) -> Mapping[str, Any] | None:
-    final_dir, best_dir = config.folder / "final", config.folder / "best"
-    if not final_dir.exists():
-        return None
-    try:
-        if best_dir.exists():
-            verify_final(best_dir)
-        return verify_final(final_dir).progress
-    except CheckpointError as error:
-        tracker.event("damaged", {"why": str(error), "next": "exported again from the newest checkpoint"})
-        return None
-
-
-def _changes(config: Config, planned: PlannedRun, snapshot: SavedCheckpoint) -> list[Change]:
+def _changes(config: Config, planned: PlannedRun, checkpoint: SavedCheckpoint) -> list[Change]:
     # settings added after the checkpoint was made get their defaults
-    saved = make_config(snapshot.facts["config"], origin=f"the config of step {snapshot.step}")
+    saved = make_config(checkpoint.facts["config"], origin=f"the config of step {checkpoint.step}")
     changes = config_changes(saved.model_dump(mode="json"), redacted(config.model_dump(mode="json")))
-    if snapshot.facts["fingerprints"]["model"] != planned.fingerprints["model"]:
+    if checkpoint.facts["fingerprints"]["model"] != planned.fingerprints["model"]:
         return changes
     # the same base model, loaded from another place
     places = ("model.name", "model.revision")
@@ -174,11 +220,12 @@ def restore(run: Run, saved: SavedCheckpoint) -> None:
     restore_weights(run, saved)
     caps = saved.facts["micro_batch_caps"]
     if len(caps) == run.rank.world:
-        run.micro_batch_cap.num_tokens = caps[run.rank.index]
+        run.state.micro_batch_cap = caps[run.rank.index]
     else:
         # with another number of ranks the caps cannot be matched, so all ranks take the smallest
-        run.micro_batch_cap.num_tokens = min((cap for cap in caps if cap is not None), default=None)
-    run.progress.restore(Progress(**saved.facts["progress"]))
+        run.state.micro_batch_cap = min((cap for cap in caps if cap is not None), default=None)
+    for name, value in saved.facts["progress"].items():
+        setattr(run.progress, name, value)
     if run.progress.num_updates and not saved.tensors["optimizer"]:
         raise CheckpointError(f"the checkpoint of step {saved.step} has no optimizer state; it cannot be resumed")
     load_optimizer_state(run.optimizer, run.named_parameters, saved.tensors["optimizer"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -30,11 +30,10 @@ from flatout.parallel.strategies.choose import choose_device
 from flatout.parallel.strategies.protocol import PartitionedOptimizer
 from flatout.track.console import ConsoleTracker
 from flatout.track.run_folder import RunFolderTracker
-from flatout.track.tracker import Tracker, Trackers
+from flatout.track.tracker import Tracker, TrackerGroup
 from flatout.train.build import build_run
-from flatout.train.evaluate import evaluate_now
-from flatout.train.loop import run_steps, save
-from flatout.train.planning import PlannedRun, plan_run
+from flatout.train.loop import evaluate_now, run_steps, save
+from flatout.train.planning import plan_run
 from flatout.train.rank_consistency import require_same_run, weakest_gpu
 from flatout.train.resume import check_facts, find_checkpoint, progress_if_complete, restore_weights
 from flatout.train.state import Progress, Run
@@ -70,14 +69,21 @@ def train(config: Config, *, trackers: Sequence[Tracker] = (), on_peer_lost: OnP
     rank = Rank.from_env()
     # taking the lock also detects a folder that is not writable, before anything slow happens
     with RunLock(config.folder) if rank.is_first else nullcontext() as lock:
-        tracker = Trackers()
+        tracker = TrackerGroup()
         if lock is not None:
             console = ConsoleTracker(every_record=config.log_every_steps > 1)
             folder = RunFolderTracker(config.folder, lambda text: console.event("log", {"why": text}), lock.keep)
-            tracker = Trackers(console, folder, *trackers)
+            tracker = TrackerGroup(console, folder, *trackers)
+        watch = PeerWatch(config.faults, tracker.event, on_peer_lost)
         try:
-            return _train(config, tracker, rank, PeerWatch(config.faults, tracker.event, on_peer_lost))
+            with watch.guard():
+                result = _train(config, tracker, rank, watch)
+            leave_group()
+            return result
         except FlatoutError as error:
+            # after any other error the group is not destroyed: a clean shutdown would wait for the lost rank
+            if isinstance(error, PreemptedError):
+                leave_group()
             tracker.event("stopped", {"exit_code": error.exit_code, "why": str(error)})
             raise
         finally:
@@ -91,37 +97,21 @@ def _train(config: Config, tracker: Tracker, rank: Rank, watch: PeerWatch) -> Re
     def meet() -> ControlGroup:
         return watch.join(rank, choose_device(config.wanted_device, rank))
 
-    try:
-        with watch.guard():
-            # tokenizing may take long, so it comes before ranks connect, which has a timeout
-            planned = plan_run(config, tracker, rank, lambda: weakest_gpu(config, rank, meet))
-            fingerprints = {**planned.fingerprints, "model": fingerprint_model(config.model)}
-            planned = replace(planned, fingerprints=fingerprints)
-            result = _train_together(config, planned, tracker, meet(), watch)
-    except PreemptedError:
-        leave_group()
-        raise
-    # after any other error the group is not destroyed: a clean shutdown would wait for the lost rank
-    leave_group()
-    return result
-
-
-def _train_together(
-    config: Config, planned: PlannedRun, tracker: Tracker, group: ControlGroup, watch: PeerWatch
-) -> Result:
-    rank = group.rank
+    # tokenizing may take long, so it comes before ranks connect, which has a timeout
+    planned = plan_run(config, tracker, rank, lambda: weakest_gpu(config, rank, meet))
+    planned = replace(planned, fingerprints={**planned.fingerprints, "model": fingerprint_model(config.model)})
+    group, keep = meet(), config.checkpoint.keep
     require_same_run(config, planned, group)
-    keep = config.checkpoint.keep
     checkpoints = Checkpoints(config.folder, keep=keep, on_event=tracker.event, group=group, check_facts=check_facts)
-    snapshot = find_checkpoint(config, planned, checkpoints, tracker)
+    checkpoint = find_checkpoint(config, planned, checkpoints, tracker)
     final_dir = config.folder / "final"
-    if (progress := progress_if_complete(config, planned, snapshot, checkpoints, tracker)) is not None:
+    if (progress := progress_if_complete(config, planned, checkpoint, checkpoints, tracker)) is not None:
         tracker.stage("done", f"already complete after {progress.step} steps; see {final_dir}")
         return Result(config.folder, final_dir, planned.plan.num_steps, progress)
     if rank.is_first:
         DurableIO().write_bytes(config.folder / "config.yaml", redacted(dump_config(config)).encode())
-    run = build_run(config, planned, checkpoints, snapshot, tracker, rank, watch)
-    del snapshot  # its open files would keep deleted checkpoints on disk
+    run = build_run(config, planned, checkpoints, checkpoint, tracker, rank, watch)
+    del checkpoint  # its open files would keep deleted checkpoints on disk
     try:
         with run.stop:
             run_steps(run)
@@ -149,7 +139,7 @@ def finish(run: Run, final_dir: Path) -> None:
     best = run.checkpoints.folder / f"step-{best_step}"
     if run.checkpoints.group.run_on_first_rank(best.exists):
         restore_weights(run, run.checkpoints.load(best))
-        export(run, run.folder / "best")
+        export(run, run.config.folder / "best")
         run.tracker.stage("best", f"weights of step {best_step}, loss {run.progress.best_eval_loss:.4f}, in best/")
 
 
@@ -183,8 +173,8 @@ def export(run: Run, folder: Path) -> None:
         state = global_tensors(held, keep=run.rank.is_first, dtype=None if is_lora else run.dtype, gather=gather)
 
     def write(half_done: Path) -> None:
-        tokenizer = load_tokenizer(run.tokenizer_name)
-        if template := run.feed.chat_template:
+        tokenizer = load_tokenizer(run.config.data.tokenizer or run.config.model.name)
+        if template := run.feed.store.meta.template_text:
             # export the template that was trained with, even if the tokenizer has another
             tokenizer.chat_template = template
         if is_lora:
@@ -196,4 +186,4 @@ def export(run: Run, folder: Path) -> None:
             # checkpoints keep fp32 master weights; the exported model has the precision used in training
             save_model(run.model, tokenizer, half_done, dtype=run.dtype, state=state)
 
-    group.run_on_first_rank(lambda: publish(folder, write, run.progress.to_json(), run.tracker.event))
+    group.run_on_first_rank(lambda: publish(folder, write, asdict(run.progress), run.tracker.event))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ from flatout.plan.memory.budget import MemoryDecision
 from flatout.plan.schedule.run_plan import RunPlan
 from flatout.plan.schedule.steps import StepPlan
 from flatout.track.tracker import Tracker
-from flatout.train.busy_clock import BusyClock
+from flatout.train.clocks import BusyClock
 from flatout.train.feed import Feed
-from flatout.train.guards import StopRequest
+from flatout.train.stop_request import StopRequest
 
 
 @dataclass(slots=True)
@@ -56,33 +55,22 @@ class Progress:
         self.num_label_tokens += step.num_label_tokens
         self.num_naive_tokens += num_naive_tokens
 
-    def restore(self, saved: Progress) -> None:
-        """Continue from saved progress."""
-        for name, value in asdict(saved).items():
-            setattr(self, name, value)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint."""
-        return asdict(self)
-
 
 @dataclass(slots=True)
-class MicroBatchCap:
-    """Maximum tokens per micro-batch on this rank, set after an out-of-memory error; None: as planned."""
+class LoopState:
+    """What changes during a run besides its progress.
 
-    num_tokens: int | None = None
+    `micro_batch_cap` is the maximum tokens per micro-batch on this rank, set after an out-of-memory error; None: as
+    planned. `num_in_flight` counts launched updates whose totals the host has not read yet.
+    """
 
-
-@dataclass(slots=True)
-class InFlight:
-    """Updates that were launched and whose totals the host has not read yet."""
-
-    num_updates: int = 0
+    micro_batch_cap: int | None = None
+    num_in_flight: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Everything the loop needs, made by `build_run`. Only `progress`, `micro_batch_cap` and `in_flight` change."""
+    """Everything the loop needs, made by `build_run`. Only `progress` and `state` change."""
 
     config: Config
     rank: Rank
@@ -96,7 +84,6 @@ class Run:
     loss: PackedLoss
     dtype: torch.dtype
     autocast: bool
-    tokenizer_name: str
     named_parameters: Mapping[str, nn.Parameter]
     strategy: Strategy
     optimizer: torch.optim.Optimizer
@@ -109,16 +96,10 @@ class Run:
     watch: PeerWatch
     busy: BusyClock
     progress: Progress = field(default_factory=Progress)
-    micro_batch_cap: MicroBatchCap = field(default_factory=MicroBatchCap)
-    in_flight: InFlight = field(default_factory=InFlight)
+    state: LoopState = field(default_factory=LoopState)
     stop: StopRequest = field(default_factory=StopRequest)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trained parameters as the optimizer holds them; flat ones if it flattens them."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    @property
-    def folder(self) -> Path:
-        """The run folder."""
-        return self.config.folder

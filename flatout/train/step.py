@@ -6,19 +6,28 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from flatout.errors import NumericError, ResourceError
+from flatout.io.durable_io import DurableIO
 from flatout.optim.flat import foreach_accumulate
 from flatout.optim.lr_schedule import learning_rate
-from flatout.optim.update import clear_found_inf, copy_to_host_async, set_found_inf, set_lr, supports_found_inf
-from flatout.parallel.strategies.protocol import local_grads
+from flatout.optim.update import (
+    BackwardUpdate,
+    clear_found_inf,
+    copy_to_host_async,
+    set_found_inf,
+    set_lr,
+    supports_found_inf,
+)
+from flatout.parallel.strategies.protocol import local_grads, local_part
 from flatout.plan.schedule.steps import MicroBatch, StepPlan
-from flatout.train.dropout_seed import seed_micro_batch
-from flatout.train.guards import require_finite
-from flatout.train.memory_guard import lower_cap, within_cap
+from flatout.train.memory_guard import lower_cap, micro_batches_of
 from flatout.train.state import Run
 
 
@@ -40,9 +49,17 @@ class StepOutcome:
 
 
 NOTHING_TO_LEARN = StepOutcome(loss=0.0, token_accuracy=0.0, grad_norm=0.0, lr=0.0, skipped="no label tokens")
+MAX_NAMED_SAMPLES = 8
 
 # waits for a step's outcome; None when a stop was requested before the update, which was then skipped
 Pending = Callable[[], StepOutcome | None]
+
+
+def step_launcher(run: Run) -> Callable[[Run, StepPlan], Pending]:
+    """Return what launches this run's steps: it updates after all gradients, or each weight in the backward pass."""
+    if run.config.full.update == "backward":
+        return partial(launch_backward_update, BackwardUpdate(run.optimizer, run.parameters))
+    return launch_step
 
 
 def launch_step(run: Run, step: StepPlan) -> Pending:
@@ -77,7 +94,7 @@ def accumulate_gradients(run: Run, step: StepPlan) -> tuple[Tensor, Tensor]:
     run this one's extra passes.
     """
     while True:
-        micro_batches = within_cap(run, step)
+        micro_batches = micro_batches_of(run, step)
         sums = _backward_each(run, step, micro_batches)
         if not isinstance(sums, MicroBatch):
             return sums
@@ -120,7 +137,7 @@ def apply_update(run: Run, step: StepPlan, totals: Tensor) -> Pending:
     norm = run.strategy.grad_norm(run.parameters)
     totals = torch.cat([totals, norm.to(totals.dtype)[None]])
     lr = next_lr(run)
-    if _host_decides(run):
+    if run.scaler.is_enabled() or not supports_found_inf(run.optimizer):
         outcome = _read_totals(run, step, lr, totals.tolist())
         if outcome is not None:
             _update(run, norm, lr)
@@ -128,11 +145,11 @@ def apply_update(run: Run, step: StepPlan, totals: Tensor) -> Pending:
 
     set_found_inf(run.optimizer, ~totals.isfinite().all() | (totals[2] > 0))
     _update(run, norm, lr)
-    run.in_flight.num_updates += 1
+    run.state.num_in_flight += 1
     read, ended = copy_to_host_async(totals)
 
     def wait() -> StepOutcome | None:
-        run.in_flight.num_updates -= 1
+        run.state.num_in_flight -= 1
         return _read_totals(run, step, lr, read(), ended)
 
     return wait
@@ -141,12 +158,8 @@ def apply_update(run: Run, step: StepPlan, totals: Tensor) -> Pending:
 def next_lr(run: Run) -> float:
     """Return the learning rate of the next update."""
     # updates in flight count as done: a non-finite one ends the run anyway
-    num_updates = run.progress.num_updates + run.in_flight.num_updates
+    num_updates = run.progress.num_updates + run.state.num_in_flight
     return learning_rate(run.config.optim, run.config.schedule, num_updates, run.plan.num_steps)
-
-
-def _host_decides(run: Run) -> bool:
-    return run.scaler.is_enabled() or not supports_found_inf(run.optimizer)
 
 
 def _update(run: Run, norm: Tensor, lr: float) -> None:
@@ -166,7 +179,10 @@ def _update(run: Run, norm: Tensor, lr: float) -> None:
 def _read_totals(
     run: Run, step: StepPlan, lr: float, totals: list[float], ended: torch.cuda.Event | float | None = None
 ) -> StepOutcome | None:
-    """Return the step's outcome from its totals on the host; None after a stop. Raises NumericError."""
+    """Return the step's outcome from its totals on the host; None after a stop. Raises NumericError.
+
+    `ended` marks the end of an asynchronous step.
+    """
     loss_total, correct_total, num_stopping, *busy_s, grad_norm = totals
     if num_stopping:
         # some ranks left out micro-batches: the whole step is repeated after resuming
@@ -178,26 +194,47 @@ def _read_totals(
     if run.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
         skipped, grad_norm = "fp16 overflow", 0.0
     elif not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        if not _host_decides(run):
+        if ended is not None:
             # a later step may have overwritten the gradients; the weights have not changed, so recompute them
             run.optimizer.zero_grad(set_to_none=True)
             accumulate_gradients(run, step)
             run.strategy.sum_gradients(run.parameters)
-        check_finite(run, step, loss, grad_norm)
+        require_finite(run, step, loss, grad_norm)
     accuracy = correct_total / step.num_label_tokens
     return StepOutcome(loss, accuracy, grad_norm, lr, skipped, tuple(busy_s), ended)
 
 
-def check_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> None:
-    """Raise NumericError, naming the step, its samples and the bad parameter, unless loss and norm are finite."""
-    require_finite(
-        loss,
-        grad_norm,
-        step=step.index + 1,
-        sample_ids=step.sample_ids,
-        named=run.named_parameters,
-        origin_of=run.feed.origin,
-        dump=run.folder / "non_finite.json",
+def require_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> None:
+    """Raise NumericError unless the loss and the gradient's global norm are finite; call it before the update.
+
+    The message names the step (counted from 1), the samples with their file and row, and this rank's first parameter
+    with a non-finite gradient; all of it is also written to non_finite.json in the run folder.
+    """
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    grads = ((name, parameter.grad) for name, parameter in run.named_parameters.items())
+    bad = next((name for name, grad in grads if grad is not None and not local_part(grad).isfinite().all()), None)
+    origins = {sample_id: str(run.feed.store.origin(sample_id)) for sample_id in step.sample_ids}
+    shown = ", ".join(f"{sample_id} ({origins[sample_id]})" for sample_id in step.sample_ids[:MAX_NAMED_SAMPLES])
+    num_more = len(step.sample_ids) - MAX_NAMED_SAMPLES
+    facts = {
+        "step": step.index + 1,
+        "loss": str(loss),  # JSON has no NaN
+        "grad_norm": str(grad_norm),
+        "first_non_finite_gradient": bad,
+        "samples": origins,
+    }
+    dump = run.config.folder / "non_finite.json"
+    try:
+        DurableIO().write_json(dump, facts)
+        written = f"written to {dump}"
+    except ResourceError as error:
+        written = f"could not be written down: {error}"
+    raise NumericError(
+        f"step {step.index + 1}: loss {loss}, gradient norm {grad_norm}"
+        f"{f'; first non-finite gradient: {bad}' if bad else ''}; the weights were not updated; samples {shown}"
+        f"{f' and {num_more} more' if num_more > 0 else ''}; {written}; look at these rows, or lower optim.lr or use "
+        "model.precision=fp32"
     )
 
 
@@ -207,3 +244,41 @@ def autocast(run: Run) -> AbstractContextManager[object]:
     Frozen base weights are already stored in that dtype.
     """
     return torch.autocast(run.device.type, dtype=run.dtype) if run.autocast else nullcontext()
+
+
+def seed_micro_batch(seed: int, *, step: int, rank: int, micro_batch: int) -> None:
+    """Seed torch for one micro-batch's dropout: the same after a resume, so no generator state has to be saved."""
+    state = np.random.SeedSequence([seed, step, rank, micro_batch]).generate_state(2)
+    torch.manual_seed(int(state[0]) << 32 | int(state[1]))
+
+
+def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> Pending:
+    """Run a step with `full.update: backward`: a forward pass, and a backward pass that updates.
+
+    The step is one micro-batch of one process (`check_backward_update`). The host waits for the loss before the
+    backward pass, so a loss that is not finite stops the run before any update. A gradient that is not finite is only
+    found after the updates: NumericError then says to resume from the newest checkpoint.
+    """
+    if step.num_label_tokens == 0:
+        return lambda: NOTHING_TO_LEARN
+    if run.stop.requested:
+        return lambda: None
+    (batch,) = run.feed.batches(step.ranks[run.rank.index])
+    seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=0)
+    with autocast(run):
+        batch_loss, batch_correct = run.loss(batch)
+    loss_sum, num_correct = torch.stack([batch_loss.detach().double(), batch_correct.double()]).tolist()
+    require_finite(run, step, loss_sum, 0.0)
+    lr = next_lr(run)
+    update.start(lr)
+    # weights change inside the backward pass
+    run.saver.before_update()
+    (batch_loss / step.num_label_tokens).backward()
+    grad_norm = update.finish().item()
+    if not math.isfinite(grad_norm):
+        raise NumericError(
+            f"step {step.index + 1}: gradient norm {grad_norm}, found after its updates (full.update: backward); go on "
+            "from the newest checkpoint, with a lower optim.lr or with full.update: step, which stops before an update"
+        )
+    outcome = StepOutcome(loss_sum / step.num_label_tokens, num_correct / step.num_label_tokens, grad_norm, lr)
+    return lambda: outcome

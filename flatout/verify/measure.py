@@ -17,7 +17,7 @@ from flatout.config.schema import Config
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.rank import Rank
 from flatout.plan.schedule.steps import StepPlan
-from flatout.track.tracker import Trackers
+from flatout.track.tracker import TrackerGroup
 from flatout.train.build import build_run
 from flatout.train.planning import PlannedRun, plan_run
 from flatout.train.rank_consistency import weakest_gpu
@@ -28,14 +28,14 @@ from flatout.verify.compare import Reference, Row
 
 def plan_quietly(config: Config, rank: Rank) -> PlannedRun:
     """Plan the run without logging."""
-    return plan_run(config, Trackers(), rank, lambda: weakest_gpu(config, rank, lambda: ControlGroup(rank)))
+    return plan_run(config, TrackerGroup(), rank, lambda: weakest_gpu(config, rank, lambda: ControlGroup(rank)))
 
 
 @contextmanager
 def set_up_quietly(config: Config, planned: PlannedRun, rank: Rank, folder: Path) -> Iterator[Run]:
     """Set up the run as `flatout train` does, but without its checkpoints; its memory is freed on exit."""
     checkpoints = Checkpoints(folder, keep=1, on_event=lambda kind, facts: None)
-    run = build_run(config, planned, checkpoints, None, Trackers(), rank)
+    run = build_run(config, planned, checkpoints, None, TrackerGroup(), rank)
     # the reference has no dropout; everything else stays in training mode, which recomputation needs
     for module in run.model.modules():
         if isinstance(module, torch.nn.Dropout):

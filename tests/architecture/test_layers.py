@@ -219,9 +219,9 @@ WAITS = {
     "launch/supervise.py: rank.process.wait": "a process that was killed",
     "launch/tmux.py: subprocess.run": "tmux, which answers at once",
     "parallel/strategies/buckets.py: pending.work.wait": "other ranks; faults.stall_s",
-    "train/build.py: thread.join": "an import in this process",
+    "train/build.py: importing.join": "an import in this process",
     "train/feed.py: future.result": "this process's disk; over ranks faults.stall_s",
-    "train/snapshot.py: run.saver.wait": "as write_async's",
+    "train/resume.py: run.saver.wait": "as write_async's",
     "verify/ranks.py: process.wait": "a process that was killed",
 }
 

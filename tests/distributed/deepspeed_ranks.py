@@ -20,11 +20,11 @@ from flatout.errors import NumericError
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import join_group, leave_group
 from flatout.parallel.rank import Rank
-from flatout.track.tracker import Trackers
+from flatout.track.tracker import TrackerGroup
 from flatout.train.build import build_run
 from flatout.train.planning import plan_run
+from flatout.train.resume import take_snapshot
 from flatout.train.run import export
-from flatout.train.snapshot import take_snapshot
 from flatout.train.state import Run
 from flatout.train.step import launch_step
 
@@ -32,7 +32,7 @@ from flatout.train.step import launch_step
 def build(values: dict[str, Any], folder: Path, messages: ControlGroup, *, resume: bool) -> Run:
     """A Run that writes its checkpoints to `folder`, and goes on from the newest there with `resume`."""
     config = make_config({**values, "run_dir": str(folder)})
-    tracker = Trackers()
+    tracker = TrackerGroup()
     planned = plan_run(config, tracker, messages.rank)
     checkpoints = Checkpoints(folder, keep=9, on_event=tracker.event, messages=messages)
     snapshot = checkpoints.newest() if resume else None

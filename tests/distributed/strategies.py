@@ -29,9 +29,9 @@ from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors
 from flatout.parallel.strategies.protocol import PartitionedOptimizer, local_part
 from flatout.plan.schedule.steps import MicroBatch
-from flatout.track.tracker import Trackers
+from flatout.track.tracker import TrackerGroup
 from flatout.train.build import build_run
-from flatout.train.evaluate import evaluate
+from flatout.train.loop import evaluate
 from flatout.train.planning import plan_run
 from flatout.train.state import Run
 from flatout.train.step import launch_step
@@ -40,7 +40,7 @@ from flatout.train.step import launch_step
 def build(values: dict[str, Any], folder: Path, rank: Rank) -> Run:
     """A Run by the public functions, without its loop and checkpoints."""
     config = make_config({**values, "run_dir": str(folder)})
-    tracker = Trackers()
+    tracker = TrackerGroup()
     planned = plan_run(config, tracker, rank)
     checkpoints = Checkpoints(folder, keep=1, on_event=tracker.event)
     if torch.cuda.is_available():

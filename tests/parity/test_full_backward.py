@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from flatout.checkpoint.write import Checkpoints
 from flatout.errors import NumericError, UsageError
 from flatout.parallel.rank import Rank
-from flatout.track.tracker import Trackers
+from flatout.track.tracker import TrackerGroup
 from flatout.train.build import build_run
 from flatout.train.planning import check_backward_update, plan_run
 from flatout.train.run import train
 from flatout.train.state import Run
-from flatout.train.step_backward import choose_step
+from flatout.train.step import step_launcher
 
 
 def full_config(tiny: Any, run_dir: Path, update: str, **sections: Any) -> Any:
@@ -31,9 +31,9 @@ def full_config(tiny: Any, run_dir: Path, update: str, **sections: Any) -> Any:
 
 
 def make_run(config: Any) -> Run:
-    planned = plan_run(config, Trackers(), Rank())
+    planned = plan_run(config, TrackerGroup(), Rank())
     checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
-    return build_run(config, planned, checkpoints, None, Trackers(), Rank())
+    return build_run(config, planned, checkpoints, None, TrackerGroup(), Rank())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
@@ -63,7 +63,7 @@ def test_gradients_never_exist_together(tiny: Any, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(
         run.optimizer, "step", lambda: (live.append(sum(p.grad is not None for p in run.parameters)), ordinary())
     )
-    assert choose_step(run)(run, run.plan.step(0))() is not None
+    assert step_launcher(run)(run, run.plan.step(0))() is not None
     assert live == [1] * len(run.parameters)
     assert all(parameter.grad is None for parameter in run.parameters)
 
@@ -72,7 +72,7 @@ def test_a_stop_leaves_the_weights_alone(tiny: Any, tmp_path: Path, monkeypatch:
     run = make_run(full_config(tiny, tmp_path, "backward"))
     before = [parameter.detach().clone() for parameter in run.parameters]
     monkeypatch.setattr(type(run.stop), "requested", True)
-    assert choose_step(run)(run, run.plan.step(0))() is None
+    assert step_launcher(run)(run, run.plan.step(0))() is None
     assert all(torch.equal(parameter, old) for parameter, old in zip(run.parameters, before, strict=True))
 
 
@@ -81,7 +81,7 @@ def test_a_loss_that_is_not_finite_stops_before_any_update(tiny: Any, tmp_path: 
     run.parameters[0].data[:] = float("nan")
     before = [parameter.detach().clone() for parameter in run.parameters]
     with pytest.raises(NumericError, match="the weights were not updated"):
-        choose_step(run)(run, run.plan.step(0))
+        step_launcher(run)(run, run.plan.step(0))
     assert all(torch.equal(p, old) for p, old in zip(run.parameters[1:], before[1:], strict=True))
 
 
@@ -89,12 +89,12 @@ def test_a_gradient_that_is_not_finite_names_the_way_back(tiny: Any, tmp_path: P
     run = make_run(full_config(tiny, tmp_path, "backward"))
     run.parameters[3].register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(NumericError, match=r"step 1: gradient norm (inf|nan), found after its updates.*newest checkp"):
-        choose_step(run)(run, run.plan.step(0))
+        step_launcher(run)(run, run.plan.step(0))
 
 
 def test_what_cannot_be_updated_in_backward_is_refused_by_the_plan(tiny: Any, tmp_path: Path) -> None:
     fits = full_config(tiny, tmp_path, "backward")
-    plan = plan_run(fits, Trackers(), Rank()).plan
+    plan = plan_run(fits, TrackerGroup(), Rank()).plan
     check_backward_update(fits, plan, Rank())
     with pytest.raises(UsageError, match=r"got 2 ranks"):
         check_backward_update(fits, plan, Rank(0, 2))

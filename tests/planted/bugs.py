@@ -92,7 +92,7 @@ BUGS = (
     Bug("evaluation reads an old adapter", "evaluate", "X.fused_lora.refresh()", "None",
         f"{EXACT}::test_evaluation_equals"),
     Bug("update beside the copy", "_update", "X.saver.before_update()", "None", COPY),
-    Bug("update in backward beside the copy", "step_in_backward", "X.saver.before_update()", "None", COPY),
+    Bug("update in backward beside the copy", "launch_backward_update", "X.saver.before_update()", "None", COPY),
     Bug("a finished first rank taken for a dead one", "HeartbeatClient.poll", "self._has_first_left = True", "pass",
         "tests/unit/parallel/test_heartbeat.py"),
     Bug("layers compiled again in mid-run", "_compiler_settings", '{f"triton.{X}": True}', '{f"triton.{X}": False}',

@@ -66,10 +66,10 @@ def test_a_new_dense_architecture_needs_no_row(tiny: Any, tmp_path: Path, metric
 
 def step_ids(config: Any) -> tuple[int, ...]:
     from flatout.parallel.rank import Rank
-    from flatout.track.tracker import Trackers
+    from flatout.track.tracker import TrackerGroup
     from flatout.train.planning import plan_run
 
-    return plan_run(config, Trackers(), Rank()).plan.step(0).sample_ids
+    return plan_run(config, TrackerGroup(), Rank()).plan.step(0).sample_ids
 
 
 def test_every_kernel_has_a_plain_twin_and_a_test_that_compares_them() -> None:

@@ -58,7 +58,7 @@ def logits(model):
         return model(torch.arange(3, 25).view(2, 11)).logits
 
 
-class Recorder(nn.Module):
+class MemoryTracker(nn.Module):
     """Stands for a quantized layer; counts how many dense weights live when one is made."""
 
     alive: list[StorageWeakRef]
@@ -75,8 +75,8 @@ class Recorder(nn.Module):
 
 @pytest.fixture
 def recorder():
-    Recorder.alive, Recorder.most, Recorder.made = [], 0, []
-    return Recorder
+    MemoryTracker.alive, MemoryTracker.most, MemoryTracker.made = [], 0, []
+    return MemoryTracker
 
 
 @pytest.mark.parametrize(

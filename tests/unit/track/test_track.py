@@ -16,7 +16,7 @@ from flatout.track.console import ConsoleTracker
 from flatout.track.record import EvalRecord, StepRecord
 from flatout.track.run_folder import RunFolderTracker
 from flatout.track.tolerant_stream import TolerantStream
-from flatout.track.tracker import Trackers
+from flatout.track.tracker import TrackerGroup
 
 STEP = StepRecord(
     step=1, num_steps=100, epoch=0.1, loss=2.5, token_accuracy=0.25, lr=1e-4, grad_norm=0.5, num_samples=4,
@@ -102,7 +102,7 @@ def test_a_folder_that_is_deleted_is_made_again_and_one_that_is_taken_is_left_al
 
 def test_passwords_in_addresses_are_shown_to_nobody(tmp_path: Path) -> None:
     out = io.StringIO()
-    trackers = Trackers(ConsoleTracker(Console(file=out, width=200)), RunFolderTracker(tmp_path))
+    trackers = TrackerGroup(ConsoleTracker(Console(file=out, width=200)), RunFolderTracker(tmp_path))
     trackers.stage("tokens", "read https://me:hunter2@host/a.jsonl?part=1&access_token=hunter3&x=2")
     trackers.event("rows", {"sources": ["s3://key:hunter2@host/b"], "why": {"url": "http://h/?sig=hunter3"}})
     trackers.close()
@@ -126,13 +126,13 @@ def test_a_reader_that_leaves_and_a_full_disk_end_nothing() -> None:
             assert output.write("x" * 100_000) == 100_000
             output.flush()
         assert output.is_unread
-        output.end()
+        output.flush(is_last=True)
     with open("/dev/full", "w") as stream:  # noqa: PTH123  (a device)
         output = TolerantStream(stream)
         output.write("x" * 100_000)
         output.flush()
         assert not output.is_unread
-        output.end()
+        output.flush(is_last=True)
     closed = io.StringIO()
     closed.close()
     TolerantStream(closed).write("x")
@@ -209,7 +209,7 @@ def test_every_recorded_step_is_shown_when_asked_for() -> None:
 
 def test_trackers_tell_all(tmp_path: Path) -> None:
     folders = [RunFolderTracker(tmp_path / name) for name in ("a", "b")]
-    both = Trackers(*folders)
+    both = TrackerGroup(*folders)
     both.record(EVAL)
     both.close()
     assert (tmp_path / "a" / "metrics.jsonl").read_text() != ""

@@ -9,15 +9,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from faulty_disk import FULL_DISK, FaultyDisk
 
 from flatout.errors import NumericError, PreemptedError
-from flatout.io.durable_io import DurableIO
-from flatout.train.guards import StopRequest, first_non_finite, require_finite
+from flatout.plan.schedule.steps import StepPlan
+from flatout.train.step import require_finite
+from flatout.train.stop_request import StopRequest
 
 
 def origin_of(sample_id: int) -> str:
@@ -113,29 +114,32 @@ def test_who_leaves_after_sigterm_is_not_killed_by_another(number: int) -> None:
             signal.signal(number, handler)
 
 
-def parameters(**gradients: list[float] | None) -> dict[str, torch.Tensor]:
+def make_run(folder: Path, **gradients: list[float] | None) -> Any:
     named = {}
     for name, gradient in gradients.items():
         named[name] = torch.zeros(2, requires_grad=True)
         named[name].grad = None if gradient is None else torch.tensor(gradient)
-    return named
+    feed = SimpleNamespace(store=SimpleNamespace(origin=origin_of))
+    return SimpleNamespace(config=SimpleNamespace(folder=folder), named_parameters=named, feed=feed)
+
+
+def make_step(*sample_ids: int, index: int = 0) -> StepPlan:
+    return StepPlan(index, 0, sample_ids, 0, 0, (), 1.0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_the_first_parameter_with_a_bad_gradient_is_named(bad: float) -> None:
-    assert first_non_finite(parameters(a=[1.0, 2.0], b=None)) is None
-    assert first_non_finite(parameters(a=[1.0, 2.0], b=None, c=[0.0, bad], d=[bad, bad])) == "c"
+def test_the_first_parameter_with_a_bad_gradient_is_named(tmp_path: Path, bad: float) -> None:
+    run = make_run(tmp_path, a=[1.0, 2.0], b=None, c=[0.0, bad], d=[bad, bad])
+    with pytest.raises(NumericError, match="; first non-finite gradient: c;"):
+        require_finite(run, make_step(3), 1.0, bad)
 
 
 @pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (1.0, math.inf), (-math.inf, math.nan)])
 def test_a_bad_step_is_named_with_its_samples_and_written_down(tmp_path: Path, loss: float, grad_norm: float) -> None:
-    named = parameters(good=[1.0, 1.0], bad=[math.nan, 0.0])
-    dump = tmp_path / "numeric_error.json"
+    run = make_run(tmp_path, good=[1.0, 1.0], bad=[math.nan, 0.0])
     with pytest.raises(NumericError) as raised:
-        require_finite(
-            loss, grad_norm, step=41, sample_ids=range(100, 140), named=named, origin_of=origin_of, dump=dump
-        )
-    message = str(raised.value)
+        require_finite(run, make_step(*range(100, 140), index=40), loss, grad_norm)
+    message, dump = str(raised.value), tmp_path / "non_finite.json"
     for part in (f"step 41: loss {loss}, gradient norm {grad_norm}", "first non-finite gradient: bad", str(dump)):
         assert part in message
     assert "samples 100 (chats.jsonl:101), 101 (chats.jsonl:102), " in message
@@ -151,26 +155,17 @@ def test_a_bad_step_is_named_with_its_samples_and_written_down(tmp_path: Path, l
     }
 
 
-def test_a_loss_alone_can_be_bad_and_no_file_is_needed() -> None:
-    with pytest.raises(NumericError, match=r"samples 3 \(chats\.jsonl:4\), 5 \(chats\.jsonl:6\); look") as raised:
-        require_finite(math.nan, 0.0, step=1, sample_ids=(3, 5), named=parameters(a=[0.0, 0.0]), origin_of=origin_of)
+def test_a_loss_alone_can_be_bad(tmp_path: Path) -> None:
+    with pytest.raises(NumericError, match=r"samples 3 \(chats\.jsonl:4\), 5 \(chats\.jsonl:6\); written") as raised:
+        require_finite(make_run(tmp_path, a=[0.0, 0.0]), make_step(3, 5), math.nan, 0.0)
     assert "first non-finite" not in str(raised.value)
 
 
-def test_a_full_disk_does_not_hide_the_numeric_error(tmp_path: Path) -> None:
-    storage = DurableIO(FaultyDisk(1, FULL_DISK, lasting=True))
-    with pytest.raises(NumericError, match=r"step 1: .*could not be written down: disk or quota full"):
-        require_finite(
-            math.nan,
-            0.0,
-            step=1,
-            sample_ids=(3,),
-            named={},
-            origin_of=origin_of,
-            dump=tmp_path / "a.json",
-            storage=storage,
-        )
+def test_a_folder_that_cannot_be_written_does_not_hide_the_numeric_error(tmp_path: Path) -> None:
+    with pytest.raises(NumericError, match=r"step 1: .*; could not be written down: cannot write .*; look at"):
+        require_finite(make_run(tmp_path / "gone"), make_step(3), math.nan, 0.0)
 
 
-def test_finite_steps_pass_and_cost_no_look_at_the_gradients() -> None:
-    require_finite(0.0, 0.0, step=1, sample_ids=(), named=parameters(a=[math.nan, 0.0]), origin_of=origin_of)
+def test_finite_steps_pass_and_cost_no_look_at_the_gradients(tmp_path: Path) -> None:
+    require_finite(make_run(tmp_path, a=[math.nan, 0.0]), make_step(3), 0.0, 0.0)
+    assert not list(tmp_path.iterdir())

@@ -16,18 +16,17 @@ from flatout.errors import ResourceError
 from flatout.models.blocks import decoder_layers
 from flatout.models.head import packed_loss
 from flatout.parallel.rank import Rank
-from flatout.track.tracker import Trackers
+from flatout.track.tracker import TrackerGroup
 from flatout.train.build import build_run
 from flatout.train.loop import run_steps
 from flatout.train.planning import plan_run
-from flatout.train.resume import restore
+from flatout.train.resume import restore, take_snapshot
 from flatout.train.run import train
-from flatout.train.snapshot import take_snapshot
 from flatout.train.state import Run
 from flatout.train.step import accumulate_gradients, launch_step
 
 
-class Events(Trackers):
+class Events(TrackerGroup):
     """Remembers events."""
 
     def __init__(self) -> None:
@@ -222,7 +221,7 @@ def test_what_cannot_be_split_stops_with_what_to_do(tiny: Any, tmp_path: Path) -
 def test_a_longer_sample_later_is_still_taken_whole(tiny: Any, tmp_path: Path) -> None:
     """A cap below a step's longest sample gives way to it."""
     run, _ = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
-    run.micro_batch_cap.num_tokens = 2
+    run.state.micro_batch_cap = 2
     step = run.plan.step(0)
     loss_sum, _ = accumulate_gradients(run, step)
     plain, _ = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
@@ -240,7 +239,7 @@ def test_ranks_split_alone(tiny: Any, tmp_path: Path) -> None:
         run.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for rank, cap in enumerate(caps):
-            run.micro_batch_cap.num_tokens = cap
+            run.state.micro_batch_cap = cap
             total += accumulate_gradients(replace(run, rank=Rank(rank, 2)), step)[0].item()
         totals.append(total)
     assert totals[1:] == pytest.approx([totals[0]] * 2, rel=1e-12)

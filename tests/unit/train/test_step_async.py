@@ -15,7 +15,7 @@ from flatout.errors import NumericError, PreemptedError
 from flatout.optim.flat import FlatAdamW, flatten
 from flatout.optim.update import clear_found_inf, copy_to_host_async, set_found_inf, supports_found_inf
 from flatout.parallel.rank import Rank
-from flatout.track.tracker import Trackers
+from flatout.track.tracker import TrackerGroup
 from flatout.train import build, loop, step
 from flatout.train.planning import plan_run
 from flatout.train.run import train
@@ -47,9 +47,9 @@ def sections(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def make_run(config: Any, tmp_path: Path) -> Run:
-    planned = plan_run(config, Trackers(), Rank())
+    planned = plan_run(config, TrackerGroup(), Rank())
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
-    run = build.build_run(config, planned, checkpoints, None, Trackers(), Rank())
+    run = build.build_run(config, planned, checkpoints, None, TrackerGroup(), Rank())
     assert supports_found_inf(run.optimizer)
     return run
 
@@ -139,7 +139,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
     settings = {"lora": {"rank": 4, "dropout": 0.2}, "checkpoint": {"every_steps": 3}, **sections}
     whole = tiny.config(tmp_path / "whole", **settings)
     train(whole)
-    original = loop.choose_step
+    original = loop.step_launcher
 
     def stop_at(run: Run) -> Any:
         launch = original(run)
@@ -152,10 +152,10 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
         return launch_or_stop
 
     cut = tiny.config(tmp_path / "cut", **settings)
-    monkeypatch.setattr(loop, "choose_step", stop_at)
+    monkeypatch.setattr(loop, "step_launcher", stop_at)
     with pytest.raises(PreemptedError, match=f"saved {at} steps"):
         train(cut)
-    monkeypatch.setattr(loop, "choose_step", original)
+    monkeypatch.setattr(loop, "step_launcher", original)
     train(cut)
     for name in ("model", "optimizer"):
         files = [tmp_path / run / "checkpoints" / "step-8" / f"{name}.safetensors" for run in ("whole", "cut")]
