@@ -24,7 +24,7 @@ import torch
 from bench.shapes import SHAPES, shape_config
 from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
 
-from flatout.models.load.quantized import num_stored_weights
+from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.parallel.rank import Rank
 from flatout.track.tracker import MemoryTracker
 from flatout.train.state import Run
@@ -54,11 +54,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     taken = take_steps(args.out, overrides, args.steps, before=held, after=peak)
     if not rank.is_first:
         return None
+    quantized = [module for module in taken.run.model.modules() if isinstance(module, (Fp8Linear, Nf4Linear))]
     return {
         "shape": args.shape,
         "layers": taken.run.model.config.num_hidden_layers,
         "overrides": overrides,
-        "quantized_weights": num_stored_weights(taken.run.model),
+        "quantized_weights": sum(module.in_features * module.out_features for module in quantized),
         **found,
         "load_s": round(load_s(taken.recorder), 1),
         **taken.summary(launched_s),

@@ -15,11 +15,8 @@ from typing import Any
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument(
-        "target",
-        metavar="CONFIG|MODEL",
-        help="a YAML file, a .py file (which runs as code), or a hub id or folder with config.json: random weights",
-    )
+    target = "a YAML file, a .py file (which runs as code), or a hub id or folder with config.json: random weights"
+    parser.add_argument("target", metavar="CONFIG|MODEL", help=target)
     parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="such as base.storage=fp8")
     parser.add_argument("--steps", type=int, default=13, metavar="N", help="optimizer steps, the first 3 left out (13)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
@@ -29,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure in a temporary folder and print the figures. Returns 0; raises FlatoutError."""
     launched_s = time.time()
     from flatout.bench.figures import WARMUP_STEPS
-    from flatout.cli.screen import rows
+    from flatout.cli.screen import quiet_transformers, rows
     from flatout.config.read import load_config, make_config
     from flatout.environment import environment, expandable_segments_env, set_environment
     from flatout.errors import UsageError
@@ -52,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
         set_environment({**expandable_segments_env(environment()), **mode.environment})
         # import torch only after the configuration is checked
         from flatout.bench.run import measure, measured_config
-        from flatout.cli.quiet import quiet_transformers
 
         quiet_transformers()
         measured, data_name = measured_config(config, Path(place), args.steps)

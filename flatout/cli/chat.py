@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import Any
 
+from flatout.cli.screen import quiet_transformers
 from flatout.errors import ResourceError, UsageError
-
-if TYPE_CHECKING:
-    from flatout.models.generate import Sampling
 
 MAX_NEW_TOKENS = 1 << 20
 # logits are divided by the temperature; below this, they overflow the range of fp16, then of fp32
@@ -19,20 +18,19 @@ MIN_TEMPERATURE = 1e-3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("target", metavar="RUN_OR_ADAPTER_OR_MODEL", help="run, adapter or model folder, or hub id")
-    parser.add_argument("--prompt", help="answer this once and leave; without it the chat is interactive")
-    parser.add_argument("--system", help="system prompt")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="longest answer in tokens (512)")
-    parser.add_argument("--temperature", type=float, help="0: the likeliest token (the model's generation_config)")
-    parser.add_argument("--top-p", type=float, help="likeliest tokens up to this probability (generation_config)")
-    parser.add_argument("--top-k", type=int, help="so many of the likeliest tokens (generation_config)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
-    parser.add_argument("--base", help="base model (folder or hub id) instead of the one the adapter names")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-    parser.add_argument(
-        "--device-map", metavar="MAP",
-        help="spread the model over all GPUs: auto, balanced, sequential, or a JSON file of module names to devices",
-    )  # fmt: skip
+    add = parser.add_argument
+    add("target", metavar="RUN_OR_ADAPTER_OR_MODEL", help="run, adapter or model folder, or hub id")
+    add("--prompt", help="answer this once and leave; without it the chat is interactive")
+    add("--system", help="system prompt")
+    add("--max-new-tokens", type=int, default=512, help="longest answer in tokens (512)")
+    add("--temperature", type=float, help="0: the likeliest token (the model's generation_config)")
+    add("--top-p", type=float, help="likeliest tokens up to this probability (generation_config)")
+    add("--top-k", type=int, help="so many of the likeliest tokens (generation_config)")
+    add("--seed", type=int, default=0, help="seed of the sampling (0)")
+    add("--base", help="base model (folder or hub id) instead of the one the adapter names")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    spread = "spread the model over all GPUs: auto, balanced, sequential, or a JSON file of module names to devices"
+    add("--device-map", metavar="MAP", help=spread)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,10 +38,9 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     import torch
 
-    from flatout.cli.quiet import quiet_transformers
     from flatout.data.templates.template import choose_template
     from flatout.io.template_limits import bounded
-    from flatout.models.generate import Sampling
+    from flatout.models.generate import Sampling, answer
     from flatout.models.load.device_map import describe_devices
     from flatout.models.load.model_paths import load_trained, resolve_model_paths
 
@@ -62,12 +59,21 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temperature, args.top_p, args.top_k)
     print(f"Answers are {sampling.describe(model)}", file=sys.stderr)
     messages = [{"role": "system", "content": args.system}] if args.system else []
+    options: dict[str, Any] = {
+        "max_new_tokens": args.max_new_tokens,
+        "sampling": sampling,
+        "seed": args.seed,
+        "stream": True,
+    }
     if args.prompt is not None:
-        _turn(model, tokenizer, messages, args.prompt, sampling, args)
+        answer(model, tokenizer, [*messages, {"role": "user", "content": args.prompt}], **options)
         return 0
     print("Type a message; an empty line or Ctrl-D ends the chat.")
-    while prompt := _read_line():
-        _turn(model, tokenizer, messages, prompt, sampling, args)
+    with suppress(EOFError):
+        while prompt := input("> ").strip():
+            messages.append({"role": "user", "content": prompt})
+            reply = answer(model, tokenizer, messages, **options)
+            messages.append({"role": "assistant", "content": reply})
     return 0
 
 
@@ -86,30 +92,3 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--top-k is {args.top_k}; expected at least 1")
     if args.device_map is not None and args.device != "auto":
         raise UsageError(f"--device {args.device} and --device-map {args.device_map} are both given; keep one")
-
-
-def _turn(
-    model: Any,
-    tokenizer: Any,
-    messages: list[dict[str, str]],
-    prompt: str,
-    sampling: Sampling,
-    args: argparse.Namespace,
-) -> None:
-    from flatout.models.generate import answer
-
-    messages.append({"role": "user", "content": prompt})
-    reply = answer(
-        model, tokenizer, messages,
-        max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
-        on_text=lambda piece: print(piece, end="", flush=True),
-    )  # fmt: skip
-    print()
-    messages.append({"role": "assistant", "content": reply})
-
-
-def _read_line() -> str:
-    try:
-        return input("> ").strip()
-    except EOFError:
-        return ""

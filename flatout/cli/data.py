@@ -5,36 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from flatout.config.schema import DataConfig
-    from flatout.data.token_store import TokenStore
+from pydantic import ValidationError
+
+from flatout.config.schema import DataConfig, SourceConfig
+from flatout.data import registry
+from flatout.errors import ProblemsError, UsageError
+from flatout.io.redact import printable, redacted
 
 _WIDE = "=" * 80
+_NUM_PRINTED = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options; the defaults are those of the configuration's `data` section."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    _add_build(actions.add_parser("build", help="tokenize sources into a data set with a name"))
-    show = actions.add_parser("show", help="print samples, what carries loss in color, and the statistics")
-    show.add_argument("name", help="name of a built data set")
-    show.add_argument("-n", type=int, default=3, help="samples to print (3)")
-    listing = actions.add_parser("list", help="print the registry")
-    for command in (show, listing):
-        command.add_argument("--root", type=Path, default=Path("data"), help="folder of the registry (data)")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Build, show or list. Returns 0; raises FlatoutError."""
-    if args.action == "build":
-        return _build(args)
-    return _show(args) if args.action == "show" else _list(args)
-
-
-def _add_build(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = actions.add_parser("build", help="tokenize sources into a data set with a name").add_argument
     add("paths", nargs="+", metavar="PATH_OR_ID", help="files, folders, globs or hub ids")
     add("--tokenizer", required=True, help="hub id or folder of the tokenizer")
     add("--name", required=True, help="name of the data set")
@@ -58,14 +44,20 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     add("--num-procs", type=int, help="processes that tokenize")
     add("--replace", action="store_true", help="build anew where another data set of that name is there")
     add("--root", type=Path, help="folder of the registry and the built data sets (data)")
+    show = actions.add_parser("show", help="print samples, what carries loss in color, and the statistics")
+    show.add_argument("name", help="name of a built data set")
+    show.add_argument("-n", type=int, default=3, help="samples to print (3)")
+    for command in (show, actions.add_parser("list", help="print the registry")):
+        command.add_argument("--root", type=Path, default=Path("data"), help="folder of the registry (data)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build, show or list. Returns 0; raises FlatoutError."""
+    {"build": _build, "show": _show, "list": _list}[args.action](args)
+    return 0
 
 
 def _config(args: argparse.Namespace) -> DataConfig:
-    from pydantic import ValidationError
-
-    from flatout.config.schema import DataConfig
-    from flatout.errors import ProblemsError, UsageError
-
     if args.weight and len(args.weight) != len(args.paths):
         raise UsageError(f"{len(args.weight)} --weight for {len(args.paths)} sources; give one for each, or none")
     pairs: dict[str, dict[str, str]] = {"column": {}, "template_arg": {}}
@@ -78,14 +70,13 @@ def _config(args: argparse.Namespace) -> DataConfig:
             found[key] = value
     # true and false become booleans, everything else stays text: enable_thinking=false
     variables = {key: {"true": True, "false": False}.get(value, value) for key, value in pairs["template_arg"].items()}
-    source = _given(args, "split", "subset", "revision", "format") | {"columns": pairs["column"]}
+    options = {name: value for name, value in vars(args).items() if value is not None}
+    source = {name: options[name] for name in SourceConfig.model_fields if name in options}
+    source["columns"] = pairs["column"]
     weights = args.weight or [1.0] * len(args.paths)
-    sources = [{"path": path, "weight": weight, **source} for path, weight in zip(args.paths, weights, strict=True)]
-    settings = _given(
-        args, "name", "num_samples", "seed", "template", "empty_reasoning", "special_tokens", "loss_type", "max_tokens",
-        "too_long", "on_bad_row", "num_procs", "root",
-    )  # fmt: skip
-    settings |= {"sources": sources, "tokenizer": args.tokenizer, "template_args": variables}
+    settings = {name: options[name] for name in DataConfig.model_fields if name in options}
+    settings["sources"] = [{**source, "path": path, "weight": w} for path, w in zip(args.paths, weights, strict=True)]
+    settings["template_args"] = variables
     if args.max_tokens == 0:
         settings["max_tokens"] = None
     try:
@@ -96,18 +87,13 @@ def _config(args: argparse.Namespace) -> DataConfig:
         raise ProblemsError("flatout data build", problems) from error
 
 
-def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-
-
-def _build(args: argparse.Namespace) -> int:
+def _build(args: argparse.Namespace) -> None:
     config = _config(args)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from flatout.data.build import open_or_build
-    from flatout.data.registry import FILE_NAME
-    from flatout.io.redact import printable, redacted
+    from flatout.data.tokenizer import load_tokenizer
 
     number = "all" if config.num_samples is None else config.num_samples
     print(printable(redacted(f"Loading {number} samples from {', '.join(args.paths)}...")), flush=True)
@@ -120,84 +106,64 @@ def _build(args: argparse.Namespace) -> int:
         def progress(done: int, total: int | None) -> None:
             bar.update(task, completed=done, total=total, rate=f"{bar.tasks[0].speed or 0:,.0f} rows/s")
 
-        store = open_or_build(
-            config,
-            args.tokenizer,
-            replaces=args.replace,
-            progress=progress,
-            say=lambda text: console.print(text, markup=False, highlight=False),
-        )
+        def say(text: str) -> None:
+            console.print(text, markup=False, highlight=False)
+
+        store = open_or_build(config, args.tokenizer, replaces=args.replace, progress=progress, say=say)
     if args.print_samples:
-        _print_samples(store)
+        tokenizer = load_tokenizer(store.meta.tokenizer)
+        print(f"\n{_WIDE}\nSAMPLE TEXTS FROM PROCESSED DATASET:\n{_WIDE}")
+        for index in range(min(_NUM_PRINTED, store.num_samples)):
+            print(f"\n--- Sample {index + 1} ---")
+            print(printable(tokenizer.decode(store.sample(index)[0].tolist(), skip_special_tokens=False)))
     print(f"\nDataset saved to: {store.folder}")
-    print(f"Registry updated: {config.root / FILE_NAME}")
+    print(f"Registry updated: {config.root / registry.FILE_NAME}")
     print(f'Dataset "{config.name}" has been successfully built and saved!')
-    return 0
 
 
-def _print_samples(store: TokenStore, num_samples: int = 3) -> None:
-    from flatout.data.tokenizer import load_tokenizer
-    from flatout.io.redact import printable
-
-    tokenizer = load_tokenizer(store.meta.tokenizer)
-    print(f"\n{_WIDE}\nSAMPLE TEXTS FROM PROCESSED DATASET:\n{_WIDE}")
-    for index in range(min(num_samples, store.num_samples)):
-        print(f"\n--- Sample {index + 1} ---")
-        print(printable(tokenizer.decode(store.sample(index)[0].tolist(), skip_special_tokens=False)))
-
-
-def _show(args: argparse.Namespace) -> int:
+def _show(args: argparse.Namespace) -> None:
     import numpy as np
     from rich.console import Console
     from rich.text import Text
 
-    from flatout.data import registry
     from flatout.data.statistics import statistics, statistics_lines
     from flatout.data.token_store import TokenStore
     from flatout.data.tokenizer import load_tokenizer
-    from flatout.errors import UsageError
-    from flatout.io.redact import printable
 
     if args.n < 0:
         raise UsageError(f"-n is {args.n}; expected 0 or more samples")
     store = TokenStore.open(registry.entry_dir(args.root, registry.find(args.root, args.name)))
+    meta = store.meta
     console = Console(highlight=False, soft_wrap=True)
-    tokenizer = load_tokenizer(store.meta.tokenizer) if args.n > 0 else None
+    tokenizer = load_tokenizer(meta.tokenizer) if args.n > 0 else None
     for index in range(min(args.n, store.num_samples)):
         if getattr(sys.stdout, "is_unread", False):  # a TolerantStream whose reader is gone, as with `| head`
-            return 0
+            return
         token_ids, loss_mask = store.sample(index)
-        labels = int(store.num_labels[index])
-        sizes = f"{len(token_ids)} tokens, {labels} with loss"
+        sizes = f"{len(token_ids)} tokens, {int(store.num_labels[index])} with loss"
         console.print(f"--- Sample {index + 1} ({store.origin(index)}, {sizes}) ---")
         text = Text()
         for run in np.split(np.arange(len(token_ids)), np.flatnonzero(np.diff(loss_mask)) + 1):
             piece = tokenizer.decode(token_ids[run].tolist(), skip_special_tokens=False) if tokenizer else ""
             text.append(printable(piece), style="bold green" if loss_mask[run[0]] else "dim")
         console.print(text, end="\n\n")
-    meta = store.meta
     origin = f"{meta.name}: {', '.join(meta.sources)}; tokenizer {meta.tokenizer}; template {meta.template or 'none'};"
     print(printable(origin))
     loss_type, max_tokens = (meta.settings.get(name) for name in ("loss_type", "max_tokens"))
     print(printable(f"loss on {loss_type}; max_tokens {max_tokens}; end of turn {meta.end_of_turn or 'none'!r}"))
     print("\n".join(statistics_lines(statistics(store))))
     print(f"every row left out or cut is listed in {store.folder / 'report.json'}")
-    return 0
 
 
-def _list(args: argparse.Namespace) -> int:
-    from flatout.data import registry
-    from flatout.io.redact import printable
-
+def _list(args: argparse.Namespace) -> None:
     entries = registry.load(args.root)
     if not entries:
         print(f"no data sets in {args.root / registry.FILE_NAME}; build one with: flatout data build")
-        return 0
+        return
     rows = [("name", "samples", "loss", "built (UTC)", "tokenizer", "template", "sources")]
     for entry in entries.values():
         count, template, sources = f"{entry.num_samples:,}", entry.template or "none", ", ".join(entry.sources)
         rows.append((entry.name, count, entry.loss_type, entry.created, entry.tokenizer, template, sources))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print(printable("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()))
-    return 0

@@ -8,26 +8,24 @@ import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
-WIDTH = 80
+from flatout.cli.screen import WIDTH
+from flatout.config.read import load_config
+from flatout.environment import environment, set_environment
+from flatout.errors import ResourceError
+from flatout.launch.launch_mode import visible_devices_env
+from flatout.parallel.rank import Rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument(
-        "config", type=Path, nargs="?", help="also look at this run's model, folder and disks (a .py file runs as code)"
-    )
+    config_help = "also look at this run's model, folder and disks (a .py file runs as code)"
+    parser.add_argument("config", type=Path, nargs="?", help=config_help)
     parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="such as run_dir=/data/run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print one line per check. Returns 0 if none failed; raises ResourceError (exit code 6) naming those that did."""
-    from flatout.config.read import load_config
-    from flatout.environment import environment, set_environment
-    from flatout.errors import ResourceError
-    from flatout.launch.launch_mode import visible_devices_env
-    from flatout.parallel.rank import Rank
-
     config = None if args.config is None else load_config(args.config, args.overrides)
     if config is not None:
         # before torch looks for GPUs

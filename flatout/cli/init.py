@@ -6,12 +6,14 @@ import argparse
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from flatout.config.schema import NAME_PATTERN, Config, DataConfig, EvalConfig, ModelConfig, SourceConfig
+from flatout.config.template import changed_settings, render_template
+from flatout.data import registry
+from flatout.demo.settings import MODEL_DIR, TRAIN_FILE, demo_config
 from flatout.errors import ResourceError, UsageError
-
-if TYPE_CHECKING:
-    from flatout.config.schema import Config, DataConfig
+from flatout.io.durable_io import DurableIO
 
 DEMO_DIR = Path("demo")
 DEFAULT_PATH = Path("run.yaml")
@@ -20,22 +22,17 @@ OF_ANY_MODEL = ("name", "data.", "eval.")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("path", nargs="?", type=Path, help=f"file to write ({DEFAULT_PATH}); never overwritten")
-    parser.add_argument(
-        "--data",
-        metavar="NAME",
-        help="a data set built before, or a file, folder, glob or hub id (the demo's conversations)",
-    )
-    parser.add_argument("--model", metavar="M", help="hub id or folder of the model (the demo's tiny one)")
-    parser.add_argument("--all", action="store_true", help="every setting with its help, not only those of a first run")
-    parser.add_argument("--schema", action="store_true", help="print the JSON schema for editors instead, or write it")
+    add = parser.add_argument
+    add("path", nargs="?", type=Path, help=f"file to write ({DEFAULT_PATH}); never overwritten")
+    data_help = "a data set built before, or a file, folder, glob or hub id (the demo's conversations)"
+    add("--data", metavar="NAME", help=data_help)
+    add("--model", metavar="M", help="hub id or folder of the model (the demo's tiny one)")
+    add("--all", action="store_true", help="every setting with its help, not only those of a first run")
+    add("--schema", action="store_true", help="print the JSON schema for editors instead, or write it")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the file and return 0. Raises UsageError if it already exists."""
-    from flatout.config.schema import Config
-    from flatout.config.template import render_template
-
     if args.schema:
         text = json.dumps(Config.model_json_schema(), indent=2) + "\n"
         if args.path is None:
@@ -45,79 +42,62 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.model == "" or args.data == "":
         raise UsageError(f"--{'model' if args.model == '' else 'data'} is empty; leave it out for the demo's")
-    path = args.path or DEFAULT_PATH
-    of_the_data = args.model is None and args.data is not None
-    model = _model_of_data(args.data) if of_the_data else args.model
+    path, model = args.path or DEFAULT_PATH, args.model
+    if model is None and args.data is not None:
+        # the model whose tokenizer the data set was built with
+        root = DataConfig().root
+        entry = registry.load(root).get(args.data)
+        if entry is None:
+            raise UsageError(
+                f"--data {args.data}: also give --model; only a data set in {root / registry.FILE_NAME} names its own"
+            )
+        model = entry.tokenizer
     config = starting_config(_as_name(path.stem, "run"), data=args.data, model=model)
-    intro = _intro(path, config, own_model=model is not None, own_data=args.data is not None)
-    _write_new(path, render_template(config, intro, everything=args.all))
-    print(f"wrote {path}; next: flatout plan {path}, then flatout train {path}")
-    if args.data is None:
-        _write_demo_inputs()
-    return 0
-
-
-def starting_config(name: str, *, data: str | None, model: str | None) -> Config:
-    """Return a LoRA configuration for `model`, or the demo's full training of its tiny model if `model` is None."""
-    from flatout.config.schema import Config, EvalConfig, ModelConfig
-    from flatout.demo.settings import demo_config
-
-    demo = demo_config(DEMO_DIR, seed=42)
-    values: dict[str, Any] = {"name": name, "data": data_of(data, demo), "eval": EvalConfig(fraction=0.05)}
-    if model is None:
-        return demo.model_copy(update=values | {"run_dir": None})
-    return Config(model=ModelConfig(name=model), **values)
-
-
-def _model_of_data(named: str) -> str:
-    """Return the model whose tokenizer the data set was built with. Raises UsageError if there is no such data set."""
-    from flatout.config.schema import DataConfig
-    from flatout.data import registry
-
-    root = DataConfig().root
-    entry = registry.load(root).get(named)
-    if entry is None:
-        raise UsageError(
-            f"--data {named}: also give --model; only a data set in {root / registry.FILE_NAME} names its own"
-        )
-    return entry.tokenizer
-
-
-def data_of(named: str | None, demo: Config) -> DataConfig:
-    """Return the data section for `--data`: nothing, a built data set, or a source."""
-    from flatout.config.schema import NAME_PATTERN, DataConfig, SourceConfig
-
-    if named is None:
-        return DataConfig(name="demo", sources=demo.data.sources)
-    if re.fullmatch(NAME_PATTERN, named) and not Path(named).exists() and Path(named).suffix == "":
-        return DataConfig(name=named)
-    return DataConfig(name=_as_name(Path(named).name.split(".")[0], "data"), sources=[SourceConfig(path=named)])
-
-
-def _intro(path: Path, config: Config, *, own_model: bool, own_data: bool) -> list[str]:
-    from flatout.config.template import changed_settings
-
-    lines = [
+    intro = [
         "Written by `flatout init`; `--all` writes every setting. [] says what a setting may be.",
         "Where a comment names no default, the value is the default and the line may be deleted.",
         f"  flatout plan {path}      what the run will do, before a GPU is held",
         f"  flatout train {path}     train; the same command goes on after an interruption",
         f"  flatout train {path} optim.lr=1e-4 batch.epochs=2     change settings for one run",
     ]
-    if not own_model:
+    if model is None:
         back = [f"{name}: {default}" for name, default in changed_settings(config) if not name.startswith(OF_ANY_MODEL)]
-        lines += [
+        intro += [
             "As it is, it trains the demo's tiny model from random weights. For a real one set model.name (such as",
             f"Qwen/Qwen3-0.6B) and go back to the defaults: {', '.join(back)}.",
         ]
-    if not own_data:
-        lines.append("For your own data set data.name and data.sources.")
-    return lines
+    if args.data is None:
+        intro.append("For your own data set data.name and data.sources.")
+    _write_new(path, render_template(config, intro, everything=args.all))
+    print(f"wrote {path}; next: flatout plan {path}, then flatout train {path}")
+    if args.data is None and not ((DEMO_DIR / TRAIN_FILE).exists() and (DEMO_DIR / MODEL_DIR).exists()):
+        from flatout.demo.write import write_demo
+
+        write_demo(DEMO_DIR, seed=42)
+        print(f"wrote {DEMO_DIR}/: a small chat data set and a tiny model to try it on")
+    return 0
+
+
+def starting_config(name: str, *, data: str | None, model: str | None) -> Config:
+    """Return a LoRA configuration for `model`, or the demo's full training of its tiny model if `model` is None.
+
+    `data` is a data set that was built, or a source; None: the demo's.
+    """
+    demo = demo_config(DEMO_DIR, seed=42)
+    if data is None:
+        data_config = DataConfig(name="demo", sources=demo.data.sources)
+    elif re.fullmatch(NAME_PATTERN, data) and not Path(data).exists() and Path(data).suffix == "":
+        data_config = DataConfig(name=data)
+    else:
+        sources = [SourceConfig(path=data)]
+        data_config = DataConfig(name=_as_name(Path(data).name.split(".")[0], "data"), sources=sources)
+    values: dict[str, Any] = {"name": name, "data": data_config, "eval": EvalConfig(fraction=0.05)}
+    if model is None:
+        return demo.model_copy(update=values | {"run_dir": None})
+    return Config(model=ModelConfig(name=model), **values)
 
 
 def _write_new(path: Path, text: str) -> None:
-    from flatout.io.durable_io import DurableIO
-
     content = memoryview(text.encode())
     try:
         DurableIO().create(path, [content], len(content))
@@ -127,18 +107,6 @@ def _write_new(path: Path, text: str) -> None:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise UsageError(f"{path}: there is no folder {path.parent}; make it, or name another file") from None
         raise
-
-
-def _write_demo_inputs() -> None:
-    """Write the demo's data and model, which the file refers to, unless they exist."""
-    from flatout.demo.settings import MODEL_DIR, TRAIN_FILE
-
-    if (DEMO_DIR / TRAIN_FILE).exists() and (DEMO_DIR / MODEL_DIR).exists():
-        return
-    from flatout.demo.write import write_demo
-
-    write_demo(DEMO_DIR, seed=42)
-    print(f"wrote {DEMO_DIR}/: a small chat data set and a tiny model to try it on")
 
 
 def _as_name(text: str, otherwise: str) -> str:

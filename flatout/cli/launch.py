@@ -6,12 +6,17 @@ import argparse
 import sys
 from pathlib import Path
 
+from flatout.config.read import load_config
+from flatout.errors import UsageError
+from flatout.io.durable_io import DurableIO
+from flatout.launch.kubernetes import PYTORCH_JOB, TRAIN_JOB, KubernetesJob, manifest, secret_name
+from flatout.launch.slurm import SlurmJob, sbatch_script
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument(
-        "config", type=Path, help="the run's YAML file (a .py file runs as code), at the path the cluster sees"
-    )
+    config_help = "the run's YAML file (a .py file runs as code), at the path the cluster sees"
+    parser.add_argument("config", type=Path, help=config_help)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--slurm", action="store_true", help="an sbatch script")
     where.add_argument("--kubernetes", action="store_true", help="a PyTorchJob, or with --train-job a TrainJob")
@@ -31,12 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the configuration, then write or print the job."""
-    from flatout.config.read import load_config
-    from flatout.errors import UsageError
-    from flatout.io.durable_io import DurableIO
-    from flatout.launch.kubernetes import PYTORCH_JOB, TRAIN_JOB, KubernetesJob, manifest, secret_name
-    from flatout.launch.slurm import SlurmJob, sbatch_script
-
     config = load_config(args.config, args.overrides)
     gpus = len(config.gpus or [0]) if args.gpus_per_node is None else args.gpus_per_node
     if args.nodes < 1 or gpus < 1:
@@ -44,22 +43,21 @@ def run(args: argparse.Namespace) -> int:
     words = ["train", str(args.config), *args.overrides]
     if args.out is not None and args.out.exists():
         raise UsageError(f"--out {args.out} exists already; remove it, or choose another name")
-    before = ""
     if args.slurm:
-        folder = Path.cwd()
+        folder, submit = Path.cwd(), "sbatch"
         job = SlurmJob(
             args.name or config.name, args.nodes, gpus, words, folder, folder / config.folder, sys.executable,
             max_restarts=config.faults.max_restarts, partition=args.partition, account=args.account, time=args.time,
         )  # fmt: skip
         text = sbatch_script(job)
     else:
-        name = args.name or config.name.lower().replace("_", "-").replace(".", "-")
+        name, submit = args.name or config.name.lower().replace("_", "-").replace(".", "-"), "kubectl apply -f"
         kind = TRAIN_JOB if args.train_job else PYTORCH_JOB
         pods = KubernetesJob(name, args.nodes, gpus, words, args.image, args.claim, args.mount, kind)
         text = manifest(pods)
         if secret := secret_name(pods):
-            before = f'kubectl create secret generic {secret} --from-literal=secret="$(openssl rand -hex 32)" && '
-    submit = "sbatch" if args.slurm else f"{before}kubectl apply -f"
+            literal = '--from-literal=secret="$(openssl rand -hex 32)"'
+            submit = f"kubectl create secret generic {secret} {literal} && {submit}"
     if args.out is None:
         print(text, end="")
         return 0

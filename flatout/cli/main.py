@@ -41,31 +41,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="flatout", description="Exact, planned, flat-out fine-tuning.")
     parser.add_argument("--version", action="version", version=f"flatout {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    wanted = argv[0] if argv and argv[0] in VERBS else None
     for verb, what in VERBS.items():
         subparser = verbs.add_parser(verb, help=what, description=what[:1].upper() + what[1:] + ".")
         # import only the requested verb's file, so that --help stays instant
-        if verb == wanted:
+        if argv and verb == argv[0]:
             importlib.import_module(f"flatout.cli.{verb}").add_arguments(subparser)
     with tolerant_output():
         args = parser.parse_args(argv)
         try:
             code: int = importlib.import_module(f"flatout.cli.{args.verb}").run(args)
         except FlatoutError as error:
-            print(f"error: {shown(redacted(str(error)))}", file=sys.stderr)
+            # without control characters, which files can contain, or endless lines
+            shown = [
+                line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line):,} characters)"
+                for line in printable(redacted(str(error))).split("\n")
+            ]
+            print("error: " + "\n".join(shown), file=sys.stderr)
             return error.exit_code
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             return 130
         return code
-
-
-def shown(message: str) -> str:
-    """Make a message safe to print: without control characters, which files can contain, or endless lines."""
-    lines = printable(message).split("\n")
-    return "\n".join(
-        line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line):,} characters)" for line in lines
-    )
 
 
 def overrides_first(argv: list[str]) -> list[str]:

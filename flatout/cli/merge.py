@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from flatout.cli.screen import quiet_transformers
 from flatout.errors import ResourceError, UsageError, reason_of
+from flatout.io.durable_io import DurableIO
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +22,6 @@ def run(args: argparse.Namespace) -> int:
     """Merge and save. Raises UsageError if there is no adapter, ResourceError if the output cannot be written."""
     import torch
 
-    from flatout.cli.quiet import quiet_transformers
-    from flatout.io.durable_io import DurableIO
     from flatout.models.export import merge, publish_model
     from flatout.models.load.model_paths import load_trained, resolve_model_paths
 

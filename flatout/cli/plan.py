@@ -9,16 +9,17 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flatout.cli.screen import WIDTH
+from flatout.cli.screen import WIDTH, rows
+from flatout.config.read import load_config
 from flatout.errors import UsageError
-
-if TYPE_CHECKING:
-    from flatout.plan.devices import Device
-    from flatout.plan.explain import PlanReport
-    from flatout.plan.memory.budget import MemoryDecision
-    from flatout.plan.schedule.steps import StepPlan
+from flatout.parallel.rank import Rank
+from flatout.plan.devices import ANY_DEVICE, DEVICES
+from flatout.plan.explain import PlanReport, explain
+from flatout.plan.memory.budget import MemoryDecision, longest_document_tokens, memory_model
+from flatout.plan.schedule.steps import StepPlan
+from flatout.track.tracker import MemoryTracker
 
 MAX_RANKS = 100_000
 
@@ -38,20 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Returns 0; raises FlatoutError for a configuration or data that cannot be planned."""
-    from flatout.cli.screen import rows
-    from flatout.config.read import load_config
-    from flatout.parallel.rank import Rank
-    from flatout.plan.devices import ANY_DEVICE
-    from flatout.plan.explain import explain
-    from flatout.plan.memory.budget import longest_document_tokens, memory_model
-    from flatout.track.tracker import MemoryTracker
     from flatout.train.planning import plan_run
 
     if not 1 <= args.ranks <= MAX_RANKS:
         raise UsageError(f"--ranks is {args.ranks:,}; expected 1 to {MAX_RANKS:,}")
     if args.tokens_per_s is not None and not 0 < args.tokens_per_s < math.inf:
         raise UsageError(f"--tokens-per-s is {args.tokens_per_s:g}; expected more than 0, and finite")
-    device = device_of(args.device)
+    if args.device is not None and args.device.lower() not in DEVICES:
+        raise UsageError(f"--device is {args.device}; expected one of {', '.join(DEVICES)}")
+    device = DEVICES[args.device.lower()] if args.device is not None else None
     config, told = load_config(args.config, args.overrides), MemoryTracker()
     planned = plan_run(config, told, Rank(0, args.ranks), lambda: device)
     plan, shape, decision, layout = planned.plan, planned.shape, planned.memory, planned.parallel_layout
@@ -70,8 +66,7 @@ def run(args: argparse.Namespace) -> int:
     )
     longest = longest_document_tokens(config, shape, device, report.label_share, layout) if device else None
     if args.json:
-        on_device = device_values(decision, longest) if device else {}
-        print(json.dumps(report_values(report) | {"strategy": layout.reason} | on_device))
+        print(json.dumps(_plain_values(report, layout.reason, decision, longest)))
         return 0
     lines = list(report_rows(report))
     if args.ranks > 1:
@@ -84,52 +79,37 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def device_of(name: str | None) -> Device | None:
-    """Return the GPU of this name, or None for no name. Raises UsageError if the table does not have it."""
-    from flatout.plan.devices import DEVICES
-
-    if name is not None and name.lower() not in DEVICES:
-        raise UsageError(f"--device is {name}; expected one of {', '.join(DEVICES)}")
-    return None if name is None else DEVICES[name.lower()]
-
-
-def device_values(decision: MemoryDecision, longest_document: int | None) -> dict[str, Any]:
-    """Return what was decided for a GPU as plain values."""
-    return {
-        "micro_batch_tokens": decision.micro_batch_tokens,
-        "recompute": decision.recompute,
-        "transposed_weights": decision.transposed_weights,
-        "memory_budget_bytes": decision.budget_bytes,
-        "longest_document_tokens": longest_document,
-        "decision": decision.reason,
-    }
-
-
-def report_values(report: PlanReport) -> dict[str, Any]:
-    """Return the report as plain values, including its properties: the shares and the memory's total."""
+def _plain_values(
+    report: PlanReport, strategy: str, decision: MemoryDecision, longest_document: int | None
+) -> dict[str, Any]:
+    """Return the report with its shares and the memory's total, and for a GPU what was decided for it."""
     values = asdict(report) | {"label_share": report.label_share, "padding_avoided": report.padding_avoided}
+    values["strategy"] = strategy
     if report.memory:
         values["memory"]["total_bytes"] = report.memory.total_bytes
+    if longest_document is not None:
+        values |= {
+            "micro_batch_tokens": decision.micro_batch_tokens,
+            "recompute": decision.recompute,
+            "transposed_weights": decision.transposed_weights,
+            "memory_budget_bytes": decision.budget_bytes,
+            "longest_document_tokens": longest_document,
+            "decision": decision.reason,
+        }
     return values
 
 
 def report_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     """Yield the report as pairs of name and text."""
     held_out = f", {report.num_held_out:,} held out" if report.num_held_out else ""
+    each_step = f"{report.num_micro_batches / report.num_steps:.1f} a step"
+    largest = f"the largest {report.max_micro_batch_tokens:,} tokens"
+    naive = f"{report.num_naive_tokens:,} tokens of a loader that pads each batch to its longest sample"
     yield "steps", f"{report.num_steps:,}"
     yield "samples", f"{report.num_samples:,}{held_out}, {report.epochs:.4g} epochs"
     yield "tokens", f"{report.num_tokens:,}, of them {report.label_share:.1%} label tokens"
-    yield (
-        "micro-batches",
-        f"{report.num_micro_batches:,} on {_ranks(report.num_ranks)}, "
-        f"{report.num_micro_batches / report.num_steps:.1f} a step, the largest {report.max_micro_batch_tokens:,} "
-        "tokens",
-    )
-    yield (
-        "padding avoided",
-        f"{report.padding_avoided:.1%} of the {report.num_naive_tokens:,} tokens of a loader that pads each batch "
-        "to its longest sample, at the same budget",
-    )
+    yield "micro-batches", f"{report.num_micro_batches:,} on {_ranks(report.num_ranks)}, {each_step}, {largest}"
+    yield "padding avoided", f"{report.padding_avoided:.1%} of the {naive}, at the same budget"
     for balance in report.balances:
         mark = " (this run)" if balance.num_ranks == report.num_ranks else ""
         text = f"mean {balance.mean:.3f}, worst step {balance.worst:.3f} of planned FLOPs{mark}"

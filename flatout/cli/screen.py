@@ -1,4 +1,4 @@
-"""Lines of a name and a text, for a terminal of 80 columns."""
+"""What verbs have in common on a terminal: rows of 80 columns, and no progress bars of other libraries."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import textwrap
 from collections.abc import Iterable
 
 WIDTH = 80
+_NAME_WIDTH = 18
 
 
-def rows(pairs: Iterable[tuple[str, str]], *, name_width: int = 18) -> str:
-    """Format one line per pair, names in a column of `name_width`; long texts wrap within their column.
+def rows(pairs: Iterable[tuple[str, str]]) -> str:
+    """Format one line per pair, names in a column of 18; long texts wrap within their column.
 
     Words are never broken, so that a long path can still be copied.
     """
-    indent = " " * name_width
-    return "\n".join(
-        textwrap.fill(
-            f"{name:<{name_width - 1}} {text}",
-            WIDTH,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for name, text in pairs
+    wrapper = textwrap.TextWrapper(
+        WIDTH, subsequent_indent=" " * _NAME_WIDTH, break_long_words=False, break_on_hyphens=False
     )
+    return "\n".join(wrapper.fill(f"{name:<{_NAME_WIDTH - 1}} {text}") for name, text in pairs)
+
+
+def quiet_transformers() -> None:
+    """Switch off transformers' progress bars for loading and writing weights, in this process."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

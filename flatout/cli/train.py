@@ -10,43 +10,53 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from flatout.config.schema import Config
-    from flatout.launch.launch_mode import RunHere, SpawnRanks
+from flatout.cli.screen import quiet_transformers
+from flatout.config.read import load_config
+from flatout.config.schema import Config
+from flatout.environment import (
+    LOGS,
+    PARENT,
+    environment,
+    expandable_segments_env,
+    new_secret,
+    secret_of_nodes,
+    set_environment,
+    whole_number,
+)  # fmt: skip
+from flatout.errors import ResourceError, UsageError
+from flatout.io.bounded_wait import to_stderr
+from flatout.io.file_lock import RunLock
+from flatout.launch import tmux
+from flatout.launch.launch_mode import RunHere, SpawnRanks, choose_launch_mode
+from flatout.launch.nodes import parse_nodes
+from flatout.launch.ranks import end_with_parent
+from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, LocalRendezvous, Rendezvous
+from flatout.launch.reports import SIGNAL_EXIT_CODE, UNCAUGHT_EXIT_CODE, RankReport
+from flatout.launch.supervise import Supervisor
+from flatout.parallel.rank import Rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("config", type=Path, help="a YAML file, or a .py file that sets `config` (which runs as code)")
-    parser.add_argument(
-        "--profile", nargs="?", type=int, const=3, metavar="N",
-        help="profile N steps (default 3) after the warm-up: a table of where time went, profile.json and a trace",
-    )  # fmt: skip
-    parser.add_argument("--nnodes", default=None, metavar="N", help="nodes of the run, or fewest:most; needs --rdzv")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="number of this node, from 0")
-    parser.add_argument("--rdzv", metavar="HOST:PORT", help="where node 0 is reached by all, the same on every node")
-    parser.add_argument("--tmux", metavar="NAME", help="in a tmux session NAME, with a window NAME_gpu_N for each GPU")
-    parser.add_argument("--dry-run", action="store_true", help="with --tmux: print the commands, run none")
-    parser.add_argument("--device-map", help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="such as lora.rank=32 optim.lr=1e-4")
+    add = parser.add_argument
+    add("config", type=Path, help="a YAML file, or a .py file that sets `config` (which runs as code)")
+    profile = "profile N steps (default 3) after the warm-up: a table of where time went, profile.json and a trace"
+    add("--profile", nargs="?", type=int, const=3, metavar="N", help=profile)
+    add("--nnodes", default=None, metavar="N", help="nodes of the run, or fewest:most; needs --rdzv")
+    add("--node-rank", type=int, default=0, metavar="R", help="number of this node, from 0")
+    add("--rdzv", metavar="HOST:PORT", help="where node 0 is reached by all, the same on every node")
+    add("--tmux", metavar="NAME", help="in a tmux session NAME, with a window NAME_gpu_N for each GPU")
+    add("--dry-run", action="store_true", help="with --tmux: print the commands, run none")
+    add("--device-map", help=argparse.SUPPRESS)
+    add("overrides", nargs="*", metavar="section.name=value", help="such as lora.rank=32 optim.lr=1e-4")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train. Returns 0 if the run is complete, 75 if it was stopped and saved, else the failing rank's exit code."""
-    from flatout.environment import PARENT, environment, expandable_segments_env, set_environment, whole_number
-    from flatout.launch.ranks import end_with_parent
-
     if PARENT in environment():
         # before anything slow, so that a killed launcher leaves no rank behind
         end_with_parent(whole_number(environment(), PARENT))
-
-    from flatout.config.read import load_config
-    from flatout.errors import UsageError
-    from flatout.launch.launch_mode import SpawnRanks, choose_launch_mode
-    from flatout.launch.nodes import parse_nodes
-
     if args.profile is not None and args.profile < 1:
         raise UsageError(f"--profile is {args.profile}; expected at least 1 step")
     if args.device_map is not None:
@@ -56,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.nnodes is None and (args.rdzv is not None or args.node_rank):
         raise UsageError("--rdzv and --node-rank need --nnodes, the number of nodes")
-
     config = load_config(args.config, args.overrides)
     nodes = parse_nodes(args.nnodes, args.node_rank, args.rdzv) if args.nnodes else None
     if args.dry_run and args.tmux is None:
@@ -67,21 +76,17 @@ def run(args: argparse.Namespace) -> int:
     if args.tmux is not None:
         if nodes is not None:
             words += [f"--nnodes={args.nnodes}", f"--node-rank={args.node_rank}", f"--rdzv={args.rdzv}"]
-        return start_in_tmux(config, place, args.tmux, words, dry_run=args.dry_run)
+        _start_in_tmux(config, place, args.tmux, words, dry_run=args.dry_run)
+        return 0
     if isinstance(place, SpawnRanks):
-        return start_ranks(config, place, words)
+        return _start_ranks(config, place, words)
     set_environment({**expandable_segments_env(environment()), **place.environment})
-    return train_here(config, args.profile)
+    _train_here(config, args.profile)
+    return 0
 
 
-def start_ranks(config: Config, start: SpawnRanks, words: list[str]) -> int:
+def _start_ranks(config: Config, start: SpawnRanks, words: list[str]) -> int:
     """Start the ranks of this node and supervise them until the run ends."""
-    from flatout.environment import environment, new_secret, secret_of_nodes
-    from flatout.io.bounded_wait import to_stderr
-    from flatout.io.file_lock import RunLock
-    from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, LocalRendezvous, Rendezvous
-    from flatout.launch.supervise import Supervisor
-
     nodes, faults, env = start.nodes, config.faults, environment()
     logs = config.folder / "logs"
     if nodes.index == 0:
@@ -99,36 +104,24 @@ def start_ranks(config: Config, start: SpawnRanks, words: list[str]) -> int:
     return Supervisor(logs, words, faults, rendezvous, env, secret, to_stderr, sys.stdout).run(start)
 
 
-def start_in_tmux(config: Config, place: RunHere | SpawnRanks, name: str, words: list[str], *, dry_run: bool) -> int:
+def _start_in_tmux(config: Config, place: RunHere | SpawnRanks, name: str, words: list[str], *, dry_run: bool) -> None:
     """Run the same command in a tmux session; with `dry_run`, only print the tmux commands."""
-    from flatout.environment import environment
-    from flatout.launch.launch_mode import SpawnRanks
-    from flatout.launch.tmux import commands, shown, start
-
     folder = config.folder.absolute()
     logs = [folder / "train.log"]
     if isinstance(place, SpawnRanks):
         latest = folder / "logs" / (f"node-{place.nodes.index}/latest" if place.nodes.num_max > 1 else "latest")
         num_windows = 1 if place.num_procs == "gpu" else place.num_procs
         logs = [latest / f"rank-{rank}.log" for rank in range(num_windows)]
-    made = commands(name, [sys.executable, "-m", "flatout", *words], logs, Path.cwd(), environment())
+    made = tmux.commands(name, [sys.executable, "-m", "flatout", *words], logs, Path.cwd(), environment())
     if dry_run:
-        print(shown(made))
-        return 0
-    start(made, name)
+        print(tmux.shown(made))
+        return
+    tmux.start(made, name)
     print(f"started; watch it with `tmux attach -t {name}` or `tmux attach -t {name}_gpu_0`")
-    return 0
 
 
-def train_here(config: Config, profile_steps: int | None) -> int:
+def _train_here(config: Config, profile_steps: int | None) -> None:
     """Train in this process, alone or as one rank."""
-    # import torch only after the configuration is checked
-    from flatout.cli.quiet import quiet_transformers
-    from flatout.environment import LOGS, environment
-    from flatout.errors import ResourceError
-    from flatout.launch.reports import SIGNAL_EXIT_CODE, UNCAUGHT_EXIT_CODE, RankReport
-    from flatout.parallel.rank import Rank
-
     folder = environment().get(LOGS)
     report = RankReport(Rank.from_env().index, os.getpid(), time.time())
 
@@ -142,6 +135,7 @@ def train_here(config: Config, profile_steps: int | None) -> int:
     if folder:
         report.write(Path(folder))
     try:
+        # import torch only after the configuration is checked
         from flatout.profile.profiler import Profiler
         from flatout.track.console import ConsoleTracker
         from flatout.train.run import train
@@ -156,4 +150,3 @@ def train_here(config: Config, profile_steps: int | None) -> int:
         end(getattr(error, "exit_code", unnamed), error)
         raise
     end(0)
-    return 0

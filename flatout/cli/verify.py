@@ -7,12 +7,15 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flatout.cli.screen import WIDTH, quiet_transformers
+from flatout.config.read import load_config
+from flatout.environment import environment, set_environment
 from flatout.errors import UsageError
+from flatout.launch.launch_mode import visible_devices_env
 
 if TYPE_CHECKING:
     from flatout.verify.compare import Row
 
-WIDTH = 80
 COLUMNS = f"{'case':<33} {'ranks':>5} {'micro':>5} {'loss':>7} {'gradient':>8} {'norm':>7}  verdict"
 
 
@@ -27,10 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table. Returns 0 if all rows agree; raises NumericError (exit code 5) if one is above its limit."""
-    from flatout.config.read import load_config
-    from flatout.environment import environment, set_environment
-    from flatout.launch.launch_mode import visible_devices_env
-
     if args.ranks is not None and args.ranks < 1:
         raise UsageError(f"--ranks is {args.ranks}; expected at least 1")
     if args.tolerance is not None and not args.tolerance > 0:
@@ -40,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
     set_environment(visible_devices_env(environment(), gpus=config.gpus, on_cpu=config.device == "cpu"))
     import torch
 
-    from flatout.cli.quiet import quiet_transformers
     from flatout.verify.run import verify
 
     quiet_transformers()

@@ -46,11 +46,16 @@ def save_model(
     """
     if lora_layers(model):
         raise UsageError("this model still has LoRA layers; merge it, or save the adapter")
-    if state is None and (dtype is None or dtype == model.dtype):
+    dtype = dtype or model.dtype
+    if state is None and dtype == model.dtype:
         model.save_pretrained(folder)
     else:
-        dtype = dtype or model.dtype
-        model.save_pretrained(folder, state_dict=dict(state) if state is not None else _cast_state(model, dtype))
+        if state is None:
+            own = model.state_dict(keep_vars=True)
+            # a tied tensor is cast once, so that its entries still share one
+            cast = {old: old.detach().to(dtype if old.is_floating_point() else old.dtype) for old in set(own.values())}
+            state = {name: cast[old] for name, old in own.items()}
+        model.save_pretrained(folder, state_dict=dict(state))
         config_file = folder / "config.json"
         content = json.loads(config_file.read_text(encoding="utf-8"))
         content["dtype"] = str(dtype).removeprefix("torch.")
@@ -72,20 +77,8 @@ def publish_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
             try:
                 save_model(model, tokenizer, new)
             except SafetensorError as error:
-                raise ResourceError(
-                    f"cannot write {folder}: {error}; free some space or give another folder"
-                ) from error
+                remedy = "free some space or give another folder"
+                raise ResourceError(f"cannot write {folder}: {error}; {remedy}") from error
         durable_io.sync_tree(new)
         durable_io.remove_tree(empty)
     durable_io.remove_tree(empty)
-
-
-def _cast_state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the state in another dtype, with tied entries still sharing one tensor."""
-    cast: dict[int, torch.Tensor] = {}
-    state = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in cast:
-            cast[id(tensor)] = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
-        state[name] = cast[id(tensor)]
-    return state

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, TextStreamer
 
-from flatout.errors import FlatoutError, UsageError, reason_of
+from flatout.errors import UsageError
 from flatout.io.template_limits import bounded
-from flatout.models.load.device_map import input_device
-
-
-class _CallbackStreamer(TextStreamer):  # type: ignore[misc]  # transformers is untyped to mypy, so its classes are Any
-    """Passes every finished piece of text to a function."""
-
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.on_text = on_text
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.on_text(text)
+from flatout.models.load.model import library_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +26,7 @@ class Sampling:
         """Return arguments for `generate`. With nothing set, generation_config decides whether to sample."""
         given = {key: value for key, value in asdict(self).items() if value is not None}
         own = model.generation_config
-        do_sample = bool(given) or bool(own is not None and own.do_sample)
-        if not do_sample or self.temperature == 0:
+        if self.temperature == 0 or not (given or (own is not None and own.do_sample)):
             return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         return {"do_sample": True, **given}
 
@@ -61,19 +48,22 @@ def answer(
     max_new_tokens: int = 512,
     sampling: Sampling = Sampling(),
     seed: int = 0,
-    on_text: Callable[[str], None] | None = None,
+    stream: bool = False,
 ) -> str:
     """Generate the assistant's next turn after `messages` (dicts with role and content).
 
     Messages are rendered by the tokenizer's chat template. Tokens are sampled by `sampling`, the model's
-    generation_config and `seed`, without changing the global random state. `on_text` is called with each new piece of
-    text. The model must come from load_for_inference. Raises UsageError if the tokenizer has no chat template or the
-    model's files have unusable values, and TemplateLimitError for a template that never ends.
+    generation_config and `seed`, without changing the global random state. `stream` prints the text as it is generated.
+    The model must come from load_for_inference. Raises UsageError if the tokenizer has no chat template or the model's
+    files have unusable values, and TemplateLimitError for a template that never ends.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError("the tokenizer has no chat template; use the one saved in the run's final/ folder")
-    device = input_device(model)
-    with _plain_failures("the tokenizer or its chat template cannot render the messages"):
+    device = model.get_input_embeddings().weight.device
+    if device.type == "meta":
+        # offloaded embeddings are copied to the first GPU of the device map
+        device = torch.device(next(place for place in model.hf_device_map.values() if place not in ("cpu", "disk")))
+    with library_errors("the tokenizer or its chat template cannot render the messages"):
         with bounded("the tokenizer's chat template"):
             inputs = tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, return_dict=True, return_tensors="pt"
@@ -81,7 +71,7 @@ def answer(
         inputs = inputs.to(device)
     if inputs["input_ids"].numel() == 0:
         raise UsageError("the tokenizer's chat template renders nothing; use the one saved in the run's final/ folder")
-    with _plain_failures("the model's generation_config.json or its tokenizer has a value that cannot be used"):
+    with library_errors("the model's generation_config.json or its tokenizer has a value that cannot be used"):
         stop_ids = stop_token_ids(model, tokenizer)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
@@ -91,22 +81,11 @@ def answer(
                 max_new_tokens=max_new_tokens,
                 eos_token_id=stop_ids or None,
                 pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stop_ids), 0),
-                streamer=None if on_text is None else _CallbackStreamer(tokenizer, on_text),
+                streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
                 **sampling.options(model),
             )
     new_tokens = output[0, inputs["input_ids"].shape[1] :]
     return str(tokenizer.decode(new_tokens, skip_special_tokens=True)).strip()
-
-
-@contextmanager
-def _plain_failures(what: str) -> Iterator[None]:
-    """Turn what transformers and jinja2 raise for values in a user's files into a UsageError of one sentence."""
-    try:
-        yield
-    except (FlatoutError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise UsageError(f"{what}: {reason_of(error)}") from error
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:

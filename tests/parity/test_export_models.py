@@ -140,14 +140,13 @@ def greedy(model, tokenizer, messages, num_tokens):
     return tokenizer.decode(ids[start:], skip_special_tokens=True).strip()
 
 
-def test_answers_equal_plain_greedy_decoding_and_stream(trained):
+def test_answers_equal_plain_greedy_decoding_and_stream(trained, capsys):
     model, tokenizer = trained
     messages = [{"role": "system", "content": "w1"}, {"role": "user", "content": "w5 w9"}]
-    pieces = []
-    reply = answer(model, tokenizer, messages, max_new_tokens=12, on_text=pieces.append)
+    reply = answer(model, tokenizer, messages, max_new_tokens=12, stream=True)
     assert reply
     assert reply == greedy(model, tokenizer, messages, 12)
-    assert "".join(pieces).split() == reply.split()
+    assert capsys.readouterr().out.split() == reply.split()
 
 
 def test_sampling_repeats_by_seed_and_leaves_the_random_state(trained):

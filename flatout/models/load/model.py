@@ -18,7 +18,7 @@ from flatout.io.hub import hub_errors, hub_source
 from flatout.models.arch_quirks import quirks_of
 from flatout.models.attention import AttentionChoice, Implementation, choose_attention, register, registered_name
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear, num_weights
-from flatout.models.load.device_map import DeviceMap, read_device_map
+from flatout.models.load.device_map import read_device_map
 from flatout.models.load.quantized import (
     Make,
     check_nf4_config,
@@ -33,6 +33,8 @@ from flatout.models.load.source import check_source
 from flatout.models.rope import scale_by_document
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BUILDING = "model.name: {} cannot be built from its config.json, generation_config.json and weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +102,16 @@ def load_model(
     if compute_dtype == torch.float64:
         # transformers' grouped expert GEMM has no fp64
         options["experts_implementation"] = "eager"
-    with _clear_failures(config.name, choice):
+    with library_errors(
+        _BUILDING.format(config.name), "; choose another model", attention=options["attn_implementation"]
+    ):
         model, unused = _make_model(config, storage, model_config, options, device, seed, on_host)
     if method == "lora":
         model.requires_grad_(False)
     model.train()
     rope = scale_by_document(model)
-    report = _report(config, model, compute_dtype, weight_dtype, choice, unused)
+    dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
+    report = _report(config, model, dtypes, choice, unused)
     report += [rope] if rope else []
     if storage != "model":
         report += describe_storage(model, storage)
@@ -120,20 +125,20 @@ def load_model(
 
 
 @contextmanager
-def _clear_failures(name: str, choice: AttentionChoice | None = None) -> Iterator[None]:
-    """Turn what transformers raises when it cannot build a model into a UsageError of one sentence."""
+def library_errors(what: str, remedy: str = "", *, attention: str | None = None) -> Iterator[None]:
+    """Turn what a library raises for a user's files into a UsageError of one sentence: `what`, reason, `remedy`.
+
+    A KeyError for `attention`, a registered name, means that the model does not use transformers' interface for it.
+    """
     try:
         yield
     except (FlatoutError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         reason = reason_of(error)
-        if choice and isinstance(error, KeyError) and registered_name(choice.implementation) in str(error):
+        if attention and isinstance(error, KeyError) and attention in str(error):
             reason = "its attention does not go through transformers' attention interface, so it cannot be packed"
-        raise UsageError(
-            f"model.name: {name} cannot be built from its config.json, generation_config.json and weights: {reason}; "
-            "choose another model"
-        ) from error
+        raise UsageError(f"{what}: {reason}{remedy}") from error
 
 
 def weight_dtype_of(method: Literal["lora", "full"], full: FullConfig, compute_dtype: torch.dtype) -> torch.dtype:
@@ -144,7 +149,7 @@ def weight_dtype_of(method: Literal["lora", "full"], full: FullConfig, compute_d
         return torch.promote_types(compute_dtype, torch.float32)
     if compute_dtype != torch.bfloat16:
         raise UsageError(
-            f"full.weights: bf16 computes in bf16; got model.precision {_short(compute_dtype)} on this device, "
+            f"full.weights: bf16 computes in bf16; got model.precision {_NAMES[compute_dtype]} on this device, "
             "set model.precision: bf16 or full.weights: fp32"
         )
     return compute_dtype
@@ -166,21 +171,17 @@ def load_for_inference(
     check_source(name, revision)
     model_config = _read_config(name, revision)
     options = {"dtype": dtype or "auto"}
-    with _clear_failures(name):
-        places = None if device_map is None else read_device_map(device_map, model_config)
-        model, _ = _pretrained_model(name, revision, model_config, options, device, places)
+    with library_errors(_BUILDING.format(name), "; choose another model"):
+        places = {"": device} if device_map is None else read_device_map(device_map, model_config)
+        model, _ = _pretrained_model(name, revision, model_config, options, places)
     return model.requires_grad_(False).eval()
 
 
 def _read_config(name: str, revision: str | None, storage: str = "model") -> Any:
-    try:
+    with library_errors(f"{name}/config.json: transformers refuses it"):
         source, revision = hub_source(name, revision)
         with hub_errors(name):
             config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except FlatoutError:
-        raise
-    except Exception as error:
-        raise UsageError(f"{name}/config.json: transformers refuses it: {reason_of(error)}") from error
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         check_nf4_config(name, quantization)
         if storage != "nf4":
@@ -212,7 +213,7 @@ def _make_model(
         return read_nf4(config.name, config.revision, model_config, options, device=device, place=place), []
     in_files = on_host or storage != "model"
     how, where = ({**options, "dtype": "auto"}, torch.device("cpu")) if in_files else (options, device)
-    model, unused = _pretrained_model(config.name, config.revision, model_config, how, where)
+    model, unused = _pretrained_model(config.name, config.revision, model_config, how, {"": where})
     if storage != "model":
         quantize_layers(model, make, device=device, dtype=options["dtype"], place=place)
     elif on_host and model.dtype != options["dtype"]:
@@ -221,15 +222,9 @@ def _make_model(
 
 
 def _pretrained_model(
-    name: str,
-    revision: str | None,
-    config: Any,
-    options: dict[str, Any],
-    device: torch.device,
-    places: DeviceMap | None = None,
+    name: str, revision: str | None, config: Any, options: dict[str, Any], device_map: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load weights directly to the device; return the model and the names of unused weights in the files."""
-    device_map: Any = places or {"": device}
+    """Load weights directly to their devices; return the model and the names of unused weights in the files."""
     try:
         source, revision = hub_source(name, revision)
         with hub_errors(name):
@@ -254,17 +249,11 @@ def _pretrained_model(
 
 
 def _report(
-    config: ModelConfig,
-    model: PreTrainedModel,
-    compute_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    choice: AttentionChoice,
-    unused: list[str],
+    config: ModelConfig, model: PreTrainedModel, dtypes: str, choice: AttentionChoice, unused: list[str]
 ) -> list[str]:
     source = "random weights" if config.init == "random" else "pretrained"
     lines = [
-        f"{Path(config.name).name}: {model.config.model_type}, {num_weights(model):,} parameters, {source}, "
-        f"weights {_short(weight_dtype)}, compute {_short(compute_dtype)}",
+        f"{Path(config.name).name}: {model.config.model_type}, {num_weights(model):,} parameters, {source}, {dtypes}",
         f"attention {choice.implementation}: {choice.reason}",
     ]
     if unused:
@@ -272,7 +261,3 @@ def _report(
     if getattr(model.config.get_text_config(), "router_aux_loss_coef", None):
         lines.append("experts: the router's balancing loss is not added; the loss is cross-entropy only")
     return lines
-
-
-def _short(dtype: torch.dtype) -> str:
-    return next(name for name, known in _DTYPES.items() if known == dtype)

@@ -10,11 +10,11 @@ import torch
 import yaml
 from transformers import AutoTokenizer, PreTrainedModel
 
-from flatout.errors import CheckpointError, FlatoutError, ResourceError, UsageError, reason_of
+from flatout.errors import CheckpointError, ResourceError, UsageError, reason_of
 from flatout.io.hub import hub_errors, hub_source
 from flatout.io.json_file import read_json
-from flatout.models.load.device_map import describe_devices, waits_elsewhere
-from flatout.models.load.model import load_for_inference
+from flatout.models.load.device_map import describe_devices
+from flatout.models.load.model import library_errors, load_for_inference
 from flatout.models.lora.adapter import ADAPTER_CONFIG, apply_adapter
 
 FINAL_DIR = "final"
@@ -62,43 +62,32 @@ def resolve_model_paths(target: str, *, base: str | None = None) -> ModelPaths:
         base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
         if not base or not isinstance(base, str):
             raise UsageError(f"{file} names no base model; give it with --base, or copy the adapter again")
-    has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    return ModelPaths(
-        base=str(base), revision=revision, adapter=folder, tokenizer=str(folder) if has_tokenizer else str(base)
-    )
+    tokenizer = str(folder) if (folder / "tokenizer_config.json").is_file() else base
+    return ModelPaths(base=base, revision=revision, adapter=folder, tokenizer=tokenizer)
 
 
 def load_trained(
-    trained: ModelPaths, *, device: torch.device, dtype: torch.dtype | None = None, device_map: str | None = None
+    trained: ModelPaths, *, device: torch.device, device_map: str | None = None
 ) -> tuple[PreTrainedModel, Any]:
     """Load the model with its adapter, frozen and in eval mode, and its tokenizer.
 
-    Raises like load_for_inference, and ResourceError for an adapter on a model that does not fit on the mapped GPUs.
+    Raises like load_for_inference, ResourceError for an adapter on a model that does not fit on the mapped GPUs, and
+    UsageError if there is no tokenizer.
     """
-    model = load_for_inference(
-        trained.base, revision=trained.revision, device=device, dtype=dtype, device_map=device_map
-    )
+    model = load_for_inference(trained.base, revision=trained.revision, device=device, device_map=device_map)
     if trained.adapter is not None:
-        if waits_elsewhere(model):
+        # weights that are offloaded are copied to the device that computes with them in each pass
+        if any(parameter.is_meta for parameter in model.parameters()):
             raise ResourceError(
                 f"{trained.base} does not fit on these GPUs ({describe_devices(model)}), and an adapter needs its "
                 "weights in place; use more GPUs, or merge the adapter with flatout merge and chat with the result"
             )
         apply_adapter(model, trained.adapter)
         model.eval()
-    return model, load_tokenizer(trained)
-
-
-def load_tokenizer(trained: ModelPaths) -> Any:
-    """Load the tokenizer stored with the adapter or model. Raises UsageError if there is none."""
-    try:
+    with library_errors(f"{trained.tokenizer} has no usable tokenizer"):
         source, _ = hub_source(trained.tokenizer, None)
         with hub_errors(trained.tokenizer):
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except FlatoutError:
-        raise
-    except Exception as error:
-        raise UsageError(f"{trained.tokenizer} has no usable tokenizer: {reason_of(error)}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UsageError(f"{trained.tokenizer} has no tokenizer: tokenizer.json is missing or empty; copy it again")
-    return tokenizer
+    return model, tokenizer

@@ -39,14 +39,13 @@ _PARTS = (".weight", ".weight.absmax", ".weight.nested_absmax", ".weight.nested_
 
 
 def quantize_layers(
-    model: PreTrainedModel, make: Make, *, device: torch.device, dtype: torch.dtype, place: torch.device | None = None
+    model: PreTrainedModel, make: Make, *, device: torch.device, dtype: torch.dtype, place: torch.device
 ) -> None:
-    """Move a model from mapped files on the CPU to `place` (None: the device), quantizing its linear layers.
+    """Move a model from mapped files on the CPU to `place`, quantizing its linear layers.
 
     The decoder's linear layers are made by `make` on the device, the rest is cast to `dtype`. What transformers keeps
     in another dtype than the files' is not cast.
     """
-    place = place or device
     for layer in decoder_layers(model):
         _swap_linears(layer, make, device, dtype)
         layer.to(place)
@@ -58,35 +57,23 @@ def quantize_layers(
 
 
 def random_quantized(
-    config: Any,
-    options: dict[str, Any],
-    make: Make,
-    *,
-    device: torch.device,
-    seed: int,
-    place: torch.device | None = None,
+    config: Any, options: dict[str, Any], make: Make, *, device: torch.device, place: torch.device, seed: int
 ) -> PreTrainedModel:
     """Make a model with random weights by `seed`, in options["dtype"], quantized layer by layer.
 
-    Each layer is made on the device and moved to `place` (None: it stays). The global random state does not change.
+    Each layer is made on the device and moved to `place`. The global random state does not change.
     """
     model = empty_model(config, options)
-    _fill(model, device, place or device, seed, lambda layer: _swap_linears(layer, make, device, options["dtype"]))
+    _fill(model, device, place, seed, lambda layer: _swap_linears(layer, make, device, options["dtype"]))
     return model
 
 
 def read_nf4(
-    name: str,
-    revision: str | None,
-    config: Any,
-    options: dict[str, Any],
-    *,
-    device: torch.device,
-    place: torch.device | None = None,
+    name: str, revision: str | None, config: Any, options: dict[str, Any], *, device: torch.device, place: torch.device
 ) -> PreTrainedModel:
     """Load a model from bitsandbytes NF4 files (a folder or hub id), without requantizing.
 
-    Layers are made on the device and moved to `place` (None: they stay). Raises CheckpointError (weights missing,
+    Layers are made on the device and moved to `place`. Raises CheckpointError (weights missing,
     unknown, or of another shape or format) or UsageError (quantized weights outside the decoder's linear layers).
     """
     files = _open_files(name, revision)
@@ -96,12 +83,12 @@ def read_nf4(
     taken: set[str] = set()
 
     def take(layer: nn.Module) -> None:
-        for path, linear in _linears(layer):
-            if (full_name := names[linear]) in quantized:
+        for path, linear in list(layer.named_modules()):
+            if type(linear) is nn.Linear and (full_name := names[linear]) in quantized:
                 replace_module(layer, path, _read_linear(files, full_name, linear, device, options["dtype"]))
                 taken.add(full_name)
 
-    _fill(model, device, place or device, 0, take)
+    _fill(model, device, place, 0, take)
     if outside := sorted(quantized - taken):
         raise UsageError(
             f"{name}: {outside[0]} is quantized but is no linear layer of the decoder ({len(outside)} such); "
@@ -121,14 +108,10 @@ def check_nf4_config(name: str, quantization: Any) -> None:
         raise UsageError(
             f"model.name: {name} has bitsandbytes int8 weights, which are not supported; use NF4 or 16 bit"
         )
-    wrong = [
-        f"{field}: {fields.get(field)}"
-        for field, wanted in (
-            ("bnb_4bit_quant_type", "nf4"), ("bnb_4bit_use_double_quant", True), ("bnb_4bit_quant_storage", "uint8"),
-        )
-        if fields.get(field, "uint8" if field.endswith("storage") else None) != wanted
-    ]  # fmt: skip
-    if wrong:
+    wanted = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8"}
+    # files of older versions do not name the storage
+    given = {"bnb_4bit_quant_storage": "uint8", **fields}
+    if wrong := [f"{field}: {given.get(field)}" for field in wanted if given.get(field) != wanted[field]]:
         raise UsageError(
             f"model.name: {name} has bitsandbytes weights with {', '.join(wrong)}; of 4-bit weights only nf4 with "
             "double quantization is read: use such a checkpoint or the 16-bit model"
@@ -138,11 +121,10 @@ def check_nf4_config(name: str, quantization: Any) -> None:
 def describe_storage(model: PreTrainedModel, storage: str) -> list[str]:
     """Return lines for the console: how linear layers are stored, and which are slow or stay dense."""
     stored = [module for module in model.modules() if isinstance(module, (Fp8Linear, Nf4Linear))]
+    num_stored = sum(module.in_features * module.out_features for module in stored)
     num_bytes = sum(tensor.nbytes for module in stored for tensor in (*module.parameters(), *module.buffers()))
-    lines = [
-        f"base {storage}: {len(stored)} linear layers of {num_stored_weights(model):,} weights "
-        f"in {num_bytes / 2**30:.2f} GiB"
-    ]
+    size = f"{num_stored:,} weights in {num_bytes / 2**30:.2f} GiB"
+    lines = [f"base {storage}: {len(stored)} linear layers of {size}"]
     if dense := sum(isinstance(module, nn.Linear) for layer in decoder_layers(model) for module in layer.modules()):
         lines.append(f"{dense} linear layers of the decoder stay dense")
     if slow := sum(isinstance(module, Nf4Linear) and bool(module.in_features % BLOCK) for module in stored):
@@ -150,19 +132,9 @@ def describe_storage(model: PreTrainedModel, storage: str) -> list[str]:
     return lines
 
 
-def num_stored_weights(model: nn.Module) -> int:
-    """Count the weights that are stored quantized."""
-    quantized = [module for module in model.modules() if isinstance(module, (Fp8Linear, Nf4Linear))]
-    return sum(module.in_features * module.out_features for module in quantized)
-
-
-def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
-    return [(path, module) for path, module in layer.named_modules() if type(module) is nn.Linear]
-
-
 def _swap_linears(layer: nn.Module, make: Make, device: torch.device, dtype: torch.dtype) -> None:
-    for path, linear in _linears(layer):
-        if min(linear.weight.shape) < _NARROWEST:
+    for path, linear in list(layer.named_modules()):
+        if type(linear) is not nn.Linear or min(linear.weight.shape) < _NARROWEST:
             continue
         weight = linear.weight.detach().to(device, dtype)
         bias = None if linear.bias is None else linear.bias.detach().to(device, dtype)
@@ -211,8 +183,7 @@ def _open_files(name: str, revision: str | None) -> dict[str, Any]:
 
         source, revision = hub_source(name, revision)
         with hub_errors(name):
-            folder = Path(source)
-            if not folder.is_dir():
+            if not (folder := Path(source)).is_dir():
                 patterns = ["*.safetensors", "*.json"]
                 folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
         check_weights(folder)
@@ -245,13 +216,8 @@ def _read_linear(
     offset = torch.tensor(state["nested_offset"], dtype=torch.float32)
     stored = Nf4Weight(packed.view(-1), absmax, nested_absmax, nested_map, offset)
     bias = None if linear.bias is None else _read(files, name + ".bias").to(device, dtype)
-    return Nf4Linear(
-        Nf4Weight(*(tensor.to(device) for tensor in stored)),
-        bias,
-        in_features=linear.in_features,
-        out_features=linear.out_features,
-        dtype=dtype,
-    )
+    weight = Nf4Weight(*(tensor.to(device) for tensor in stored))
+    return Nf4Linear(weight, bias, in_features=linear.in_features, out_features=linear.out_features, dtype=dtype)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
-from flatout.models.blocks import decoder_layers, layer_list, replace_module
+from flatout.models.blocks import layer_list, replace_module
 
 LocalShardFn = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
 """Maps a tensor to this rank's shard of it (sharing its storage) and the shard's offset."""
@@ -58,12 +58,13 @@ class DeferredWeights:
 
     @contextmanager
     def first_layers(self) -> Iterator[None]:
-        """Within this context, the model is a short one on the device: enough first layers to include every kind."""
+        """Within this context, the model is on the device, with as many layers as include every kind; at least two."""
         config, (decoder, name) = self._model.config.get_text_config(), layer_list(self._model)
-        num_layers, layers = config.num_hidden_layers, decoder_layers(self._model)
-        whole = decoder.get_submodule(name)
-        replace_module(decoder, name, nn.ModuleList(layers[: num_shown(config)]))
-        config.num_hidden_layers = num_shown(config)
+        whole, num_layers = decoder.get_submodule(name), config.num_hidden_layers
+        kinds = getattr(config, "layer_types", None) or []
+        num_shown = min(max([1, *map(kinds.index, kinds)]) + 1, num_layers)
+        replace_module(decoder, name, nn.ModuleList(list(whole.children())[:num_shown]))
+        config.num_hidden_layers = num_shown
         without_memory = _replace(self._model, lambda name, old: self._weights[name].to(self._device, old.dtype))
         try:
             yield
@@ -99,13 +100,6 @@ def compute_buffers(model: PreTrainedModel, empty: PreTrainedModel) -> None:
                         "weights, which reading them in parts needs; set strategy: ddp or zero2"
                     )
                 setattr(held, buffer, new)
-
-
-def num_shown(config: object) -> int:
-    """Return how many first layers include every kind of layer; at least two, if the model has them."""
-    kinds = getattr(config, "layer_types", None) or []
-    firsts = [kinds.index(kind) for kind in set(kinds)]
-    return min(max([1, *firsts]) + 1, int(getattr(config, "num_hidden_layers")))  # noqa: B009  (configs are untyped)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Check a model's files before anything is loaded: data only, never code, no damaged files."""
+"""A model's files: checked before anything is loaded (data only, no code, no damage), and identified by content."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 
+from flatout.config.schema import ModelConfig
+from flatout.environment import cache_folder
 from flatout.errors import CheckpointError, SecurityError, UsageError
+from flatout.io.hash_cache import cached_file_hash
 from flatout.io.hub import hub_file, is_folder
+from flatout.io.json_file import read_json, validated
 
 # config fields that make a loader fetch and run code (CVE-2026-4372, CVE-2026-5241)
 _CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines", "use_kernels", "kernel_config")
-_INTERFACE_FIELDS = (
-    "_attn_implementation_internal",
-    "_experts_implementation_internal",
-    "_attn_implementation",
-    "_experts_implementation",
-    "attn_implementation",
-    "experts_implementation",
-)
+# also written with a leading underscore, and then with the suffix _internal
+_INTERFACE_FIELDS = ("attn_implementation", "experts_implementation")
 _PLAIN_INTERFACES = (None, "eager", "sdpa", "flash_attention_2", "flex_attention", "grouped_mm", "batched_mm")
-GENERATION_CONFIG = "generation_config.json"
 _WIDE_INTEGERS = ("I16", "U16", "I32", "U32", "I64", "U64", "BOOL")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
@@ -35,18 +34,18 @@ def check_source(name: str, revision: str | None, *, needs_weights: bool = True)
     config.json, pickled weights, paths outside the folder), CheckpointError (damaged safetensors) or UsageError.
     """
     read_model_config(name, revision)
-    folder = Path(name)
-    if needs_weights and folder.is_dir():
-        check_weights(folder)
-        if (folder / GENERATION_CONFIG).is_file():
-            # transformers would silently ignore an unreadable one
-            _read_object(folder / GENERATION_CONFIG)
+    if needs_weights and Path(name).is_dir():
+        check_weights(Path(name))
+        # transformers would silently ignore an unreadable one
+        if (generation_config := Path(name) / "generation_config.json").is_file():
+            _read_object(generation_config)
 
 
 def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
-    """Read config.json of a folder or hub id as plain data, and check that it does not request code; without torch.
+    """Read config.json of a folder or hub id as plain data.
 
-    Raises UsageError (missing, or not a model), SecurityError, or ResourceError if the hub does not answer.
+    Raises UsageError (missing, or not a model), ResourceError if the hub does not answer, or SecurityError if it
+    requests code at any depth: remote classes, hub kernels, internals.
     """
     folder = Path(name)
     if not is_folder(name) and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
@@ -59,19 +58,15 @@ def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
     if file is None:
         raise UsageError(f"{name} has no config.json; give a folder or a hub id of a transformers model")
     config = _read_object(file)
-    check_config(config, f"{name}/config.json")
-    return config
-
-
-def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Raise SecurityError if a config.json requests code at any depth: remote classes, hub kernels, internals."""
     for field, value in _walk(config):
         asks_for_code = field in _CODE_FIELDS and value not in (None, False)
-        if asks_for_code or (field in _INTERFACE_FIELDS and _names_a_kernel(value)):
+        is_interface = field.removeprefix("_").removesuffix("_internal") in _INTERFACE_FIELDS
+        if asks_for_code or (is_interface and _names_a_kernel(value)):
             raise SecurityError(
-                f"{where}: {field} = {value!r} would run code from outside; flatout never does. "
+                f"{name}/config.json: {field} = {value!r} would run code from outside; flatout never does. "
                 "If transformers itself has this architecture, use a copy of the folder without that field"
             )
+    return config
 
 
 def _names_a_kernel(value: Any) -> bool:
@@ -160,3 +155,32 @@ def _walk(value: object) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list):
         for inner in value:
             yield from _walk(inner)
+
+
+def fingerprint_model(model: ModelConfig) -> dict[str, str]:
+    """Return xxh3 digests of config.json and every weight file, by file name; one flipped bit changes them.
+
+    A run resumed with other weights would compute another loss. Random weights come from the seed, so they have no
+    files. Raises like `read_model_config`, and CheckpointError for an unreadable file.
+    """
+    name, revision = model.name, model.revision
+    config = json.dumps(read_model_config(name, revision), sort_keys=True)
+    digests = {"config.json": xxhash.xxh3_128_hexdigest(config.encode())}
+    if model.init == "random":
+        return digests
+    # loading reads model.safetensors, else the files in the index, else all
+    if single := hub_file(name, "model.safetensors", revision):
+        files = [single]
+    elif index := hub_file(name, "model.safetensors.index.json", revision):
+        content = read_json(index)
+        weight_map = content.get("weight_map") if isinstance(content, dict) else content
+        shards = validated(TypeAdapter(dict[str, str]), weight_map, f"{index}: weight_map").values()
+        files = [file for shard in sorted(set(shards)) if (file := hub_file(name, shard, revision))]
+    else:
+        files = sorted(Path(name).glob("*.safetensors"))
+    for file in files:
+        try:
+            digests[file.name] = cached_file_hash(file, cache_folder() / "digests").xxh3
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error.strerror}; download or copy it again") from error
+    return digests

@@ -14,7 +14,7 @@ from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
 from flatout.io.hash_cache import REMEMBERED_BYTES, cached_file_hash
 from flatout.io.hashing import digest
-from flatout.models.load.fingerprint import fingerprint_model
+from flatout.models.load.source import fingerprint_model
 
 
 def test_every_file_of_a_model_counts(tiny: Any, tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_model_of_the_hub_is_read_from_its_cache(tiny: Any, tmp_path: Path) ->
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
     code = (
-        "from flatout.config.schema import ModelConfig; from flatout.models.load.fingerprint import fingerprint_model;"
+        "from flatout.config.schema import ModelConfig; from flatout.models.load.source import fingerprint_model;"
         "import json; print(json.dumps(fingerprint_model(ModelConfig(name='org/tiny'))))"
     )
     env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}

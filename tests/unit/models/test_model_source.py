@@ -11,7 +11,7 @@ from tiny_models import save_tiny_model
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError, SecurityError, UsageError
 from flatout.models.load.model import load_for_inference, load_model
-from flatout.models.load.source import check_config, check_source, read_model_config
+from flatout.models.load.source import check_source, read_model_config
 
 CPU = torch.device("cpu")
 
@@ -51,8 +51,9 @@ def test_code_in_the_config_is_refused_at_any_depth(folder, fields):
         load(folder)
 
 
-def test_harmless_interface_names_pass():
-    check_config({"attn_implementation": "sdpa", "_attn_implementation": {"": "eager"}, "auto_map": None}, "here")
+def test_harmless_interface_names_pass(folder):
+    edit_config(folder, attn_implementation="sdpa", _attn_implementation={"": "eager"}, auto_map=None)
+    read_model_config(str(folder), None)
 
 
 def test_pickled_weights_are_refused_and_never_opened(folder):

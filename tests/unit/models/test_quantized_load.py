@@ -112,7 +112,7 @@ def test_one_dense_weight_at_a_time(tmp_path, recorder):
     expected = [
         (linear.weight.shape, torch.bfloat16, linear.bias is not None) for linear in map(model.get_submodule, names)
     ]
-    quantize_layers(model, recorder.make, device=CPU, dtype=torch.bfloat16)
+    quantize_layers(model, recorder.make, device=CPU, dtype=torch.bfloat16, place=CPU)
     assert recorder.made == expected
     assert recorder.most == 1
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -144,7 +144,7 @@ def test_gpu_never_holds_the_dense_model(tmp_path, init, storage):
 def test_random_weights_are_made_layer_by_layer(recorder):
     model = tiny_model("llama", num_hidden_layers=5)
     options = {"dtype": torch.bfloat16}
-    random_quantized(model.config, options, recorder.make, device=CPU, seed=0)
+    random_quantized(model.config, options, recorder.make, device=CPU, place=CPU, seed=0)
     assert len(recorder.made) == len(linear_names(model)) == 35
     assert {dtype for _, dtype, _ in recorder.made} == {torch.bfloat16}
     assert recorder.most == 7

@@ -11,7 +11,7 @@ from torch import Tensor
 from flatout.config.schema import BaseConfig, ModelConfig
 from flatout.models.blocks import decoder_layers
 from flatout.models.load.model import load_model
-from flatout.models.load.sharded import DeferredWeights, num_shown
+from flatout.models.load.sharded import DeferredWeights
 from flatout.models.selftest import check_packing
 
 CPU = torch.device("cpu")
@@ -32,7 +32,8 @@ def test_the_model_is_the_one_that_transformers_loads(tmp_path: Path, family: st
     waiting = DeferredWeights(loaded.model, device=CPU, dtype=expected.model.dtype)
     assert all(parameter.is_meta for parameter in loaded.model.parameters())
     with waiting.first_layers():
-        assert len(decoder_layers(loaded.model)) == num_shown(loaded.model.config) < 3 or "gemma" in family
+        # gemma's kinds of layers alternate over more layers
+        assert len(decoder_layers(loaded.model)) == 2 or "gemma" in family
         check_packing(loaded)
     assert all(parameter.is_meta for parameter in loaded.model.parameters())
     waiting.load(whole)
