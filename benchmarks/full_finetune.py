@@ -83,7 +83,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
 
     def before(run: Run) -> None:
         # the few steps here save seconds after the start
-        run.saver.wait_reserved()
+        if run.saver.staging is not None:
+            run.saver.staging.wait_reserved()
 
     def after(run: Run, recorder: MemoryTracker) -> None:
         if args.save and rank.is_first:

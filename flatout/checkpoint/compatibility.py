@@ -28,6 +28,12 @@ class Change:
         return f"{self.key}: {_shown(self.saved)} in the checkpoint, {_shown(self.now)} now ({self.why})"
 
 
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_shown(part)}" for name, part in value.items())
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def config_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Return the settings that differ between a checkpoint's config and this run's, sorted by key.
 
@@ -37,11 +43,9 @@ def config_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
     before, after = dict(_leaves(saved)), dict(_leaves(now))
     changes = []
     for key in sorted(before.keys() | after.keys()):
-        old, new = before.get(key, ABSENT), after.get(key, ABSENT)
-        if old != new:
-            effect, why = RESUME_EFFECTS.get(key, ("numerics", "a setting this flatout does not know"))
-            changes.append(Change(key, old, new, effect, why))
-    return changes
+        effect, why = RESUME_EFFECTS.get(key, ("numerics", "a setting this flatout does not know"))
+        changes.append(Change(key, before.get(key, ABSENT), after.get(key, ABSENT), effect, why))
+    return [change for change in changes if change.saved != change.now]
 
 
 def refuse_changes(changes: Sequence[Change], allow: Sequence[str]) -> None:
@@ -101,11 +105,6 @@ def refuse_other_data(
         _refuse("the data is not what the checkpoint was trained on", refused)
 
 
-def is_complete(saved_step: int, num_steps: int) -> bool:
-    """Return whether a run of `num_steps` is finished after `saved_step` completed steps."""
-    return saved_step >= num_steps
-
-
 def _refuse(what: str, refused: Sequence[Change], allow_key: str | None = None) -> None:
     lines = "".join(f"\n  - {change}" for change in refused)
     keys = allow_key or ",".join(change.key for change in refused)
@@ -127,11 +126,3 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _allowed(key: str, allow: Sequence[str]) -> bool:
     return any(key == entry or key.startswith(entry + ".") for entry in allow)
-
-
-def _shown(value: Any) -> str:
-    if value == ABSENT:
-        return ABSENT
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_shown(part)}" for name, part in value.items())
-    return value if isinstance(value, str) else json.dumps(value)

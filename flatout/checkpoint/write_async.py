@@ -2,29 +2,156 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from flatout.checkpoint.host_staging import CopyHandle, Staging
 from flatout.checkpoint.write import Checkpoints, Snapshot
 from flatout.errors import ResourceError
 from flatout.track.tracker import Tracker
 
+# powers of two, since torch rounds pinned allocations up to them
+BLOCK_BYTES, SMALL_BLOCK_BYTES = 2**30, 2**26
+_LINE_BYTES = 128
+# (destination in host memory, live tensor)
+Pairs = Sequence[tuple[Tensor, Tensor]]
 
-@dataclass(frozen=True, slots=True)
-class _Save:
-    """One save in progress; `staged_s` is how long `save` blocked training, None if it blocks until the end."""
 
-    snapshot: Snapshot
-    best: bool
-    required: bool
-    started_s: float
-    staged_s: float | None = None
+class HostCopy:
+    """A synchronous copy to host memory, for training on the CPU."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        started_s = time.perf_counter()
+        for place, live in pairs:
+            place.copy_(live)
+        self._took_s = time.perf_counter() - started_s
+
+    def hold_device(self) -> None:
+        """Make the current stream wait for the copy; the host does not block."""
+
+    def wait(self) -> float:
+        """Block until the copy is done, in any thread, and return how long it took in seconds."""
+        return self._took_s
+
+
+class StreamCopy(HostCopy):
+    """A copy from a GPU to pinned memory on `stream`, after the work that is queued now and beside later work.
+
+    Tensors in host memory are copied immediately.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, pairs: Pairs) -> None:
+        self._device = stream.device
+        # keep references until the copy is done, or the allocator could reuse the memory that it reads
+        self._live = [live for _, live in pairs if live.is_cuda]
+        # the update of the step being saved may still be running
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        # with a blocking event, the waiting thread sleeps instead of spinning
+        self._began, self._ended = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            self._began.record()
+            for place, live in pairs:
+                place.copy_(live, non_blocking=True)
+            self._ended.record()
+
+    def hold_device(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._ended)
+
+    def wait(self) -> float:
+        # a new thread starts on GPU 0, and a call there would allocate a CUDA context
+        with torch.cuda.device(self._device):
+            self._ended.synchronize()
+            took_s: float = self._began.elapsed_time(self._ended) / 1e3
+        self._live.clear()
+        return took_s
+
+
+class Staging:
+    """Host memory for copies of a state, in `blocks`; reused by the next save, and pinned if the state is on a GPU."""
+
+    def __init__(self, device: torch.device, copier: Callable[[Pairs], HostCopy] | None = None) -> None:
+        self._is_pinned = device.type == "cuda"
+        if copier is None:
+            copier = partial(StreamCopy, torch.cuda.Stream(device)) if self._is_pinned else HostCopy
+        self._copier = copier
+        self.blocks: list[Tensor] = []
+        self._reserving: threading.Thread | None = None
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Allocate memory in the background for tensors of these sizes in bytes, since pinning takes seconds.
+
+        A thread pins the memory, so do not call this while a CUDA graph is being captured.
+        """
+        usual_bytes = BLOCK_BYTES if sum(sizes) > BLOCK_BYTES else SMALL_BLOCK_BYTES
+
+        # torch rounds pinned allocations up to powers of two
+        largest_bytes = 1 << max(0, max(sizes, default=0) - 1).bit_length()
+
+        def get() -> None:
+            used: list[int] = []
+            with suppress(ResourceError):  # the save that needs the memory raises it again
+                for num_bytes in sorted(sizes, reverse=True):
+                    self._room(num_bytes, used, max(usual_bytes, largest_bytes))
+
+        self._reserving = threading.Thread(target=get, daemon=True)
+        self._reserving.start()
+
+    def wait_reserved(self) -> None:
+        """Wait until the reserved memory is allocated."""
+        if self._reserving is not None:
+            self._reserving.join()
+
+    def lay_out(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot with destinations in this memory, for `copy` to fill; valid until the next call.
+
+        Raises ResourceError when the host lacks the memory.
+        """
+        self.wait_reserved()
+        used = [0] * len(self.blocks)
+        tensors: dict[str, dict[str, Tensor]] = {stem: {} for stem in snapshot.tensors}
+        live = [(stem, name, tensor) for stem, held in snapshot.tensors.items() for name, tensor in held.items()]
+        # large ones first; small ones then fill the gaps, so little memory is wasted
+        for stem, name, tensor in sorted(live, key=lambda item: -item[2].nbytes):
+            block, begin = self._room(tensor.nbytes, used, SMALL_BLOCK_BYTES)
+            tensors[stem][name] = block[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return dataclasses.replace(snapshot, tensors=tensors)
+
+    def copy(self, snapshot: Snapshot, staged: Snapshot) -> HostCopy:
+        """Start copying the live tensors to the destinations from `lay_out`."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for stem, live in snapshot.tensors.items():
+            pairs += [(staged.tensors[stem][name], tensor.detach()) for name, tensor in live.items()]
+        return self._copier(pairs)
+
+    def _room(self, num_bytes: int, used: list[int], block_bytes: int) -> tuple[Tensor, int]:
+        """Return a block with `num_bytes` free and the offset where they begin, and mark them as used.
+
+        `used` counts the bytes taken from each block. If none has room, a block of at least `block_bytes` is allocated.
+        """
+        needed = -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+        used += [0] * (len(self.blocks) - len(used))
+        fits = (index for index, block in enumerate(self.blocks) if used[index] + needed <= block.nbytes)
+        index = next(fits, len(self.blocks))
+        if index == len(self.blocks):
+            try:
+                block = torch.empty(max(block_bytes, needed), dtype=torch.uint8, pin_memory=self._is_pinned)
+            except RuntimeError as error:
+                raise ResourceError(
+                    f"no {max(block_bytes, needed):,} bytes of host memory to copy the state to; "
+                    "set checkpoint.asynchronous: false"
+                ) from error
+            self.blocks.append(block)
+            used.append(0)
+        begin = used[index]
+        used[index] += needed
+        return self.blocks[index], begin
 
 
 class Saver:
@@ -38,8 +165,8 @@ class Saver:
     """
 
     def __init__(self, checkpoints: Checkpoints, tracker: Tracker, staging: Staging | None = None) -> None:
-        self._checkpoints, self._tracker, self._staging = checkpoints, tracker, staging
-        self._copying: CopyHandle | None = None
+        self._checkpoints, self._tracker, self.staging = checkpoints, tracker, staging
+        self._copying: HostCopy | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -50,40 +177,39 @@ class Saver:
         """
         started_s = time.perf_counter()
         self.wait()
-        if self._staging is None:
-            self._write(_Save(snapshot, best, required, started_s))
+        staging, destinations = self.staging, list[Snapshot]()
+        if staging is None:
+            self._write(snapshot, best, required, started_s)
             return
-        staging, places = self._staging, []
         try:
-            self._checkpoints.group.run_on_all_ranks(lambda: places.append(staging.lay_out(snapshot)))
+            self._checkpoints.group.run_on_all_ranks(lambda: destinations.append(staging.lay_out(snapshot)))
         except ResourceError as error:
-            self._tell(snapshot, error)
+            self._report(snapshot.step, error)
             if required:
                 raise
             return
-        staged = places[0]
-        self._copying = staging.copy(snapshot, staged)
+        (staged,) = destinations
+        copying = self._copying = staging.copy(snapshot, staged)
         staged_s = None if required else time.perf_counter() - started_s
-        save = _Save(staged, best, required, started_s, staged_s)
-        self._thread = threading.Thread(
-            target=self._write_copied, args=(save, self._copying), name="checkpoint", daemon=True
-        )
+
+        # this must not refer to `snapshot`, whose live tensors the run may free before the save ends
+        def write_copied() -> None:
+            try:
+                copied_s = copying.wait()
+                self._write(staged, best, required, started_s, staged_s, copied_s)
+            except BaseException as error:  # noqa: BLE001  (`wait` raises it; otherwise it would be lost)
+                self._failure = error
+                self._report(staged.step, error)
+
+        self._thread = threading.Thread(target=write_copied, name="checkpoint", daemon=True)
         self._thread.start()
         if required:
             self.wait()
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Allocate host memory in the background for copies of tensors of about these sizes in bytes.
-
-        A thread pins the memory, so do not call this while a CUDA graph is being captured.
-        """
-        if self._staging is not None:
-            self._staging.reserve(sizes)
-
-    def wait_reserved(self) -> None:
-        """Wait until the memory that `reserve` asked for is allocated."""
-        if self._staging is not None:
-            self._staging.wait_reserved()
+        """Call `Staging.reserve`; nothing without staging."""
+        if self.staging is not None:
+            self.staging.reserve(sizes)
 
     def before_update(self) -> None:
         """Make the device finish a pending copy before weights or optimizer state change; call it before every update.
@@ -94,14 +220,9 @@ class Saver:
             self._copying.hold_device()
             self._copying = None
 
-    def _tell(self, snapshot: Snapshot, error: BaseException) -> None:
-        self._tracker.event("not_saved", {"step": snapshot.step, "why": str(error) or type(error).__name__})
-
     def wait(self) -> None:
         """Wait for the pending save; raise its failure, unless it was one that is only reported."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self.close()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -110,27 +231,33 @@ class Saver:
         """Wait for the pending save; its errors were already reported."""
         if self._thread is not None:
             self._thread.join()
+            self._thread = None
 
-    def _write_copied(self, save: _Save, copying: CopyHandle) -> None:
-        try:
-            self._write(save, copying.wait())
-        except BaseException as error:  # noqa: BLE001  (`wait` raises it; otherwise it would be lost with the thread)
-            self._failure = error
-            self._tell(save.snapshot, error)
+    def _report(self, step: int, error: BaseException) -> None:
+        self._tracker.event("not_saved", {"step": step, "why": str(error) or type(error).__name__})
 
-    def _write(self, save: _Save, copied_s: float = 0.0) -> None:
+    def _write(
+        self,
+        snapshot: Snapshot,
+        best: bool,
+        required: bool,
+        started_s: float,
+        staged_s: float | None = None,
+        copied_s: float = 0.0,
+    ) -> None:
+        """Write and report a save that blocked training for `staged_s`; None if it blocks until the end."""
         try:
-            path = self._checkpoints.save(save.snapshot, best=save.best)
+            path = self._checkpoints.save(snapshot, best=best)
         except ResourceError as error:
-            if save.required:
+            if required:
                 raise
-            self._tell(save.snapshot, error)
+            self._report(snapshot.step, error)
             return
-        save_s = time.perf_counter() - save.started_s
+        save_s = time.perf_counter() - started_s
         facts = {
             "path": str(path),
-            "best": save.best,
-            "staged_s": round(save_s if save.staged_s is None else save.staged_s, 3),
+            "best": best,
+            "staged_s": round(save_s if staged_s is None else staged_s, 3),
             "copied_s": round(copied_s, 3),
             "save_s": round(save_s, 3),
         }
@@ -165,10 +292,10 @@ def choose_saver(
     return Saver(checkpoints, tracker, Staging(device))
 
 
-def available_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+def available_host_bytes() -> int | None:
     """Return how much memory of this host is available to programs now, in bytes; None if unknown."""
-    try:
-        lines: Mapping[str, str] = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -14,7 +14,6 @@ from torch import Tensor
 from flatout.checkpoint.compatibility import (
     Change,
     config_changes,
-    is_complete,
     refuse_changes,
     refuse_other_data,
     refuse_other_model,
@@ -198,7 +197,7 @@ def progress_if_complete(
     if found is None:
         return None
     progress = validated(TypeAdapter(Progress), found, str(final_dir))
-    if not progress.stopped_early and not is_complete(progress.step, planned.plan.num_steps):
+    if not progress.stopped_early and progress.step < planned.plan.num_steps:
         return None
     refuse_without_effect(_changes(config, planned, checkpoint), config.folder)
     return progress

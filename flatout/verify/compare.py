@@ -1,9 +1,12 @@
-"""Compare a loss and its gradients with the reference, as one row of the table that `flatout verify` prints."""
+"""Run one training step and compare its loss and gradients with the reference: a row of `flatout verify`'s table."""
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +15,21 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from flatout.checkpoint.write import Checkpoints
+from flatout.config.schema import Config
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
+from flatout.parallel.control_group import ControlGroup
+from flatout.parallel.rank import Rank
+from flatout.plan.schedule.steps import StepPlan
+from flatout.track.tracker import TrackerGroup
+from flatout.train.build import build_run
+from flatout.train.planning import PlannedRun, plan_run
+from flatout.train.rank_consistency import weakest_gpu
+from flatout.train.state import Run
+from flatout.train.step import accumulate_gradients
 
 GRADIENTS, FACTS = "gradients.safetensors", "facts.json"
 # a parameter's difference is relative to the norm of its gradient, but at least to this share of the global norm:
@@ -50,8 +65,7 @@ class Row:
     def largest(self) -> float:
         """The largest of the three differences; infinite when one is missing or not finite."""
         found = (self.loss_difference, self.worst_difference, self.norm_difference)
-        values = [math.inf if value is None or not math.isfinite(value) else value for value in found]
-        return max(values)
+        return max(math.inf if value is None or not math.isfinite(value) else value for value in found)
 
     def judged(self, limit: float) -> Row:
         """Return the row with its verdict under this limit; a row with a note, such as on missing gradients, fails."""
@@ -60,10 +74,8 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         """Return JSON values; non-finite numbers become None."""
         values = asdict(self)
-        return {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in values.items()
-        }
+        odd = {key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+        return values | dict.fromkeys(odd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +124,6 @@ class Reference:
                     worst, worst_name = difference, name
             # a missing gradient counts as zeros: text does not reach a vision tower, for example
             odd += [name for name in missing if file.get_tensor(name).any()]
-        unlike = sorted(odd)
         return Row(
             case=case,
             loss=loss,
@@ -121,5 +132,56 @@ class Reference:
             worst_parameter=worst_name,
             norm_difference=abs(norm - self.norm) / max(self.norm, 1e-300),
             cosine=dot / max(math.sqrt(ours_squared) * self.norm, 1e-300),
-            note=f"{len(unlike)} gradients have no counterpart, such as {unlike[0]}" if unlike else "",
+            note=f"{len(odd)} gradients have no counterpart, such as {min(odd)}" if odd else "",
         )
+
+
+def plan_quietly(config: Config, rank: Rank) -> PlannedRun:
+    """Plan the run without logging."""
+    return plan_run(config, TrackerGroup(), rank, lambda: weakest_gpu(config, rank, lambda: ControlGroup(rank)))
+
+
+@contextmanager
+def set_up_quietly(config: Config, planned: PlannedRun, rank: Rank, folder: Path) -> Iterator[Run]:
+    """Set up the run as `flatout train` does, but without its checkpoints; its memory is freed on exit."""
+    checkpoints = Checkpoints(folder, keep=1, on_event=lambda kind, facts: None)
+    run = build_run(config, planned, checkpoints, None, TrackerGroup(), rank)
+    # the reference has no dropout; everything else stays in training mode, which recomputation needs
+    for module in run.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.eval()
+    try:
+        yield run
+    finally:
+        for feed in filter(None, (run.feed, run.eval_feed)):
+            feed.close()
+        del run
+        free_memory()
+
+
+def free_memory() -> None:
+    """Free the GPU memory of models that are no longer used."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def measure(run: Run, step: StepPlan, reference: Reference, case: str) -> Row:
+    """Compare one step's loss, gradients and norm over all ranks with the reference; only rank 0's row is filled."""
+    run.optimizer.zero_grad(set_to_none=True)
+    loss_sum, num_correct = accumulate_gradients(run, step)
+    run.strategy.sum_gradients(run.parameters)
+    totals = run.strategy.sum_values(torch.stack([loss_sum, num_correct]))
+    run.scaler.unscale_(run.optimizer)
+    norm = run.strategy.grad_norm(run.parameters).item()
+    run.scaler.update()
+    # a generator, so that only one sharded gradient at a time is gathered
+    grads = ((name, parameter.grad) for name, parameter in run.named_parameters.items())
+    gradients = ((name, grad.full_tensor() if isinstance(grad, DTensor) else grad) for name, grad in grads)
+    if run.rank.is_first:
+        row = reference.compare(case, totals[0].item() / step.num_label_tokens, norm, gradients)
+    else:
+        # gathering a sharded gradient is collective
+        deque(gradients, maxlen=0)
+        row = Row(case)
+    return replace(row, num_ranks=run.rank.world, num_micro_batches=max(map(len, step.ranks)))

@@ -27,7 +27,6 @@ from flatout.models.rope import length_limits
 
 # scale of the random B of a fresh adapter; with B at zero, A would have no gradient
 WAKE_SCALE = 0.02
-_PEFT_PREFIX = "base_model.model."
 Sample = tuple[NDArray[Any], NDArray[Any]]
 
 
@@ -38,10 +37,6 @@ class PlainModel:
     model: nn.Module
     named: dict[str, nn.Parameter]
     autocast: torch.dtype | None
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -56,7 +51,13 @@ def plain_model(config: Config, device: torch.device, adapter: Path) -> PlainMod
     written from the run's initial adapter, with every B that is all zeros replaced by small random values. Quantized
     layers are replaced by dense ones with the dequantized weights. Raises the same errors as `load_model`.
     """
-    model = _own_attention(_dense_model(config, device)).eval()
+    model = _dense_model(config, device).eval()
+    try:
+        # eager for soft-capped scores, and for models without sdpa
+        capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+        model.set_attn_implementation("eager" if capped else "sdpa")
+    except ValueError:
+        model.set_attn_implementation("eager")
     dtype = resolve_precision(config.model.precision, device)
     if config.method == "full":
         model.requires_grad_(True)
@@ -86,16 +87,15 @@ def plain_step(plain: PlainModel, samples: Sequence[Sample], *, max_tokens: int 
     if not num_labels:
         raise ValueError("the step has no label token")
     plain.model.zero_grad(set_to_none=True)
-    total = 0.0
+    total, device = 0.0, next(plain.model.parameters()).device
     one_at_a_time = bool(length_limits(plain.model))
     for rows in _batches(samples, 0 if one_at_a_time else max_tokens):
-        ids, mask, labels = (tensor.to(plain.device) for tensor in _padded(rows))
+        ids, mask, labels = (tensor.to(device) for tensor in _padded(rows))
         if one_at_a_time:
             with torch.no_grad():
                 # dynamic NTK keeps the longest length so far; a short input resets it
                 plain.model(input_ids=ids[:, :1], use_cache=False)
-        lower = plain.autocast
-        with torch.autocast(plain.device.type, dtype=lower) if lower else nullcontext():
+        with torch.autocast(device.type, dtype=plain.autocast) if plain.autocast else nullcontext():
             logits = plain.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
         loss_sum = F.cross_entropy(wide, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
@@ -116,30 +116,16 @@ def _dense_model(config: Config, device: torch.device) -> PreTrainedModel:
         config.model, method=config.method, device=device, seed=config.seed, full=config.full, base=config.base
     )
     for name, module in list(loaded.model.named_modules()):
-        if isinstance(module, Fp8Linear | Nf4Linear):
-            replace_module(loaded.model, name, _dense_linear(module))
+        if not isinstance(module, Fp8Linear | Nf4Linear):
+            continue
+        with torch.no_grad():
+            weight, bias = module.weight, module.bias
+            linear = nn.Linear(module.in_features, module.out_features, bias=bias is not None, device="meta")
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            if bias is not None:
+                linear.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
+        replace_module(loaded.model, name, linear)
     return loaded.model
-
-
-@torch.no_grad()
-def _dense_linear(stored: Any) -> nn.Linear:
-    weight, bias = stored.weight, stored.bias
-    linear = nn.Linear(stored.in_features, stored.out_features, bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
-    return linear
-
-
-def _own_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Set transformers' sdpa attention, or eager if scores are soft-capped or the model has no sdpa."""
-    text_config = model.config.get_text_config()
-    try:
-        capped = getattr(text_config, "attn_logit_softcapping", None)
-        model.set_attn_implementation("eager" if capped else "sdpa")
-    except ValueError:
-        model.set_attn_implementation("eager")
-    return model
 
 
 @torch.no_grad()
@@ -158,7 +144,7 @@ def _write_adapter(model: PreTrainedModel, config: Config, folder: Path) -> None
 
 
 def _our_name(peft_name: str) -> str:
-    name = peft_name.removeprefix(_PEFT_PREFIX).replace(".lora_magnitude_vector.default.weight", ".magnitude")
+    name = peft_name.removeprefix("base_model.model.").replace(".lora_magnitude_vector.default.weight", ".magnitude")
     return name.replace(".lora_A.default.weight", ".lora_a").replace(".lora_B.default.weight", ".lora_b")
 
 

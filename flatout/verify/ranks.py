@@ -29,8 +29,7 @@ from flatout.io.json_file import read_json
 from flatout.parallel.process_group import leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.choose import choose_device
-from flatout.verify.compare import Reference, Row
-from flatout.verify.measure import measure, plan_quietly, set_up_quietly
+from flatout.verify.compare import Reference, Row, measure, plan_quietly, set_up_quietly
 
 # how long a rank waits for the others in its group
 WAIT = timedelta(minutes=10)
@@ -70,9 +69,14 @@ def run_rank_cases(cases: Sequence[RankCase], folder: Path) -> list[Row]:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    why = _last_words(folder / f"rank-{lost}.log") if lost is not None else ""
-    if lost is not None and processes[lost].returncode == ResourceError.exit_code:
-        raise ResourceError(f"verify, rank {lost}: {why}")
+    why = ""
+    if lost is not None:
+        # the last error in its log, which a stack trace may follow, or the last line
+        lines = (folder / f"rank-{lost}.log").read_text(errors="replace").strip().splitlines()
+        told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        why = (told or lines or ["no output"])[-1]
+        if processes[lost].returncode == ResourceError.exit_code:
+            raise ResourceError(f"verify, rank {lost}: {why}")
     paths = [folder / f"row-{place}.json" for place in range(len(cases))]
     return [
         Row(**read_json(path))
@@ -93,13 +97,6 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
         if all(code == 0 for code in codes):
             return None
         time.sleep(0.05)
-
-
-def _last_words(log: Path) -> str:
-    """Return the last error in a process's log, or its last line; stack traces may follow an error."""
-    lines = log.read_text(errors="replace").strip().splitlines()
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (told or lines or ["no output"])[-1]
 
 
 def run_process(folder: Path, index: int) -> None:
@@ -132,15 +129,9 @@ def _take_part(case: RankCase, rank: Rank, folder: Path, store: str) -> Row:
     return row.judged(case.limit)
 
 
-def main(folder: str, index: str) -> int:
-    """Run one process of the group and return its exit code."""
+if __name__ == "__main__":
     try:
-        run_process(Path(folder), int(index))
+        run_process(Path(sys.argv[1]), int(sys.argv[2]))
     except FlatoutError as error:
         sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+        sys.exit(error.exit_code)

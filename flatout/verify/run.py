@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from flatout.config.parallel import STRATEGIES
 from flatout.config.schema import Config
 from flatout.errors import NumericError, ResourceError, UsageError
 from flatout.io.durable_io import DurableIO
@@ -19,8 +20,7 @@ from flatout.parallel.strategies.choose import choose_device
 from flatout.plan.schedule.steps import MicroBatch, StepPlan
 from flatout.train.planning import PlannedRun
 from flatout.train.state import Run
-from flatout.verify.compare import Reference, Row
-from flatout.verify.measure import free_memory, measure, plan_quietly, set_up_quietly
+from flatout.verify.compare import Reference, Row, free_memory, measure, plan_quietly, set_up_quietly
 from flatout.verify.plain_loop import PlainModel, Sample, plain_model, plain_step
 from flatout.verify.ranks import RankCase, run_rank_cases
 
@@ -34,26 +34,6 @@ FP8_LIMIT = 0.2
 # on the CPU a micro-batch may hold the whole step up to this many tokens, so that it can be split in several ways
 CPU_TOKENS = 8192
 MAX_MICRO_BATCHES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutCase:
-    """A strategy to verify: its minimum of ranks, its `sharding` settings, and whether to run on every rank count."""
-
-    strategy: str
-    min_ranks: int = 2
-    sharding: Mapping[str, Any] = field(default_factory=dict)
-    every_number: bool = False
-
-
-STRATEGIES = (
-    LayoutCase("ddp", every_number=True),
-    LayoutCase("zero1"),
-    LayoutCase("zero2"),
-    LayoutCase("zero3"),
-    LayoutCase("fsdp"),
-    LayoutCase("hsdp", min_ranks=4, sharding={"replicas": 2}),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +79,10 @@ def verify(
     limit = LIMITS[exact] if tolerance is None else tolerance
     DurableIO().make_dir(config.folder)
     rows: list[Row] = []
-
-    def tell(row: Row) -> None:
-        rows.append(row)
-        on_row(row)
-
     with tempfile.TemporaryDirectory(prefix=".verify-", dir=config.folder) as work:
-        folder = Path(work).absolute()
-        rank_cases = _verify_on_one(config, exact, folder, limit, device, num_ranks, tell)
-        for row in run_rank_cases(rank_cases, folder / "ranks") if rank_cases else ():
-            tell(row)
+        for row in _rows(config, exact, Path(work).absolute(), limit, device, num_ranks):
+            rows.append(row)
+            on_row(row)
     report = Report(tuple(rows), tuple(_notes(config, exact, device)))
     content = {"rows": [row.to_json() for row in report.rows], "notes": report.notes, "passed": not report.failed}
     DurableIO().write_json(config.folder / "verify.json", content)
@@ -151,22 +125,18 @@ def _notes(config: Config, exact: Exact, device: torch.device) -> Iterator[str]:
         yield f"float8 products are not exact: rows in {exact} have the weights as they are in the files"
 
 
-def _verify_on_one(
-    own: Config,
-    exact: Exact,
-    folder: Path,
-    limit: float,
-    device: torch.device,
-    num_ranks: int,
-    tell: Callable[[Row], None],
-) -> list[RankCase]:
-    """Compute the rows of one process, including the run's own precision; return the cases for several processes."""
+def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.device, num_ranks: int) -> Iterator[Row]:
+    """Yield the rows of one process, those in the run's own precision, and those of several processes."""
     config = exact_config(own, exact, folder)
     planned = plan_quietly(config, Rank())
     step = next((step for step in planned.plan.steps() if step.num_label_tokens), None)
     if step is None:
         raise UsageError("verify: no step of this run has a label token")
-    config = config.model_copy(update={"batch": _batch_for(config, planned, step, device)})
+    tokens = planned.plan.layout.micro_batch_tokens
+    if device.type == "cpu":
+        tokens = max(tokens, min(step.num_tokens, CPU_TOKENS))
+    batch = config.batch.model_copy(update={"micro_batch_tokens": max(int(planned.store.lengths.max()), tokens)})
+    config = config.model_copy(update={"batch": batch})
     planned = plan_quietly(config, Rank())
     step = planned.plan.step(step.index)
     samples = [planned.store.sample(sample_id) for sample_id in step.sample_ids]
@@ -174,7 +144,7 @@ def _verify_on_one(
     plain = plain_model(config, device, adapter)
     reference = Reference.write(folder / "reference", plain_step(plain, samples), plain.gradients)
     max_tokens = planned.plan.layout.micro_batch_tokens
-    tell(_plain_row(plain, samples, max_tokens, reference, "padded, plain transformers").judged(limit))
+    yield _plain_row(plain, samples, max_tokens, reference, "padded, plain transformers").judged(limit)
     del plain
     free_memory()
     if config.method == "lora":
@@ -182,23 +152,15 @@ def _verify_on_one(
     try:
         with set_up_quietly(config, planned, Rank(), folder) as run:
             for row in _cut_rows(run, step, reference):
-                tell(row.judged(limit))
+                yield row.judged(limit)
     except (UsageError, NumericError) as error:
-        tell(Row("packed", limit=limit, note=str(error)))
-        return []
+        yield Row("packed", limit=limit, note=str(error))
+        return
     precision = resolve_precision(own.model.precision, device)
     if precision != resolve_precision(config.model.precision, device):
-        for row in _own_rows(own, config, device, reference, step.index):
-            tell(row)
-    return _rank_cases(config, reference, limit, planned, step, num_ranks)
-
-
-def _batch_for(config: Config, planned: PlannedRun, step: StepPlan, device: torch.device) -> Any:
-    """Return the batch settings: on the CPU a micro-batch may hold the whole step, on a GPU what the plan allows."""
-    longest = int(planned.store.lengths.max())
-    planned_tokens = planned.plan.layout.micro_batch_tokens
-    wanted = max(planned_tokens, min(step.num_tokens, CPU_TOKENS)) if device.type == "cpu" else planned_tokens
-    return config.batch.model_copy(update={"micro_batch_tokens": max(longest, wanted)})
+        yield from _own_rows(own, config, device, reference, step.index)
+    if cases := _rank_cases(config, reference, limit, planned, step, num_ranks):
+        yield from run_rank_cases(cases, folder / "ranks")
 
 
 def _plain_row(plain: PlainModel, samples: list[Sample], max_tokens: int, reference: Reference, case: str) -> Row:
@@ -256,17 +218,21 @@ def _own_rows(
 def _rank_cases(
     config: Config, reference: Reference, limit: float, planned: PlannedRun, step: StepPlan, num_ranks: int
 ) -> list[RankCase]:
-    """Return a case for every strategy and rank count to verify, with two micro-batches per rank where possible.
+    """Return a case for every strategy, with two micro-batches per rank where possible.
 
-    The run's `sharding` settings are kept, except for those that a strategy sets itself.
+    Strategies that keep whole state run on every number of ranks, the others on `num_ranks`. What DeepSpeed shards
+    depends on its own file, so it has no case.
     """
     cases = []
     longest, budget = int(planned.store.lengths.max()), planned.plan.layout.micro_batch_tokens
-    for case in STRATEGIES:
-        for world in range(case.min_ranks if case.every_number else max(case.min_ranks, num_ranks), num_ranks + 1):
+    for name, traits in STRATEGIES.items():
+        if name in ("single", "deepspeed"):
+            continue
+        least = 4 if traits.has_replicas else 2
+        for world in range(max(least, num_ranks) if traits.shards_state else least, num_ranks + 1):
             values = config.model_dump(mode="json")
-            values["strategy"] = case.strategy
+            values["strategy"] = name
             values["batch"]["micro_batch_tokens"] = max(longest, min(budget, -(-step.num_tokens // (2 * world))))
-            values["sharding"] |= case.sharding
-            cases.append(RankCase(case.strategy, world, values, step.index, str(reference.folder), limit))
+            values["sharding"]["replicas"] = 2 if traits.has_replicas else None
+            cases.append(RankCase(name, world, values, step.index, str(reference.folder), limit))
     return cases

@@ -210,7 +210,7 @@ def test_no_vague_module_names() -> None:
 
 # waits without a bound of their own, and what ends or bounds them
 WAITS = {
-    "checkpoint/host_staging.py: self._reserving.join": "a thread of this process that takes memory",
+    "checkpoint/write_async.py: self._reserving.join": "a thread of this process that takes memory",
     "checkpoint/write_async.py: copying.wait": "a copy to this process's memory",
     "checkpoint/write_async.py: self._thread.join": "this process's disk; over ranks faults.long_phase_s",
     "checkpoint/write_async.py: self.wait": "the same",

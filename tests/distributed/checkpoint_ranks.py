@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from flatout.checkpoint.host_staging import Staging
 from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
 from flatout.checkpoint.read import SavedCheckpoint
 from flatout.checkpoint.replicas import refuse_drift
 from flatout.checkpoint.write import Checkpoints, Snapshot
-from flatout.checkpoint.write_async import Saver
+from flatout.checkpoint.write_async import Saver, Staging
 from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError, PeerLostError, ResourceError
 from flatout.io.durable_io import DurableIO

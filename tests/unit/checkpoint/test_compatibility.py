@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from flatout.checkpoint.compatibility import config_changes, is_complete, refuse_changes, refuse_other_data
+from flatout.checkpoint.compatibility import config_changes, refuse_changes, refuse_other_data
 from flatout.config.resume_effects import RESUME_EFFECTS
 from flatout.config.schema import Config
 from flatout.errors import CheckpointError
@@ -148,10 +148,3 @@ def test_allowed_data_explains_the_plan_and_a_missing_fingerprint_is_told() -> N
     refuse_other_data(OLD, NEW, allow=["data"])
     with pytest.raises(CheckpointError, match=r"eval_data: \(absent\) in the checkpoint, e1 now"):
         refuse_other_data(OLD, {**OLD, "eval_data": "e1"})
-
-
-@pytest.mark.parametrize(
-    ("saved_step", "num_steps", "complete"), [(7, 8, False), (8, 8, True), (8, 4, True), (0, 1, False)]
-)
-def test_nothing_left_to_do_is_complete_not_one_step_more(saved_step: int, num_steps: int, complete: bool) -> None:
-    assert is_complete(saved_step, num_steps) is complete

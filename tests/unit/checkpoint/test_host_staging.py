@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,8 @@ from faulty_disk import QuickDisk, same, snapshot_of
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flatout.checkpoint.host_staging import AsyncCopier, CopyHandle, Staging
 from flatout.checkpoint.write import Checkpoints, Snapshot
-from flatout.checkpoint.write_async import Saver
+from flatout.checkpoint.write_async import HostCopy, Pairs, Saver, Staging, StreamCopy
 from flatout.io.durable_io import DurableIO
 from flatout.optim.flat import FlatAdamW, flatten
 from flatout.track.tracker import TrackerGroup
@@ -50,10 +49,10 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-class LateCopy:
+class LateCopy(HostCopy):
     """A copy that is made once the device would be held for it."""
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, pairs: Pairs) -> None:
         self._pairs, self._done = pairs, threading.Event()
 
     def hold_device(self) -> None:
@@ -87,7 +86,7 @@ class LateSaver(Witness):
         super().__init__(checkpoints, Staging(CPU, self._start))
         self._late: LateCopy | None = None
 
-    def _start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyHandle:
+    def _start(self, pairs: Pairs) -> HostCopy:
         self._late = LateCopy(pairs)
         return self._late
 
@@ -102,17 +101,20 @@ class LateSaver(Witness):
         super().close()
 
 
-class LateStream(AsyncCopier):
+def late_stream(device: torch.device) -> Callable[[Pairs], HostCopy]:
     """On a GPU: other work comes first."""
+    stream = torch.cuda.Stream(device)
 
-    def __call__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyHandle:
-        with torch.cuda.stream(self._stream):
+    def copy(pairs: Pairs) -> HostCopy:
+        with torch.cuda.stream(stream):
             torch.cuda._sleep(LATE_CYCLES)
-        return super().__call__(pairs)
+        return StreamCopy(stream, pairs)
+
+    return copy
 
 
 def saver_for(device: torch.device, checkpoints: Checkpoints) -> Witness:
-    return LateSaver(checkpoints) if device == CPU else Witness(checkpoints, Staging(device, LateStream(device)))
+    return LateSaver(checkpoints) if device == CPU else Witness(checkpoints, Staging(device, late_stream(device)))
 
 
 def never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +165,8 @@ def test_what_is_saved_is_the_state_of_the_call(
 def test_the_copy_lies_between_two_updates_and_the_host_does_not_wait(tmp_path: Path, case: str) -> None:
     device = torch.device("cuda", 0)
     checkpoints = Checkpoints(tmp_path, keep=2, on_event=lambda kind, facts: None, durable_io=DurableIO(QuickDisk()))
-    copier = AsyncCopier(device) if case == "update late" else LateStream(device)
-    saver = Saver(checkpoints, TrackerGroup(), Staging(device, copier))
+    staging = Staging(device) if case == "update late" else Staging(device, late_stream(device))
+    saver = Saver(checkpoints, TrackerGroup(), staging)
     # gets the memory, and loads what a first call loads
     saver.save(on(device, snapshot_of(1)), required=True)
     expected, live = on(device, snapshot_of(2)), on(device, snapshot_of(2))

@@ -11,10 +11,9 @@ import pytest
 import torch
 from faulty_disk import BROKEN_DISK, FULL_DISK, FaultyDisk, QuickDisk, same, snapshot_of
 
-from flatout.checkpoint.host_staging import Staging
 from flatout.checkpoint.optimizer_state import optimizer_state, state_sizes
 from flatout.checkpoint.write import Checkpoints, Snapshot
-from flatout.checkpoint.write_async import Saver, choose_saver
+from flatout.checkpoint.write_async import Saver, Staging, choose_saver
 from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError, ResourceError
 from flatout.io.durable_io import Disk, DurableIO
