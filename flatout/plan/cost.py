@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from flatout.config.schema import Config, Recompute
 from flatout.plan.shape import ModelShape
 
 # backward of attention makes five matrix products where the forward makes two (Dao 2023, arXiv:2307.08691, section 3.1)
@@ -49,14 +47,7 @@ class CostModel:
 COST_BY_TOKENS = CostModel(per_token=1.0)
 
 
-def make_cost(
-    shape: ModelShape,
-    *,
-    method: Literal["lora", "full"],
-    lora_rank: int = 16,
-    lora_targets: str | Sequence[str] = "all-linear",
-    recompute: bool = False,
-) -> CostModel:
+def make_cost(config: Config, shape: ModelShape, recompute: Recompute = "none") -> CostModel:
     """Return the cost model of training this shape.
 
     With N the matrix entries that a token is multiplied by in the blocks, r-rank adapters of N_lora entries, V x H the
@@ -69,29 +60,17 @@ def make_cost(
     Norms, activations, the embedding lookup and DoRA's column norms are left out (under 1 %); latent attention is
     counted expanded to full heads, as transformers trains it. LoRA applies to linear layers, not to experts.
     """
+    is_full = config.method == "full"
     matrix = sum(layer.num_active_weights for layer in shape.layers)
-    adapter = shape.num_lora_params(lora_rank, target_matcher(lora_targets)) if method == "lora" else 0
-    again = 1 if recompute else 0
-    trained = 6 if method == "full" else 4
+    adapter = 0 if is_full else shape.num_lora_params(config.lora.rank, config.lora.targets)
+    again = 1 if recompute in ("full", "offload") else 0
+    trained = 6 if is_full else 4
     pair = 2.0 * shape.num_heads * (shape.head_dim + shape.value_head_dim) * (1.0 + ATTENTION_BACKWARD + again)
-    useful = None
-    if recompute:
-        useful = make_cost(shape, method=method, lora_rank=lora_rank, lora_targets=lora_targets)
     return CostModel(
         per_token=float((trained + 2 * again) * matrix + (6 + 2 * again) * adapter),
         per_pair=pair * (shape.num_layers - shape.num_window_layers),
         per_window_pair=pair * shape.num_window_layers,
         window=shape.sliding_window or 0,
         per_label=float(trained * shape.vocab_size * shape.hidden_size),
-        useful=useful,
+        useful=make_cost(config, shape) if again else None,
     )
-
-
-def target_matcher(targets: str | Sequence[str]) -> Callable[[str], bool]:
-    """Return a predicate on full module names: `all-linear`, a regex for the full name, or a list of name endings."""
-    if targets == "all-linear":
-        return lambda name: True
-    if isinstance(targets, str):
-        pattern = re.compile(targets)
-        return lambda name: pattern.fullmatch(name) is not None
-    return lambda name: any(name == target or name.endswith(f".{target}") for target in targets)

@@ -73,21 +73,23 @@ def resolve_layout(
             # stage 3 gathers weights in module hooks, which compiled layers do not run
             compiles=stage < 3,
         )
-    num_replicas = _num_replicas(config, num_ranks, num_nodes) if STRATEGIES[strategy].has_replicas else 1
+    traits, num_replicas = STRATEGIES[strategy], 1
+    if traits.has_replicas:
+        num_replicas = config.sharding.replicas or num_nodes
+        if num_replicas < 2 or num_ranks % num_replicas or num_ranks == num_replicas:
+            raise UsageError(
+                f"strategy: hsdp cuts {num_ranks} ranks into at least two replicas of equal size, with at least two "
+                f"ranks each; got {num_replicas}, set sharding.replicas to a divisor up to {num_ranks // 2}, or "
+                "strategy: fsdp"
+            )
+        reason += f"; {num_replicas} replicas of {num_ranks // num_replicas} parts"
     asked = config.sharding.reshard_after_forward
-    reshard = STRATEGIES[strategy].shards_weights if asked == "auto" else asked
-    num_shards = num_ranks // num_replicas
-    if num_replicas > 1:
-        reason += f"; {num_replicas} replicas of {num_shards} parts"
-    offload, late = config.sharding.offload, STRATEGIES[strategy].sums_late
-    return ParallelLayout(strategy, num_shards, num_replicas, reshard, offload, reason, late)
-
-
-def _num_replicas(config: Config, num_ranks: int, num_nodes: int) -> int:
-    replicas = config.sharding.replicas or num_nodes
-    if replicas < 2 or num_ranks % replicas or num_ranks == replicas:
-        raise UsageError(
-            f"strategy: hsdp cuts {num_ranks} ranks into at least two replicas of equal size, with at least two ranks "
-            f"each; got {replicas}, set sharding.replicas to a divisor up to {num_ranks // 2}, or strategy: fsdp"
-        )
-    return replicas
+    return ParallelLayout(
+        strategy,
+        num_ranks // num_replicas,
+        num_replicas,
+        reshard_after_forward=traits.shards_weights if asked == "auto" else asked,
+        offload=config.sharding.offload,
+        reason=reason,
+        sums_late=traits.sums_late,
+    )

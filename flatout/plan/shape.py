@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,18 +70,29 @@ class ModelShape:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def targeted(self, is_target: Callable[[str], bool]) -> list[Linear]:
-        """Return the linear layers of all decoder layers whose full name is a target."""
+    def targeted(self, targets: str | Sequence[str], num_layers: int | None = None) -> list[Linear]:
+        """Return the linear layers of the first `num_layers` decoder layers (all by default) that LoRA targets."""
+        is_target = target_matcher(targets)
         return [
             linear
-            for index, layer in enumerate(self.layers)
+            for index, layer in enumerate(self.layers[:num_layers])
             for linear in layer.linears
             if is_target(f"{self.layers_path}.{index}.{linear.name}")
         ]
 
-    def num_lora_params(self, rank: int, is_target: Callable[[str], bool]) -> int:
-        """Count the parameters of LoRA's A (rank, in) and B (out, rank) on linear layers with a targeted full name."""
-        return sum(rank * (linear.num_in + linear.num_out) for linear in self.targeted(is_target))
+    def num_lora_params(self, rank: int, targets: str | Sequence[str]) -> int:
+        """Count the parameters of LoRA's A (rank, in) and B (out, rank) on the targeted linear layers."""
+        return sum(rank * (linear.num_in + linear.num_out) for linear in self.targeted(targets))
+
+
+def target_matcher(targets: str | Sequence[str]) -> Callable[[str], bool]:
+    """Return a predicate on full module names: `all-linear`, a regex for the full name, or a list of name endings."""
+    if targets == "all-linear":
+        return lambda name: True
+    if isinstance(targets, str):
+        pattern = re.compile(targets)
+        return lambda name: pattern.fullmatch(name) is not None
+    return lambda name: any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def check_positions(shape: ModelShape, longest_sample: int, *, origin: str) -> dict[str, Any]:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.config.schema import Config, Recompute
+from flatout.config.schema import Config
 from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import check_vocabulary
 from flatout.errors import UsageError
 from flatout.optim.lr_schedule import check_warmup
 from flatout.parallel.rank import Rank
-from flatout.plan.cost import CostModel, make_cost
+from flatout.plan.cost import make_cost
 from flatout.plan.devices import Device
 from flatout.plan.layout import ParallelLayout
 from flatout.plan.memory.budget import (
@@ -103,7 +103,7 @@ def plan_training(
         micro_batch_tokens=int(store.lengths.max()) * config.batch.samples_per_step,
         seed=config.seed,
         num_ranks=rank.world,
-        cost=cost_model(config, shape, "none"),
+        cost=make_cost(config, shape),
         sample_ids=train_ids,
     )
     tokens = TokenStatistics.of(whole_steps)
@@ -111,22 +111,11 @@ def plan_training(
         config, shape, tokens, device, num_ranks=rank.world, num_nodes=rank.num_nodes
     )
     memory = choose_micro_batch(config, shape, tokens, device, parallel_layout)
-    cost = cost_model(config, shape, memory.recompute)
+    cost = make_cost(config, shape, memory.recompute)
     plan = whole_steps.with_layout(memory.micro_batch_tokens, cost, lockstep=parallel_layout.lockstep)
     memory = spend_spare_memory(memory, config, tokens, device, plan)
     parallel_layout = memory.model.parallel_layout if memory.model else parallel_layout
     return plan.with_layout(memory.micro_batch_tokens, cost, lockstep=parallel_layout.lockstep), parallel_layout, memory
-
-
-def cost_model(config: Config, shape: ModelShape, recompute: Recompute) -> CostModel:
-    """Return this run's cost model of a sample."""
-    return make_cost(
-        shape,
-        method=config.method,
-        lora_rank=config.lora.rank,
-        lora_targets=config.lora.targets,
-        recompute=recompute in ("full", "offload"),
-    )
 
 
 def plan_evaluation(

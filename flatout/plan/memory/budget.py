@@ -5,13 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from flatout.config.schema import Config, Recompute
 from flatout.errors import ResourceError
 from flatout.plan.devices import GIB, Device
 from flatout.plan.layout import ALONE, ParallelLayout, resolve_layout
-from flatout.plan.memory.estimate import MemoryEstimate, MemoryModel, MicroBatchSize, Precision, head_tile_rows
+from flatout.plan.memory.estimate import HEAD_TILE_ROWS, MemoryEstimate, MemoryModel, MicroBatchSize, Precision
 from flatout.plan.schedule.run_plan import RunPlan
 from flatout.plan.shape import ModelShape
 
@@ -40,17 +38,12 @@ class TokenStatistics:
     @classmethod
     def of(cls, plan: RunPlan) -> TokenStatistics:
         """Take the statistics of a plan with any token budget; looks for the largest step among `NUM_STEPS_SEEN`."""
-        lengths = plan.samples.lengths
-        num_tokens = int(lengths.sum())
-        largest = max(
-            sum(batch.num_tokens for batch in rank)
-            for step in plan.sampled_steps(NUM_STEPS_SEEN)
-            for rank in step.ranks
-        )
+        num_tokens, longest = int(plan.samples.lengths.sum()), int(plan.samples.lengths.max())
+        ranks = [rank for step in plan.sampled_steps(NUM_STEPS_SEEN) for rank in step.ranks]
+        largest = max(sum(batch.num_tokens for batch in rank) for rank in ranks)
         label_share = int(plan.samples.num_labels.sum()) / num_tokens
-        longest = int(np.max(lengths))
         # the sampled steps may not include the longest sample
-        return cls(longest, max(largest, longest), label_share, num_tokens / len(lengths))
+        return cls(longest, max(largest, longest), label_share, num_tokens / len(plan.samples))
 
     def micro_batch(self, num_tokens: int) -> MicroBatchSize:
         """Return the size of a typical micro-batch of `num_tokens` tokens."""
@@ -74,7 +67,7 @@ class MemoryDecision:
 
     @property
     def head_tile_rows(self) -> int:
-        return head_tile_rows(self.recompute)
+        return HEAD_TILE_ROWS[self.recompute]
 
     @property
     def transposed_weights(self) -> bool:
@@ -118,16 +111,22 @@ def choose_micro_batch(
         num_tokens = given or max(CPU_MICRO_BATCH_TOKENS, tokens.longest_sample)
         return MemoryDecision(num_tokens, level, f"{num_tokens:,} tokens a micro-batch, recompute {level}: no GPU")
     model = memory_model(config, shape, device, parallel_layout)
-    budget = budget_bytes(config, device)
-    whole_step = config.full.update == "backward"
-    most, enough = _most_and_enough(config, tokens)
     for level in _levels(config, compiled=model.compiled):
-        fits = largest_fit(model, level, tokens, budget, most)
+        decision, fits, enough = _decide(model, level, tokens, device)
         if fits >= enough:
             break
-    if not given and (fits < tokens.longest_sample or (whole_step and fits < most)):
-        raise _too_small(model, level, tokens.micro_batch(most if whole_step else tokens.longest_sample), device)
-    return _decision(model, level, fits, tokens, device)
+    whole_step = config.full.update == "backward"
+    num_tokens = tokens.rank_step_tokens if whole_step else tokens.longest_sample
+    if fits < num_tokens and not given:
+        need = model.estimate(tokens.micro_batch(num_tokens), level).total_bytes / (1 - MARGIN)
+        smaller = "base.storage: nf4" if config.method == "lora" else "method: lora, optim.name: adamw8bit"
+        what = "a whole step (full.update: backward)" if whole_step else "the longest sample"
+        raise ResourceError(
+            f"{what} has {num_tokens:,} tokens, which need about {need / GIB:.1f} GiB with recompute: {level}, and "
+            f"{device.name} may use {budget_bytes(config, device) / (1 - MARGIN) / GIB:.1f}; lower data.max_tokens, "
+            f"set {smaller}, or take a GPU with more memory"
+        )
+    return decision
 
 
 def spend_spare_memory(
@@ -148,9 +147,7 @@ def spend_spare_memory(
         return sum(len(rank) for step in plan.sampled_steps(NUM_STEPS_SEEN) for rank in step.ranks)
 
     def keeping(other: MemoryModel) -> MemoryDecision | None:
-        most, enough = _most_and_enough(config, tokens)
-        fits = largest_fit(other, decision.recompute, tokens, budget_bytes(config, device), most)
-        kept = _decision(other, decision.recompute, fits, tokens, device)
+        kept, fits, enough = _decide(other, decision.recompute, tokens, device)
         cut = plan.with_layout(kept.micro_batch_tokens, plan.layout.cost, lockstep=plan.layout.lockstep)
         return None if fits < enough or num_micro_batches(cut) > num_micro_batches(plan) else kept
 
@@ -168,27 +165,25 @@ def spend_spare_memory(
     return decision
 
 
-def _most_and_enough(config: Config, tokens: TokenStatistics) -> tuple[int, int]:
-    """Return the most tokens that a micro-batch needs to hold, and how many suffice to accept a recompute level."""
-    given = config.batch.micro_batch_tokens
-    most = min(given or tokens.rank_step_tokens, tokens.rank_step_tokens)
-    if given or config.full.update == "backward":
-        return most, most
-    return most, min(most, max(BUSY_TOKENS, tokens.longest_sample))
-
-
-def _decision(
-    model: MemoryModel, level: Recompute, fits: int, tokens: TokenStatistics, device: Device
-) -> MemoryDecision:
-    num_tokens = model.config.batch.micro_batch_tokens or max(fits, tokens.longest_sample)
-    budget = budget_bytes(model.config, device)
+def _decide(
+    model: MemoryModel, level: Recompute, tokens: TokenStatistics, device: Device
+) -> tuple[MemoryDecision, int, int]:
+    """Return the decision at one recompute level, the tokens that fit, and how many suffice to accept the level."""
+    config, given = model.config, model.config.batch.micro_batch_tokens
+    enough = most = min(given or tokens.rank_step_tokens, tokens.rank_step_tokens)
+    if not given and config.full.update == "step":
+        enough = min(most, max(BUSY_TOKENS, tokens.longest_sample))
+    fits = largest_fit(model, level, tokens, device, most)
+    num_tokens = given or max(fits, tokens.longest_sample)
+    budget = budget_bytes(config, device)
     reason = (
         f"{num_tokens:,} tokens a micro-batch, recompute {level}: {budget / GIB:.1f} GiB of {device.name} hold "
         f"{fits:,} tokens, a step has at most {tokens.rank_step_tokens:,} a rank"
     )
     if level == "offload":
         reason += f"; {model.inputs_bytes(num_tokens) / GIB:.1f} GiB wait in host memory"
-    return MemoryDecision(num_tokens, level, reason, model, budget, num_tokens < tokens.rank_step_tokens)
+    accumulates = num_tokens < tokens.rank_step_tokens
+    return MemoryDecision(num_tokens, level, reason, model, budget, accumulates), fits, enough
 
 
 def choose_parallel_layout(
@@ -207,12 +202,12 @@ def choose_parallel_layout(
         return resolve_layout(config, "ddp", **ranks, why="no GPU whose memory could be short")
     if why := config.reason_against_sharding:
         return resolve_layout(config, "ddp", **ranks, why=f"sharding does not work with {why}")
-    model, budget = memory_model(config, shape, device), budget_bytes(config, device)
+    model = memory_model(config, shape, device)
     enough = min(tokens.rank_step_tokens, max(BUSY_TOKENS, tokens.longest_sample))
     state = model.estimate(MicroBatchSize(0, 0, 0), "full")
     facts = f"weights, gradients and optimizer take {state.state_bytes / GIB:.1f} GiB"
     beside = f"{enough:,} tokens on {device.name}"
-    if largest_fit(model, "full", tokens, budget, enough) >= enough:
+    if largest_fit(model, "full", tokens, device, enough) >= enough:
         return resolve_layout(config, "ddp", **ranks, why=f"{facts}, which fit beside {beside}")
     even = num_nodes > 1 and num_ranks > num_nodes
     return resolve_layout(config, "hsdp" if even else "fsdp", **ranks, why=f"{facts}, which do not fit beside {beside}")
@@ -224,8 +219,9 @@ def budget_bytes(config: Config, device: Device) -> int:
     return int(limit * (1 - MARGIN))
 
 
-def largest_fit(model: MemoryModel, recompute: Recompute, tokens: TokenStatistics, budget: int, most: int) -> int:
+def largest_fit(model: MemoryModel, recompute: Recompute, tokens: TokenStatistics, device: Device, most: int) -> int:
     """Return the most tokens of a micro-batch, up to `most`, whose estimate is within the budget; 0 if none is."""
+    budget = budget_bytes(model.config, device)
 
     def fits(count: int) -> bool:
         accumulates = count < tokens.rank_step_tokens
@@ -249,9 +245,8 @@ def longest_document_tokens(
     """Return the longest single document that this GPU could train on, at the heaviest allowed recompute level."""
     model = memory_model(config, shape, device, parallel_layout)
     tokens = TokenStatistics(1, LONGEST_TOKENS, label_share, float(LONGEST_TOKENS))
-    return largest_fit(
-        model, _levels(config, compiled=model.compiled)[-1], tokens, budget_bytes(config, device), LONGEST_TOKENS
-    )
+    heaviest = _levels(config, compiled=model.compiled)[-1]
+    return largest_fit(model, heaviest, tokens, device, LONGEST_TOKENS)
 
 
 def _levels(config: Config, *, compiled: bool) -> tuple[Recompute, ...]:
@@ -259,15 +254,3 @@ def _levels(config: Config, *, compiled: bool) -> tuple[Recompute, ...]:
     if config.recompute == "auto":
         return ("none", "selective", "budget", "full", "offload") if compiled else ("none", "full", "offload")
     return ("full" if config.recompute in ("selective", "budget") and not compiled else config.recompute,)
-
-
-def _too_small(model: MemoryModel, level: Recompute, size: MicroBatchSize, device: Device) -> ResourceError:
-    config = model.config
-    need = model.estimate(size, level).total_bytes / (1 - MARGIN)
-    smaller = "base.storage: nf4" if config.method == "lora" else "method: lora, optim.name: adamw8bit"
-    what = "a whole step (full.update: backward)" if config.full.update == "backward" else "the longest sample"
-    return ResourceError(
-        f"{what} has {size.num_tokens:,} tokens, which need about {need / GIB:.1f} GiB with recompute: {level}, and "
-        f"{device.name} may use {budget_bytes(config, device) / (1 - MARGIN) / GIB:.1f}; lower data.max_tokens, "
-        f"set {smaller}, or take a GPU with more memory"
-    )

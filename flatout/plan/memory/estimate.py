@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from flatout.config.schema import Config, Recompute
-from flatout.plan.cost import target_matcher
 from flatout.plan.layout import ALONE, ParallelLayout
-from flatout.plan.shape import Linear, ModelShape
+from flatout.plan.shape import ModelShape
 
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
 
@@ -35,11 +34,8 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 OFFLOAD_INPUTS = 3
 # cuBLAS workspaces, batch tensors
 CONSTANT_BYTES = 64 << 20
-
-
-def head_tile_rows(recompute: Recompute) -> int:
-    """Return how many rows of logits the loss head holds at a time: enough for full speed, fewer if memory is short."""
-    return {"full": 512, "offload": 128}.get(recompute, 2048)
+# rows of logits that the loss head holds at a time: enough for full speed, fewer if memory is short
+HEAD_TILE_ROWS = {"none": 2048, "selective": 2048, "budget": 2048, "full": 512, "offload": 128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +85,6 @@ class Widths(NamedTuple):
     copies: int
     hidden: int
 
-    @classmethod
-    def of(cls, config: Config, precision: Precision) -> Widths:
-        """Return the widths; hidden states between layers are as wide as the embedding's weights."""
-        compute = _ELEMENT_BYTES[precision]
-        bf16_alone = config.method == "full" and config.full.weights == "bf16"
-        trained = compute if bf16_alone else max(4, compute)
-        return cls(
-            compute, trained, compute if compute < trained else 0, trained if config.method == "full" else compute
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
@@ -118,7 +104,7 @@ class MemoryModel:
         activations  none: L fat per token; selective: without the norms' outputs and the MLP's product; budget: the
                      inputs L D s and 0.47 of the rest; full: L D s; offload: 3 D s;
                      and always 10 D per token around the last norm
-        working      the larger of: the head's `head_tile_rows` of logits and their gradient, label rows and their
+        working      the larger of: the head's `HEAD_TILE_ROWS` of logits and their gradient, label rows and their
                      gradient; and the backward pass of one layer: 0.75 fat per token, the recomputed share of it, and
                      one weight group unpacked (nf4) or transposed (fp8, unless kept transposed)
 
@@ -140,7 +126,10 @@ class MemoryModel:
 
     @property
     def widths(self) -> Widths:
-        return Widths.of(self.config, self.precision)
+        """Bytes per element; hidden states between layers are as wide as the embedding's weights."""
+        is_full, compute = self.config.method == "full", _ELEMENT_BYTES[self.precision]
+        trained = compute if is_full and self.config.full.weights == "bf16" else max(4, compute)
+        return Widths(compute, trained, compute if compute < trained else 0, trained if is_full else compute)
 
     @property
     def transposable_bytes(self) -> int:
@@ -148,12 +137,16 @@ class MemoryModel:
 
         See `flatout.models.lora.fused` for which layers are fused.
         """
+        lora, is_fp8 = self.config.lora, self.config.method == "lora" and self.config.base.storage == "fp8"
+        if not is_fp8 or self.parallel_layout.lockstep or lora.dropout or lora.dora:
+            return 0
+        return sum(linear.num_weights for linear in self.shape.targeted(lora.targets))
+
+    @property
+    def num_adapter_params(self) -> int:
+        """Parameters of LoRA's adapters; 0 for full fine-tuning."""
         lora = self.config.lora
-        if self.config.method == "full" or self.config.base.storage != "fp8":
-            return 0
-        if self.parallel_layout.lockstep or lora.dropout or lora.dora:
-            return 0
-        return sum(linear.num_weights for linear in self.shape.targeted(target_matcher(lora.targets)))
+        return self.shape.num_lora_params(lora.rank, lora.targets) if self.config.method == "lora" else 0
 
     def inputs_bytes(self, num_tokens: int) -> int:
         """Return the bytes of all layers' inputs: `full` keeps them, and `offload` moves them to the host."""
@@ -163,7 +156,7 @@ class MemoryModel:
         """Estimate the peak with micro-batches of this size; a step has several of them if it `accumulates`."""
         shape, width = self.shape, self.widths
         is_lora = self.config.method == "lora"
-        num_base, num_adapter = shape.num_params, self._num_adapter_params()
+        num_base, num_adapter = shape.num_params, self.num_adapter_params
         num_trained = num_gradients = num_adapter if is_lora else num_base
         embedding = shape.vocab_size * shape.hidden_size
         if self.config.full.update == "backward":
@@ -203,7 +196,7 @@ class MemoryModel:
             # frozen weights that are never freed stay unsharded
             blocks = self._frozen_bytes() - num_root * width.compute
             weights = whole.weights_bytes - (blocks * (1 - part - share) if layout.reshard_after_forward else 0)
-        num_adapter = self._num_adapter_params()
+        num_adapter = self.num_adapter_params
         # two layers' gradients exist in the compute dtype before they are summed in that of the trained weights
         two_layers = (num_blocks if is_full else num_adapter) * 2 / shape.num_layers
         unsummed = two_layers * (width.compute + width.trained) + (root if is_full else 0)
@@ -218,17 +211,6 @@ class MemoryModel:
             optimizer_bytes=int(whole.optimizer_bytes * part),
             working_bytes=whole.working_bytes + layout.buffers_bytes,
         )
-
-    def _targets_of_a_layer(self) -> list[Linear]:
-        """Return the LoRA targets of the first layer, which represents all layers."""
-        is_target = target_matcher(self.config.lora.targets)
-        shape = self.shape
-        return [linear for linear in shape.layers[0].linears if is_target(f"{shape.layers_path}.0.{linear.name}")]
-
-    def _num_adapter_params(self) -> int:
-        if self.config.method == "full":
-            return 0
-        return self.shape.num_lora_params(self.config.lora.rank, target_matcher(self.config.lora.targets))
 
     def _frozen_bytes(self) -> int:
         """Return the bytes of LoRA's base: the blocks' linear layers quantized, or all of it in the compute dtype."""
@@ -250,7 +232,7 @@ class MemoryModel:
         shape, lora, width = self.shape, self.config.lora, self.widths
         elements = activation_elements(shape)
         if self.config.method == "lora" and (lora.dropout or lora.dora):
-            targets = self._targets_of_a_layer()
+            targets = shape.targeted(lora.targets, 1)
             elements += sum(linear.num_in for linear in targets) if lora.dropout else 0
             elements += 2 * sum(linear.num_out for linear in targets) if lora.dora else 0
         wider = 2 * shape.hidden_size * (width.hidden - width.compute)
@@ -276,13 +258,12 @@ class MemoryModel:
     def _head_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
         element, hidden, vocab = self.widths.compute, self.shape.hidden_size, self.shape.vocab_size
         # one tile's logits and their gradient; the label rows and their gradient
-        logits = 2 * min(size.num_labels, head_tile_rows(recompute)) * vocab * element
-        states = 2 * size.num_labels * hidden * element
-        if self.config.method == "lora":
-            return logits + states
-        # the head's weight gradient is summed in fp32, in addition to a narrower copy of the weight or the gradient
-        narrow = element if element < 4 else 0
-        return logits + states + vocab * hidden * (4 + narrow)
+        num_tile_rows = min(size.num_labels, HEAD_TILE_ROWS[recompute])
+        num_bytes = 2 * (num_tile_rows * vocab + size.num_labels * hidden) * element
+        if self.config.method == "full":
+            # the head's weight gradient is summed in fp32, in addition to a narrower copy of the weight or the gradient
+            num_bytes += vocab * hidden * (4 + (element if element < 4 else 0))
+        return num_bytes
 
     def _backward_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
         """Return the bytes of one layer's backward pass: gradients, recomputed activations, and unpacked weights."""
@@ -292,7 +273,7 @@ class MemoryModel:
         queries = (size.num_tokens + 128 * size.num_documents) * self.shape.num_heads * self.shape.head_dim * 4
         # linear layers that read the same input are unpacked as one group
         groups: dict[tuple[str, int], int] = {}
-        transposed = self._targets_of_a_layer() if self.transposed_weights else ()
+        transposed = self.shape.targeted(self.config.lora.targets, 1) if self.transposed_weights else ()
         for linear in self.shape.layers[0].linears:
             if linear not in transposed:
                 key = (linear.name.partition(".")[0], linear.num_in)

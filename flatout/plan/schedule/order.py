@@ -32,7 +32,8 @@ def permute(
         raise ValueError(f"a position lies outside [0, {num_samples})")
     if num_samples == 1:
         return np.zeros(np.shape(positions), dtype=np.int64)
-    keys = _round_keys(seed, epoch, purpose)
+    digest = hashlib.shake_128(f"{purpose}:{seed}:{epoch}".encode()).digest(8 * NUM_ROUNDS)
+    keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
     bits = max(1, (num_samples - 1).bit_length() // 2)
     result = _rounds(values.astype(np.uint64).ravel(), num_samples, bits, keys)
     outside = np.flatnonzero(result >= num_samples)
@@ -40,11 +41,6 @@ def permute(
         result[outside] = _rounds(result[outside], num_samples, bits, keys)
         outside = outside[result[outside] >= num_samples]
     return result.astype(np.int64).reshape(np.shape(positions))
-
-
-def _round_keys(seed: int, epoch: int, purpose: str) -> NDArray[np.uint64]:
-    digest = hashlib.shake_128(f"{purpose}:{seed}:{epoch}".encode()).digest(8 * NUM_ROUNDS)
-    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def _rounds(values: NDArray[np.uint64], num_samples: int, bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -103,7 +103,7 @@ def bin_pack(lengths: Sequence[int], budget_tokens: int, *, at_least: int = 1) -
     num_parts = max(at_least, -(-total // budget_tokens))
     while True:
         parts = partition(lengths, num_parts)
-        if _heaviest(parts, lengths) <= budget_tokens:
+        if max(sum(lengths[item] for item in part) for part in parts) <= budget_tokens:
             break
         fitted = fitted or _best_fit_decreasing(lengths, budget_tokens)
         if len(fitted) <= num_parts:
@@ -114,10 +114,6 @@ def bin_pack(lengths: Sequence[int], budget_tokens: int, *, at_least: int = 1) -
     for part in parts:
         part.sort()
     return sorted(parts, key=lambda part: (-sum(lengths[item] for item in part), part))
-
-
-def _heaviest(parts: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
-    return max(sum(lengths[item] for item in part) for part in parts)
 
 
 def _best_fit_decreasing(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:

@@ -7,10 +7,14 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from flatout.plan.cost import ATTENTION_BACKWARD, CostModel, make_cost, target_matcher
+from flatout.config.read import make_config
+from flatout.plan.cost import ATTENTION_BACKWARD, CostModel, make_cost
+from flatout.plan.shape import target_matcher
 from flatout.train.model_shape import make_shape
 
 NUM_TOKENS = 24
+FULL = make_config({"model": {"name": "m"}, "method": "full"})
+LORA = make_config({"model": {"name": "m"}, "lora": {"rank": 4}})
 
 
 def tiny(model_type):
@@ -45,7 +49,7 @@ def test_full_training_counts_what_torch_counts(model_type):
     config = tiny(model_type)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     shape = make_shape(config.to_dict())
-    cost = make_cost(shape, method="full")
+    cost = make_cost(FULL, shape)
     linear_and_head = NUM_TOKENS * (cost.per_token + cost.per_label)
     counted = counted_flops(model) - eager_attention_flops(shape)
     # rotary tables are made by a T-row product too: 2 x T x head_dim / 2, once
@@ -61,7 +65,7 @@ def test_lora_training_counts_what_torch_counts(model_type):
     # the model of cost counts the input gradient of every layer, the first one's too
     model.enable_input_require_grads()
     shape = make_shape(config.to_dict())
-    cost = make_cost(shape, method="lora", lora_rank=4)
+    cost = make_cost(LORA, shape)
     counted = counted_flops(peft_model) - eager_attention_flops(shape)
     assert abs(counted - NUM_TOKENS * (cost.per_token + cost.per_label)) <= 2 * NUM_TOKENS * shape.head_dim
 
@@ -78,25 +82,25 @@ def test_pairs_are_the_entries_of_the_mask(window):
 
 def test_attention_and_recompute_terms():
     shape = make_shape(tiny("llama").to_dict())
-    plain = make_cost(shape, method="lora", lora_rank=4)
-    again = make_cost(shape, method="lora", lora_rank=4, recompute=True)
+    plain = make_cost(LORA, shape)
+    again = make_cost(LORA, shape, "full")
     pair = 2 * shape.num_heads * 2 * shape.head_dim * shape.num_layers
     assert plain.per_pair == pair * (1 + ATTENTION_BACKWARD)
     assert again.per_pair - plain.per_pair == pair
     # one more forward of the blocks: of base and adapter alike, by the counts of full training
-    adapter = (plain.per_token - make_cost(shape, method="full").per_token * 4 / 6) / 6
-    base = make_cost(shape, method="full").per_token / 6
+    adapter = (plain.per_token - make_cost(FULL, shape).per_token * 4 / 6) / 6
+    base = make_cost(FULL, shape).per_token / 6
     assert again.per_token - plain.per_token == pytest.approx(2 * base + 2 * adapter)
     assert again.per_label == plain.per_label == 4 * shape.vocab_size * shape.hidden_size
     # utilisation counts nothing twice
     assert (again.useful, plain.useful) == (plain, None)
-    full, full_again = make_cost(shape, method="full"), make_cost(shape, method="full", recompute=True)
+    full, full_again = make_cost(FULL, shape), make_cost(FULL, shape, "full")
     assert full_again.per_token / full.per_token == pytest.approx(8 / 6)
 
 
 def test_windows_split_the_layers():
     shape = make_shape(tiny("gemma2").to_dict())
-    cost = make_cost(shape, method="full")
+    cost = make_cost(FULL, shape)
     assert shape.num_window_layers == 2
     assert cost.per_window_pair == 2 * cost.per_pair
     assert cost.window == 4096
@@ -124,7 +128,7 @@ def test_active_experts_only():
         "num_experts_per_tok": 8,
         "tie_word_embeddings": False,
     }
-    cost = make_cost(make_shape(values), method="full")
+    cost = make_cost(FULL, make_shape(values))
     # "A3B": 3.3 B active parameters, of them 0.62 B in embedding and head
     assert cost.per_token / 6 == pytest.approx(2.73e9, rel=0.01)
 

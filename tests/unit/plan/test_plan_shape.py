@@ -7,7 +7,6 @@ from qwen3_8b import QWEN3_8B
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.errors import UsageError
-from flatout.plan.cost import target_matcher
 from flatout.train.model_shape import make_shape
 
 TINY = {
@@ -65,12 +64,12 @@ def test_adapter_size_is_pefts(model_type, targets):
         model = AutoModelForCausalLM.from_config(config)
     peft_model = get_peft_model(model, LoraConfig(r=5, target_modules=targets, task_type="CAUSAL_LM"))
     trained = sum(parameter.numel() for parameter in peft_model.parameters() if parameter.requires_grad)
-    assert make_shape(config.to_dict()).num_lora_params(5, target_matcher(targets)) == trained
+    assert make_shape(config.to_dict()).num_lora_params(5, targets) == trained
 
 
 def test_a_regex_targets_single_layers():
     shape = make_shape(tiny_config("llama").to_dict())
-    one = shape.num_lora_params(4, target_matcher(r"model\.layers\.1\.self_attn\.q_proj"))
+    one = shape.num_lora_params(4, r"model\.layers\.1\.self_attn\.q_proj")
     assert one == 4 * (32 + shape.num_heads * shape.head_dim)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from flatout.config.read import make_config
 from flatout.config.schema import BatchConfig
 from flatout.models.packed import PackedSize, packed_size
 from flatout.plan.cost import make_cost
@@ -28,7 +29,7 @@ SHAPE = make_shape(SIZES)
 
 def plan_of(micro_batch_tokens: int) -> RunPlan:
     lengths = np.full(64, 512, np.int32)
-    cost = make_cost(SHAPE, method="lora", lora_rank=16, lora_targets="all-linear", recompute=False)
+    cost = make_cost(make_config({"model": {"name": "m"}}), SHAPE)
     return make_plan(
         lengths, lengths // 2, BatchConfig(samples_per_step=32, shuffle=False),
         micro_batch_tokens=micro_batch_tokens, seed=0, num_ranks=1, cost=cost,
