@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flatout.errors import UsageError, first_line
 from flatout.kernels.attention.cudnn import cudnn_problem, make_cudnn_attention, prepare_cudnn_attention
@@ -22,14 +21,11 @@ Implementation = Literal["fa4", "fa3", "cudnn", "varlen", "sdpa", "plain"]
 PackageName = FlashName | Literal["cudnn"]
 # these read the documents' boundaries on the device, so they work inside compiled layers
 KERNELS: tuple[Implementation, ...] = ("fa4", "fa3", "cudnn", "varlen")
-# transformers rejects any name containing "sdpa" for models without their own sdpa
-_REGISTERED: dict[Implementation, str] = {"sdpa": "flatout_documents"}
 # FA3 and FA4 take 60 to 110 us more host time per call, which smaller models cannot hide
 MIN_FLASH_HIDDEN_SIZE = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionChoice:
+class AttentionChoice(NamedTuple):
     """The implementation that a model uses, and why."""
 
     implementation: Implementation
@@ -38,7 +34,8 @@ class AttentionChoice:
 
 def registered_name(implementation: Implementation) -> str:
     """Return the name under which an implementation is registered in transformers (`attn_implementation`)."""
-    return _REGISTERED.get(implementation, f"flatout_{implementation}")
+    # transformers rejects any name containing "sdpa" for models without their own sdpa
+    return "flatout_documents" if implementation == "sdpa" else f"flatout_{implementation}"
 
 
 def choose_attention(
@@ -105,7 +102,7 @@ def _is_package(name: Implementation) -> TypeGuard[PackageName]:
     return name in ("fa4", "fa3", "cudnn")
 
 
-def _make_package(name: PackageName) -> Callable[..., torch.Tensor]:
+def _make_package(name: PackageName) -> Callable[..., Tensor]:
     return make_cudnn_attention() if name == "cudnn" else make_flash_attention(name)
 
 
@@ -132,7 +129,7 @@ def register(implementation: Implementation = "varlen") -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    forms: dict[Implementation, Callable[..., tuple[torch.Tensor, None]]] = {
+    forms: dict[Implementation, Callable[..., tuple[Tensor, None]]] = {
         "varlen": _entry("varlen", make_varlen_attention()),
         "sdpa": _entry("sdpa", sdpa_attention, "dropout"),
         "plain": _entry("plain", plain_attention, "softcap", "sinks", "dropout"),
@@ -145,14 +142,11 @@ def register(implementation: Implementation = "varlen") -> None:
 
 
 def prepare(implementation: Implementation, sizes: Collection[tuple[int, int]], num_boundaries: int) -> int:
-    """Build cudnn's graphs ahead of time for batches of (tokens, max_seqlen) with `num_boundaries` boundaries.
-
-    The model must have run with that number before. Returns the number of graphs, 0 for other implementations.
-    """
+    """Build cudnn's graphs ahead of time, see `prepare_cudnn_attention`; returns 0 for other implementations."""
     return prepare_cudnn_attention(sizes, num_boundaries) if implementation == "cudnn" else 0
 
 
-def window_marker(*_: Any, local_size: int | None = None, kv_length: int = 0, **__: Any) -> torch.Tensor | None:
+def window_marker(*_: Any, local_size: int | None = None, kv_length: int = 0, **__: Any) -> Tensor | None:
     """Return no mask, since the documents' boundaries are enough.
 
     A layer with a local window shorter than the batch gets an empty tensor, so that the attention can detect a
@@ -161,9 +155,7 @@ def window_marker(*_: Any, local_size: int | None = None, kv_length: int = 0, **
     return torch.empty(0) if local_size is not None and kv_length > local_size else None
 
 
-def _entry(
-    name: Implementation, form: Callable[..., torch.Tensor], *variants: str
-) -> Callable[..., tuple[torch.Tensor, None]]:
+def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) -> Callable[..., tuple[Tensor, None]]:
     """Wrap a form with these variants for transformers: (1, heads, T, size) in, (1, T, heads, size) out.
 
     Tensors are cast to the autocast dtype, or without autocast to the value's.
@@ -171,19 +163,19 @@ def _entry(
 
     def attention(
         module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
         sliding_window: int | None = None,
         softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        cu_seq_lens_q: torch.Tensor | None = None,
+        s_aux: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
         **_: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         if attention_mask is not None and (attention_mask.numel() or sliding_window is None):
             asked = "a mask of its own" if attention_mask.numel() else "a local window through its mask only"
             raise UsageError(
@@ -213,8 +205,7 @@ def _entry(
 
 
 def _head_dim(config: Any) -> int | None:
-    head_dim = getattr(config, "head_dim", None)
-    if head_dim is not None:
+    if (head_dim := getattr(config, "head_dim", None)) is not None:
         return int(head_dim)
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     return hidden // heads if hidden and heads else None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -22,8 +21,7 @@ from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.packed import PackedBatch, flatten_samples
 
 
-@dataclass(frozen=True, slots=True)
-class LossSums:
+class LossSums(NamedTuple):
     """Sums, not means, over one micro-batch's label tokens: the caller divides once, by the step's global count.
 
     `loss_sum` 0-d fp32 (fp64 in fp64) with its graph; `num_correct` 0-d int64, tokens whose argmax is right.
@@ -55,12 +53,23 @@ def packed_loss(
     scale, softcap = logits_scale(config), getattr(config, "final_logit_softcapping", None)
     if _is_plain_linear(head):
         with record_function("flatout::head"):
-            loss_sum, num_correct = token_loss(
-                rows, head.weight, batch.label_ids, scale=scale, softcap=softcap, tile_rows=tile_rows,
-                compute_dtype=_compute_dtype(rows),
+            return LossSums(
+                *token_loss(
+                    rows, head.weight, batch.label_ids, scale=scale, softcap=softcap, tile_rows=tile_rows,
+                    compute_dtype=_compute_dtype(rows),
+                )
             )  # fmt: skip
-        return LossSums(loss_sum, num_correct)
-    return _module_loss(head, rows, batch.label_ids, scale=scale, softcap=softcap, tile_rows=tile_rows)
+
+    def tile_loss(tile: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return product_loss(head(tile), ids, scale=scale, softcap=softcap)
+
+    # any other head (with LoRA, a bias, ...) is called as a module, and recomputes its tiles in the backward pass
+    tiles = [
+        checkpoint(tile_loss, tile, ids, use_reentrant=False)
+        for tile, ids in zip(rows.split(tile_rows), batch.label_ids.split(tile_rows), strict=True)
+    ]
+    loss_sum = torch.stack([loss for loss, _ in tiles]).sum()
+    return LossSums(loss_sum, torch.stack([correct for _, correct in tiles]).sum())
 
 
 class PackedLoss(nn.Module):
@@ -77,9 +86,9 @@ class PackedLoss(nn.Module):
         self.decoder: GraphedDecoder | None = None
 
     def forward(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (loss_sum, num_correct) of `LossSums` as a tuple, in which FSDP can find the tensors."""
-        sums = packed_loss(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)
-        return sums.loss_sum, sums.num_correct
+        """Return `LossSums` as a plain tuple, in which every strategy can find the tensors."""
+        loss_sum, num_correct = packed_loss(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)
+        return loss_sum, num_correct
 
 
 def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:
@@ -98,27 +107,7 @@ def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:
         document = (np.zeros(num_rows + 1, np.int64), np.ones(num_rows + 1, bool))
         states = head.weight.new_zeros(num_rows + 1, head.weight.shape[1]).requires_grad_()
         batch = flatten_samples([document]).to(model.device)
-
-        def given(_: PackedBatch, states: torch.Tensor = states) -> torch.Tensor:
-            return states
-
-        packed_loss(model, batch, decoder=given, tile_rows=tile_rows)
-
-
-def _module_loss(
-    head: nn.Module, rows: torch.Tensor, targets: torch.Tensor, *, scale: float, softcap: float | None, tile_rows: int
-) -> LossSums:
-    """Compute the loss for any other head (with LoRA, a bias, ...): calls the module, recomputing tiles in backward."""
-
-    def tile_loss(tile: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return product_loss(head(tile), ids, scale=scale, softcap=softcap)
-
-    tiles = [
-        checkpoint(tile_loss, tile, ids, use_reentrant=False)
-        for tile, ids in zip(rows.split(tile_rows), targets.split(tile_rows), strict=True)
-    ]
-    loss_sum = torch.stack([loss for loss, _ in tiles]).sum()
-    return LossSums(loss_sum, torch.stack([correct for _, correct in tiles]).sum())
+        packed_loss(model, batch, decoder=lambda _, states=states: states, tile_rows=tile_rows)  # type: ignore[misc]
 
 
 def _is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:

@@ -74,9 +74,9 @@ class PackedBatch:
     def to(self, device: torch.device) -> PackedBatch:
         """Return the batch on `device`. Copies to a GPU are from pinned memory and non-blocking."""
         pin = device.type == "cuda" and self.token_ids.device.type == "cpu"
+        tensors = self._tensors()
         moved = {
-            name: (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
-            for name, tensor in self._tensors().items()
+            name: (own.pin_memory() if pin else own).to(device, non_blocking=True) for name, own in tensors.items()
         }
         return replace(self, **moved)  # type: ignore[arg-type]  # every entry is a tensor field of this class
 
@@ -89,8 +89,7 @@ class PackedBatch:
             tensor.record_stream(stream)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "max_seqlen"}
 
 
 def flatten_samples(

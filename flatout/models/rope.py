@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ class DocumentRope(nn.Module):
             if end - start > limit:
                 self._forget(x, position_ids, layer_type)
                 alone = self._rotate(x, position_ids[..., start:end], layer_type)
-                _map(partial(_put, start), short, alone)
+                _map(lambda whole, part, start=start, end=end: whole[..., start:end, :].copy_(part), short, alone)
         return short
 
     def _rotate(self, x: Tensor, position_ids: Tensor, layer_type: str | None) -> Rotated:
@@ -130,11 +129,7 @@ def _document_lengths(positions: Tensor) -> Tensor:
     return ends - (rows - positions)
 
 
-def _put(start: int, whole: Tensor, part: Tensor) -> Tensor:
-    return whole[..., start : start + part.shape[-2], :].copy_(part)
-
-
-def _map(function: Callable[[Tensor, Tensor], Tensor], one: Rotated, other: Rotated) -> Rotated:
+def _map(function: Callable[..., Tensor], one: Rotated, other: Rotated) -> Rotated:
     if isinstance(one, Tensor):
         assert isinstance(other, Tensor)
         return function(one, other)

@@ -22,7 +22,6 @@ from torch import Tensor
 from flatout.checkpoint.write import Checkpoints
 from flatout.config.read import make_config
 from flatout.errors import NumericError
-from flatout.models.blocks import decoder_layers
 from flatout.models.compile import layers as compiling
 from flatout.parallel.process_group import leave_group
 from flatout.parallel.rank import Rank
@@ -163,8 +162,7 @@ def take_proved(run: Run, num_steps: int) -> dict[str, Any]:
     torch.nn.Module.compile = lambda self, *args, **kwargs: None  # type: ignore[method-assign]
     try:
         loaded: Any = SimpleNamespace(model=run.model, autocast=run.autocast, dtype=run.dtype)
-        layers = decoder_layers(run.model)
-        outcome = compiling._compile(loaded, layers, 64, 0.999, inner_loss(run.loss), run.loss)
+        outcome = compiling._compile(loaded, 64, 0.999, inner_loss(run.loss), run.loss)
     finally:
         torch.nn.Module.compile = kept  # type: ignore[method-assign]
     assert outcome.is_complete, outcome.line

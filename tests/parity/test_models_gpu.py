@@ -11,7 +11,7 @@ from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.kernels.attention.cudnn import cudnn_problem
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import compile_layers
-from flatout.models.compile.recompute import checkpoint_layers
+from flatout.models.compile.recompute import apply_recompute
 from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
@@ -145,6 +145,6 @@ def test_compiled_layers_with_checkpointing_learn(tmp_path):
     torch._dynamo.reset()
     save_tiny_model(tmp_path, "qwen3", **SHAPE)
     loaded = load_model(ModelConfig(name=str(tmp_path)), method="lora", device=CUDA, seed=0)
-    checkpoint_layers(loaded.model)
+    apply_recompute(loaded.model, "full")
     add_lora(loaded.model, LoraConfig(rank=8), seed=0)
     assert compile_layers(loaded, "auto", num_boundaries=64).is_complete

@@ -102,7 +102,7 @@ BUGS = (
     Bug("window ignored beside sinks", "plain_attention", "_causal_mask(X, window)",
         "_causal_mask(X, None if 'sinks' in settings else window)",
         "tests/parity/test_attention_forms.py::test_a_window_counts_beside_sinks"),
-    Bug("logit scale dropped from a head with an adapter", "_module_loss.tile_loss",
+    Bug("logit scale dropped from a head with an adapter", "packed_loss.tile_loss",
         "product_loss(X, Y, scale=scale, softcap=softcap)", "product_loss(X, Y, softcap=softcap)",
         "tests/parity/test_head_tiled.py::test_logit_scale_and_softcap"),
 )  # fmt: skip

@@ -134,8 +134,8 @@ def fuse_bases(
     """Return one product for several frozen layers of the same input, and its tensors, whose memory the layers share.
 
     `fp8` multiplies NF4 weights in float8; float8 weights always are, and `transposed` keeps a second, transposed copy
-    of their bytes for the backward pass. Raises UsageError for layers of mixed storage, and ResourceError if the device
-    or a layer's size does not support float8 products.
+    of their bytes for the backward pass, with bitwise equal results. Raises UsageError for layers of mixed storage, and
+    ResourceError if the device or a layer's size does not support float8 products.
     """
     sizes, in_features = [base.out_features for base in bases], bases[0].in_features
     if isinstance(bases[0], Fp8Linear) or (fp8 and isinstance(bases[0], Nf4Linear)):

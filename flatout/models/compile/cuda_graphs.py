@@ -37,7 +37,8 @@ class GraphedDecoder:
         recording = self._recorded.get(batch.size)
         if recording is None or not torch.is_grad_enabled():
             return hidden_states(self._model, batch)
-        recording.load(batch)
+        for name in ("token_ids", "position_ids", "cu_seqlens"):
+            getattr(recording.batch, name).copy_(getattr(batch, name), non_blocking=True)
         states: Tensor = _Replay.apply(self._anchor, recording)
         return states
 
@@ -74,28 +75,20 @@ class GraphedDecoder:
 
 
 class _Recording:
-    """Forward and backward of one size."""
+    """Forward and backward of one size, which read `batch`."""
 
     def __init__(self, decoder: GraphedDecoder, batch: PackedBatch) -> None:
-        self._batch = batch
+        self.batch = batch
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # thread_local, as the feed's thread may pin memory meanwhile
-        options: dict[str, Any] = {
-            "pool": decoder._pool,
-            "stream": decoder._stream,
-            "capture_error_mode": "thread_local",
-        }
+        options: dict[str, Any] = {"pool": decoder._pool, "stream": decoder._stream}
+        options["capture_error_mode"] = "thread_local"
         with torch.cuda.graph(self.forward, **options):
             states = hidden_states(decoder._model, batch)
         self.states_grad = torch.empty_like(states)
         with torch.cuda.graph(self.backward, **options):
             decoder._add_gradients(states, self.states_grad)
         self.states = states.detach()
-
-    def load(self, batch: PackedBatch) -> None:
-        """Copy a batch's tokens and documents to where the recording reads them."""
-        for name in ("token_ids", "position_ids", "cu_seqlens"):
-            getattr(self._batch, name).copy_(getattr(batch, name), non_blocking=True)
 
 
 class _Replay(torch.autograd.Function):

@@ -90,7 +90,6 @@ class CompileOutcome:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every layer runs compiled."""
         return self.num_compiled == self.num_layers
 
     @property
@@ -126,28 +125,23 @@ def compile_layers(
     Random state, gradients, weights and mode do not change.
     """
     model = loaded.model
-    layers = decoder_layers(model)
     if (why := _reason_against(loaded, mode)) is not None:
-        return CompileOutcome(0, len(layers), why)
+        return CompileOutcome(0, len(decoder_layers(model)), why)
     assert num_boundaries is not None
     was_training = model.training
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []), _compiler_settings():
         smallest = _SMALLEST_FP8_COSINE if fp8 else _SMALLEST_COSINE[loaded.dtype]
         loss = loss or PackedLoss(loaded.model)
-        outcome = _compile(loaded, layers, num_boundaries, smallest, loss, wrapper or loss)
+        outcome = _compile(loaded, num_boundaries, smallest, loss, wrapper or loss)
     model.train(was_training)
     return outcome
 
 
 def _compile(
-    loaded: LoadedModel,
-    layers: Sequence[nn.Module],
-    num_boundaries: int,
-    smallest_cosine: float,
-    loss: _Forward,
-    wrapper: _Forward,
+    loaded: LoadedModel, num_boundaries: int, smallest_cosine: float, loss: _Forward, wrapper: _Forward
 ) -> CompileOutcome:
     model = loaded.model
+    layers = decoder_layers(model)
     # read here, as a sharded layer has other parameters during a pass
     trained = {layer: list(trainable_parameters(layer).values()) for layer in layers}
     every = list(trainable_parameters(model).values())
@@ -169,7 +163,7 @@ def _compile(
         if layer in reasons:
             continue
         try:
-            cosine = _layer_cosine(loaded, trained[layer], *call)
+            cosine = _layer_cosine(loaded, trained[layer], call)
         except _compiler_errors() as error:
             # layers of one class share their code, and trying each of them would take minutes
             same = [other for other in layers if type(other) is type(layer)]
@@ -265,19 +259,13 @@ def _layer_calls(
     return calls
 
 
-def _layer_cosine(
-    loaded: LoadedModel,
-    trained: list[nn.Parameter],
-    layer: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    autocast: bool,
-) -> float:
+def _layer_cosine(loaded: LoadedModel, trained: list[nn.Parameter], call: _LayerCall) -> float:
     """Return the smallest cosine between a compiled and an eager layer's output, input gradient and trained gradients.
 
     Each layer is compared on its own real input, as rounding accumulates over many layers until the comparison is
     meaningless. For a sharded layer, each rank compares its shard.
     """
+    layer, args, kwargs, autocast = call
     direction = torch.randn_like(args[0])
 
     def run() -> list[torch.Tensor]:
@@ -295,8 +283,7 @@ def _layer_cosine(
         eager = run()
     pairs = [(one.double().flatten(), other.double().flatten()) for one, other in zip(eager, run(), strict=True)]
     # an adapter's B starts at zero, and so does A's gradient
-    cosines = [F.cosine_similarity(one, other, dim=0).item() for one, other in pairs if one.any() or other.any()]
-    return min(cosines)
+    return min(F.cosine_similarity(one, other, dim=0).item() for one, other in pairs if one.any() or other.any())
 
 
 def _gradients(
@@ -307,12 +294,10 @@ def _gradients(
         return list(torch.autograd.grad(output, inputs, direction, allow_unused=True))
     # the graph only contains the gathered copy of a sharded weight; its own gradient comes from the strategy's hooks
     output.backward(direction)
-    grads: list[torch.Tensor | None] = []
+    grads: list[Any] = [tensor.grad for tensor in inputs]
     for tensor in inputs:
-        grad: Any = tensor.grad
-        grads.append(grad.to_local() if hasattr(grad, "to_local") else grad)
         tensor.grad = None
-    return grads
+    return [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
 
 
 def _autocast(loaded: LoadedModel, enabled: bool) -> torch.autocast:

@@ -78,7 +78,8 @@ class FusedLora(nn.Module):
         self.scaling = first.scaling
         self.ranks = tuple(member.rank for member in members)
         self.members = tuple(members)
-        self._pending: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        # an input, and the members' outputs for it
+        self.pending: tuple[Tensor, tuple[Tensor, ...]] | None = None
         bases = [member.base for member in members]
         self.biases = [base.bias for base in bases]
         options: dict[str, Any] = {"dtype": first.compute_dtype, "device": first.lora_a.device}
@@ -91,7 +92,9 @@ class FusedLora(nn.Module):
         for index, member in enumerate(members):
             wide = torch.zeros(member.out_features, member.rank, **options)
             self.register_buffer(f"wide_{index}", wide, persistent=False)
-            member.join(self, index)
+            member.computed_by = (self, index)
+        # registered as a submodule once, so that it is counted once
+        first.fused = self
 
     @property
     def wides(self) -> list[Tensor]:
@@ -107,12 +110,12 @@ class FusedLora(nn.Module):
                 x, self.narrow, self.product, self.ranks, self.scaling, *self.wides, *storage, *masters
             )
             biased = (y if bias is None else y + bias for y, bias in zip(outputs, self.biases, strict=True))
-            self._pending = (x, tuple(biased))
-        if self._pending is None or self._pending[0] is not x:
+            self.pending = (x, tuple(biased))
+        if self.pending is None or self.pending[0] is not x:
             raise UsageError("LoRA layers that shared an input at the start were given different ones; report this")
-        part = self._pending[1][index]
+        part = self.pending[1][index]
         if index == len(self.ranks) - 1:
-            self._pending = None
+            self.pending = None
         return part
 
 
@@ -121,35 +124,34 @@ class FusedLayers:
 
     def __init__(self, fused: Sequence[FusedLora]) -> None:
         self._fused = tuple(fused)
+        members = [member for group in fused for member in group.members]
+        self._narrow_masters: list[Tensor] = [member.lora_a for member in members]
+        self._wide_masters: list[Tensor] = [member.lora_b for member in members]
+        self._scalings = [member.scaling for member in members]
         self._narrows = [narrow for group in fused for narrow in group.narrow.split(group.ranks)]
-        self._narrow_masters: list[Tensor] = [member.lora_a for group in fused for member in group.members]
         self._wides = [wide for group in fused for wide in group.wides]
-        self._wide_masters: list[Tensor] = [member.lora_b for group in fused for member in group.members]
-        self._scalings = [group.scaling for group in fused for _ in group.ranks]
         kinds = {group.product.describe for group in fused}
         self.report = f"{len(self._narrows)} layers run as {len(fused)} products ({', '.join(sorted(kinds))})"
 
     def forget(self) -> None:
         """Drop unused outputs of a failed forward pass, which keep its whole graph alive."""
         for group in self._fused:
-            group._pending = None
+            group.pending = None
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Update the copies that the products use from the trained masters."""
-        if not self._fused:
-            return
-        torch._foreach_copy_(self._narrows, self._narrow_masters)
-        torch._foreach_copy_(self._wides, torch._foreach_mul(self._wide_masters, self._scalings))
+        if self._fused:
+            torch._foreach_copy_(self._narrows, self._narrow_masters)
+            torch._foreach_copy_(self._wides, torch._foreach_mul(self._wide_masters, self._scalings))
 
 
 def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool = False) -> FusedLayers:
     """Fuse the decoder's LoRA layers that are in the same module and read the same input tensor.
 
     They are found in one small forward pass, so this works for any architecture. Layers with dropout or DoRA, and those
-    outside the decoder (an adapted head), are not fused. `fp8` multiplies NF4 weights in float8, too; `transposed` also
-    keeps a transposed copy of float8 weights for the backward pass, with bitwise equal results. Results change by
-    rounding only.
+    outside the decoder (an adapted head), are not fused. `fp8` and `transposed` are those of `fuse_bases`. Results
+    change by rounding only.
     """
     layers = lora_layers(model)
     # hold the tensors themselves, as the id of a freed one may be reused

@@ -29,47 +29,32 @@ class LoraLinear(nn.Module):
     W + scaling * B A is rescaled to the learned norm `magnitude` (out,).
     """
 
-    def __init__(
-        self,
-        base: FrozenLinear,
-        *,
-        rank: int,
-        scaling: float,
-        dropout: float,
-        dora: bool,
-        generator: torch.Generator,
-    ) -> None:
+    def __init__(self, base: FrozenLinear, config: LoraConfig, generator: torch.Generator) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.rank, self.scaling, self.dropout = rank, scaling, dropout
-        self._fused: tuple[Any, int] | None = None
+        self.rank, self.scaling, self.dropout = config.rank, lora_scaling(config), config.dropout
+        # the `FusedLora` that computes this layer, and the layer's place in it
+        self.computed_by: tuple[Any, int] | None = None
         # a quantized layer dequantizes `weight` at each access
         self.compute_dtype = base.weight.dtype if isinstance(base, nn.Linear) else base.dtype
         device = next(base.parameters()).device
         dtype = torch.promote_types(self.compute_dtype, torch.float32)
         # uniform(-1/sqrt(in), 1/sqrt(in)) like PEFT; on the CPU, so that the result is the same on every device
         bound = 1 / math.sqrt(base.in_features)
-        first = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
+        first = torch.empty(config.rank, base.in_features).uniform_(-bound, bound, generator=generator)
         self.lora_a = nn.Parameter(first.to(device, dtype))
-        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, dtype=dtype, device=device))
-        self.magnitude: nn.Parameter | None = nn.Parameter(self._row_lengths()) if dora else None
+        self.lora_b = nn.Parameter(torch.zeros(base.out_features, config.rank, dtype=dtype, device=device))
+        self.magnitude: nn.Parameter | None = nn.Parameter(self._row_lengths()) if config.dora else None
 
     @property
     def weight(self) -> torch.Tensor:
         """The frozen base weight (out, in): some models read a linear layer's weight for its dtype or device."""
         return self.base.weight
 
-    def join(self, fused: nn.Module, index: int) -> None:
-        """Let `fused`, a `FusedLora`, compute this layer from now on, as its member `index`."""
-        # only the first member registers it as a submodule, so that it is counted once
-        if index == 0:
-            self.fused = fused
-        self._fused = (fused, index)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._fused is not None:
-            fused, index = self._fused
+        if self.computed_by is not None:
+            fused, index = self.computed_by
             joint: torch.Tensor = fused.output(index, x)
             return joint
         dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
@@ -123,14 +108,10 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> list[s
     if config.rank > largest:
         raise UsageError(f"lora.rank is {config.rank:,}, but no layer of lora.targets has a rank over {largest:,}")
     model.requires_grad_(False)
-    scaling = lora_scaling(config)
     for name, linear in targets.items():
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        layer = LoraLinear(
-            linear, rank=config.rank, scaling=scaling, dropout=config.dropout, dora=config.dora, generator=generator
-        )
-        replace_module(model, name, layer.train(linear.training))
+        replace_module(model, name, LoraLinear(linear, config, generator).train(linear.training))
     counts = Counter(name.rpartition(".")[2] for name in targets)
     num_trainable = sum(parameter.numel() for parameter in trainable_parameters(model).values())
     lines = [
@@ -182,10 +163,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> str:
 
 
 def freeze_unreached(model: PreTrainedModel) -> str | None:
-    """Freeze parameters that a text's loss does not depend on, such as a vision tower's; return a line for the console.
+    """Freeze parameters outside the decoder and the head, such as a vision tower's; return a line for the console.
 
-    They are outside the decoder and the output head, and would get no gradient, only weight decay. Returns None if
-    there are none. Raises UsageError if nothing is left to train.
+    They would get no gradient, only weight decay. Returns None if there are none. Raises UsageError if nothing is left
+    to train.
     """
     parts = [part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None]
     reached = {parameter for part in parts for parameter in part.parameters()}

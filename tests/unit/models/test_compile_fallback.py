@@ -69,7 +69,7 @@ def batch():
 
 def compile_on_the_cpu(loaded):
     loss = PackedLoss(loaded.model)
-    return compiling._compile(loaded, decoder_layers(loaded.model), 64, 0.99, loss, loss)
+    return compiling._compile(loaded, 64, 0.99, loss, loss)
 
 
 def compiles_elsewhere():

@@ -9,7 +9,7 @@ from flatout.errors import UsageError
 from flatout.models import attention
 from flatout.models.arch_quirks import ArchQuirks, logits_scale, quirks_of
 from flatout.models.blocks import decoder_layers
-from flatout.models.compile.recompute import checkpoint_layers
+from flatout.models.compile.recompute import apply_recompute
 from flatout.models.load.model import load_model, resolve_precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -65,7 +65,7 @@ def test_random_weights_need_only_a_config(tmp_path):
 def test_gradient_checkpointing_is_switched_on(folder):
     model = load(folder).model
     assert not model.is_gradient_checkpointing
-    checkpoint_layers(model)
+    apply_recompute(model, "full")
     assert model.is_gradient_checkpointing
 
 

@@ -13,7 +13,6 @@ from flatout.models.compile.recompute import (
     apply_recompute,
     compiling_with,
     offload_embedding,
-    offload_layer_inputs,
 )
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
@@ -72,7 +71,7 @@ def test_layer_inputs_wait_on_the_host_and_nothing_else_does(make_model, monkeyp
     for layer in decoder_layers(model):
         layer.register_forward_pre_hook(lambda layer, args: inputs.append(args[0].detach().clone()))
     apply_recompute(model, "full")
-    copies = offload_layer_inputs(model)
+    copies = ActivationOffload(model)
     ids = torch.arange(20)[None]
     loss = model(input_ids=ids, use_cache=False).logits.square().mean()
     moved = [tensor for tensor, packed in saved if not isinstance(packed, torch.Tensor)]
@@ -90,7 +89,7 @@ def test_what_is_on_the_host_is_what_the_backward_pass_reads(make_model):
     """A copy spoilt on the host must spoil the gradient, or nothing was offloaded."""
     model = make_model()
     apply_recompute(model, "full")
-    copies = offload_layer_inputs(model)
+    copies = ActivationOffload(model)
     expected = gradients(model)
     model.zero_grad()
     ids = torch.randint(0, 64, (1, 23), generator=torch.Generator().manual_seed(1))
@@ -105,7 +104,7 @@ def test_compiled_layers_offload_their_inputs_alike(make_model):
     torch._dynamo.reset()
     model = make_model()
     apply_recompute(model, "full")
-    copies = offload_layer_inputs(model)
+    copies = ActivationOffload(model)
     for layer in decoder_layers(model):
         layer.compile(backend="aot_eager", fullgraph=True, dynamic=True)
     for length in (23, 37, 5):
@@ -119,7 +118,7 @@ def test_compiled_layers_offload_their_inputs_alike(make_model):
 def test_hooks_end_with_the_forward_pass_even_when_it_fails(make_model):
     model = make_model()
     apply_recompute(model, "full")
-    copies = offload_layer_inputs(model)
+    copies = ActivationOffload(model)
 
     def fail(*args):
         raise torch.OutOfMemoryError("planted")
@@ -139,7 +138,7 @@ def test_hooks_end_with_the_forward_pass_even_when_it_fails(make_model):
 def test_without_gradients_nothing_is_copied(make_model):
     model = make_model()
     apply_recompute(model, "full")
-    copies = offload_layer_inputs(model)
+    copies = ActivationOffload(model)
     with torch.no_grad():
         model.eval()(input_ids=torch.arange(9)[None], use_cache=False)
     assert len(copies._slots) == 0
