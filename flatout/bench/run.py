@@ -14,9 +14,8 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.config.schema import CheckpointConfig, Config, DataConfig, EvalConfig, ScheduleConfig
 from flatout.data import registry
 from flatout.parallel.control_group import ControlGroup
-from flatout.parallel.process_group import join_group, leave_group
+from flatout.parallel.process_group import choose_device, join_group, leave_group
 from flatout.parallel.rank import Rank
-from flatout.parallel.strategies.choose import choose_device
 from flatout.track.console import ConsoleTracker
 from flatout.track.tracker import MemoryTracker, Tracker, TrackerGroup
 from flatout.train.build import build_run

@@ -35,9 +35,9 @@ from flatout.io.durable_io import DurableIO
 from flatout.io.hashing import FileFacts
 from flatout.io.json_file import encode_json, now_utc, read_json
 from flatout.parallel.control_group import ControlGroup
+from flatout.parallel.fault_tolerance.peer_watch import OnEvent
 from flatout.parallel.rank import Rank
 
-OnEvent = Callable[[str, Mapping[str, Any]], None]
 CheckFacts = Callable[[Mapping[str, Any], int], None]
 
 STATE_NAME = "state.json"

@@ -16,14 +16,14 @@ StrategyName = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp
 
 @dataclass(frozen=True, slots=True)
 class StrategyTraits:
-    """What one strategy does. `module` is the module of flatout.parallel.strategies that has its `make`.
+    """What one strategy does. `class_path` is its module and class below flatout.parallel.strategies.
 
     `shards_state`: gradients and optimizer state are sharded, so each pass needs every rank. `shards_weights`: weights
     are sharded too, and gathered layer by layer. `sums_late`: gradients are summed once per step, after its last
     micro-batch. `has_replicas`: several groups of ranks each hold the whole state.
     """
 
-    module: str
+    class_path: str
     shards_state: bool = True
     shards_weights: bool = False
     sums_late: bool = False
@@ -32,15 +32,15 @@ class StrategyTraits:
 
 STRATEGIES: Mapping[str, StrategyTraits] = MappingProxyType(
     {
-        "single": StrategyTraits("single", shards_state=False),
-        "ddp": StrategyTraits("ddp", shards_state=False),
-        "zero1": StrategyTraits("sharded", sums_late=True),
-        "zero2": StrategyTraits("sharded"),
-        "zero3": StrategyTraits("sharded", shards_weights=True),
-        "fsdp": StrategyTraits("sharded", shards_weights=True),
-        "hsdp": StrategyTraits("sharded", shards_weights=True, has_replicas=True),
+        "single": StrategyTraits("single.Single", shards_state=False),
+        "ddp": StrategyTraits("ddp.DDP", shards_state=False),
+        "zero1": StrategyTraits("sharded.Sharded", sums_late=True),
+        "zero2": StrategyTraits("sharded.Sharded"),
+        "zero3": StrategyTraits("sharded.Sharded", shards_weights=True),
+        "fsdp": StrategyTraits("sharded.Sharded", shards_weights=True),
+        "hsdp": StrategyTraits("sharded.Sharded", shards_weights=True, has_replicas=True),
         # what it shards depends on its JSON, see flatout.config.deepspeed
-        "deepspeed": StrategyTraits("deepspeed"),
+        "deepspeed": StrategyTraits("deepspeed.DeepSpeed"),
     }
 )
 

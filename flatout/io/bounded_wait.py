@@ -9,6 +9,7 @@ from collections.abc import Callable
 from flatout.errors import FlatoutError, PeerLostError
 
 NOTICE_AFTER_S = 10.0
+POLL_S = 0.1
 
 
 def to_stderr(line: str) -> None:
@@ -44,3 +45,8 @@ class BoundedWait:
         if not self._has_notified and self._limit_s - self.left_s >= NOTICE_AFTER_S:
             self._has_notified = True
             self._notify(f"waiting for {what}, at most {bound}")
+
+    def pause(self, what: str, reason: str = "") -> None:
+        """Check, and then sleep for a moment."""
+        self.check(what, reason)
+        time.sleep(POLL_S)

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,6 @@ from flatout.io.json_file import now_utc
 
 # a large data set takes hours to build, and others wait for it
 LIMIT_S = 12 * 3600.0
-POLL_S = 0.1
 
 
 def open_lock(path: Path) -> int:
@@ -60,8 +58,7 @@ def locked(
     try:
         wait = BoundedWait(limit_s, f"lock {path}", notify, ResourceError)
         while not take_lock(fd, path):
-            wait.check(what)
-            time.sleep(POLL_S)
+            wait.pause(what)
         yield
     finally:
         os.close(fd)

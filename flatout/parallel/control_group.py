@@ -72,8 +72,7 @@ class ControlGroup:
         for index, other in enumerate(answers):
             if "error" in other:
                 name, text = other["error"]
-                kind = getattr(errors, name, errors.FlatoutError)
-                raise kind(f"rank {index}: {text}")
+                raise getattr(errors, name, errors.FlatoutError)(f"rank {index}: {text}")
         return [other["value"] for other in answers]
 
     def run_on_first_rank(self, work: Callable[[], Any]) -> Any:

@@ -1,9 +1,8 @@
-"""Join all ranks of a run in one process group."""
+"""This rank's device, and the process group that joins all ranks of a run."""
 
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -13,7 +12,7 @@ from torch import nn
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # public, but not in the stubs
 
 from flatout.environment import has_agent_store, master, store_socket
-from flatout.errors import PeerLostError, first_line
+from flatout.errors import PeerLostError, ResourceError, first_line
 from flatout.io.bounded_wait import BoundedWait
 from flatout.parallel.rank import Rank
 
@@ -21,7 +20,20 @@ from flatout.parallel.rank import Rank
 TIMEOUT = timedelta(hours=12)
 JOIN_S = 900.0
 CONNECT_S = 1.0
-POLL_S = 0.1
+
+
+def choose_device(wanted: str, rank: Rank) -> torch.device:
+    """Return this rank's device for `auto`, `cpu` or `cuda`. Raises ResourceError if it needs a GPU and has none."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if rank.local_index >= num_gpus:
+        raise ResourceError(
+            f"rank {rank.index} needs GPU {rank.local_index}, {num_gpus} visible; start fewer processes"
+        )
+    device = torch.device("cuda", rank.local_index)
+    torch.cuda.set_device(device)
+    return device
 
 
 def join_group(
@@ -33,19 +45,33 @@ def join_group(
 ) -> None:
     """Join the other ranks, if any, over NCCL (GPU) or gloo (CPU), unless this process has already joined.
 
-    `on_met` gets the store once all ranks have joined it, before the first wait in C code, which Python cannot
-    interrupt. Raises PeerLostError when a rank has not joined after `join_s`.
+    Rank 0 hosts the store, on the socket that its launcher opened or at MASTER_PORT. `on_met` gets the store once all
+    ranks have joined it, before the first wait in C code, which Python cannot interrupt. Raises PeerLostError when a
+    rank has not joined after `join_s`.
     """
     if rank.world == 1 or dist.is_initialized():
         return
     wait = BoundedWait(join_s, "faults.join_s")
+    host, port = master()
+    fd = store_socket()
+    is_host = rank.is_first and not has_agent_store()
+    while not is_host:
+        try:
+            # connect before TCPStore does, which waits without an explanation and ignores Ctrl-C
+            socket.create_connection((host, port), timeout=CONNECT_S).close()
+            break
+        except OSError as error:
+            reason = f"{error}; check MASTER_ADDR and MASTER_PORT, and that rank 0 was started"
+            wait.pause(f"rank 0 at {host}:{port}", reason)
+    timeout, own_fd = timedelta(seconds=max(1.0, wait.left_s)), fd if is_host else None
     try:
-        store = _open_store(rank, wait)
+        store = TCPStore(
+            host, port, is_master=is_host, timeout=timeout, wait_for_workers=False, master_listen_fd=own_fd
+        )
         store.set(f"met/{rank.index}", socket.gethostname())
         for other in range(rank.world):
             while not store.check([f"met/{other}"]):
-                wait.check(f"rank {other} of {rank.world}", "see its log; it may still read its data, or have ended")
-                time.sleep(POLL_S)
+                wait.pause(f"rank {other} of {rank.world}", "see its log; it may still read its data, or have ended")
         on_met(store)
     except dist.DistError as error:
         why = first_line(error)
@@ -59,26 +85,6 @@ def join_group(
         world_size=rank.world,
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
-    )
-
-
-def _open_store(rank: Rank, wait: BoundedWait) -> Store:
-    """Open the store, which rank 0 hosts, on the socket that its launcher opened or at MASTER_PORT."""
-    host, port = master()
-    fd = store_socket()
-    keeps = rank.is_first and not has_agent_store()
-    while not keeps:
-        try:
-            # connect before TCPStore does, which waits without an explanation and ignores Ctrl-C
-            socket.create_connection((host, port), timeout=CONNECT_S).close()
-            break
-        except OSError as error:
-            reason = f"{error}; check MASTER_ADDR and MASTER_PORT, and that rank 0 was started"
-            wait.check(f"rank 0 at {host}:{port}", reason)
-            time.sleep(POLL_S)
-    timeout = timedelta(seconds=max(1.0, wait.left_s))
-    return TCPStore(
-        host, port, is_master=keeps, timeout=timeout, wait_for_workers=False, master_listen_fd=fd if keeps else None
     )
 
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # name -> (global shape, offset of the local shard)
 Places = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-@dataclass(frozen=True, slots=True)
-class LocalShard:
+class LocalShard(NamedTuple):
     """This rank's shard of a tensor: `local` (the live storage) is at `offset` in a tensor of global shape `shape`."""
 
     local: Tensor
-    shape: tuple[int, ...]
     offset: tuple[int, ...]
+    shape: tuple[int, ...]
     is_copy: bool = False  # another rank holds the same shard and writes it
 
 
@@ -33,12 +31,24 @@ def global_shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the local shard of a DTensor, sharing its memory; a plain tensor is returned whole."""
+    whole: Any = tensor.detach()
+    part: Tensor = whole.to_local() if is_sharded(whole) else whole
+    return part
+
+
+def local_grads(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the local shards of all gradients that exist."""
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
 def local_shard_of(tensor: Tensor) -> LocalShard:
     """Return this rank's shard; for a plain tensor, all of it. Raises NotImplementedError for a dim sharded twice."""
     tensor = tensor.detach()
     shape = tuple(tensor.shape)
     if not is_sharded(tensor):
-        return LocalShard(tensor, shape, (0,) * len(shape))
+        return LocalShard(tensor, (0,) * len(shape), shape)
     # imported here because it is slow, and neither single processes nor plain replicas need it
     from torch.distributed.tensor import DTensor, Shard
 
@@ -55,13 +65,7 @@ def local_shard_of(tensor: Tensor) -> LocalShard:
         # as in torch.chunk, all shards but the last ones have the same length
         longest = -(-shape[placement.dim] // tensor.device_mesh.size(axis))
         offset[placement.dim] = min(coordinate[axis] * longest, shape[placement.dim])
-    return LocalShard(tensor.to_local(), shape, tuple(offset), is_copy)
-
-
-def local_box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's shard of a tensor and its offset."""
-    part = local_shard_of(tensor)
-    return part.local, part.offset
+    return LocalShard(tensor.to_local(), tuple(offset), shape, is_copy)
 
 
 def global_tensors(
@@ -105,12 +109,10 @@ def local_state(
     shares: dict[str, dict[str, Tensor]] = {}
     places: dict[str, Places] = {}
     for kind, tensors in state.items():
-        share: dict[str, Tensor] = {}
-        place: Places = {}
-        for name, tensor in tensors.items():
-            part = local_shard_of(tensor)
-            if not (part.is_copy if is_sharded(tensor) else index > 0):
-                share[name], place[name] = part.local, (part.shape, part.offset)
-        if share or index == 0:
-            shares[f"{kind}-rank-{index}"], places[f"{kind}-rank-{index}"] = share, place
+        shards = {name: local_shard_of(tensor) for name, tensor in tensors.items()}
+        own = {k: shard for k, shard in shards.items() if not (shard.is_copy if is_sharded(tensors[k]) else index > 0)}
+        if own or index == 0:
+            stem = f"{kind}-rank-{index}"
+            shares[stem] = {name: shard.local for name, shard in own.items()}
+            places[stem] = {name: (shard.shape, shard.offset) for name, shard in own.items()}
     return shares, places

@@ -29,10 +29,10 @@ from flatout.models.lora.peft_export import adapter_config
 from flatout.models.selftest import check_packing
 from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
+from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
-from flatout.parallel.shards import global_shape, is_sharded, local_box
-from flatout.parallel.strategies.choose import choose_device, connect
-from flatout.parallel.strategies.protocol import Strategy
+from flatout.parallel.shards import global_shape, is_sharded, local_shard_of
+from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, connect
 from flatout.track.tracker import Tracker
 from flatout.train.clocks import BusyClock
 from flatout.train.feed import Feed
@@ -216,20 +216,18 @@ def shard_state(
     Returns the strategy, the (possibly wrapped) loss to call, and the optimizer.
     """
     layout = planned.parallel_layout
-    strategy = connect(
-        rank,
-        device,
-        config,
+    options = StrategyOptions(
         strategy=layout.strategy,
         num_replicas=layout.num_replicas,
         reshard_after_forward=layout.reshard_after_forward,
         compute=loaded.dtype if loaded.autocast else None,
         dtype=loaded.dtype,
     )
+    strategy = connect(rank, device, config, options)
 
     def optimizer_of_shards() -> torch.optim.Optimizer:
         if loaded.waiting is not None:
-            loaded.waiting.load(local_box, offload=layout.offload)
+            loaded.waiting.load(local_shard_of, offload=layout.offload)
             tracker.stage("model", "each rank read its shard of the weights")
         flat = config.method == "lora" and not layout.lockstep
         named, layer_norms = trainable_parameters(loaded.model), layer_norm_parameters(loaded.model)

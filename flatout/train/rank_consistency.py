@@ -16,8 +16,8 @@ from flatout.checkpoint.compatibility import config_changes
 from flatout.config.schema import Config
 from flatout.errors import DataError, UsageError
 from flatout.parallel.control_group import ControlGroup
+from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
-from flatout.parallel.strategies.choose import choose_device
 from flatout.plan.devices import CONTEXT_BYTES, Device, weakest
 from flatout.train.planning import PlannedRun
 

@@ -24,10 +24,9 @@ from flatout.models.lora.adapter import adapter_parameters
 from flatout.models.lora.peft_export import read_back, save_adapter
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
-from flatout.parallel.process_group import leave_group
+from flatout.parallel.process_group import choose_device, leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors, is_sharded
-from flatout.parallel.strategies.choose import choose_device
 from flatout.parallel.strategies.protocol import PartitionedOptimizer
 from flatout.track.console import ConsoleTracker
 from flatout.track.run_folder import RunFolderTracker

@@ -25,7 +25,7 @@ from flatout.optim.update import (
     set_lr,
     supports_found_inf,
 )
-from flatout.parallel.strategies.protocol import local_grads, local_part
+from flatout.parallel.shards import local_grads, local_part
 from flatout.plan.schedule.steps import MicroBatch, StepPlan
 from flatout.train.memory_guard import lower_cap, micro_batches_of
 from flatout.train.state import Run

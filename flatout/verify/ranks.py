@@ -26,9 +26,8 @@ from flatout.config.read import make_config
 from flatout.errors import FlatoutError, PeerLostError, ResourceError, UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
-from flatout.parallel.process_group import leave_group
+from flatout.parallel.process_group import choose_device, leave_group
 from flatout.parallel.rank import Rank
-from flatout.parallel.strategies.choose import choose_device
 from flatout.verify.compare import Reference, Row, measure, plan_quietly, set_up_quietly
 
 # how long a rank waits for the others in its group

@@ -15,8 +15,8 @@ from flatout.config.schema import Config
 from flatout.errors import NumericError, ResourceError, UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.models.load.model import resolve_precision
+from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
-from flatout.parallel.strategies.choose import choose_device
 from flatout.plan.schedule.steps import MicroBatch, StepPlan
 from flatout.train.planning import PlannedRun
 from flatout.train.state import Run

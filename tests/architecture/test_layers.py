@@ -218,7 +218,7 @@ WAITS = {
     "data/workers.py: waiting[0][1].result": "workers, each row of which has a time limit",
     "launch/supervise.py: rank.process.wait": "a process that was killed",
     "launch/tmux.py: subprocess.run": "tmux, which answers at once",
-    "parallel/strategies/buckets.py: pending.work.wait": "other ranks; faults.stall_s",
+    "parallel/strategies/buckets.py: work.wait": "other ranks; faults.stall_s",
     "train/build.py: importing.join": "an import in this process",
     "train/feed.py: future.result": "this process's disk; over ranks faults.stall_s",
     "train/resume.py: run.saver.wait": "as write_async's",

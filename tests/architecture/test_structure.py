@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from flatout.config.parallel import STRATEGIES
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "flatout"
 
@@ -147,6 +149,8 @@ def test_no_definition_that_only_tests_use() -> None:
     unused = {f"{path}: {name}" for path, tree in trees().items() for name in definitions(tree) if not used[name]}
     # the entry point of the package, and what other code finds by name
     entry_points = {f"flatout/cli/{verb}.py: {name}" for verb in verbs() for name in ("add_arguments", "run")}
+    classes = (traits.class_path.split(".") for traits in STRATEGIES.values())
+    entry_points |= {f"flatout/parallel/strategies/{module}.py: {name}" for module, name in classes}
     assert unused - entry_points == set(KNOWN_UNUSED), "delete what nothing uses, tests aside, or use it"
 
 

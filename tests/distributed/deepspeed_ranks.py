@@ -34,7 +34,7 @@ def build(values: dict[str, Any], folder: Path, messages: ControlGroup, *, resum
     config = make_config({**values, "run_dir": str(folder)})
     tracker = TrackerGroup()
     planned = plan_run(config, tracker, messages.rank)
-    checkpoints = Checkpoints(folder, keep=9, on_event=tracker.event, messages=messages)
+    checkpoints = Checkpoints(folder, keep=9, on_event=tracker.event, group=messages)
     snapshot = checkpoints.newest() if resume else None
     return build_run(config, planned, checkpoints, snapshot, tracker, messages.rank)
 

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from flatout.errors import UsageError
 from flatout.models.blocks import layer_list, replace_module
 
-LocalShardFn = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
-"""Maps a tensor to this rank's shard of it (sharing its storage) and the shard's offset."""
+LocalShardFn = Callable[[Tensor], tuple[Tensor, tuple[int, ...], tuple[int, ...], bool]]
+"""Maps a tensor to this rank's shard of it: (tensor sharing its storage, offset, global shape, is_copy)."""
 
 
 class DeferredWeights:
@@ -42,13 +42,13 @@ class DeferredWeights:
                 setattr(module, name, buffer.to(device))
         model.config.dtype = dtype
 
-    def load(self, local_part: LocalShardFn, *, offload: bool = False) -> None:
+    def load(self, local_shard_of: LocalShardFn, *, offload: bool = False) -> None:
         """Load this rank's shards (FSDP2) or full tensors, once; `offload` keeps sharded ones in host memory."""
 
         def read(name: str, old: Tensor) -> Tensor:
             waits_on_host = offload and hasattr(old, "placements")
             new = torch.empty_like(old, device="cpu" if waits_on_host else self._device)
-            local, offset = local_part(new)
+            local, offset, *_ = local_shard_of(new)
             box = tuple(slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True))
             local.copy_(self._weights[name][box])
             return new

@@ -8,6 +8,7 @@ from __future__ import annotations
 import selectors
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -100,8 +101,8 @@ class HeartbeatServer:
                 self.peers[rank] = Peer(str(hello.get("host"))[:MAX_TEXT], connection, now_s, now_s)
             else:
                 self._listener.disconnect(connection, f"it claims to be rank {str(rank)[:MAX_TEXT]}")
-        failures = [failure for rank, peer in self.peers.items() if (failure := self._check(rank, peer, status))]
-        if failures:
+        present = [(rank, peer) for rank, peer in self.peers.items() if not peer.has_left]
+        if failures := [failure for rank, peer in present if (failure := self._check(rank, peer, status))]:
             # one rank's failure may end others with it: prefer the one that reported its own error
             return min(failures, key=lambda failure: not failure.is_reported)
         if len(self.peers) < self._world - 1 and self._clock() - self._started_at > self._hang_s:
@@ -126,45 +127,40 @@ class HeartbeatServer:
         self._listener.close()
 
     def _check(self, rank: int, peer: Peer, status: RankStatus) -> PeerFailure | None:
-        if peer.has_left:
-            return None
+        """Handle a rank's messages; return its failure, if it reports one or is lost."""
         try:
             for message in peer.connection.receive():
                 peer.heard_at = self._clock()
-                if failure := self._handle(rank, peer, message, status):
-                    return failure
+                if "failed" in message:
+                    how, now_at = (
+                        f"failed ({str(message['failed'])[:MAX_TEXT]})",
+                        RankStatus.from_json(message["status"]),
+                    )
+                    return PeerFailure(rank, peer.host, now_at, how, int(message["exit_code"]), is_reported=True)
+                if "event" in message:
+                    self._on_event(str(message["event"]), {"rank": rank, **message["facts"]})
+                if "status" in message:
+                    now_at = RankStatus.from_json(message["status"])
+                    if now_at != peer.status:
+                        peer.status, peer.changed_at = now_at, self._clock()
+                    peer.connection.send({"status": asdict(status)})
+                peer.has_left = peer.has_left or "bye" in message
         except (ValueError, KeyError, TypeError) as error:
             return PeerFailure(rank, peer.host, peer.status, f"sent an invalid heartbeat ({str(error)[:MAX_TEXT]})")
+        silent_s = self._clock() - peer.heard_at
         if peer.has_left:
             self._listener.disconnect(peer.connection)
-            return None
-        if not peer.connection.is_open:
+        elif not peer.connection.is_open:
             return PeerFailure(rank, peer.host, peer.status, "died")
-        silent_s = self._clock() - peer.heard_at
-        if silent_s > self._hang_s:
+        elif silent_s > self._hang_s:
             return PeerFailure(rank, peer.host, peer.status, f"has been silent for {silent_s:.0f} s")
-        return None
-
-    def _handle(self, rank: int, peer: Peer, message: Mapping[str, Any], status: RankStatus) -> PeerFailure | None:
-        """Handle a rank's message; return its failure, if it reports one."""
-        if "failed" in message:
-            how, now_at = f"failed ({str(message['failed'])[:MAX_TEXT]})", RankStatus.from_json(message["status"])
-            return PeerFailure(rank, peer.host, now_at, how, int(message["exit_code"]), True)
-        if "event" in message:
-            self._on_event(str(message["event"]), {"rank": rank, **message["facts"]})
-        if "status" in message:
-            now_at = RankStatus.from_json(message["status"])
-            if now_at != peer.status:
-                peer.status, peer.changed_at = now_at, self._clock()
-            peer.connection.send({"status": asdict(status)})
-        peer.has_left = peer.has_left or "bye" in message
         return None
 
 
 class HeartbeatClient:
     """The side of every rank but rank 0: sends its status, is notified of lost ranks, and detects the loss of rank 0.
 
-    Raises PeerLostError when rank 0 does not answer within `hang_s`.
+    It sends its status at most once per `every_s`. Raises PeerLostError when rank 0 does not answer within `hang_s`.
     """
 
     def __init__(
@@ -174,29 +170,37 @@ class HeartbeatClient:
         *,
         rank: int,
         hang_s: float,
+        every_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._hang_s, self._clock = hang_s, clock
+        self._hang_s, self._every_s, self._clock = hang_s, every_s, clock
         hello = {"rank": rank, "host": socket.gethostname()}
         what = f"rank 0's heartbeats at {address[0]}:{address[1]}"
         wait = BoundedWait(hang_s, "faults.hang_s", error=lambda text: PeerLostError(text, 0))
         self._connection = connect_to_peer(address, secret, hello, wait, what)
         self._address = address[0]
-        self._heard_at = clock()
-        self._next_status_at = 0.0
+        self._heard_at = self._next_status_at = clock()
+        # events are queued, since only the thread that polls may write to the connection
+        self._events: deque[tuple[str, Mapping[str, Any]]] = deque()
         self._first_status = RankStatus()
         self._has_first_left = False
 
-    def poll(self, status: RankStatus, every_s: float = 0.0) -> PeerFailure | None:
-        """Send this rank's status, at most once per `every_s`; return the failure of a lost rank, if any.
+    def poll(self, wait_s: float, status: RankStatus) -> PeerFailure | None:
+        """Wait up to `wait_s` for a message, and send this rank's status; return the failure of a lost rank, if any.
 
         Rank 0 may exit normally a moment before this rank; from then on no failure is returned.
         """
         if self._has_first_left:
+            time.sleep(wait_s)
             return None
-        if time.monotonic() >= self._next_status_at:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._connection.socket, selectors.EVENT_READ)
+            selector.select(wait_s)
+        if self._clock() >= self._next_status_at:
             self._connection.send({"status": asdict(status)})
-            self._next_status_at = time.monotonic() + every_s
+            self._next_status_at = self._clock() + self._every_s
+        self._send_events()
+        how = ""
         try:
             for message in self._connection.receive():
                 self._heard_at = self._clock()
@@ -208,31 +212,30 @@ class HeartbeatClient:
                 if "status" in message:
                     self._first_status = RankStatus.from_json(message["status"])
         except (ValueError, KeyError, TypeError) as error:
-            return self._lose_first(f"sent an invalid heartbeat ({str(error)[:MAX_TEXT]})")
-        if not self._connection.is_open:
-            return self._lose_first("died")
+            how = f"sent an invalid heartbeat ({str(error)[:MAX_TEXT]})"
         silent_s = self._clock() - self._heard_at
-        return self._lose_first(f"has been silent for {silent_s:.0f} s") if silent_s > self._hang_s else None
-
-    def wait(self, wait_s: float) -> None:
-        """Sleep until a message arrives, for at most `wait_s`."""
-        with selectors.DefaultSelector() as selector:
-            if self._connection.is_open and not self._has_first_left:
-                selector.register(self._connection.socket, selectors.EVENT_READ)
-            selector.select(wait_s)
+        if not how and not self._connection.is_open:
+            how = "died"
+        elif not how and silent_s > self._hang_s:
+            how = f"has been silent for {silent_s:.0f} s"
+        return PeerFailure(0, self._address, self._first_status, how) if how else None
 
     def event(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """Have rank 0 report an event."""
-        self._connection.send({"event": kind, "facts": dict(facts)})
+        """Have rank 0 report an event; thread-safe."""
+        self._events.append((kind, facts))
 
     def fail(self, text: str, exit_code: int, status: RankStatus) -> None:
         """Report this rank's error to rank 0, which notifies the other ranks."""
+        self._send_events()
         self._connection.send({"failed": text, "exit_code": exit_code, "status": asdict(status)})
 
     def close(self) -> None:
         """Announce a normal exit to rank 0 and close."""
+        self._send_events()
         self._connection.send({"bye": True})
         self._connection.close()
 
-    def _lose_first(self, how: str) -> PeerFailure:
-        return PeerFailure(0, self._address, self._first_status, how)
+    def _send_events(self) -> None:
+        while self._events:
+            kind, facts = self._events.popleft()
+            self._connection.send({"event": kind, "facts": dict(facts)})

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -34,7 +33,6 @@ from flatout.parallel.rank import Rank
 
 # time for a rank to exit by itself after a loss is detected; if it is stuck in a collective, it is then ended
 LEAVE_S = 2.0
-POLL_S = 0.1
 # share of `hang_s` after which a rank whose Python is stuck writes its stacks to stderr
 STACKS_SHARE = 0.6
 # phases in which one rank may work for long while the others wait
@@ -79,9 +77,7 @@ class PeerWatch:
         self._step_s, self._step_began_at = 0.0, self._changed_at
         self._heartbeats: HeartbeatServer | HeartbeatClient | None = None
         self._group: ControlGroup | None = None
-        # events are queued, since only the thread may write to the connection
-        self._events: deque[tuple[str, Mapping[str, Any]]] = deque()
-        self._peer_failure: PeerFailure | None = None
+        self._lost_error: PeerLostError | None = None
         self._own_failure: tuple[str, int] | None = None
         self._lost, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -111,7 +107,7 @@ class PeerWatch:
     def event(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Report an event of this rank on the first rank."""
         if isinstance(self._heartbeats, HeartbeatClient):
-            self._events.append((kind, facts))
+            self._heartbeats.event(kind, facts)
         else:
             self._on_event(kind, facts)
 
@@ -125,9 +121,8 @@ class PeerWatch:
     def start(self, rank: Rank, store: Store) -> None:
         """Start watching the other ranks, found through the store; all ranks call this right after joining."""
         # leave part of hang_s for detecting and reporting the loss
-        hang_s = self._faults.hang_s * 0.8
-        host = master()[0]
-        secret = environment().get(SECRET)
+        hang_s, interval_s = self._faults.hang_s * 0.8, min(0.5, self._faults.hang_s / 10)
+        host, secret = master()[0], environment().get(SECRET)
         if rank.is_first:
             try:
                 listener = listen(host)  # this node's address only, so that other networks cannot reach it
@@ -145,8 +140,9 @@ class PeerWatch:
         else:
             port = int(store.get("heartbeat/port"))
             secret = secret or store.get("heartbeat/secret").decode()
-            self._heartbeats = HeartbeatClient((host, port), secret, rank=rank.index, hang_s=hang_s)
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+            address = host, port
+            self._heartbeats = HeartbeatClient(address, secret, rank=rank.index, hang_s=hang_s, every_s=interval_s)
+        self._thread = threading.Thread(None, self._watch, "watch", (self._heartbeats, interval_s), daemon=True)
         self._thread.start()
 
     @contextmanager
@@ -162,10 +158,19 @@ class PeerWatch:
             self.close()
             raise
         except BaseException as error:
-            is_collective = isinstance(error, (PeerLostError, dist.DistError)) or _is_of_collective(error)
-            if self._thread is not None and isinstance(error, Exception) and self._has_lost_peer(is_collective):
+            modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+            is_collective = isinstance(error, (PeerLostError, dist.DistError)) or (
+                isinstance(error, RuntimeError) and any(name.startswith(COLLECTIVES) for name in modules)
+            )
+            if is_collective and self._thread is not None:
+                # the thread soon finds out which rank is lost
+                wait = BoundedWait(self._faults.hang_s + LEAVE_S, "faults.hang_s")
+                with suppress(PeerLostError):
+                    while not self._lost.wait(0.1):
+                        wait.check("word which rank was lost, as a collective failed")
+            if self._lost_error is not None and isinstance(error, Exception):
                 if is_collective:
-                    raise self._error() from error
+                    raise self._lost_error from error
             else:
                 vars(error)["step"] = self._status.step
                 lines = str(error).splitlines() or [""]
@@ -179,56 +184,43 @@ class PeerWatch:
         if self._thread is None:
             return
         self._closing.set()
-        if self._peer_failure is None:
+        if self._lost_error is None:
             self._thread.join(timeout=LEAVE_S)
 
-    def _has_lost_peer(self, is_collective: bool) -> bool:
-        """Return whether a rank is lost; after a failed collective, wait until the thread has found out which one."""
-        if not is_collective:
-            return self._lost.is_set()
-        wait = BoundedWait(self._faults.hang_s + LEAVE_S, "faults.hang_s")
-        with suppress(PeerLostError):
-            while not self._lost.wait(POLL_S):
-                wait.check("word which rank was lost, as a collective failed")
-        return self._lost.is_set()
-
-    def _error(self) -> PeerLostError:
-        failure = self._peer_failure
-        assert failure is not None
-        return PeerLostError(str(failure), failure.rank, step=failure.status.step, exit_code=failure.exit_code)
-
-    def _watch(self) -> None:
-        heartbeats = self._heartbeats
-        assert heartbeats is not None
-        interval_s = min(0.5, self._faults.hang_s / 10)
+    def _watch(self, heartbeats: HeartbeatServer | HeartbeatClient, interval_s: float) -> None:
         launcher, is_ours = os.getppid(), PARENT in environment()
         failure: PeerFailure | None = None
         while failure is None and not self._closing.is_set():
             show_stacks_after(self._faults.hang_s * STACKS_SHARE)
-            if isinstance(heartbeats, HeartbeatClient):
-                heartbeats.wait(interval_s)
-                failure = heartbeats.poll(self._status, interval_s)
-                self._send_events(heartbeats)
-            else:
-                failure = heartbeats.poll(interval_s, self._status) or self._check_progress(heartbeats)
+            failure = heartbeats.poll(interval_s, self._status)
+            if failure is None and isinstance(heartbeats, HeartbeatServer):
+                failure = self._check_progress(heartbeats)
             if os.getppid() != launcher and not is_ours:
                 # the launcher is gone: save and stop; under flatout's own launcher the kernel sends SIGTERM
                 launcher = os.getppid()
                 os.kill(os.getpid(), signal.SIGTERM)
         faulthandler.cancel_dump_traceback_later()
-        if isinstance(heartbeats, HeartbeatClient):
-            self._send_events(heartbeats)
         if self._own_failure is not None:
             # this rank's own error has precedence, even if another rank failed at the same time
             heartbeats.fail(*self._own_failure, self._status)
-        elif failure is not None:
-            self._report_failure(failure)
-        else:
+            return
+        if failure is None:
             heartbeats.close()
-
-    def _send_events(self, heartbeats: HeartbeatClient) -> None:
-        while self._events:
-            heartbeats.event(*self._events.popleft())
+            return
+        if isinstance(heartbeats, HeartbeatServer):
+            heartbeats.broadcast(failure)
+        rank, step = failure.rank, failure.status.step
+        self._lost_error = error = PeerLostError(str(failure), rank, step=step, exit_code=failure.exit_code)
+        self._lost.set()
+        with suppress(OSError, ValueError):
+            if self._on_peer_lost is not None:
+                # without delay: NCCL or gloo may abort this process at any moment
+                self._on_peer_lost(error)
+            facts = {"rank": rank, "host": failure.host, "step": step + 1, "phase": failure.status.phase}
+            self._on_event("peer_lost", {**facts, "how": failure.how})
+        # the main thread exits by itself if it can; if it is stuck in a collective, it never would
+        time.sleep(LEAVE_S)
+        self._leave(error)
 
     def _check_progress(self, server: HeartbeatServer) -> PeerFailure | None:
         """Return a failure for the rank furthest behind once no rank has moved for long; report long waits before."""
@@ -250,28 +242,6 @@ class PeerWatch:
             facts = {"for": f"rank {rank} on {host}", "phase": status.phase, "step": status.step + 1}
             self._on_event("waiting", {**facts, "at_most_s": limit_s, "setting": f"faults.{setting}"})
         return None
-
-    def _report_failure(self, failure: PeerFailure) -> None:
-        if isinstance(self._heartbeats, HeartbeatServer):
-            self._heartbeats.broadcast(failure)
-        self._peer_failure = failure
-        self._lost.set()
-        status = failure.status
-        facts = {"rank": failure.rank, "host": failure.host, "step": status.step + 1, "phase": status.phase}
-        with suppress(OSError, ValueError):
-            if self._on_peer_lost is not None:
-                # without delay: NCCL or gloo may abort this process at any moment
-                self._on_peer_lost(self._error())
-            self._on_event("peer_lost", {**facts, "how": failure.how})
-        # the main thread exits by itself if it can; if it is stuck in a collective, it never would
-        time.sleep(LEAVE_S)
-        self._leave(self._error())
-
-
-def _is_of_collective(error: BaseException) -> bool:
-    """Return whether an error was raised by communication with other ranks, judged by the modules in its traceback."""
-    names = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
-    return isinstance(error, RuntimeError) and any(name.startswith(COLLECTIVES) for name in names)
 
 
 def show_stacks_after(wait_s: float) -> None:

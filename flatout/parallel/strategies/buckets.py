@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,15 +12,6 @@ from flatout.parallel.strategies.protocol import fill_missing_gradients
 
 # large enough for the full bandwidth of NVLink and InfiniBand, small enough to start early
 BUCKET_BYTES = 32 << 20
-
-
-@dataclass(slots=True)
-class _Sum:
-    """One bucket's pending sum: `sent` is the tensor being reduced, the gradient itself if `grads` is empty."""
-
-    work: dist.Work
-    sent: Tensor
-    grads: list[Tensor]
 
 
 def into_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> list[list[nn.Parameter]]:
@@ -58,7 +48,8 @@ class BucketedSum:
         self._bucket_of = {parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket}
         self._listening = False
         self._missing: list[int] = []
-        self._sums: list[_Sum] = []
+        # (work, the tensor being reduced, gradients to copy it to; none if it is the gradient itself) for each sum
+        self._sums: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
         for parameter in parameters if overlap else ():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
@@ -77,12 +68,11 @@ class BucketedSum:
         self._listening = False
         while len(self._sums) < len(self._buckets):
             self._launch()
-        for pending in self._sums:
-            pending.work.wait()
-            if pending.grads:
-                parts = pending.sent.split([grad.numel() for grad in pending.grads])
-                views = [part.view_as(grad) for part, grad in zip(parts, pending.grads, strict=True)]
-                torch._foreach_copy_(pending.grads, views)
+        for work, sent, grads in self._sums:
+            work.wait()
+            if grads:
+                parts = sent.split([grad.numel() for grad in grads])
+                torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
         self._sums.clear()
 
     def _on_gradient(self, parameter: Tensor) -> None:
@@ -104,4 +94,4 @@ class BucketedSum:
             sent = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
         work = dist.all_reduce(sent, async_op=True)
         assert work is not None
-        self._sums.append(_Sum(work, sent, grads))
+        self._sums.append((work, sent, grads))

@@ -7,43 +7,28 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from flatout.config.schema import Config
 from flatout.errors import ResourceError
-from flatout.parallel.process_group import join_group, share_weights
-from flatout.parallel.rank import Rank
+from flatout.parallel.process_group import share_weights
 from flatout.parallel.strategies.buckets import BucketedSum
-from flatout.parallel.strategies.protocol import Strategy, StrategyOptions
-
-
-def make(rank: Rank, device: torch.device, config: Config, options: StrategyOptions) -> Strategy:
-    """Create the strategy; `comm.compress` sets the dtype in which gradients are sent."""
-    compress = torch.bfloat16 if config.comm.compress == "bf16" else None
-    return DDP(rank, device, overlap=config.method == "full", compress=compress)
+from flatout.parallel.strategies.protocol import Strategy
 
 
 class DDP(Strategy):
-    """See Strategy for the methods. Gradients stay local while they accumulate.
+    """Gradients stay local while they accumulate, and are then summed in buckets, in the dtype of `comm.compress`.
 
-    They are summed in buckets: with `overlap`, during the last backward pass (for full fine-tuning), otherwise after it
-    (for adapters, whose gradients are small). `compress` is the dtype in which they are sent and summed (None: theirs).
+    With full fine-tuning this overlaps with the last backward pass; adapters' gradients are small and sent after it.
     """
 
-    def __init__(
-        self, rank: Rank, device: torch.device, *, overlap: bool = False, compress: torch.dtype | None = None
-    ) -> None:
-        self.rank = rank
-        self._overlap, self._compress = overlap, compress
-        self._buckets: BucketedSum | None = None
-        join_group(rank, device)
+    _buckets: BucketedSum | None = None
 
     def prepare(
-        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], torch.optim.Optimizer]
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], Optimizer]
+    ) -> tuple[nn.Module, Optimizer]:
         share_weights(model)
-        if self._overlap:
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            self._buckets = BucketedSum(trained, compress=self._compress)
+        if self._config.method == "full":
+            self._make_buckets([held for held in model.parameters() if held.requires_grad], overlap=True)
         return model, make_optimizer()
 
     @contextmanager
@@ -62,6 +47,10 @@ class DDP(Strategy):
             ) from error
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        if self._buckets is None:
-            self._buckets = BucketedSum(parameters, compress=self._compress, overlap=False)
-        self._buckets.finish()
+        buckets = self._buckets or self._make_buckets(parameters, overlap=False)
+        buckets.finish()
+
+    def _make_buckets(self, parameters: Sequence[nn.Parameter], *, overlap: bool) -> BucketedSum:
+        compress = torch.bfloat16 if self._config.comm.compress == "bf16" else None
+        self._buckets = BucketedSum(parameters, compress=compress, overlap=overlap)
+        return self._buckets

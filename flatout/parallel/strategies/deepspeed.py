@@ -10,51 +10,50 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from flatout.config.deepspeed import fill
 from flatout.config.schema import Config
 from flatout.errors import UsageError
-from flatout.parallel.process_group import join_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, oom_as_resource_error
 
 STEP = "step"
 
 
-def make(rank: Rank, device: torch.device, config: Config, options: StrategyOptions) -> Strategy:
-    """Create DeepSpeed with the user's JSON completed. Raises UsageError for a JSON that contradicts a setting."""
-    precision = "bf16" if options.dtype == torch.bfloat16 else "fp32"
-    try:
-        settings = fill(config, num_ranks=rank.world, precision=precision)
-    except ValueError as error:
-        raise UsageError(f"deepspeed: {error}") from error
-    return DeepSpeed(rank, device, settings)
-
-
 class DeepSpeed(Strategy):
-    """See Strategy for the methods. `settings` is DeepSpeed's complete configuration.
+    """DeepSpeed's engine with the user's JSON completed; raises UsageError for a JSON that contradicts a setting.
 
-    DeepSpeed sums gradients in the backward pass, keeps them internally and clips them in its step, by the same formula
+    It sums gradients in the backward pass, keeps them internally and clips them in its step, by the same formula
     and limit as flatout, so `grad` of the parameters is not set. It averages over ranks, so the loss's gradient is
     multiplied by the number of ranks. All ranks must run the same number of micro-batches; none may skip or retry one.
     """
 
-    def __init__(self, rank: Rank, device: torch.device, settings: Mapping[str, Any]) -> None:
-        self.rank = rank
-        self._device, self._settings = device, dict(settings)
+    def __init__(self, rank: Rank, device: torch.device, config: Config, options: StrategyOptions) -> None:
+        precision = "bf16" if options.dtype == torch.bfloat16 else "fp32"
+        try:
+            self._settings = dict(fill(config, num_ranks=rank.world, precision=precision))
+        except ValueError as error:
+            raise UsageError(f"deepspeed: {error}") from error
+        super().__init__(rank, device, config, options)
         self._engine: Any = None
-        join_group(rank, device)
 
     def prepare(
-        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], torch.optim.Optimizer]
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], Optimizer]
+    ) -> tuple[nn.Module, Optimizer]:
         try:
             import deepspeed
         except ImportError as error:
             raise UsageError(
                 f"strategy: deepspeed needs the package ({error}); install flatout[deepspeed], or set strategy: zero3"
             ) from error
-        keep_codes_whole(model)
+        # DeepSpeed leaves buffers as they are: its stage 3 would gather frozen one-byte parameters (codes of quantized
+        # weights), and gloo does not support float8
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.itemsize == 1:
+                    delattr(module, name)
+                    module.register_buffer(name, parameter.detach(), persistent=False)
         optimizer = make_optimizer()
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._engine, *_ = deepspeed.initialize(
@@ -75,28 +74,18 @@ class DeepSpeed(Strategy):
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         from deepspeed import utils
 
-        if self._engine.zero_optimization_stage() < 3 and hasattr(self._engine.optimizer, "scaled_global_norm"):
+        is_stage_3 = self._engine.zero_optimization_stage() == 3
+        if not is_stage_3 and hasattr(self._engine.optimizer, "scaled_global_norm"):
             norm = torch.as_tensor(self._engine.optimizer.scaled_global_norm(), device=self._device)
             # DeepSpeed reports a non-finite norm as -1
             return torch.where(norm < 0, torch.nan, norm)
-        if self._engine.zero_optimization_stage() == 3:
-            square = _square(map(utils.safe_get_local_grad, self._trained), self._device)
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        for grad in map(utils.safe_get_local_grad if is_stage_3 else utils.safe_get_full_grad, self._trained):
+            if grad is not None:
+                square += torch.linalg.vector_norm(grad.to(self._device), dtype=torch.float32).double().square()
+        if is_stage_3:
             dist.all_reduce(square)
-        else:
-            square = _square(map(utils.safe_get_full_grad, self._trained), self._device)
         return square.sqrt().float()
-
-
-def keep_codes_whole(model: nn.Module) -> None:
-    """Turn frozen one-byte parameters (codes of quantized weights) into buffers, which DeepSpeed leaves as they are.
-
-    Stage 3 would gather them, and gloo does not support float8.
-    """
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.itemsize == 1:
-                delattr(module, name)
-                module.register_buffer(name, parameter.detach(), persistent=False)
 
 
 class EngineLoss(nn.Module):
@@ -117,10 +106,10 @@ class EngineLoss(nn.Module):
         return loss_sum, num_correct
 
 
-class EngineOptimizer(torch.optim.Optimizer):
+class EngineOptimizer(Optimizer):
     """A PartitionedOptimizer: `inner` stepped by DeepSpeed's engine, with groups of settings but no parameters."""
 
-    def __init__(self, engine: Any, inner: torch.optim.Optimizer, trained: Sequence[nn.Parameter]) -> None:
+    def __init__(self, engine: Any, inner: Optimizer, trained: Sequence[nn.Parameter]) -> None:
         # does not call Optimizer.__init__, which requires parameters and would wrap `step` a second time
         self._engine, self._inner, self._trained = engine, inner, trained
         self.defaults, self.state = inner.defaults, inner.state
@@ -232,11 +221,3 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.step()
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
-
-
-def _square(grads: Iterator[Tensor | None], device: torch.device) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for grad in grads:
-        if grad is not None:
-            total += torch.linalg.vector_norm(grad.to(device), dtype=torch.float32).double().square()
-    return total

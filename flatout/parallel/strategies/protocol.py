@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from importlib import import_module
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from flatout.config.parallel import StrategyTraits
+from flatout.config.parallel import STRATEGIES, StrategyName
+from flatout.config.schema import Config
 from flatout.errors import ResourceError
+from flatout.parallel.process_group import join_group
 from flatout.parallel.rank import Rank
+from flatout.parallel.shards import local_grads
 
 # elements per partial norm on a CPU
 NORM_PART = 1 << 14
@@ -21,19 +26,16 @@ NORM_PART = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class StrategyOptions:
-    """The plan's decisions, passed to `make` in a strategy's module.
+    """The plan's decisions. `dtype` is the compute dtype; `compute` is the same if the trained weights are wider."""
 
-    `dtype` is the compute dtype. `compute` is the same if the trained weights are wider, else None.
-    """
-
-    traits: StrategyTraits
-    num_replicas: int
-    reshard_after_forward: bool
-    compute: torch.dtype | None
-    dtype: torch.dtype
+    strategy: StrategyName
+    num_replicas: int = 1
+    reshard_after_forward: bool = True
+    compute: torch.dtype | None = None
+    dtype: torch.dtype = torch.float32
 
 
-class Strategy(Protocol):
+class Strategy:
     """Gradients are always summed over ranks, never averaged: the loss is already divided by the global label count.
 
     The default methods are for whole parameters on every rank, with gradients that need no sum over ranks.
@@ -42,22 +44,26 @@ class Strategy(Protocol):
     and with sharded state every forward and backward pass does too.
     """
 
-    rank: Rank
+    def __init__(self, rank: Rank, device: torch.device, config: Config, options: StrategyOptions) -> None:
+        self.rank, self._device, self._config, self._options = rank, device, config, options
+        join_group(rank, device)
 
     def prepare(
-        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], torch.optim.Optimizer]
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], Optimizer]
+    ) -> tuple[nn.Module, Optimizer]:
         """Wrap, or shard in place, the module whose forward returns the loss; `blocks` are its decoder layers.
 
         Afterwards the module's parameters are the ones to train, as DTensors if state is sharded. Returns the module to
         call for the loss, and the optimizer to step, made by `make_optimizer` over those parameters.
         """
+        return model, make_optimizer()
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
         """Wrap one micro-batch's forward and backward pass; `last` means that gradients are complete after it.
 
         Raises ResourceError when memory runs out and the micro-batch cannot be retried on all ranks.
         """
+        return nullcontext()
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Complete the sum over ranks after the last micro-batch; each rank then holds the sum, or its shard of it.
@@ -68,7 +74,15 @@ class Strategy(Protocol):
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return the L2 norm over the gradients of all parameters and ranks, 0-d fp32 (fp64 for fp64 gradients)."""
-        return local_grad_norm(parameters)
+        grads = local_grads(parameters)
+        if not grads:
+            return torch.zeros((), device=parameters[0].device if parameters else None)
+        if grads[0].device.type == "cpu":
+            # torch's CPU norm adds fp32 squares into a few sums, and is off by 1e-4 for 5 million elements
+            grads = [part for grad in grads for part in grad.reshape(-1).split(NORM_PART)]
+        wide = torch.promote_types(grads[0].dtype, torch.float32)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0, dtype=wide)))
+        return norm
 
     def sum_values(self, values: Tensor) -> Tensor:
         """Sum a small tensor over ranks, element by element, in place."""
@@ -113,26 +127,12 @@ def fill_missing_gradients(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, sharing its memory; a plain tensor is returned whole."""
-    whole: Any = tensor.detach()
-    part: Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
-    return part
+def connect(rank: Rank, device: torch.device, config: Config, options: StrategyOptions) -> Strategy:
+    """Create this process's strategy and join the other ranks over NCCL (GPU) or gloo (CPU).
 
-
-def local_grads(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return the local shards of all gradients that exist."""
-    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-
-
-def local_grad_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return the L2 norm of this rank's gradients; zero if there are none."""
-    grads = local_grads(parameters)
-    if not grads:
-        return torch.zeros((), device=parameters[0].device if parameters else None)
-    if grads[0].device.type == "cpu":
-        # torch's CPU norm adds fp32 squares into a few sums, and is off by 1e-4 for 5 million elements
-        grads = [part for grad in grads for part in grad.reshape(-1).split(NORM_PART)]
-    wide = torch.promote_types(grads[0].dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0, dtype=wide)))
-    return norm
+    Raises UsageError for a DeepSpeed JSON that contradicts the configuration or the plan.
+    """
+    # imported here because DTensor and DeepSpeed take seconds to import, and not every strategy needs them
+    module, name = STRATEGIES[options.strategy].class_path.split(".")
+    strategy_class: type[Strategy] = getattr(import_module(f"flatout.parallel.strategies.{module}"), name)
+    return strategy_class(rank, device, config, options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,75 +17,48 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.optim import Optimizer
 
+from flatout.config.parallel import STRATEGIES
 from flatout.config.schema import Config
-from flatout.parallel.process_group import join_group, share_weights
+from flatout.parallel.process_group import share_weights
 from flatout.parallel.rank import Rank
-from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, local_grad_norm, oom_as_resource_error
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSpec:
-    """What is sharded, and when.
-
-    `reshard_after_forward`: a block's weights are gathered for each pass and freed after it (ZeRO 3); otherwise they
-    stay until the step's last backward pass. `sums_each`: gradients are reduce-scattered after each micro-batch (ZeRO 2
-    and 3); otherwise only after the last one (ZeRO 1). `compute` is the dtype in which blocks' weights are gathered,
-    and `reduce` the one in which gradients are summed; None keeps their dtype.
-    """
-
-    num_replicas: int = 1
-    reshard_after_forward: bool = True
-    sums_each: bool = True
-    num_prefetched: int = 1
-    offload: bool = False
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-
-
-def make(rank: Rank, device: torch.device, config: Config, options: StrategyOptions) -> Strategy:
-    """Create FSDP2 with the settings in `sharding` and `comm`."""
-    compress = torch.bfloat16 if config.comm.compress == "bf16" else None
-    cut = ShardSpec(
-        num_replicas=options.num_replicas,
-        reshard_after_forward=options.reshard_after_forward,
-        sums_each=not options.traits.sums_late,
-        num_prefetched=config.sharding.prefetch,
-        offload=config.sharding.offload,
-        compute=options.compute,
-        reduce=compress or (torch.float32 if options.compute is not None else None),
-    )
-    return Sharded(rank, device, cut)
+from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, oom_as_resource_error
 
 
 class Sharded(Strategy):
-    """See Strategy for the methods. Parameters become DTensors sharded along their first dimension.
+    """Parameters become DTensors sharded along their first dimension.
 
-    Frozen parameters outside the blocks stay whole; without `reshard_after_forward`, all frozen ones do.
+    With `reshard_after_forward` (ZeRO 3) a block's weights are gathered for each pass and freed after it; otherwise
+    they stay until the step's last backward pass. Gradients are reduce-scattered after each micro-batch (ZeRO 2 and 3),
+    or only after the last one (ZeRO 1). Frozen parameters outside the blocks stay whole; without
+    `reshard_after_forward`, all frozen ones do.
 
     Passes gather weights and reduce gradients, so all ranks must run the same number of micro-batches; none may skip or
     retry one.
     """
 
-    def __init__(self, rank: Rank, device: torch.device, cut: ShardSpec) -> None:
-        self.rank = rank
-        self._device, self._cut = device, cut
-        join_group(rank, device)
-        num_dims = 2 if cut.num_replicas > 1 else 1
-        sizes = (cut.num_replicas, rank.world // cut.num_replicas)[-num_dims:]
+    def __init__(self, rank: Rank, device: torch.device, config: Config, options: StrategyOptions) -> None:
+        super().__init__(rank, device, config, options)
+        num_dims = 2 if options.num_replicas > 1 else 1
+        sizes = (options.num_replicas, rank.world // options.num_replicas)[-num_dims:]
         self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard")[-num_dims:])
         self._root: FSDPModule | None = None
         self._last: bool | None = None
 
     def prepare(
-        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], torch.optim.Optimizer]
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], Optimizer]
+    ) -> tuple[nn.Module, Optimizer]:
         share_weights(model)
-        offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if self._cut.offload else OffloadPolicy()
+        compute, frees = self._options.compute, self._options.reshard_after_forward
+        reduce = torch.float32 if compute is not None else None
+        if self._config.comm.compress == "bf16":
+            reduce = torch.bfloat16
         # activations keep their dtype and autocast rules, as on one rank; only weights are gathered in a narrower dtype
-        narrow = MixedPrecisionPolicy(self._cut.compute, self._cut.reduce, cast_forward_inputs=False)
-        whole = MixedPrecisionPolicy(None, self._cut.reduce, cast_forward_inputs=False)
-        frees = self._cut.reshard_after_forward
+        narrow = MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False)
+        whole = MixedPrecisionPolicy(None, reduce, cast_forward_inputs=False)
+        offloads = self._config.sharding.offload
+        offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if offloads else OffloadPolicy()
         # frozen parameters that are gathered once and never freed cost less if they are whole from the start
         freed = {parameter for block in blocks for parameter in block.parameters()} if frees else set()
         ignored = {held for held in model.parameters() if not held.requires_grad and held not in freed}
@@ -95,16 +67,16 @@ class Sharded(Strategy):
             fully_shard(block, reshard_after_forward=frees, mp_policy=narrow, **common)
         # the embedding, last norm and head are used at the start and the end of a pass: freeing them gains nothing
         fully_shard(model, reshard_after_forward=False, mp_policy=whole, **common)
-        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for module in sharded:
-            module.set_gradient_divide_factor(1.0)
-            # gloo supports only the sum, which is all that a factor of 1 needs
-            module.set_force_sum_reduction_for_comms(True)
-        cut: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
-        count = self._cut.num_prefetched
-        for place, layer in enumerate(cut if count else ()):
-            layer.set_modules_to_forward_prefetch(cut[place + 1 : place + 1 + count])
-            layer.set_modules_to_backward_prefetch(cut[max(0, place - count) : place][::-1])
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                # gloo supports only the sum, which is all that a factor of 1 needs
+                module.set_force_sum_reduction_for_comms(True)
+        layers: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+        count = self._config.sharding.prefetch
+        for place, layer in enumerate(layers if count else ()):
+            layer.set_modules_to_forward_prefetch(layers[place + 1 : place + 1 + count])
+            layer.set_modules_to_backward_prefetch(layers[max(0, place - count) : place][::-1])
         assert isinstance(model, FSDPModule)
         self._root = model
         return model, make_optimizer()
@@ -114,19 +86,19 @@ class Sharded(Strategy):
         assert self._root is not None
         if self._last != last:
             self._last = last
-            if not self._cut.sums_each:
+            if STRATEGIES[self._options.strategy].sums_late:
                 self._root.set_requires_gradient_sync(last)
                 self._root.set_is_last_backward(last)
-            elif self._cut.num_replicas > 1:
+            elif self._options.num_replicas > 1:
                 # within a replica gradients are reduce-scattered each time; the sum over replicas runs once per step
                 self._root.set_requires_all_reduce(last)
-            if not self._cut.reshard_after_forward:
+            if not self._options.reshard_after_forward:
                 self._root.set_reshard_after_backward(last)
         with oom_as_resource_error(self.rank):
             yield
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        norm = local_grad_norm(parameters).to(self._device)
+        norm = super().grad_norm(parameters).to(self._device)
         square = norm.double().square()
         # replicas hold the same shards, so one shard group covers all gradients
         dist.all_reduce(square, group=self._mesh.get_group(self._mesh.ndim - 1))

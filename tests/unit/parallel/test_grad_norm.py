@@ -3,7 +3,10 @@
 import torch
 from torch import nn
 
-from flatout.parallel.strategies.protocol import local_grad_norm
+from flatout.config.read import make_config
+from flatout.parallel.rank import Rank
+from flatout.parallel.strategies.protocol import StrategyOptions
+from flatout.parallel.strategies.single import Single
 
 
 def test_one_large_gradient_loses_no_more_than_many_small_ones() -> None:
@@ -13,6 +16,8 @@ def test_one_large_gradient_loses_no_more_than_many_small_ones() -> None:
     small = [nn.Parameter(torch.empty_like(part)) for part in gradient.split(1000)]
     for parameter, part in zip(small, gradient.split(1000), strict=True):
         parameter.grad = part
+    config = make_config({"model": {"name": "x"}})
+    strategy = Single(Rank(), torch.device("cpu"), config, StrategyOptions("single"))
     truth = gradient.double().norm().item()
     for parameters in ([flat], small):
-        assert abs(local_grad_norm(parameters).item() - truth) / truth < 1e-6
+        assert abs(strategy.grad_norm(parameters).item() - truth) / truth < 1e-6

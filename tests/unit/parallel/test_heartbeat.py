@@ -59,11 +59,10 @@ class Group:
         """These ranks tell their status and hear rank 0's, which is the same."""
         clients = [self.clients[rank - 1] for rank in ranks]
         for client in clients:
-            assert client.poll(status) is None
+            assert client.poll(0.0, status) is None
         self.until(lambda: all(self.server.peers[rank].status == status for rank in ranks), status)
         for client in clients:
-            client.wait(DEADLINE_S)
-            assert client.poll(status) is None
+            assert client.poll(DEADLINE_S, status) is None
 
     def lost(self, status: RankStatus = WORKING) -> PeerFailure:
         """Rank 0 beats until it has found a loss."""
@@ -106,8 +105,7 @@ def test_a_closed_connection_is_a_death_told_to_all() -> None:
     assert "rank 1 on" in str(failure)
     assert "died in step 5, phase sum" in str(failure)
     group.server.broadcast(failure)
-    group.clients[1].wait(DEADLINE_S)
-    assert group.clients[1].poll(RankStatus()) == failure
+    assert group.clients[1].poll(DEADLINE_S, RankStatus()) == failure
 
 
 def test_silence_is_found_after_hang_s_on_both_sides() -> None:
@@ -118,9 +116,9 @@ def test_silence_is_found_after_hang_s_on_both_sides() -> None:
     failure = group.lost()
     assert (failure.rank, failure.how) == (1, "has been silent for 11 s")
     group.clock.now_s = 22.0
-    assert group.clients[1].poll(RankStatus()) is None  # reads the last answer
+    assert group.clients[1].poll(0.0, RankStatus()) is None  # reads the last answer
     group.clock.now_s = 33.0
-    found = group.clients[1].poll(RankStatus())
+    found = group.clients[1].poll(0.0, RankStatus())
     assert found is not None
     assert (found.rank, found.how) == (0, "has been silent for 11 s")
 
@@ -129,12 +127,11 @@ def test_a_lost_first_rank_is_named_with_its_own_phase() -> None:
     """Another may wait for it in its first step while it still starts."""
     group = Group(2)
     (one,) = group.clients
-    one.poll(WORKING)
+    one.poll(0.0, WORKING)
     group.until(lambda: group.server.peers[1].status == WORKING, RankStatus(0, "start"))
-    one.wait(DEADLINE_S)
-    assert one.poll(WORKING) is None
+    assert one.poll(DEADLINE_S, WORKING) is None
     group.clock.now_s = 11.0
-    failure = one.poll(WORKING)
+    failure = one.poll(0.0, WORKING)
     assert failure is not None
     assert (failure.rank, failure.status, failure.how) == (0, RankStatus(0, "start"), "has been silent for 11 s")
 
@@ -171,13 +168,11 @@ def test_the_first_ranks_goodbye_is_no_death_however_long_another_stays() -> Non
     two.close()
     group.until(lambda: group.server.peers[2].has_left)
     group.server.close()
-    one.wait(DEADLINE_S)
-    assert one.poll(RankStatus(9, "finish")) is None
+    assert one.poll(DEADLINE_S, RankStatus(9, "finish")) is None
     group.clock.now_s = 1000.0
     for _ in range(3):
         started_s = time.monotonic()
-        one.wait(0.05)
-        assert one.poll(RankStatus(9, "finish")) is None
+        assert one.poll(0.05, RankStatus(9, "finish")) is None
     # a connection that has ended does not make it spin
     assert time.monotonic() - started_s >= 0.04
     one.close()
@@ -195,6 +190,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
 def test_another_ranks_event_reaches_the_first() -> None:
     group = Group(2)
     group.clients[0].event("out_of_memory", {"step": 4})
+    assert group.clients[0].poll(0.0, WORKING) is None
     group.until(lambda: group.events)
     assert group.events == [("out_of_memory", {"rank": 1, "step": 4})]
 

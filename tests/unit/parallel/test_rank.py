@@ -5,10 +5,12 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.config.read import make_config
 from flatout.environment import expandable_segments_env, keep_compiled_kernels
 from flatout.errors import ResourceError, UsageError
+from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
-from flatout.parallel.strategies.choose import choose_device
+from flatout.parallel.strategies.protocol import StrategyOptions, connect
 from flatout.parallel.strategies.single import Single
 
 
@@ -38,7 +40,9 @@ def test_nodes_are_counted_where_they_hold_equally_many_ranks() -> None:
 
 
 def test_single_does_nothing_and_measures_the_norm() -> None:
-    strategy = Single(Rank())
+    options = StrategyOptions("single")
+    strategy = connect(Rank(), torch.device("cpu"), make_config({"model": {"name": "x"}}), options)
+    assert isinstance(strategy, Single)
     parameters = [nn.Parameter(torch.zeros(2, dtype=torch.float64)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
     strategy.sum_gradients(parameters)

@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flatout.config.read import make_config
 from flatout.errors import ResourceError
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.buckets import BucketedSum, into_buckets
 from flatout.parallel.strategies.ddp import DDP
-from flatout.parallel.strategies.sharded import Sharded, ShardSpec
+from flatout.parallel.strategies.protocol import StrategyOptions
+from flatout.parallel.strategies.sharded import Sharded
 
 CPU = torch.device("cpu")
 
@@ -76,7 +78,8 @@ def run_out(strategy: Any, *, last: bool, model: nn.Module | None = None) -> Non
 
 def test_memory_that_runs_out_is_final_where_other_ranks_cannot_follow(group: None) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    replicated = DDP(Rank(), CPU, overlap=True)
+    config = make_config({"model": {"name": "x"}, "method": "full"})
+    replicated = DDP(Rank(), CPU, config, StrategyOptions("ddp"))
     replicated.prepare(model, [], lambda: torch.optim.SGD(model.parameters()))
     with pytest.raises(torch.OutOfMemoryError):
         run_out(replicated, last=False, model=model)
@@ -84,7 +87,7 @@ def test_memory_that_runs_out_is_final_where_other_ranks_cannot_follow(group: No
         run_out(replicated, last=True)
     with pytest.raises(ResourceError, match="while gradients were being summed"):
         run_out(replicated, last=True, model=model)
-    sharded = Sharded(Rank(), CPU, ShardSpec())
+    sharded = Sharded(Rank(), CPU, config, StrategyOptions("zero3"))
     sharded.prepare(model, list(model), lambda: torch.optim.SGD(model.parameters()))
     with pytest.raises(ResourceError, match="that all ranks take together"):
         run_out(sharded, last=False)

@@ -8,10 +8,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer
 
+from flatout.config.read import make_config
 from flatout.config.schema import OptimConfig
 from flatout.errors import UsageError
 from flatout.optim.build import layer_norm_parameters, make_optimizer, split_by_decay
 from flatout.optim.update import BackwardUpdate
+from flatout.parallel.rank import Rank
+from flatout.parallel.strategies.protocol import StrategyOptions
 from flatout.parallel.strategies.single import Single
 from flatout.train.run import train
 
@@ -121,7 +124,8 @@ def test_a_missing_gradient_is_a_gradient_of_zero(name: str) -> None:
         return sum((p.square().sum() for key, p in named.items() if step == 0 or key == "reached"), torch.zeros(()))
 
     (zeros, zeros_optimizer), (single, single_optimizer), (inside, inside_optimizer) = make(), make(), make()
-    strategy, backward = Single(), BackwardUpdate(inside_optimizer, list(inside.values()))
+    single_rank = Single(Rank(), torch.device("cpu"), make_config({"model": {"name": "x"}}), StrategyOptions("single"))
+    strategy, backward = single_rank, BackwardUpdate(inside_optimizer, list(inside.values()))
     for step in range(3):
         for named, optimizer in ((zeros, zeros_optimizer), (single, single_optimizer)):
             optimizer.zero_grad(set_to_none=True)
