@@ -14,7 +14,7 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.config.read import dump_config
 from flatout.config.schema import Config
 from flatout.data.tokenizer import load_tokenizer
-from flatout.errors import FlatoutError, PreemptedError, ResourceError
+from flatout.errors import FlatoutError, PreemptedError, ResourceError, UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock
 from flatout.io.redact import redacted
@@ -67,6 +67,11 @@ def train(config: Config, *, trackers: Sequence[Tracker] = (), on_peer_lost: OnP
     with code 7.
     """
     rank = Rank.from_env()
+    if rank == Rank() and len(config.gpus or ()) > 1:
+        raise UsageError(
+            f"gpus: {config.gpus} takes a process a GPU, and train() is one process; run the configuration with "
+            "`flatout train`, which starts them, or set gpus to one of them"
+        )
     # taking the lock also detects a folder that is not writable, before anything slow happens
     with RunLock(config.folder) if rank.is_first else nullcontext() as lock:
         tracker = TrackerGroup()

@@ -64,6 +64,21 @@ def test_a_killed_and_a_stopped_rank(tiny: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_lost_twice_is_left_out(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 120})
+    faults = {"hang_s": HANG_S, "min_ranks": 1}
+    run_dir = tmp_path / "run"
+    process = launch(tiny.config(run_dir, **made, checkpoint={"every_steps": 5}, faults=faults), tmp_path)
+    for attempt in range(2):
+        strike(run_dir, attempt, rank=1, number=signal.SIGKILL)
+    output = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 0, output
+    assert "restart 1 of 3 with 2 rank(s) here" in output
+    assert "restart 2 of 3 with 1 rank(s) here" in output
+    assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, 121))
+
+
+@pytest.mark.slow
 def test_a_killed_supervisor_leaves_no_rank_and_loses_no_step(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
     """Its launcher is told by the kernel, the ranks save once and stop, and the same command goes on from there."""
     made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 60})

@@ -86,6 +86,11 @@ def open_source(source: SourceConfig) -> RowSource:
     """
     files = [] if source.hub else _local_files(source.path)
     if files:
+        for name, value in (("subset", source.subset), ("revision", source.revision)):
+            if value is not None:
+                raise DataError(
+                    f"{source.path}: {name}: {value!r} is for a hub id, and these are local files; leave it out"
+                )
         return _open_files(*_of_split(source, files))
     looks_local = _HUB_ID.fullmatch(source.path) is None or row_type(Path(source.path)) is not None
     if source.hub is False or (source.hub is None and looks_local):

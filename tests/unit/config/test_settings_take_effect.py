@@ -1,0 +1,260 @@
+"""No setting is ignored: with another value a run trains, writes or prints something else, or is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_settings_are_read import settings
+
+from flatout.errors import FlatoutError
+
+TESTS = Path(__file__).parents[2]
+EVAL = {"eval": {"fraction": 0.2, "every_steps": 2}}
+FULL = {"method": "full"}
+CUT = {"data": {"max_tokens": 200, "too_long": "truncate"}}
+FEW = {"data": {"num_samples": 20}}
+QWEN = {"data": {"template": "qwen3"}}
+
+# setting -> (its other value, the settings that it needs)
+TRAINS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "seed": (8, {}),
+    "method": ("full", {}),
+    "freeze": ([r".*embed_tokens.*"], FULL),
+    "model.init": ("random", {}),
+    "model.precision": ("fp64", {}),
+    "model.attention": ("plain", {}),
+    "data.template": ("qwen3", {}),
+    "data.loss_type": ("all", {}),
+    "data.max_tokens": (100, CUT),
+    "data.too_long": ("drop", CUT),
+    "data.num_samples": (20, {}),
+    "data.shuffle": (False, FEW),
+    "data.seed": (1, FEW),
+    "data.sources.system": ("Be brief.", {}),
+    "lora.rank": (8, {}),
+    "lora.alpha": (16.0, {}),
+    "lora.dropout": (0.5, {}),
+    "lora.targets": (["q_proj"], {}),
+    "lora.rslora": (True, {}),
+    "lora.dora": (True, {}),
+    "base.storage": ("nf4", {}),
+    "full.weights": ("bf16", {**FULL, "model": {"precision": "bf16"}}),
+    "batch.samples_per_step": (5, {}),
+    "batch.epochs": (0.1, {"batch": {"max_steps": None, "epochs": 0.2}}),
+    "batch.max_steps": (2, {}),
+    "batch.shuffle": (False, {}),
+    "optim.name": ("sgd", {}),
+    "optim.lr": (1e-2, {}),
+    "optim.beta1": (0.5, {}),
+    "optim.beta2": (0.5, {}),
+    "optim.eps": (1e-3, {}),
+    "optim.weight_decay": (0.5, {}),
+    "optim.max_grad_norm": (1e-3, {}),
+    "schedule.kind": ("constant", {}),
+    "schedule.warmup_steps": (2, {}),
+    "schedule.warmup_ratio": (0.5, {}),
+    "schedule.min_lr_ratio": (0.5, {}),
+    "schedule.decay_ratio": (0.5, {"schedule": {"kind": "wsd", "warmup_steps": 1}}),
+    "eval.fraction": (0.4, EVAL),
+    "eval.min_delta": (100.0, {"eval": {**EVAL["eval"], "patience": 1}}),
+    "eval.patience": (1, {"eval": {**EVAL["eval"], "patience": 2, "min_delta": 100.0}}),
+    "log_every_steps": (2, {}),
+    "data.empty_reasoning": ("mask", QWEN),
+    "data.sources.roles": ({"user": "assistant"}, {}),
+    "data.sources.weight": (2.0, {}),
+    "base.compute": ("fp8", {"base": {"storage": "nf4"}}),
+    "full.update": ("backward", {**FULL, "optim": {"max_grad_norm": None}, "batch": {"micro_batch_tokens": 3000}}),
+    "batch.micro_batch_tokens": (1000, {}),
+    "eval.every_steps": (1, EVAL),
+    "checkpoint.every_steps": (1, {}),
+    "checkpoint.keep": (1, {"checkpoint": {"every_steps": 1}}),
+    "run_dir": ("elsewhere", {}),
+}
+# setting -> (its other value, the settings that it needs, what the run prints or is refused with)
+SAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "name": ("other", {}, "run: other|other: lora"),
+    "device": ("cuda", {}, "needs GPU 0, 0 visible"),
+    "model.name": ("/nowhere", {}, "there is no folder /nowhere"),
+    "model.revision": ("abc", {}, "model.revision: 'abc' is for a hub id"),
+    "data.name": ("other", {}, "built_dataset/other"),
+    "data.root": ("elsewhere", {}, "elsewhere/built_dataset/chats"),
+    "data.tokenizer": ("/nowhere", {}, "there is no folder /nowhere"),
+    "data.template_args": ({"enable_thinking": False}, QWEN, "'enable_thinking': False"),
+    "data.special_tokens": ("text", {}, "special_tokens=None, now text is asked for"),
+    "data.sources.path": ("/nowhere.jsonl", {}, "/nowhere.jsonl: no such file"),
+    "data.sources.format": ("text", {}, "no column 'text'"),
+    "data.sources.columns": ({"messages": "nothing"}, {}, "no column 'nothing'"),
+    "data.sources.split": ("test", {}, "no files of split 'test'"),
+    "data.sources.subset": ("en", {}, "subset: 'en' is for a hub id"),
+    "data.sources.revision": ("abc", {}, "revision: 'abc' is for a hub id"),
+    "data.sources.hub": (True, {}, "hub data set"),
+    "lora.continue_from": ("/nowhere", {}, "/nowhere/adapter_config.json is missing"),
+    "full.compute": ("fp8", FULL, "full.compute: fp8 needs a CUDA GPU"),
+    "recompute": ("full", {}, "recompute full"),
+    "compile": ("off", {}, "compile +off: as asked"),
+    "cuda_graphs": ("off", {}, "graphs +off: as asked"),
+    "strategy": ("ddp", {}, "one rank, so not ddp"),
+    "checkpoint.asynchronous": (False, {}, "training waits for each save: as asked"),
+    "eval.data": ("absent", {"eval": {"every_steps": 2}}, "absent"),
+}
+# what needs a GPU, several ranks or several runs, and the test that shows its effect
+SHOWN_BY: dict[str, str] = {
+    "gpus": "test_several_gpus_are_refused_in_one_process",
+    "deterministic": "test_deterministic_runs_are_equal_to_the_bit",
+    "memory": "test_more_memory_never_gives_less",
+    "deepspeed": "distributed/test_deepspeed.py",
+    "data.on_bad_row": "unit/data/test_build.py",
+    "data.num_procs": "test_processes_change_nothing",
+    "checkpoint.resume": "test_a_folder_with_checkpoints_is_not_started_anew",
+    "checkpoint.allow_change": "unit/train/test_finished_runs.py",
+    "sharding.reshard_after_forward": "distributed/test_strategies.py",
+    "sharding.prefetch": "distributed/test_strategies.py",
+    "sharding.offload": "distributed/test_strategies.py",
+    "sharding.replicas": "distributed/test_strategies.py",
+    "comm.compress": "distributed/test_strategies.py",
+    "faults.max_restarts": "distributed/test_faults.py",
+    "faults.hang_s": "distributed/test_faults.py",
+    "faults.stall_s": "unit/parallel/test_watch.py",
+    "faults.long_phase_s": "unit/parallel/test_watch.py",
+    "faults.join_s": "unit/launch/test_rendezvous.py",
+    "faults.min_ranks": "distributed/test_faults.py",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left: weights, metrics and files, and what it printed or was refused with."""
+
+    weights: dict[str, torch.Tensor]
+    metrics: list[dict[str, Any]]
+    files: set[str]
+    text: str
+
+
+def merged(*sections: dict[str, Any]) -> dict[str, Any]:
+    """Settings by section; later ones replace earlier ones."""
+    result: dict[str, Any] = {}
+    for name, value in (item for each in sections for item in each.items()):
+        result[name] = {**result.get(name, {}), **value} if isinstance(value, dict) else value
+    return result
+
+
+def run(tiny: Any, folder: Path, sections: dict[str, Any]) -> Outcome:
+    from flatout.train.run import train
+
+    sections = merged({"batch": {"max_steps": 4}, "data": {"root": str(folder / "data")}}, sections)
+    run_dir = folder / sections.pop("run_dir", "run")
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            train(tiny.config(run_dir, **sections))
+    except FlatoutError as error:
+        return Outcome({}, [], set(), f"{printed.getvalue()}{error}")
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    (weights,) = (run_dir / "final").glob("*.safetensors")
+    return Outcome(
+        load_file(weights),
+        [{name: record.get(name) for name in ("kind", "step", "loss", "lr", "grad_norm")} for record in records],
+        {str(path.relative_to(folder)) for path in run_dir.rglob("*") if path.is_file()},
+        printed.getvalue(),
+    )
+
+
+def changed(tiny: Any, setting: str, value: Any) -> dict[str, Any]:
+    section, _, name = setting.rpartition(".")
+    if section == "data.sources":
+        source = {"path": str(tiny.chats), name: value}
+        if name != "weight":
+            return {"data": {"sources": [source]}}
+        more = tiny.chats.with_name("more.jsonl")
+        more.write_text("".join(tiny.chats.read_text().splitlines(keepends=True)[:30]))
+        return {"data": {"sources": [source, {"path": str(more)}]}}
+    return {section: {name: value}} if section else {name: value}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Outcome]:
+    """Runs with the tiny model; equal settings run once."""
+    done: dict[str, Outcome] = {}
+
+    def outcome(sections: dict[str, Any]) -> Outcome:
+        key = json.dumps(sections, sort_keys=True)
+        if key not in done:
+            done[key] = run(tiny, tmp_path_factory.mktemp("effect"), sections)
+        return done[key]
+
+    return outcome
+
+
+@pytest.mark.parametrize("setting", TRAINS)
+def test_a_setting_changes_what_a_run_trains_or_writes(setting: str, tiny: Any, runs: Any) -> None:
+    value, needed = TRAINS[setting]
+    if setting == "data.sources.weight":
+        needed = changed(tiny, setting, 1.0)
+    before, after = runs(needed), runs(merged(needed, changed(tiny, setting, value)))
+    assert before.weights, before.text
+    assert after.weights, after.text
+    same_weights = before.weights.keys() == after.weights.keys() and all(
+        torch.equal(tensor, after.weights[name]) for name, tensor in before.weights.items()
+    )
+    assert not (same_weights and before.metrics == after.metrics and before.files == after.files)
+
+
+def test_equal_settings_train_and_write_the_same(tiny: Any, tmp_path: Path, runs: Any) -> None:
+    before, after = runs({}), run(tiny, tmp_path, {})
+    assert all(torch.equal(tensor, after.weights[name]) for name, tensor in before.weights.items())
+    assert (before.metrics, before.files) == (after.metrics, after.files)
+
+
+@pytest.mark.parametrize("setting", SAYS)
+def test_a_setting_changes_what_a_run_says(
+    setting: str, tiny: Any, tmp_path: Path, runs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    value, needed, text = SAYS[setting]
+    # the old and the new value read one data set
+    needed = merged(needed, {"data": {"root": str(tmp_path / "data")}})
+    assert not re.search(text, run(tiny, tmp_path / "before", needed).text)
+    after = run(tiny, tmp_path / "after", merged(needed, changed(tiny, setting, value)))
+    assert re.search(text, after.text), after.text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_deterministic_runs_are_equal_to_the_bit(tiny: Any, tmp_path: Path) -> None:
+    sections = {"device": "cuda", "deterministic": True}
+    one, two = (run(tiny, tmp_path / name, sections) for name in ("one", "two"))
+    assert one.weights, one.text
+    assert all(torch.equal(tensor, two.weights[name]) for name, tensor in one.weights.items())
+    assert torch.are_deterministic_algorithms_enabled()
+    assert run(tiny, tmp_path / "three", {"device": "cuda"}).weights
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_several_gpus_are_refused_in_one_process(tiny: Any, tmp_path: Path) -> None:
+    assert "gpus: [0, 1] takes a process a GPU" in run(tiny, tmp_path, {"gpus": [0, 1]}).text
+
+
+def test_a_folder_with_checkpoints_is_not_started_anew(tiny: Any, tmp_path: Path) -> None:
+    each = {"checkpoint": {"every_steps": 1}}
+    assert run(tiny, tmp_path, each).weights
+    assert "checkpoint.resume is never" in run(tiny, tmp_path, merged(each, {"checkpoint": {"resume": "never"}})).text
+
+
+def test_every_setting_is_tried_here_or_shown_elsewhere() -> None:
+    assert sorted([*TRAINS, *SAYS, *SHOWN_BY, "data.sources"]) == sorted(settings())
+    tests = {path: path.read_text() for path in TESTS.rglob("test_*.py")}
+    for setting, shown_by in SHOWN_BY.items():
+        name = setting.rpartition(".")[2]
+        found = [text for path, text in tests.items() if str(path).endswith(shown_by) or f"def {shown_by}(" in text]
+        assert any(name in text for text in found), f"{shown_by} shows nothing of {setting}"
