@@ -15,8 +15,7 @@ from pydantic import ConfigDict, TypeAdapter, with_config
 from safetensors import SafetensorError
 
 from flatout.errors import CheckpointError, ResourceError
-from flatout.io.durable_io import DurableIO
-from flatout.io.hashing import FileFacts, digest
+from flatout.io.durable_io import DurableIO, FileFacts, digest
 from flatout.io.json_file import now_utc, read_json, validated
 
 MANIFEST_NAME = "manifest.json"

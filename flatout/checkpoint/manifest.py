@@ -21,8 +21,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from flatout import __version__
 from flatout.checkpoint.tensor_file import TENSOR_SUFFIX, read_metadata
 from flatout.errors import CheckpointError
-from flatout.io.durable_io import DurableIO
-from flatout.io.hashing import FileFacts, digest
+from flatout.io.durable_io import DurableIO, FileFacts, digest
 from flatout.io.json_file import encode_json, now_utc, read_json, validated
 from flatout.parallel.rank import Rank
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,7 @@ from flatout.checkpoint.manifest import (
 from flatout.checkpoint.read import PLACES, SavedCheckpoint, kind_of, open_tensors
 from flatout.checkpoint.tensor_file import TENSOR_SUFFIX, encode_tensors
 from flatout.errors import CheckpointError, ResourceError
-from flatout.io.durable_io import DurableIO
-from flatout.io.hashing import FileFacts
+from flatout.io.durable_io import DurableIO, FileFacts
 from flatout.io.json_file import encode_json, now_utc, read_json
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import OnEvent
@@ -44,7 +43,7 @@ STATE_NAME = "state.json"
 REQUIRED_KINDS = ("model", "optimizer")
 
 # step-N.old-X is the previous save of step N while a new one replaces it; it still counts as a checkpoint
-_CHECKPOINT = re.compile(r"step-(\d+)(\.old-[0-9a-f]+)?")
+_CHECKPOINT = re.compile(r"step-(\d+)(?:\.old-[0-9a-f]+)?")
 # .tmp: an unfinished save; .gone: an unfinished removal
 _DEBRIS = re.compile(r"step-\d+\.(tmp|gone)-[0-9a-f]+")
 
@@ -63,15 +62,6 @@ class Snapshot:
     tensors: Mapping[str, Mapping[str, Tensor]]
     facts: Mapping[str, Any]
     places: Mapping[str, Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A folder named like a checkpoint; its content is not verified."""
-
-    path: Path
-    step: int
-    replaced: bool
 
 
 class Checkpoints:
@@ -93,10 +83,8 @@ class Checkpoints:
         check_facts: CheckFacts = lambda facts, step: None,
         durable_io: DurableIO | None = None,
     ) -> None:
-        self.folder = run_dir / "checkpoints"
-        self.group = group or ControlGroup()
-        self._run_dir = run_dir
-        self._keep = keep
+        self.folder, self.group = run_dir / "checkpoints", group or ControlGroup()
+        self._run_dir, self._keep = run_dir, keep
         self._on_event, self._check_facts = on_event, check_facts
         self._durable_io = durable_io or DurableIO()
         self._run_id: str | None = None
@@ -130,9 +118,8 @@ class Checkpoints:
             raise
         if self.group.rank.is_first:
             self._verified[path] = manifest
-            entries = self._entries()
-            manifests = {entry.path: self._verify(entry.path) for entry in entries}
-            for gone in rotation(entries, manifests, keep=self._keep, saved=path):
+            manifests = {folder: self._verify(folder) for folder in self._folders()}
+            for gone in rotation(manifests, keep=self._keep, saved=path):
                 self._discard(gone)
         return path
 
@@ -159,7 +146,7 @@ class Checkpoints:
         for path in self._debris():
             self._on_event("unfinished", {"path": str(path), "why": "a save or removal did not finish; not used"})
         # only one rank lists the folder: the others may see it at a different moment
-        for name in self.group.run_on_first_rank(lambda: [entry.path.name for entry in self._entries()]):
+        for name in self.group.run_on_first_rank(lambda: [path.name for path in self._folders()]):
             path = self.folder / name
             try:
                 stored = self.load(path)
@@ -312,23 +299,17 @@ class Checkpoints:
             self._run_id = run_identity(self._run_dir, self._durable_io)
         return self._run_id
 
-    def _entries(self) -> list[Entry]:
+    def _folders(self) -> list[Path]:
         """List folders named like checkpoints, newest first; within a step, the replaced one comes last."""
-        entries = [
-            Entry(path, int(matched[1]), matched[2] is not None)
-            for path in self.folder.glob("step-*")
-            if (matched := _CHECKPOINT.fullmatch(path.name))
-        ]
-        return sorted(entries, key=lambda entry: (-entry.step, entry.replaced, entry.path.name))
+        names = [matched for path in self.folder.glob("step-*") if (matched := _CHECKPOINT.fullmatch(path.name))]
+        return [self.folder / name[0] for name in sorted(names, key=lambda name: (-int(name[1]), name[0]))]
 
     def _debris(self) -> list[Path]:
         return [path for path in sorted(self.folder.glob("step-*")) if _DEBRIS.fullmatch(path.name)]
 
 
-def rotation(
-    entries: Sequence[Entry], manifests: Mapping[Path, Manifest | None], *, keep: int, saved: Path
-) -> list[Path]:
-    """Return the checkpoints to remove, given all of them (newest first) and their manifests (None: damaged).
+def rotation(manifests: Mapping[Path, Manifest | None], *, keep: int, saved: Path) -> list[Path]:
+    """Return the checkpoints to remove, given the manifests of all of them, newest first (None: damaged).
 
     Kept are the `keep` newest valid ones, the newest valid one marked best, and `saved`. A damaged one does not count
     towards `keep`, and is removed only once there are `keep` newer valid ones.
@@ -336,16 +317,14 @@ def rotation(
     steps: set[int] = set()
     has_best = False
     doomed: list[Path] = []
-    for entry in entries:
-        manifest = manifests[entry.path]
-        if manifest is None:
-            wanted = len(steps) < keep
-        elif entry.step in steps:
+    for path, manifest in manifests.items():
+        wanted = len(steps) < keep
+        if manifest is not None and manifest.step in steps:
             wanted = False
-        else:
-            wanted = len(steps) < keep or (manifest.best and not has_best) or entry.path == saved
+        elif manifest is not None:
+            wanted = wanted or (manifest.best and not has_best) or path == saved
             has_best = has_best or manifest.best
-            steps.add(entry.step)
+            steps.add(manifest.step)
         if not wanted:
-            doomed.append(entry.path)
+            doomed.append(path)
     return doomed

@@ -8,9 +8,6 @@ from pathlib import Path
 from flatout.errors import FlatoutError
 from flatout.io.durable_io import DurableIO, is_same_file, open_own
 
-# no line is longer than this, so anything after the last newline was cut off by a crash
-_TAIL_BYTES = 1 << 20
-
 
 class AppendFile:
     """A file of lines. `num_lost` counts the lines that failed since the last success; `trouble` is the reason.
@@ -57,8 +54,9 @@ class AppendFile:
 
     def _open(self) -> int:
         fd = open_own(self._path, os.O_RDWR | os.O_APPEND)
-        size_bytes = os.fstat(fd).st_size
-        tail = os.pread(fd, _TAIL_BYTES, max(0, size_bytes - _TAIL_BYTES))
+        size_bytes, tail_bytes = os.fstat(fd).st_size, 1 << 20  # no line is longer
+        # anything after the last newline was cut off by a crash
+        tail = os.pread(fd, tail_bytes, max(0, size_bytes - tail_bytes))
         if tail and not tail.endswith(b"\n"):
             os.ftruncate(fd, size_bytes - len(tail) + tail.rfind(b"\n") + 1)
         return fd

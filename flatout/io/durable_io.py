@@ -1,25 +1,43 @@
-"""Writes that survive a crash: write, fsync, rename, fsync the folder. Links are not followed.
+"""Writes that survive a crash: write, fsync, rename, fsync the folder; each returns the file's size and hash.
 
-All files that must survive a crash go through this module. Their modes follow the user's umask.
+All files that must survive a crash go through this module. Links are not followed; modes follow the user's umask.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import xxhash
+from pydantic import ConfigDict, Field, with_config
 
 from flatout.errors import ResourceError, SecurityError
-from flatout.io.hashing import FileFacts, digest
 from flatout.io.json_file import encode_json
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """A file's size and its xxh3_128 hash (32 hex digits)."""
+
+    size_bytes: Annotated[int, Field(ge=0)]
+    xxh3: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+def digest(path: Path) -> FileFacts:
+    """Return the size and xxh3_128 hash of a file. Raises OSError."""
+    with path.open("rb") as file:
+        hasher = hashlib.file_digest(file, xxhash.xxh3_128)
+        return FileFacts(file.tell(), hasher.hexdigest())
 
 
 class Disk:
@@ -200,9 +218,8 @@ class DurableIO:
                     f"disk or quota full: {path} needs {needed_bytes:,} bytes, {self._disk.free_bytes(path):,} are "
                     "free on its disk; free some space or lower checkpoint.keep; older checkpoints are untouched"
                 ) from error
-            remedy = "check that the folder is writable"
-            if error.errno == errno.EFBIG:
-                remedy = "raise the limit (ulimit -f)"
+            too_large = error.errno == errno.EFBIG
+            remedy = "raise the limit (ulimit -f)" if too_large else "check that the folder is writable"
             raise ResourceError(f"cannot {verb} {path}: {error.strerror or error}; {remedy}") from error
 
 

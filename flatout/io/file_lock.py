@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from flatout.errors import ResourceError
@@ -72,8 +71,7 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path, *, durable_io: DurableIO | None = None) -> None:
-        self._run_dir = run_dir
-        self._path = run_dir / ".lock"
+        self._run_dir, self._path = run_dir, run_dir / ".lock"
         self._durable_io = durable_io or DurableIO()
         self._fd: int | None = None
 
@@ -107,16 +105,13 @@ class RunLock:
         """
         if self._fd is None or is_same_file(self._fd, self._path):
             return
-        os.close(self._fd)
-        self._fd = None
+        self.__exit__()
         try:
             self.__enter__()
         except ResourceError as error:
             raise ResourceError(f"{self._run_dir} was deleted while this run went on, and now {error}") from error
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._fd is not None:
             # the file is not removed, or two runs could lock two different files of the same name
             os.close(self._fd)

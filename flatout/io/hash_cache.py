@@ -8,8 +8,7 @@ from pathlib import Path
 import xxhash
 
 from flatout.errors import CheckpointError, ResourceError
-from flatout.io.durable_io import DurableIO
-from flatout.io.hashing import FileFacts, digest
+from flatout.io.durable_io import DurableIO, FileFacts, digest
 from flatout.io.json_file import read_json
 
 # smaller files hash quickly enough

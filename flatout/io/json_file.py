@@ -47,19 +47,18 @@ class _RefusedError(Exception):
     """A value that Python's scanner accepts but RFC 8259 forbids or leaves undefined (NaN, a repeated key)."""
 
 
-def _refuse_constant(text: str) -> NoReturn:
+def _refuse(text: str) -> NoReturn:
     raise _RefusedError(text)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    if len(found := dict(pairs)) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise _RefusedError(json.dumps(next(key for key in keys if keys.count(key) > 1), ensure_ascii=False))
+        _refuse(json.dumps(next(key for key in keys if keys.count(key) > 1), ensure_ascii=False))
     return found
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+_DECODER = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_unique_keys)
 
 
 def parse_json(content: str | bytes) -> Any:

@@ -16,9 +16,7 @@ from flatout.io.json_file import parse_json
 
 MAX_LINE_BYTES = 1 << 16
 # limits for connections that have not sent the secret yet: number, time and bytes of the first line
-MAX_PENDING = 64
-HANDSHAKE_S = 5.0
-MAX_HANDSHAKE_BYTES = 4096
+MAX_PENDING, HANDSHAKE_S, MAX_HANDSHAKE_BYTES = 64, 5.0, 4096
 # how many addresses of rejected connections are reported, so that a flood cannot fill a log
 MAX_REPORTED = 16
 RETRY_S = 0.2
@@ -35,10 +33,8 @@ class PeerConnection:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        self.socket = connection
-        self.is_open = True
-        self._received = b""
-        self._unsent = b""
+        self.socket, self.is_open = connection, True
+        self._received, self._unsent = b"", b""
 
     def send(self, values: Mapping[str, Any]) -> None:
         """Send as much as the socket accepts now; the rest is sent before the next message.
@@ -59,8 +55,7 @@ class PeerConnection:
         """Return the objects that the peer sent; `is_open` is False once it closed. Raises ValueError for bad data."""
         try:
             content = self.socket.recv(MAX_LINE_BYTES)
-            self._received += content
-            self.is_open = bool(content)
+            self._received, self.is_open = self._received + content, bool(content)
         except BlockingIOError:
             pass
         except OSError:
@@ -181,26 +176,21 @@ def connect_to_peer(
 ) -> PeerConnection:
     """Retry connecting to a PeerListener, described by `what`, until it accepts. Raises `wait`'s error at its limit."""
     while True:
+        connection = None
         try:
-            return _connect_once(address, secret, hello, max(1.0, min(HANDSHAKE_S, wait.left_s)))
-        except OSError as error:
+            connection = socket.create_connection(address, timeout=max(1.0, min(HANDSHAKE_S, wait.left_s)))
+            connection.sendall(secret.encode() + b" " + json.dumps(hello).encode() + b"\n")
+            answer = b""
+            while not answer.endswith(b"\n"):
+                # byte by byte, since what follows the answer is for the PeerConnection
+                if not (byte := connection.recv(1)) or len(answer) > MAX_HANDSHAKE_BYTES:
+                    raise OSError("it closed the connection: is FLATOUT_SECRET the same there?")
+                answer += byte
+            if "accepted" not in parse_object(answer):
+                raise OSError("it does not answer as a rank of this program")
+            return PeerConnection(connection)
+        except (OSError, ValueError) as error:
+            if connection is not None:
+                connection.close()
             wait.check(what, str(error))
         time.sleep(RETRY_S)
-
-
-def _connect_once(address: tuple[str, int], secret: str, hello: Mapping[str, Any], timeout_s: float) -> PeerConnection:
-    connection = socket.create_connection(address, timeout=timeout_s)
-    try:
-        connection.sendall(secret.encode() + b" " + json.dumps(hello).encode() + b"\n")
-        answer = b""
-        while not answer.endswith(b"\n"):
-            # byte by byte, since what follows the answer is for the PeerConnection
-            if not (byte := connection.recv(1)) or len(answer) > MAX_HANDSHAKE_BYTES:
-                raise ConnectionRefusedError("it closed the connection: is FLATOUT_SECRET the same there?")
-            answer += byte
-        if "accepted" not in parse_object(answer):
-            raise ConnectionRefusedError("it does not answer as a rank of this program")
-    except (OSError, ValueError) as error:
-        connection.close()
-        raise error if isinstance(error, OSError) else ConnectionRefusedError(str(error)) from error
-    return PeerConnection(connection)

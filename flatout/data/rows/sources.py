@@ -14,7 +14,7 @@ from typing import Any
 from flatout.config.schema import SourceConfig
 from flatout.data.rows.read import ROW_TYPES, BadRow, RawRow, count_rows, raise_error, read_rows, row_type, table_rows
 from flatout.errors import DataError
-from flatout.io.hashing import digest
+from flatout.io.durable_io import digest
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 # files that `datasets` and hub downloads put next to the rows; they never hold rows

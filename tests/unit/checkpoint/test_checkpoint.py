@@ -20,7 +20,7 @@ from flatout.checkpoint.manifest import (
     run_identity,
     versions,
 )
-from flatout.checkpoint.write import Checkpoints, Entry, Snapshot, rotation
+from flatout.checkpoint.write import Checkpoints, Snapshot, rotation
 from flatout.errors import CheckpointError, ResourceError
 from flatout.io.durable_io import Disk, DurableIO
 
@@ -111,24 +111,21 @@ def test_rotation_does_not_count_a_damaged_one(tmp_path: Path, events: Events) -
 
 
 def test_rotation_as_a_pure_decision() -> None:
-    def entry(step: int, *, replaced: bool = False) -> Entry:
-        return Entry(Path(f"step-{step}" + ".old-ab" * replaced), step, replaced)
+    def manifest(step: int) -> Manifest:
+        return Manifest("0" * 16, "1" * 16, step, step in (4, 5), 1, {}, {}, "")
 
-    def manifest(step: int, *, best: bool = False) -> Manifest:
-        return Manifest("0" * 16, "1" * 16, step, best, 1, {}, {}, "")
-
-    entries = [entry(9), entry(8), entry(8, replaced=True), entry(7), entry(6), entry(5), entry(4)]
-    manifests: dict[Path, Manifest | None] = {e.path: manifest(e.step, best=e.step in (4, 5)) for e in entries}
+    names = {"step-9": 9, "step-8": 8, "step-8.old-ab": 8, "step-7": 7, "step-6": 6, "step-5": 5, "step-4": 4}
+    manifests: dict[Path, Manifest | None] = {Path(name): manifest(step) for name, step in names.items()}
     saved = Path("step-9")
-    doomed = rotation(entries, manifests, keep=2, saved=saved)
+    doomed = rotation(manifests, keep=2, saved=saved)
     assert [path.name for path in doomed] == ["step-8.old-ab", "step-7", "step-6", "step-4"]
     manifests[Path("step-8")] = None  # damaged: the one it replaced is what counts
-    doomed = rotation(entries, manifests, keep=2, saved=saved)
+    doomed = rotation(manifests, keep=2, saved=saved)
     assert [path.name for path in doomed] == ["step-7", "step-6", "step-4"]
-    assert rotation(entries, manifests, keep=1, saved=Path("step-6"))[-1] == Path("step-4")
-    assert Path("step-6") not in rotation(entries, manifests, keep=1, saved=Path("step-6"))
+    assert rotation(manifests, keep=1, saved=Path("step-6"))[-1] == Path("step-4")
+    assert Path("step-6") not in rotation(manifests, keep=1, saved=Path("step-6"))
     manifests = dict.fromkeys(manifests)
-    assert rotation(entries, manifests, keep=1, saved=saved) == []  # nothing is let go while nothing is valid
+    assert rotation(manifests, keep=1, saved=saved) == []  # nothing is let go while nothing is valid
 
 
 def test_the_same_step_again_replaces_it(tmp_path: Path, events: Events) -> None:
@@ -335,7 +332,7 @@ def test_files_of_two_saves_of_one_step_do_not_mix(tmp_path: Path, events: Event
     (path / "optimizer.safetensors").write_bytes(first)
     with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: it is of another save: found .*save_id"):
         checkpoints(tmp_path, events).load(path)
-    from flatout.io.hashing import digest
+    from flatout.io.durable_io import digest
 
     files = {**read_manifest(path).files, "optimizer.safetensors": digest(path / "optimizer.safetensors")}
     rewrite(path, files=files)

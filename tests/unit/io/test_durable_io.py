@@ -18,9 +18,8 @@ from safetensors.torch import load_file, save_file
 from flatout.checkpoint.tensor_file import encode_tensors, read_metadata
 from flatout.errors import CheckpointError, ResourceError, SecurityError
 from flatout.io.append import AppendFile
-from flatout.io.durable_io import Disk, DurableIO
+from flatout.io.durable_io import Disk, DurableIO, FileFacts, digest
 from flatout.io.file_lock import RunLock, locked
-from flatout.io.hashing import FileFacts, digest
 from flatout.io.json_file import read_json
 
 DTYPES = [

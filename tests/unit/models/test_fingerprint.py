@@ -12,8 +12,8 @@ import pytest
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
+from flatout.io.durable_io import digest
 from flatout.io.hash_cache import REMEMBERED_BYTES, cached_file_hash
-from flatout.io.hashing import digest
 from flatout.models.load.source import fingerprint_model
 
 

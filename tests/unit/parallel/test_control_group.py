@@ -5,7 +5,7 @@ import torch
 
 from flatout.checkpoint.manifest import shares
 from flatout.errors import ResourceError
-from flatout.io.hashing import FileFacts
+from flatout.io.durable_io import FileFacts
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.shards import local_shard_of, local_state
 

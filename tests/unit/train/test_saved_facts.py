@@ -11,7 +11,7 @@ import pytest
 
 from flatout.checkpoint.manifest import encode_manifest, read_manifest
 from flatout.errors import CheckpointError
-from flatout.io.hashing import digest
+from flatout.io.durable_io import digest
 from flatout.train.run import train
 
 Facts = dict[str, Any]
