@@ -12,7 +12,7 @@ from pathlib import Path
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data.build import open_or_build
 from flatout.data.statistics import statistics
-from flatout.data.token_store import read_report
+from flatout.io.json_file import read_json
 
 COLUMNS = {"gsm8k": {"instruction": "question", "output": "answer"}}
 
@@ -44,7 +44,7 @@ def main() -> None:
             started = time.perf_counter()
             store = open_or_build(config, str(tokenizer))
             seconds = time.perf_counter() - started
-            found, counts = statistics(store), read_report(store.folder)["counts"]
+            found, counts = statistics(store), read_json(store.folder / "report.json", max_bytes=1 << 32)["counts"]
             dropped = counts["rows"] - store.num_samples if file.suffix != ".txt" else 0
             spread = " | ".join(f"{found.percentiles[q]:,}" for q in (50, 95, 100))
             print(

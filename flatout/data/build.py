@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice, repeat
 from pathlib import Path
@@ -19,7 +19,7 @@ from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.data.build_report import BuildReport
 from flatout.data.rows.formats.parser import RowParser, make_parser
-from flatout.data.rows.read import BadRow, RawRow
+from flatout.data.rows.read import BadRow
 from flatout.data.rows.sources import RowSource, open_source
 from flatout.data.sampling import copies_of_rows
 from flatout.data.templates.template import template_text
@@ -35,14 +35,14 @@ Progress = Callable[[int, int | None], None]
 """Called with the number of rows done and of all rows (None if not known)."""
 Say = Callable[[str], None]
 """Called with one sentence for the console."""
-
+Readers = Sequence[tuple[RowSource, RowParser]]
+"""Each source with the parser that was chosen from its first rows."""
 
 SETTINGS = (
     "template_args", "empty_reasoning", "special_tokens", "loss_type", "max_tokens", "too_long", "on_bad_row",
     "num_samples", "shuffle", "seed",
 )  # fmt: skip
 """Settings of `data` that decide which tokens are stored."""
-
 
 TOLD_EVERY_S = 30.0
 """How often a long build reports its progress."""
@@ -51,17 +51,6 @@ _ROWS_TO_DETECT = 100
 
 def _quiet(*_: object) -> None:
     pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """All inputs of one build, resolved."""
-
-    config: DataConfig
-    sources: tuple[RowSource, ...]
-    tokenizer: PreTrainedTokenizerBase
-    options: TokenizeOptions
-    meta: StoreMeta
 
 
 def open_or_build(
@@ -73,86 +62,81 @@ def open_or_build(
     name must be in the registry and fit the settings. Raises DataError, ResourceError, and UsageError if there is
     another data set of that name and `replaces` is False.
     """
+    name = config.tokenizer or tokenizer_name
     if not config.sources:
-        return _open_built(config, tokenizer_name)
-    prepared = _prepare(config, tokenizer_name)
+        return _open_built(config, name)
+    tokenizer = load_tokenizer(name)
+    sources = [open_source(source) for source in config.sources]
+    meta = _describe(config, name, tokenizer, sources)
     folder = registry.built_dir(config.root, config.name)
-    lock = folder.with_name(f".{folder.name}.lock")
-    with locked(lock, f"the process that builds {folder}", say):
+    with locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}", say):
+        store = None
         if folder.exists():
-            change = "it is damaged"
             try:
                 found = TokenStore.open(folder)
-                if found.meta.fingerprint == prepared.meta.fingerprint:
-                    say(f"Reusing {folder}: same content, tokenizer, template and settings")
-                    _enter(config, found, folder)
-                    return found
-                change = _change(found.meta, prepared.meta) or "its rows, or how they are read, have changed"
+                if found.meta.fingerprint == meta.fingerprint:
+                    store = found
+                change = _change(found.meta, meta) or "its rows, or how they are read, have changed"
             except DataError as error:
                 change = str(error)
-            if not replaces:
+            if store is None and not replaces:
                 raise UsageError(
                     f"data set {config.name!r} is there already: {change}; give another --name, or --replace"
                 )
-            say(f"Building {config.name!r} again: {change}")
-        return _build(prepared, folder, progress, say)
+            reused = f"Reusing {folder}: same content, tokenizer, template and settings"
+            say(reused if store else f"Building {config.name!r} again: {change}")
+        if store is None:
+            _build(config, sources, tokenizer, meta, folder, progress, say)
+            store = TokenStore.open(folder, verify=False)
+        entry = registry.Entry(
+            name=config.name,
+            path=str(folder.relative_to(config.root)),
+            sources=store.meta.sources,
+            num_samples=store.num_samples,
+            tokenizer=store.meta.tokenizer,
+            template=store.meta.template or None,
+            loss_type=config.loss_type,
+            fingerprint=store.meta.fingerprint,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        registry.upsert(config.root, entry)
+        return store
 
 
-def _prepare(config: DataConfig, tokenizer_name: str) -> _Prepared:
-    name = config.tokenizer or tokenizer_name
-    tokenizer = load_tokenizer(name)
-    template_name, template = "", None
+def _describe(
+    config: DataConfig, name: str, tokenizer: PreTrainedTokenizerBase, sources: Sequence[RowSource]
+) -> StoreMeta:
+    """Return what the store will be made from. The fingerprint is xxh3 over what decides its content, without names."""
+    template = text = ""
     if config.template is not None or tokenizer.chat_template is not None:
-        template_name, template = template_text(tokenizer, config.template, name)
-    options = TokenizeOptions(
-        name,
-        template_name,
-        template,
-        tuple(config.template_args.items()),
-        config.empty_reasoning == "mask",
-        config.loss_type,
-        config.max_tokens,
-        config.too_long,
-        config.special_tokens,
-    )
-    sources = tuple(open_source(source) for source in config.sources)
-    meta = StoreMeta(
+        template, text = template_text(tokenizer, config.template, name)
+    digest, settings = tokenizer_digest(tokenizer), config.model_dump(mode="json", include=set(SETTINGS))
+    where = {"path", "hub", "split", "subset", "revision"}
+    content = {
+        "version": VERSION,
+        "content": [[stamp.digest for stamp in source.files] for source in sources],
+        "formats": [source.model_dump(exclude=where) for source in config.sources],
+        "tokenizer": digest,
+        "template": text,
+        "settings": settings,
+    }
+    return StoreMeta(
         name=config.name,
-        fingerprint="",
+        fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode()),
         tokenizer=name,
-        tokenizer_digest=tokenizer_digest(tokenizer),
-        template=template_name,
-        template_text=template or "",
-        settings=config.model_dump(mode="json", include=set(SETTINGS)),
+        tokenizer_digest=digest,
+        template=template,
+        template_text=text,
+        settings=settings,
         vocabulary_size=len(tokenizer),
         sources=tuple(redacted(source.path) for source in config.sources),
     )
-    return _Prepared(
-        config, sources, tokenizer, options, replace(meta, fingerprint=_fingerprint(config, sources, meta))
-    )
 
 
-def _fingerprint(config: DataConfig, sources: tuple[RowSource, ...], meta: StoreMeta) -> str:
-    """Return xxh3 over everything that decides the store's content; names and paths are left out."""
-    read = {"path", "hub", "split", "subset", "revision"}
-    value = {
-        "version": VERSION,
-        "content": [[stamp.digest for stamp in source.files] for source in sources],
-        "formats": [source.model_dump(exclude=read) for source in config.sources],
-        "tokenizer": meta.tokenizer_digest,
-        "template": meta.template_text,
-        "settings": meta.settings,
-    }
-    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
-
-
-def _open_built(config: DataConfig, tokenizer_name: str) -> TokenStore:
-    entry = registry.find(config.root, config.name)
-    store = TokenStore.open(registry.entry_dir(config.root, entry))
-    name = config.tokenizer or tokenizer_name
-    tokenizer = load_tokenizer(name)
-    asked = {key: value for key, value in config if key in SETTINGS and key in config.model_fields_set}
-    template, text = "", ""
+def _open_built(config: DataConfig, name: str) -> TokenStore:
+    """Open a data set by its name in the registry, and check that it fits the settings that are given."""
+    store = TokenStore.open(registry.entry_dir(config.root, registry.find(config.root, config.name)))
+    tokenizer, template, text = load_tokenizer(name), "", ""
     if config.template is not None:
         template, text = template_text(tokenizer, config.template, name)
     wanted = replace(
@@ -161,7 +145,7 @@ def _open_built(config: DataConfig, tokenizer_name: str) -> TokenStore:
         tokenizer_digest=tokenizer_digest(tokenizer),
         template=template,
         template_text=text or store.meta.template_text,
-        settings=asked,
+        settings={key: value for key, value in config if key in SETTINGS and key in config.model_fields_set},
     )
     if change := _change(store.meta, wanted):
         raise DataError(f"data set {config.name!r} was built with {change}; build it again, or fit the settings")
@@ -181,9 +165,27 @@ def _change(built: StoreMeta, wanted: StoreMeta) -> str:
     return "; ".join(changes)
 
 
-def _build(prepared: _Prepared, folder: Path, progress: Progress, say: Say) -> TokenStore:
-    config, report = prepared.config, BuildReport(prepared.config)
-    tokenizer = SampleTokenizer(prepared.options, prepared.tokenizer)
+def _build(
+    config: DataConfig,
+    sources: Sequence[RowSource],
+    tokenizer: PreTrainedTokenizerBase,
+    meta: StoreMeta,
+    folder: Path,
+    progress: Progress,
+    say: Say,
+) -> None:
+    options = TokenizeOptions(
+        meta.tokenizer,
+        meta.template,
+        meta.template_text if meta.template else None,
+        tuple(config.template_args.items()),
+        config.empty_reasoning == "mask",
+        config.loss_type,
+        config.max_tokens,
+        config.too_long,
+        config.special_tokens,
+    )
+    to_tokens, report = SampleTokenizer(options, tokenizer), BuildReport(config)
     notes: list[str] = []
 
     def note(text: str) -> None:
@@ -193,28 +195,16 @@ def _build(prepared: _Prepared, folder: Path, progress: Progress, say: Say) -> T
     num_procs = usable_procs(config.num_procs)
     if config.num_procs not in (None, num_procs):
         note(f"num_procs: {config.num_procs} lowered to {num_procs}; more processes than cores only take memory")
-
     with new_store(folder) as writer:
-        readers = [_Reader.open(s, c) for s, c in zip(prepared.sources, config.sources, strict=True)]
-        for reader in readers:
-            note(f"{reader.source.name}: {reader.parser.summary}")
-
-        weights = [source.weight for source in config.sources]
-        copies: list[NDArray[np.int32]] | None = None  # None: every row is used once, so rows need not be counted first
-        if config.num_samples is not None or any(weight != 1.0 for weight in weights):
-            counts = [reader.count() for reader in readers]
-            copies = copies_of_rows(counts, weights, config.num_samples, shuffle=config.shuffle, seed=config.seed)
-            total: int | None = sum(int((uses > 0).sum()) for uses in copies)
-        else:
-            about = [None if reader.parser.threads else reader.source.about_rows() for reader in readers]
-            total = None if None in about else sum(count or 0 for count in about)
-
+        parsers = [_choose_parser(s, c) for s, c in zip(sources, config.sources, strict=True)]
+        readers = list(zip(sources, parsers, strict=True))
+        for source, parser in readers:
+            note(f"{source.name}: {parser.summary}")
+        copies, total = _count_rows(config, readers)
         start_s = told_s = time.monotonic()
-        chunks = _chunks(readers, copies, report.bad_row, note)
         files: dict[str, int] = {}
-        for chunk, done in tokenize_chunks(chunks, tokenizer, config.num_procs):
-            report.add(chunk, done)
-            report.add_hashes(_write(writer, chunk, done, files))
+        for chunk, done in tokenize_chunks(_chunks(readers, copies, report.bad_row, note), to_tokens, config.num_procs):
+            report.add(chunk, done, _write(writer, chunk, done, files))
             num_rows, now_s = report.counts["rows"], time.monotonic()
             progress(num_rows, total)
             if now_s - told_s >= TOLD_EVERY_S:
@@ -223,60 +213,54 @@ def _build(prepared: _Prepared, folder: Path, progress: Progress, say: Say) -> T
                 say(f"tokenized {num_rows:,} rows{left}, {per_s:,.0f} rows/s")
         report.close(writer.num_samples)
         meta = replace(
-            prepared.meta,
-            files=tuple(map(redacted, files)),
-            counts=dict(report.counts),
-            max_token_id=writer.max_token_id,
+            meta, files=tuple(map(redacted, files)), counts=dict(report.counts), max_token_id=writer.max_token_id
         )
         if report.counts["conversations"]:
-            meta = replace(meta, end_of_turn=tokenizer.masker.end_of_turn())
+            meta = replace(meta, end_of_turn=to_tokens.masker.end_of_turn())
+            for text in to_tokens.notes():
+                note(text)
         else:
             meta = replace(meta, template="", template_text="")
-        for text in [*(tokenizer.notes() if report.counts["conversations"] else []), *report.notes()]:
+        for text in report.notes():
             note(text)
         writer.finish(meta, redacted(report.report(notes)))
-    store = TokenStore.open(folder, verify=False)
-    _enter(config, store, folder)
-    return store
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """A source and its parser, chosen from the first row that shows the format."""
-
-    source: RowSource
-    parser: RowParser
-
-    @classmethod
-    def open(cls, source: RowSource, config: SourceConfig) -> _Reader:
-        problem: DataError | None = None
-        for row in islice(source.rows(_quiet), _ROWS_TO_DETECT):
-            try:
-                return cls(source, make_parser(config, row))
-            except DataError as error:  # a null in one row does not rule out the others
-                problem = problem or error
-        raise problem or DataError(f"{source.name}: no rows")
-
-    def rows(self, bad_row: BadRow, note: Say) -> Iterator[RawRow]:
-        return self.parser.gather(self.source.rows(bad_row), bad_row, note)
-
-    def count(self) -> int:
-        """Return the number of rows that can be drawn; bad ones are reported later, when the rows are parsed."""
-        if self.source.num_rows is not None and not self.parser.threads:
-            return self.source.num_rows
-        return sum(1 for _ in self.rows(_quiet, _quiet))
+def _choose_parser(source: RowSource, config: SourceConfig) -> RowParser:
+    """Return a parser of the format that the first rows show."""
+    problem: DataError | None = None
+    for row in islice(source.rows(_quiet), _ROWS_TO_DETECT):
+        try:
+            return make_parser(config, row)
+        except DataError as error:  # a null in one row does not rule out the others
+            problem = problem or error
+    raise problem or DataError(f"{source.name}: no rows")
 
 
-def _chunks(
-    readers: list[_Reader], copies: list[NDArray[np.int32]] | None, bad_row: BadRow, note: Say
-) -> Iterator[Chunk]:
-    for index, reader in enumerate(readers):
-        rows = reader.rows(bad_row, note)
+def _count_rows(config: DataConfig, readers: Readers) -> tuple[list[NDArray[np.int32]] | None, int | None]:
+    """Return how often each row of each source is used (None: once each), and how many are read (None: not known)."""
+    weights = [source.weight for source in config.sources]
+    if config.num_samples is None and all(weight == 1.0 for weight in weights):
+        about = [None if parser.threads else source.about_rows() for source, parser in readers]
+        return None, None if None in about else sum(count or 0 for count in about)
+    counts = []
+    for source, parser in readers:
+        count = None if parser.threads else source.num_rows
+        if count is None:  # bad rows are reported later, when the rows are parsed
+            count = sum(1 for _ in parser.gather(source.rows(_quiet), _quiet, _quiet))
+        counts.append(count)
+    copies = copies_of_rows(counts, weights, config.num_samples, shuffle=config.shuffle, seed=config.seed)
+    return copies, sum(int((uses > 0).sum()) for uses in copies)
+
+
+def _chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, bad_row: BadRow, note: Say) -> Iterator[Chunk]:
+    for index, (source, parser) in enumerate(readers):
+        rows = parser.gather(source.rows(bad_row), bad_row, note)
         uses: Iterable[int] = repeat(1) if copies is None else copies[index]
         used = ((row, int(count)) for row, count in zip(rows, uses, strict=False) if count)
         while batch := list(islice(used, ROWS_PER_CHUNK)):
             counts = np.array([count for _, count in batch], dtype=np.int32)
-            yield Chunk(reader.parser, tuple(row for row, _ in batch), counts)
+            yield Chunk(parser, tuple(row for row, _ in batch), counts)
 
 
 def _write(writer: StoreWriter, chunk: Chunk, done: TokenizedChunk, files: dict[str, int]) -> NDArray[np.uint64]:
@@ -294,19 +278,3 @@ def _write(writer: StoreWriter, chunk: Chunk, done: TokenizedChunk, files: dict[
         where = np.concatenate([np.arange(starts[p], starts[p] + done.lengths[p]) for p in again])
         writer.append(done.token_ids[where], done.loss_mask[where], done.lengths[again], file_ids[again], rows[again])
     return hashes
-
-
-def _enter(config: DataConfig, store: TokenStore, folder: Path) -> None:
-    meta = store.meta
-    entry = registry.Entry(
-        name=config.name,
-        path=str(folder.relative_to(config.root)),
-        sources=meta.sources,
-        num_samples=store.num_samples,
-        tokenizer=meta.tokenizer,
-        template=meta.template or None,
-        loss_type=config.loss_type,
-        fingerprint=meta.fingerprint,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
-    registry.upsert(config.root, entry)

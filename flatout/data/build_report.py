@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flatout.config.schema import DataConfig
-from flatout.data.conversation import Origin
 from flatout.data.tokenize import LOSING
 from flatout.data.workers import Chunk, TokenizedChunk
 from flatout.errors import DataError
@@ -35,8 +35,8 @@ class BuildReport:
         self._config = config
         self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
         self.problems: list[str] = []
+        # row numbers by what happened, then by file
         self._listed: dict[str, dict[str, array[int]]] = {name: defaultdict(lambda: array("q")) for name in _LISTED}
-        self._first: dict[str, list[Origin]] = defaultdict(list)
         self._lengths = array("q")
         self._hashes = array("Q")
         self._read_since_problem = 0
@@ -46,18 +46,18 @@ class BuildReport:
         self.counts["rows"] += 1
         self._bad(str(error))
 
-    def add(self, chunk: Chunk, done: TokenizedChunk) -> None:
-        """Count one chunk. Raises DataError when bad rows stop the build."""
+    def add(self, chunk: Chunk, done: TokenizedChunk, hashes: NDArray[np.uint64]) -> None:
+        """Count one chunk; `hashes` are of its stored pieces. Raises DataError when bad rows stop the build."""
         self.counts["rows"] += len(chunk.rows)
+        self.counts["typed_control"] += len(done.typed_rows)
         self.counts.update(done.counts)
-        self._lengths.extend(int(n) for n, fate in zip(done.num_tokens, done.fates, strict=True) if fate != "bad")
-        for index, fate in enumerate(done.fates):
-            self.counts[fate] += fate != "bad"
-            if fate in self._listed:
-                self._list(fate, chunk.rows[index].origin)
-        for index in done.typed_rows:
-            self.counts["typed_control"] += 1
-            self._list("typed_control", chunk.rows[index].origin)
+        self.counts.update(fate for fate in done.fates if fate != "bad")
+        self._lengths.extend(n for n, fate in zip(done.num_tokens, done.fates, strict=True) if fate != "bad")
+        self._hashes.frombytes(hashes.tobytes())
+        listed = [(fate, index) for index, fate in enumerate(done.fates) if fate in _LISTED]
+        for name, index in listed + [("typed_control", index) for index in done.typed_rows]:
+            origin = chunk.rows[index].origin
+            self._listed[name][origin.source].append(origin.row_number)
         for problem in done.problems:
             self._bad(problem)
         if self.counts["documents"] >= _PATIENCE_ROWS:
@@ -67,28 +67,24 @@ class BuildReport:
             if self._read_since_problem > _PATIENCE_ROWS:
                 self._stop()
 
-    def add_hashes(self, hashes: NDArray[np.uint64]) -> None:
-        """Add content hashes of stored samples, first copies only, to count duplicates."""
-        self._hashes.frombytes(hashes.tobytes())
-
     def close(self, num_samples: int) -> None:
         """Finish the counts after the last row. Raises DataError if too many rows were lost, or nothing is left."""
-        hashes = np.frombuffer(self._hashes, dtype=np.uint64)
-        self.counts["duplicates"] = len(hashes) - len(np.unique(hashes))
-        self.counts["samples"] = num_samples
+        counts, config = self.counts, self._config
+        counts["duplicates"] = len(self._hashes) - len(np.unique(np.frombuffer(self._hashes, dtype=np.uint64)))
+        counts["samples"] = num_samples
         self._check_special_tokens()
-        strict = self._config.on_bad_row == "error"
+        strict = config.on_bad_row == "error"
         if self.problems and strict:
             self._stop()
         if strict or not num_samples:
             self._check_losses()
         if not num_samples:
             raise DataError(
-                f"data set {self._config.name!r} is empty: of {self.counts['rows']} rows {self.counts['bad']} were "
-                f"bad, {self.counts['no_labels']} had no labels, {self.counts['too_long']} were too long, "
-                f"{self.counts['lost_labels']} lost all labels when cut"
+                f"data set {config.name!r} is empty: of {counts['rows']} rows {counts['bad']} were bad, "
+                f"{counts['no_labels']} had no labels, {counts['too_long']} were too long, "
+                f"{counts['lost_labels']} lost all labels when cut"
                 + (f"; the first: {self.problems[0]}" if self.problems else "")
-                + f"; read from {', '.join(source.path for source in self._config.sources)}"
+                + f"; read from {', '.join(source.path for source in config.sources)}"
             )
 
     def notes(self) -> list[str]:
@@ -108,27 +104,28 @@ class BuildReport:
         }
         notes = []
         for name, what in told.items():
-            tokens, labels = counts[f"{name}_tokens"], counts[f"{name}_labels"]
-            lost = (
-                f"; lost: {tokens:,} tokens ({tokens / max(counts['tokens'], 1):.1%} of all) "
-                f"and {labels:,} label tokens ({labels / max(counts['label_tokens'], 1):.1%} of all)"
-            )
+            note = f"{counts[name]} {what}"
+            if name in LOSING:
+                tokens, labels = counts[f"{name}_tokens"], counts[f"{name}_labels"]
+                note += (
+                    f"; lost: {tokens:,} tokens ({tokens / max(counts['tokens'], 1):.1%} of all) "
+                    f"and {labels:,} label tokens ({labels / max(counts['label_tokens'], 1):.1%} of all)"
+                )
             if counts[name]:
-                notes.append(f"{counts[name]} {what}{lost if name in LOSING else ''}")
+                notes.append(note)
         return notes
 
     def report(self, notes: list[str]) -> dict[str, Any]:
         """Return the content of report.json."""
-        lists = {name: {file: list(rows) for file, rows in files.items()} for name, files in self._listed.items()}
         return {
             "counts": dict(sorted(self.counts.items())),
-            "length_percentiles": self.percentiles(),
+            "length_percentiles": self._percentiles(),
             "notes": notes,
             "bad_rows": self.problems,
-            "rows": lists,
+            "rows": {name: {file: list(rows) for file, rows in files.items()} for name, files in self._listed.items()},
         }
 
-    def percentiles(self) -> dict[str, int]:
+    def _percentiles(self) -> dict[str, int]:
         """Return percentiles of the lengths before the length policy, in tokens."""
         if not self._lengths:
             return {}
@@ -137,21 +134,22 @@ class BuildReport:
 
     def _check_losses(self) -> None:
         """Raise DataError if rows are too long, or too many have nothing to learn."""
-        if self._config.too_long == "error" and self.counts["too_long"]:
+        counts, config, rows, found = self.counts, self._config, self.counts["rows"], self._percentiles()
+        spread = f"95th percentile {found.get('p95')}, longest {found.get('p100')} tokens"
+        if config.too_long == "error" and counts["too_long"]:
             raise DataError(
-                f"{self._share('too_long')} are over max_tokens={self._config.max_tokens} ({self._spread()}): "
+                f"{counts['too_long']} of {rows} rows are over max_tokens={config.max_tokens} ({spread}): "
                 f"{self._some('too_long')}; raise data.max_tokens, or set data.too_long to drop, truncate or split"
             )
-        rows = self.counts["rows"]
-        if self.counts["no_labels"] > _MAX_NO_LABELS * rows:
+        if counts["no_labels"] > _MAX_NO_LABELS * rows:
             raise DataError(
-                f"{self._share('no_labels')} have nothing to learn (no answer, an empty one, or train: false): "
-                f"{self._some('no_labels')}; remove them, or set data.on_bad_row: skip"
+                f"{counts['no_labels']} of {rows} rows have nothing to learn (no answer, an empty one, or "
+                f"train: false): {self._some('no_labels')}; remove them, or set data.on_bad_row: skip"
             )
-        if self.counts["lost_labels"] > _MAX_LOST_LABELS * rows:
+        if counts["lost_labels"] > _MAX_LOST_LABELS * rows:
             raise DataError(
-                f"{self._share('lost_labels')} lose every label at max_tokens={self._config.max_tokens} "
-                f"({self._spread()}): {self._some('lost_labels')}; raise data.max_tokens, set data.too_long: drop, "
+                f"{counts['lost_labels']} of {rows} rows lose every label at max_tokens={config.max_tokens} "
+                f"({spread}): {self._some('lost_labels')}; raise data.max_tokens, set data.too_long: drop, "
                 "or data.on_bad_row: skip"
             )
 
@@ -164,21 +162,10 @@ class BuildReport:
                 "data.special_tokens: keep to read them as tokens, or text to spell them out"
             )
 
-    def _share(self, name: str) -> str:
-        return f"{self.counts[name]} of {self.counts['rows']} rows"
-
-    def _spread(self) -> str:
-        found = self.percentiles()
-        return f"95th percentile {found['p95']}, longest {found['p100']} tokens"
-
     def _some(self, name: str) -> str:
-        first = ", ".join(str(origin) for origin in self._first[name])
-        return first + (", ..." if self.counts[name] > MAX_PROBLEMS else "")
-
-    def _list(self, name: str, origin: Origin) -> None:
-        self._listed[name][origin.source].append(origin.row_number)
-        if len(self._first[name]) < MAX_PROBLEMS:
-            self._first[name].append(origin)
+        """Name the first rows of a list."""
+        origins = (f"{file}:{row}" for file, rows in self._listed[name].items() for row in rows)
+        return ", ".join(islice(origins, MAX_PROBLEMS)) + (", ..." if self.counts[name] > MAX_PROBLEMS else "")
 
     def _bad(self, problem: str) -> None:
         self.counts["bad"] += 1

@@ -75,9 +75,6 @@ class _Manifest:
     arrays: Mapping[str, _ArrayFacts]
 
 
-_MANIFEST_TYPE = TypeAdapter(_Manifest)
-
-
 @dataclass(frozen=True)
 class TokenStore:
     """N tokenized samples in one stream.
@@ -126,39 +123,60 @@ class TokenStore:
 
         Raises DataError for a missing, incomplete, damaged or newer store.
         """
-        version, manifest = _read_manifest(folder)
-        arrays = {name: _open_array(folder, name, manifest.arrays, version, verify) for name in _TYPES}
+        path = folder / _MANIFEST
+        if not path.exists():
+            raise DataError(f"{folder} holds no built data set ({_MANIFEST} is missing); run flatout data build")
+        raw = read_json(path, DataError)
+        version = raw.get("version") if isinstance(raw, dict) else None
+        if version != VERSION:
+            raise DataError(f"{path}: format version {version}, this flatout reads {VERSION}; {_AGAIN}")
+        try:
+            manifest = TypeAdapter(_Manifest).validate_json(encode_json(raw))
+        except ValidationError as error:
+            first = error.errors()[0]
+            field_name = ".".join(str(part) for part in first["loc"])
+            raise DataError(f"{path}: {field_name}: {first['msg'].lower()}; {_AGAIN}") from None
+        arrays = {name: _open_array(folder, name, manifest.arrays, verify) for name in _TYPES}
         store = cls(folder=folder, meta=manifest.meta, **arrays)
-        _check_sizes(store)
+        per_sample = {len(arrays[name]) for name in ("num_labels", "hashes", "files", "rows")}
+        fits = per_sample == {len(store.offsets) - 1} and len(store.token_ids) == len(store.loss_mask)
+        if fits and store.num_samples:
+            ends = int(store.offsets[0]) == 0 and int(store.offsets[-1]) == len(store.token_ids)
+            in_range = bool(store.files.min() >= 0 and store.files.max() < len(store.meta.files))
+            fits = ends and in_range and bool((store.lengths > 0).all())
+        if not fits:
+            raise DataError(f"{folder}: the arrays do not fit together; {_AGAIN}")
         return store
 
 
-def read_report(folder: Path) -> dict[str, Any]:
-    """Read report.json of a store: counts, and every row that was skipped, dropped or cut. Raises DataError."""
-    report: dict[str, Any] = read_json(folder / "report.json", DataError, max_bytes=1 << 32)
-    return report
+def _open_array(folder: Path, name: str, facts: Mapping[str, _ArrayFacts], verify: bool) -> NDArray[Any]:
+    path, dtype = folder / f"{name}.npy", _TYPES[name]
+    try:
+        expected = facts[name]
+        array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+    except OSError as error:
+        raise DataError(f"{path}: damaged or missing: {error.strerror}; {_AGAIN}") from error
+    except (ValueError, KeyError, EOFError, OverflowError, SyntaxError, TokenError) as error:
+        raise DataError(f"{path}: damaged or missing: {error}; {_AGAIN}") from error
+    if array.dtype != dtype or array.shape != (expected.length,):
+        raise DataError(f"{path}: holds {array.dtype} {array.shape}, expected {dtype} ({expected.length},); {_AGAIN}")
+    if verify and xxhash.xxh3_128_hexdigest(array.view(np.uint8).data) != expected.xxh3_128:
+        raise DataError(f"{path}: the content does not fit its hash (damaged file); {_AGAIN}")
+    return array
 
 
 class StoreWriter:
     """Appends samples to the arrays of a store in its own folder; nothing is kept in memory."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._durable_io, self._open = folder, DurableIO(), ExitStack()
-        self._files = {
-            name: self._open.enter_context(self._durable_io.open_new(folder / f"{name}.npy")) for name in _TYPES
-        }
+    def __init__(self, folder: Path, durable_io: DurableIO) -> None:
+        self._folder, self._durable_io, self._open = folder, durable_io, ExitStack()
+        self._files = {name: self._open.enter_context(durable_io.open_new(folder / f"{name}.npy")) for name in _TYPES}
         self._hashes = {name: xxhash.xxh3_128() for name in _TYPES}
         self._lengths = dict.fromkeys(_TYPES, 0)
+        self.num_samples = self.num_tokens = self.max_token_id = 0
         for file in self._files.values():
             file.write(bytes(_HEADER_BYTES))  # buffered: write errors show up with the first samples
-        self._append("offsets", np.zeros(1, np.int64))
-        self.num_tokens = 0
-        self.max_token_id = 0
-
-    @property
-    def num_samples(self) -> int:
-        """Samples written so far."""
-        return self._lengths["num_labels"]
+        self._append({"offsets": np.zeros(1, np.int64)})
 
     def append(
         self,
@@ -176,25 +194,40 @@ class StoreWriter:
         pieces = [(token_ids[a:b], loss_mask[a:b]) for a, b in zip(starts, ends, strict=True)]
         digests = [xxhash.xxh3_64_intdigest(ids.tobytes() + mask.tobytes()) for ids, mask in pieces]
         hashes = np.array(digests, np.uint64)
+        arrays = {
+            "token_ids": token_ids,
+            "loss_mask": loss_mask,
+            "offsets": ends + self.num_tokens,
+            "num_labels": np.add.reduceat(loss_mask, starts, dtype=np.int64),
+            "hashes": hashes,
+            "files": files,
+            "rows": rows,
+        }
         with self._durable_io.resource_errors("write", self._folder):
-            self._append("token_ids", token_ids)
-            self._append("loss_mask", loss_mask)
-            self._append("offsets", ends + self.num_tokens)
-            self._append("num_labels", np.add.reduceat(loss_mask, starts, dtype=np.int64))
-            self._append("hashes", hashes)
-            self._append("files", files)
-            self._append("rows", rows)
+            self._append(arrays)
+        self.num_samples += len(lengths)
         self.num_tokens += int(ends[-1])
         self.max_token_id = max(self.max_token_id, int(token_ids.max()))
         return hashes
+
+    def _append(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        for name, values in arrays.items():
+            data = np.ascontiguousarray(values, dtype=_TYPES[name]).tobytes()
+            self._files[name].write(data)
+            self._hashes[name].update(data)
+            self._lengths[name] += len(values)
 
     def finish(self, meta: StoreMeta, report: Mapping[str, Any]) -> None:
         """Write headers, report and manifest, and fsync everything. The folder can then be renamed."""
         arrays = {}
         with self._durable_io.resource_errors("write", self._folder):
             for name, file in self._files.items():
+                # a .npy header (numpy.lib.format 1.0) of fixed size, so that it can be written after the data
+                descr = np.lib.format.dtype_to_descr(_TYPES[name])
+                text = repr({"descr": descr, "fortran_order": False, "shape": (self._lengths[name],)})
+                body = text.encode("latin1").ljust(_HEADER_BYTES - 11) + b"\n"
                 file.seek(0)
-                file.write(_header(_TYPES[name], self._lengths[name]))
+                file.write(b"\x93NUMPY\x01\x00" + len(body).to_bytes(2, "little") + body)
                 arrays[name] = {"length": self._lengths[name], "xxh3_128": self._hashes[name].hexdigest()}
         self.close()
         self._durable_io.write_json(self._folder / "report.json", report)
@@ -207,12 +240,6 @@ class StoreWriter:
         with self._durable_io.resource_errors("write", self._folder):
             self._open.close()
 
-    def _append(self, name: str, values: NDArray[Any]) -> None:
-        data = np.ascontiguousarray(values, dtype=_TYPES[name]).tobytes()
-        self._files[name].write(data)
-        self._hashes[name].update(data)
-        self._lengths[name] += len(values)
-
 
 @contextmanager
 def new_store(folder: Path) -> Iterator[StoreWriter]:
@@ -223,71 +250,7 @@ def new_store(folder: Path) -> Iterator[StoreWriter]:
     """
     durable_io, old = DurableIO(), folder.with_name(f".{folder.name}.old")
     with durable_io.replace_dir(folder, aside=old) as temporary:
-        with closing(StoreWriter(temporary)) as writer:
+        with closing(StoreWriter(temporary, durable_io)) as writer:
             yield writer
         durable_io.remove_tree(old)
     durable_io.remove_tree(old)
-
-
-def _header(dtype: np.dtype[Any], length: int) -> bytes:
-    """Return a .npy header of fixed size, so that it can be written after the data (format 1.0 of numpy.lib.format)."""
-    text = repr({"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)})
-    body = text.encode("latin1").ljust(_HEADER_BYTES - 11) + b"\n"
-    return b"\x93NUMPY\x01\x00" + len(body).to_bytes(2, "little") + body
-
-
-def _read_manifest(folder: Path) -> tuple[int, _Manifest]:
-    """Return the manifest, and the version of the format on disk."""
-    path = folder / _MANIFEST
-    if not path.exists():
-        raise DataError(f"{folder} holds no built data set ({_MANIFEST} is missing); run flatout data build")
-    raw = read_json(path, DataError)
-    version = raw.get("version") if isinstance(raw, dict) else None
-    if version not in (1, VERSION):
-        raise DataError(f"{path}: format version {version}, this flatout reads 1 and {VERSION}; {_AGAIN}")
-    try:
-        return version, _MANIFEST_TYPE.validate_json(encode_json(_from_version_1(raw) if version == 1 else raw))
-    except ValidationError as error:
-        first = error.errors()[0]
-        field_name = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{path}: {field_name}: {first['msg'].lower()}; {_AGAIN}") from None
-
-
-def _from_version_1(raw: dict[str, Any]) -> dict[str, Any]:
-    """Convert a manifest of version 1, where the loss mask was `trained` and the template only a hash."""
-    meta, arrays = raw.get("meta"), raw.get("arrays")
-    if isinstance(meta, dict) and isinstance(arrays, dict):
-        settings = {name: meta[name] for name in ("loss_type", "max_tokens") if name in meta}
-        kept = {key: value for key, value in meta.items() if key not in (*settings, "template_digest")}
-        renamed = {"loss_mask" if name == "trained" else name: facts for name, facts in arrays.items()}
-        return raw | {"meta": kept | {"template_text": "", "settings": settings}, "arrays": renamed}
-    return raw
-
-
-def _open_array(folder: Path, name: str, facts: Mapping[str, _ArrayFacts], version: int, verify: bool) -> NDArray[Any]:
-    path = folder / f"{'trained' if version == 1 and name == 'loss_mask' else name}.npy"
-    try:
-        expected = facts[name]
-        array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
-    except OSError as error:
-        raise DataError(f"{path}: damaged or missing: {error.strerror}; {_AGAIN}") from error
-    except (ValueError, KeyError, EOFError, OverflowError, SyntaxError, TokenError) as error:
-        raise DataError(f"{path}: damaged or missing: {error}; {_AGAIN}") from error
-    if array.dtype != _TYPES[name] or array.shape != (expected.length,):
-        raise DataError(
-            f"{path}: holds {array.dtype} {array.shape}, expected {_TYPES[name]} ({expected.length},); {_AGAIN}"
-        )
-    if verify and xxhash.xxh3_128_hexdigest(array.view(np.uint8).data) != expected.xxh3_128:
-        raise DataError(f"{path}: the content does not fit its hash (damaged file); {_AGAIN}")
-    return array
-
-
-def _check_sizes(store: TokenStore) -> None:
-    per_sample = {len(store.offsets) - 1, len(store.num_labels), len(store.hashes), len(store.files), len(store.rows)}
-    fits = len(per_sample) == 1 and len(store.token_ids) == len(store.loss_mask)
-    if fits and store.num_samples:
-        ends = int(store.offsets[0]) == 0 and int(store.offsets[-1]) == len(store.token_ids)
-        in_range = bool(store.files.min() >= 0 and store.files.max() < len(store.meta.files))
-        fits = ends and in_range and bool((store.lengths > 0).all())
-    if not fits:
-        raise DataError(f"{store.folder}: the arrays do not fit together; {_AGAIN}")

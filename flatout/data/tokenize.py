@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from flatout.data.conversation import Conversation, PlainText, Sample, TokenRow, is_empty
+from flatout.data.conversation import Conversation, PlainText, Sample, is_empty
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
 from flatout.data.loss_mask.mask import Masker, complement
 from flatout.data.templates.template import ChatTemplate, choose_template
-from flatout.data.tokenizer import adds_bos, control_pattern, control_tokens, end_of_text_id, load_tokenizer
+from flatout.data.tokenizer import control_pattern, control_tokens, load_tokenizer
 from flatout.errors import DataError
 from flatout.io.template_limits import bounded
 
@@ -65,7 +65,9 @@ class SampleTokenizer:
         self.tokenizer = load_tokenizer(options.tokenizer_name) if tokenizer is None else tokenizer
         self.encoder = Encoder(self.tokenizer)
         self._control = control_pattern(control_tokens(self.tokenizer))
-        self._bos = [int(self.tokenizer.bos_token_id)] if adds_bos(self.tokenizer) else []
+        bos = self.tokenizer.bos_token_id
+        # plain documents start with bos if the tokenizer itself starts every text with it
+        self._bos = [int(bos)] if bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos] else []
         self._num_ids = max(len(self.tokenizer), self.tokenizer.vocab_size)
         self._masker: Masker | None = None
 
@@ -73,15 +75,14 @@ class SampleTokenizer:
     def masker(self) -> Masker:
         """The masker of the template. Raises DataError if there is no template."""
         if self._masker is None:
-            options = self.options
-            with bounded(f"chat template {options.template_name!r}"):
-                name, source, args = options.template_name, options.template_source, dict(options.template_args)
+            options, name, source = self.options, self.options.template_name, self.options.template_source
+            with bounded(f"chat template {name!r}"):
                 if source is None:
-                    chosen = choose_template(self.tokenizer, None, options.tokenizer_name)
+                    template = choose_template(self.tokenizer, None, options.tokenizer_name)
                 else:
-                    chosen = ChatTemplate.checked(name, source, self.tokenizer, args)
+                    template = ChatTemplate.checked(name, source, self.tokenizer, dict(options.template_args))
                 self._masker = Masker(
-                    chosen, options.loss_type, self._control, mask_empty_reasoning=options.mask_empty_reasoning
+                    template, options.loss_type, self._control, mask_empty_reasoning=options.mask_empty_reasoning
                 )
         return self._masker
 
@@ -89,24 +90,20 @@ class SampleTokenizer:
         """Return what a user should know about this template with this tokenizer, one sentence each."""
         if self.options.loss_type == "all":
             return []
-        end = self.masker.end_of_turn()
-        name = self.masker.template.name
+        end, name = self.masker.end_of_turn(), self.masker.template.name
         if not end:
             return [f"chat template {name!r} trains no end-of-turn token: the model will not learn when to stop"]
         num_tokens = len(self.encoder.encode(end, ()).token_ids)
-        if num_tokens > 1:
-            return [
-                f"the end of turn {end!r} of chat template {name!r} is {num_tokens} tokens of this tokenizer, not one"
-            ]
-        return []
+        if num_tokens <= 1:
+            return []
+        return [f"the end of turn {end!r} of chat template {name!r} is {num_tokens} tokens of this tokenizer, not one"]
 
     def __call__(self, sample: Sample) -> TokenizedSample:
         """Tokenize one sample; its first token never carries loss, since nothing predicts it. Raises DataError."""
         try:
             if isinstance(sample, Conversation):
-                masker = self.masker
-                with bounded(f"{sample.origin}: chat template {masker.template.name!r}"):
-                    masked = masker.mask(sample)
+                with bounded(f"{sample.origin}: chat template {self.masker.template.name!r}"):
+                    masked = self.masker.mask(sample)
                 text = self.encoder.encode(masked.text, masked.spans, masked.typed)
                 fitted = self._fit(text, len(masked.typed), masked.num_reasoning_dropped)
                 num_empty = sum(m.role == "assistant" and m.train is False and is_empty(m) for m in sample.messages)
@@ -115,7 +112,18 @@ class SampleTokenizer:
                 return self._plain(sample)
         except UnencodableError as error:
             raise DataError(f"{sample.origin}: {error}") from None
-        return self._fit(self._checked(sample))
+        ids, labels = sample.token_ids, sample.loss_mask
+        if len(ids) != len(labels):
+            raise DataError(
+                f"{sample.origin}: {len(ids)} token ids but {len(labels)} label flags; they must be as many"
+            )
+        bad = next((i for i, token in enumerate(ids) if not 0 <= token < self._num_ids), None)
+        if bad is not None:
+            raise DataError(
+                f"{sample.origin}: token id {ids[bad]} at position {bad} is outside 0..{self._num_ids - 1} "
+                f"of tokenizer {self.options.tokenizer_name!r}; another one made it"
+            )
+        return self._fit(TokenizedText(np.array(ids, np.int32), np.array(labels, np.bool_)))
 
     def _plain(self, sample: PlainText) -> TokenizedSample:
         if not sample.text.strip():
@@ -127,7 +135,11 @@ class SampleTokenizer:
         silent = [(0, before), *((before + start, before + end) for start, end in sample.silent)]
         spans = complement([] if self.options.loss_type == "all" else silent, len(text))
         body = self.encoder.encode(text, spans, typed)
-        eos = end_of_text_id(self.tokenizer, self.options.tokenizer_name)
+        if (eos := self.tokenizer.eos_token_id) is None:
+            raise DataError(
+                f"tokenizer {self.options.tokenizer_name!r} has no eos token, so a plain document cannot be ended; "
+                "set eos_token in it"
+            )
         # a text that already has its bos and eos does not get them again
         bos = [] if body.token_ids[:1].tolist() == self._bos else self._bos
         end = [] if keep and body.token_ids[-1:].tolist() == [eos] else [eos]
@@ -136,46 +148,30 @@ class SampleTokenizer:
         loss_mask = np.concatenate([np.zeros(len(bos), np.bool_), body.loss_mask, np.full(len(end), ends_with_loss)])
         return self._fit(TokenizedText(ids, loss_mask), len(typed), is_document=not (sample.prompt or sample.silent))
 
-    def _checked(self, sample: TokenRow) -> TokenizedText:
-        if len(sample.token_ids) != len(sample.loss_mask):
-            raise DataError(
-                f"{sample.origin}: {len(sample.token_ids)} token ids but {len(sample.loss_mask)} label flags; "
-                "they must be as many"
-            )
-        bad = next((i for i, token in enumerate(sample.token_ids) if not 0 <= token < self._num_ids), None)
-        if bad is not None:
-            raise DataError(
-                f"{sample.origin}: token id {sample.token_ids[bad]} at position {bad} is outside "
-                f"0..{self._num_ids - 1} of tokenizer {self.options.tokenizer_name!r}; another one made it"
-            )
-        return TokenizedText(np.array(sample.token_ids, np.int32), np.array(sample.loss_mask, np.bool_))
-
     def _fit(
         self, text: TokenizedText, num_typed: int = 0, num_dropped: int = 0, *, is_document: bool = False
     ) -> TokenizedSample:
+        """Apply the length policy."""
         length, limit, policy = len(text.token_ids), self.options.max_tokens, self.options.too_long
         if policy == "auto":
             policy = "split" if is_document else "truncate"
         num_labels = int(text.loss_mask[1:].sum())
-        dropped = 0
-        pieces: tuple[TokenizedText, ...] = ()
         fate: Fate = "kept"
+        windows: list[TokenizedText] = []
         if not num_labels:
             fate = "no_labels"
-        elif limit is None or length <= limit:
-            pieces = (_window(text, 0, length),)
-        elif policy in ("error", "drop"):
+        elif limit is not None and length > limit and policy in ("error", "drop"):
             fate = "too_long"
         else:
-            ends = [limit] if policy == "truncate" else range(limit, length + limit, limit)
-            windows = [_window(text, end - limit, end) for end in ends]
-            pieces = tuple(window for window in windows if window.loss_mask.any())
-            dropped = len(windows) - len(pieces)
-            fate = "lost_labels" if not pieces else "truncated" if policy == "truncate" else "split"
-        return TokenizedSample(pieces, fate, length, num_labels, num_typed, num_dropped, dropped)
-
-
-def _window(text: TokenizedText, start: int, end: int) -> TokenizedText:
-    loss_mask: NDArray[np.bool_] = text.loss_mask[start:end].copy()
-    loss_mask[:1] = False
-    return TokenizedText(text.token_ids[start:end], loss_mask)
+            window = length if limit is None else limit
+            for start in range(0, length if policy == "split" else 1, window):
+                loss_mask: NDArray[np.bool_] = text.loss_mask[start : start + window].copy()
+                loss_mask[:1] = False  # nothing predicts it
+                windows.append(TokenizedText(text.token_ids[start : start + window], loss_mask))
+            if length > window:
+                fate = "truncated" if policy == "truncate" else "split"
+        pieces = tuple(window for window in windows if window.loss_mask.any())
+        if windows and not pieces:
+            fate = "lost_labels"
+        num_lost = len(windows) - len(pieces)
+        return TokenizedSample(pieces, fate, length, num_labels, num_typed, num_dropped, num_lost)

@@ -1,4 +1,4 @@
-"""Loads a tokenizer, and checks that it fits the data and the model."""
+"""Loads a tokenizer, and says which tokens control a conversation."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
 
     Raises DataError if it cannot be loaded or has no fast form (only fast tokenizers have offsets, which masks need).
     """
+
     try:
         source, pinned = hub_source(name, revision)
         with hub_errors(name):
@@ -62,32 +63,3 @@ def control_pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern that matches any control token, longest first; None if there are none."""
     pattern = "|".join(re.escape(text) for text in sorted(tokens, key=len, reverse=True))
     return re.compile(pattern) if pattern else None
-
-
-def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer itself starts every text with bos (plain documents then start with it too)."""
-    if tokenizer.bos_token_id is None:
-        return False
-    ids = tokenizer("a")["input_ids"]
-    return bool(ids) and ids[0] == tokenizer.bos_token_id
-
-
-def check_vocabulary(store_max_id: int, num_embeddings: int) -> None:
-    """Check that every token id of the data has an embedding row; a model may have more rows than the tokenizer.
-
-    Raises DataError that names the ids out of range.
-    """
-    if store_max_id >= num_embeddings:
-        raise DataError(
-            f"the data has token ids {num_embeddings}..{store_max_id}, but the model has {num_embeddings} "
-            f"embedding rows (0..{num_embeddings - 1}); build with this model's own tokenizer, or resize the model"
-        )
-
-
-def end_of_text_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
-    """Return the id of the eos token, which ends plain documents. Raises DataError if the tokenizer has none."""
-    if tokenizer.eos_token_id is None:
-        raise DataError(
-            f"tokenizer {name!r} has no eos token, so a plain document cannot be ended; set eos_token in it"
-        )
-    return int(tokenizer.eos_token_id)

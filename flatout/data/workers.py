@@ -10,8 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
 
@@ -19,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.data.conversation import Conversation, PlainText
+from flatout.data.encode import TokenizedText
 from flatout.data.rows.formats.parser import RowParser
 from flatout.data.rows.read import RawRow
-from flatout.data.tokenize import LOSING, SampleTokenizer, TokenizedSample, TokenizeOptions
+from flatout.data.tokenize import LOSING, SampleTokenizer, TokenizeOptions
 from flatout.errors import DataError, ResourceError
 from flatout.io.template_limits import TemplateLimitError
 
@@ -40,22 +40,23 @@ class Chunk:
     copies: NDArray[np.int32]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TokenizedChunk:
-    """The pieces of a chunk, flat. `num_tokens[i]` is the length of row i before the length policy (0 for a bad row).
+    """The pieces of a chunk, flat. `piece_row[p]` is the row (in the chunk) of piece p.
 
-    `piece_row[p]` is the row (in the chunk) of piece p; `fates[i]` what happened to row i; `problems` its bad rows.
+    `num_tokens[i]` is the length of row i before the length policy (0 for a bad row), `fates[i]` what happened to it;
+    `typed_rows` hold control tokens as text, and `problems` are the errors of bad rows.
     """
 
     token_ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     lengths: NDArray[np.int64]
     piece_row: NDArray[np.int64]
-    num_tokens: NDArray[np.int64]
+    num_tokens: list[int]
     fates: list[str]
-    counts: Counter[str] = field(default_factory=Counter)
-    typed_rows: list[int] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    typed_rows: list[int]
+    problems: list[str]
+    counts: Counter[str]
 
 
 def usable_procs(wanted: int | None) -> int:
@@ -72,70 +73,67 @@ def tokenize_chunks(
     With `num_procs` None, as many as are useful. Raises DataError for problems of the whole set (no template),
     ResourceError with the range of rows if a process died.
     """
-    stream = iter(chunks)
-    head = list(islice(stream, 1 if num_procs else _SERIAL_CHUNKS))
-    wanted = usable_procs(num_procs)
-    following = next(stream, None)
-    if wanted == 1 or following is None:
-        rest = [] if following is None else [following]
-        for chunk in chain(head, rest, stream):
+    stream, most_serial, wanted = iter(chunks), 1 if num_procs else _SERIAL_CHUNKS, usable_procs(num_procs)
+    head = list(islice(stream, most_serial + 1))
+    if wanted > 1 and len(head) > most_serial:
+        yield from _in_processes(chain(head, stream), tokenizer.options, wanted)
+    else:
+        for chunk in chain(head, stream):
             yield chunk, tokenize_chunk(chunk, tokenizer)
-        return
-    yield from _in_processes(chain(head, [following], stream), tokenizer.options, wanted)
 
 
 def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
     """Parse and tokenize the rows of one chunk; bad rows become `problems`."""
-    results: list[TokenizedSample | None] = []
-    done = TokenizedChunk(*_flat([]), num_tokens=np.zeros(len(chunk.rows), np.int64), fates=[])
+    num_tokens, fates = [0] * len(chunk.rows), ["bad"] * len(chunk.rows)
+    typed_rows, problems, counts = list[int](), list[str](), Counter[str]()
+    pieces, piece_row = list[TokenizedText](), list[int]()
     for index, raw in enumerate(chunk.rows):
         try:
             sample = chunk.parser.parse(raw)
         except DataError as error:
-            done.problems.append(str(error))
-            results.append(None)
+            problems.append(str(error))
             continue
         if isinstance(sample, Conversation):
-            done.counts["conversations"] += 1
+            counts["conversations"] += 1
             _ = tokenizer.masker  # raises here if there is no template: an error of the whole set, not of this row
         try:
             result = tokenizer(sample)
         except TemplateLimitError:
             raise  # the next row would fail too, after as long
         except DataError as error:
-            done.problems.append(str(error))
-            results.append(None)
+            problems.append(str(error))
             continue
-        results.append(result)
-        done.num_tokens[index] = result.num_tokens
-        if result.fate in LOSING:
-            done.counts[f"{result.fate}_tokens"] += result.num_tokens - sum(len(p.token_ids) for p in result.pieces)
-            done.counts[f"{result.fate}_labels"] += result.num_labels - sum(
-                int(p.loss_mask.sum()) for p in result.pieces
-            )
-        done.counts["tokens"] += result.num_tokens
-        done.counts["label_tokens"] += result.num_labels
-        done.counts["typed_control_tokens"] += result.num_typed_control
-        done.counts["reasoning_dropped"] += result.num_reasoning_dropped
-        done.counts["empty_answers"] += result.num_empty_answers
-        done.counts["windows_without_labels"] += result.num_windows_dropped
+        num_tokens[index], fates[index] = result.num_tokens, result.fate
+        pieces += result.pieces
+        piece_row += [index] * len(result.pieces)
+        is_document = isinstance(sample, PlainText)
+        counts.update(
+            tokens=result.num_tokens,
+            label_tokens=result.num_labels,
+            typed_control_tokens=result.num_typed_control,
+            reasoning_dropped=result.num_reasoning_dropped,
+            empty_answers=result.num_empty_answers,
+            windows_without_labels=result.num_windows_dropped,
+            documents=int(is_document),
+        )
         if result.num_typed_control:
-            done.typed_rows.append(index)
-            done.counts["typed_documents"] += isinstance(sample, PlainText)
-        done.counts["documents"] += isinstance(sample, PlainText)
-    done.fates = ["bad" if result is None else result.fate for result in results]
-    done.token_ids, done.loss_mask, done.lengths, done.piece_row = _flat(results)
-    return done
-
-
-def _flat(
-    results: list[TokenizedSample | None],
-) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
-    pieces = [(index, piece) for index, result in enumerate(results) if result for piece in result.pieces]
-    ids = [piece.token_ids for _, piece in pieces] or [np.zeros(0, np.int32)]
-    loss_mask = [piece.loss_mask for _, piece in pieces] or [np.zeros(0, np.bool_)]
-    lengths = np.array([len(piece.token_ids) for _, piece in pieces], dtype=np.int64)
-    return np.concatenate(ids), np.concatenate(loss_mask), lengths, np.array([index for index, _ in pieces], np.int64)
+            typed_rows.append(index)
+            counts["typed_documents"] += is_document
+        if result.fate in LOSING:
+            counts[f"{result.fate}_tokens"] += result.num_tokens - sum(len(p.token_ids) for p in result.pieces)
+            kept_labels = sum(int(piece.loss_mask.sum()) for piece in result.pieces)
+            counts[f"{result.fate}_labels"] += result.num_labels - kept_labels
+    return TokenizedChunk(
+        np.concatenate([np.zeros(0, np.int32), *(piece.token_ids for piece in pieces)]),
+        np.concatenate([np.zeros(0, np.bool_), *(piece.loss_mask for piece in pieces)]),
+        np.array([len(piece.token_ids) for piece in pieces], np.int64),
+        np.array(piece_row, np.int64),
+        num_tokens,
+        fates,
+        typed_rows,
+        problems,
+        counts,
+    )
 
 
 def _end_with_parent() -> None:
@@ -168,8 +166,12 @@ def _in_processes(
     chunk: Chunk | None = None
     try:
         for chunk in chunks:
-            with _uninterrupted():
+            # Ctrl-C also reaches the processes that submit starts: they inherit the block, and the parent ends them
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
                 waiting.append((chunk, pool.submit(_work, chunk, options)))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             if len(waiting) >= num_procs * _CHUNKS_AHEAD:
                 yield waiting[0][0], waiting[0][1].result()
                 waiting.popleft()
@@ -185,13 +187,3 @@ def _in_processes(
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Block Ctrl-C, which the terminal also sends to processes started within; the parent handles it and ends them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

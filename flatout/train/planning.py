@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from flatout.config.schema import Config
 from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
-from flatout.data.tokenizer import check_vocabulary
-from flatout.errors import UsageError
+from flatout.errors import DataError, UsageError
 from flatout.optim.lr_schedule import check_warmup
 from flatout.parallel.rank import Rank
 from flatout.plan.cost import make_cost
@@ -67,7 +66,12 @@ def plan_run(
     )
     if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
         tracker.event("rows", {**lost, "of": store.meta.counts["rows"], "listed_in": str(store.folder / "report.json")})
-    check_vocabulary(store.meta.max_token_id, shape.vocab_size)
+    num_rows, max_id = shape.vocab_size, store.meta.max_token_id
+    if max_id >= num_rows:
+        raise DataError(
+            f"the data has token ids {num_rows}..{max_id}, but the model has {num_rows} embedding rows "
+            f"(0..{num_rows - 1}); build with this model's own tokenizer, or resize the model"
+        )
     if beyond := check_positions(shape, int(store.lengths.max()), origin=origin):
         tracker.event("positions", beyond)
     train_ids = eval_ids = None

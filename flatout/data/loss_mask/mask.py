@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flatout.data.conversation import Conversation, Message, Origin
-from flatout.data.loss_mask.marks import MarkError, marked_spans, with_visible_marks
-from flatout.data.loss_mask.parts import Part, PartFinder, PartSpans
-from flatout.data.loss_mask.turns import PROBES, Rendering, TurnFinder, UnprovenTurnError
+from flatout.data.loss_mask.parts import Part, PartFinder, PartSpans, marked_spans, with_visible_marks
+from flatout.data.loss_mask.turns import PROBES, Rendering, TurnFinder, UnprovenMaskError
 from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate, RawMessage
 from flatout.errors import DataError
 
@@ -71,37 +70,34 @@ class Masker:
         place of a turn cannot be proved.
         """
         messages, raw = conversation.messages, self.template.raw_messages(conversation)
-        rendering = Rendering(
-            self.template, raw, conversation.tools, self._render(conversation.origin, raw, conversation.tools)
-        )
+        text = self._render(conversation.origin, raw, conversation.tools)
+        rendering = Rendering(self.template, raw, conversation.tools, text)
         try:
             layout = self._parts.find(rendering)
             lost = self._parts.lost(rendering) if layout is None else layout.lost
             dropped = _check_lost(conversation, lost)
             spans = self._spans(rendering, layout, messages)
             if self._mask_empty_reasoning:
-                found = ((start, end, _EMPTY_REASONING.match(rendering.text, start, end)) for start, end in spans)
+                found = ((start, end, _EMPTY_REASONING.match(text, start, end)) for start, end in spans)
                 spans = tuple((empty.end() if empty else start, end) for start, end, empty in found)
             typed = self._typed(rendering, layout)
-        except (UnprovenTurnError, MarkError) as error:
+        except UnprovenMaskError as error:
             raise DataError(f"{conversation.origin}: chat template {self.template.name!r}: {error}") from error
         flat = [position for span in spans for position in span]
         if flat != sorted(flat):
             raise DataError(f"{conversation.origin}: the turns of the rendered text overlap; use another chat template")
-        return MaskedText(rendering.text, spans, typed, dropped)
+        return MaskedText(text, spans, typed, dropped)
 
     def _render(self, origin: Origin, raw: Sequence[RawMessage], tools: Sequence[Mapping[str, Any]]) -> str:
         try:
             return self.template.render(raw, tools)
         except RENDER_ERRORS as error:
-            turn = 0
-            while turn < len(raw) - 1:  # find the first turn at which it is refused for the same reason
+            for turn in range(len(raw)):  # find the first turn at which it is refused for the same reason
                 try:
                     self.template.render(raw[: turn + 1], tools)
                 except RENDER_ERRORS as shorter:
                     if str(shorter) == str(error):
                         break
-                turn += 1
             raise DataError(
                 f"{origin}: messages[{turn}] ({raw[turn]['role']}): chat template {self.template.name!r} "
                 f"refuses it: {error}; fix the row, or set data.template"
@@ -109,18 +105,18 @@ class Masker:
 
     def _spans(self, rendering: Rendering, layout: PartSpans | None, messages: Sequence[Message]) -> tuple[Span, ...]:
         """Return the ranges with loss. Turns are located only if generation marks do not already give the ranges."""
-        answers = [k for k, message in enumerate(messages) if message.role == "assistant"]
-        wanted = [k for k, m in enumerate(messages) if (m.role == "assistant" if m.train is None else m.train)]
         if self.loss_type == "all":
             silent = [k for k, message in enumerate(messages) if message.train is False]
             return complement(self._turn_spans(rendering, layout, silent), len(rendering.text))
+        answers = [k for k, message in enumerate(messages) if message.role == "assistant"]
+        wanted = [k for k, m in enumerate(messages) if (m.role == "assistant" if m.train is None else m.train)]
         if self._marked_source is None:
             return tuple(self._turn_spans(rendering, layout, wanted))
         marked = layout.marked if layout else marked_spans(self.template, self._marked_source, rendering)
         if wanted == answers:
             return marked
         if len(marked) != len(answers):
-            raise MarkError(
+            raise UnprovenMaskError(
                 f"{len(answers)} assistant turns but {len(marked)} marked ranges, so train: cannot be applied"
             )
         by_turn = dict(zip(answers, marked, strict=True))
@@ -152,7 +148,7 @@ class Masker:
         if layout is None:
             data = json.dumps([rendering.messages, rendering.tools], ensure_ascii=False)
             if found := self._control.search(data):
-                raise UnprovenTurnError(f"the data holds {found[0]!r} and it acts on the text around; remove it")
+                raise UnprovenMaskError(f"the data holds {found[0]!r} and it acts on the text around; remove it")
             return ()
         places = [(start, end) for _, start, end in layout.places]
         return tuple(found.span() for place in places for found in self._control.finditer(rendering.text, *place))

@@ -1,27 +1,34 @@
-"""Finds the parts of a row in its rendered text, and which of them the template left out.
+"""Finds the parts of a row in its rendered text, which of them the template left out, and its generation marks.
 
 A part is text from the data that a template has to show: a message's text, its reasoning, a call's name and arguments,
 a tool's name. The row is rendered again with each part between two private-use characters. If removing them gives the
 first rendering, every place is exact, and a part whose marks are missing was left out. Plain rows with the same roles
 and fields (a shape) share the text around their parts, so marks are rendered once per shape, not per row.
+
+A template's own `{% generation %}` marks are made visible in the same way, which gives the ranges with loss exactly.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any, Literal
 
-from flatout.data.loss_mask.marks import BEGIN, END, paired
-from flatout.data.loss_mask.turns import PROBES, Rendering
+from flatout.data.loss_mask.turns import PROBES, Rendering, UnprovenMaskError
 from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate, RawMessage
+from flatout.errors import DataError
 
 Span = tuple[int, int]
 Kind = Literal["text", "reasoning", "tool call", "tools", "other"]
+# private-use characters: for the two generation marks, which no row may hold, and around a part and its number
+BEGIN, END = "\U000f5a01", "\U000f5a02"
 _OPEN, _THEN, _CLOSE = "\U000f5a03", "\U000f5a04", "\U000f5a05"
+_TAG = re.compile(
+    r"(?P<indent>^[ \t]*)?\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}(?P<newline>\n?)", re.M
+)
 _SIGNS = re.compile(f"({_OPEN}\\d+{_THEN}|[{_CLOSE}{BEGIN}{END}])")
 _RESERVED = re.compile(f"[{BEGIN}-{_CLOSE}]")
 _INLINE_REASONING = re.compile(r"(\s*<think>)(.*?)(</think>)(.*)", re.DOTALL)
@@ -96,7 +103,7 @@ class PartFinder:
     def find(self, rendering: Rendering) -> PartSpans | None:
         """Return the layout of a row; None if the template processes the text of a part, so that marks change the rest.
 
-        Raises MarkError for nested generation marks.
+        Raises UnprovenMaskError for nested generation marks.
         """
         if not rendering.text.isascii() and _RESERVED.search(rendering.text):
             return None
@@ -118,8 +125,12 @@ class PartFinder:
                 continue  # the template needs this part
 
     def _by_shape(self, rendering: Rendering) -> PartSpans | None:
-        if rendering.tools or not all(_is_plain(message) for message in rendering.messages):
+        if rendering.tools:
             return None
+        for message in rendering.messages:  # plain: only non-empty texts, none of which contains another part
+            has_texts = message.keys() <= _PLAIN_KEYS and all(map(str.strip, message.values()))
+            if not has_texts or "</think>" in message["content"]:
+                return None
         key = tuple((str(message["role"]), _REASONING in message) for message in rendering.messages)
         if key not in self._shapes:
             if len(self._shapes) >= _MAX_SHAPES:
@@ -222,16 +233,53 @@ class _Marker:
         return f"{text[:start]}{_OPEN}{number}{_THEN}{inner}{_CLOSE}{text[start + len(inner) :]}"
 
 
-def _is_plain(message: RawMessage) -> bool:
-    """Return whether a message has only non-empty texts, none of which contains another part."""
-    return (
-        message.keys() <= _PLAIN_KEYS
-        and all(text.strip() for name, text in message.items() if name != "role")
-        and "</think>" not in message["content"]
-    )
-
-
 def _woven(literals: Sequence[str], texts: Sequence[str]) -> list[str]:
     woven = [""] * (2 * len(texts) + 1)
     woven[::2], woven[1::2] = literals, texts
     return woven
+
+
+def with_visible_marks(template: ChatTemplate) -> str | None:
+    """Return the template with each mark replaced by printing one character; None if no mark is ever reached.
+
+    White space around the tags follows the rules that transformers sets (trim_blocks, lstrip_blocks), so that the text
+    without the two characters is the plain rendering; marked_spans checks that for every row.
+    """
+
+    def print_mark(tag: re.Match[str]) -> str:
+        before = (tag["indent"] or "") if tag["left"] else ""
+        after = tag["newline"] if tag["right"] else ""
+        left, right = tag["left"].replace("+", ""), tag["right"].replace("+", "")
+        return f"{before}{{{{{left} '{END if tag['end'] else BEGIN}' {right}}}}}{after}"
+
+    source = _TAG.sub(print_mark, template.source)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        text = template.render(turns, source=source)
+    except RENDER_ERRORS as error:
+        raise DataError(f"chat template {template.name!r}: its generation marks cannot be read: {error}") from error
+    return source if BEGIN in text else None
+
+
+def marked_spans(template: ChatTemplate, marked_source: str, rendering: Rendering) -> tuple[tuple[int, int], ...]:
+    """Return the marked character ranges of a row. Raises UnprovenMaskError if marks are nested or change the text."""
+    if BEGIN in rendering.text or END in rendering.text:
+        raise UnprovenMaskError("the row holds the private-use characters U+F5A01 or U+F5A02; remove them")
+    marked = template.render(rendering.messages, rendering.tools, source=marked_source)
+    pieces = re.split(f"([{BEGIN}{END}])", marked)
+    if "".join(pieces[::2]) != rendering.text:
+        raise UnprovenMaskError("the text changes when its generation marks are made visible; remove the marks")
+    ends = accumulate(map(len, pieces[::2]))
+    return paired((end, mark == BEGIN) for end, mark in zip(ends, pieces[1::2], strict=False))
+
+
+def paired(marks: Iterable[tuple[int, bool]]) -> tuple[tuple[int, int], ...]:
+    """Return the ranges between marks (position, whether it begins a range). Raises UnprovenMaskError if nested."""
+    spans, begin = [], -1
+    for position, begins in marks:
+        if begins == (begin >= 0):
+            raise UnprovenMaskError("its generation marks are nested")
+        if not begins and begin < position:
+            spans.append((begin, position))
+        begin = position if begins else -1
+    return tuple(spans)

@@ -24,8 +24,8 @@ from flatout.errors import DataError
 PROBES = ("QxprobeoneZkj", "WyprobetwoVhg")
 
 
-class UnprovenTurnError(ValueError):
-    """The place of a turn in the rendered text could not be proved."""
+class UnprovenMaskError(ValueError):
+    """What carries loss in the rendered text could not be proved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +37,10 @@ class Rendering:
     tools: Sequence[Mapping[str, Any]]
     text: str
 
-    def prefix(self, num_messages: int, *, prompt: bool, last: RawMessage | None = None) -> str | None:
-        """Return the rendering of the first messages (`last` replaces the last one), or None if it is refused."""
-        if num_messages == 0:
-            return None
-        turns = list(self.messages[:num_messages])
-        if last is not None:
-            turns[-1] = last
-        return self._try(turns, prompt)
-
-    def replaced(self, turn: int, message: RawMessage) -> str | None:
-        """Return the full rendering with one message replaced; None if the template refuses it."""
-        return self._try([*self.messages[:turn], message, *self.messages[turn + 1 :]], False)
-
-    def _try(self, turns: Sequence[RawMessage], prompt: bool) -> str | None:
+    def attempt(self, messages: Sequence[RawMessage], *, prompt: bool = False) -> str | None:
+        """Render other messages with the same tools; return None if there are none or the template refuses them."""
         try:
-            return self.template.render(turns, self.tools, generation_prompt=prompt)
+            return self.template.render(messages, self.tools, generation_prompt=prompt) if messages else None
         except RENDER_ERRORS:
             return None
 
@@ -62,18 +50,40 @@ class TurnFinder:
 
     def __init__(self, template: ChatTemplate) -> None:
         """Probe the template. Raises DataError if asking for an answer changes the text before it."""
-        self._prompt = _generation_prompt(template)
-        self._openings = _openings(template, self._prompt)
-        self._departures = sorted({length for length, _ in self._openings}, reverse=True)
+        user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        plain, asked = template.render([user]), template.render([user], generation_prompt=True)
+        # Phi-3's template ends every text with eos unless it asks for an answer
+        stems = (plain, plain.removesuffix(template.tokenizer.eos_token or ""))
+        stem = next((stem for stem in stems if asked.startswith(stem)), None)
+        if stem is None:
+            raise DataError(
+                f"chat template {template.name!r}: asking for an answer changes the text before it, so masks cannot be "
+                "proved; use a template with {% generation %} marks, or one of flatout's (data.template)"
+            )
+        self._prompt = asked[len(stem) :]
+        # how assistant turns open: (length shared with the generation prompt, what is inserted after it)
+        openings: set[tuple[int, str]] = set()
+        rendering = Rendering(template, (), (), "")
+        for tail in ([], [user, answer]):
+            for fields in (("content",), ("reasoning_content", "thinking")):
+                turns = [answer | dict.fromkeys(fields, probe) for probe in PROBES]
+                split = _split(*(rendering.attempt([user, turn, *tail]) for turn in turns))
+                if split is not None and split[0].startswith(stem):
+                    opening = split[0][len(stem) :]
+                    shared = _shared_length(opening, self._prompt)
+                    if shared:
+                        openings.add((shared, opening[shared:]))
+        self._openings = sorted(openings, key=lambda item: item[0] + len(item[1]), reverse=True)
 
     def span(self, rendering: Rendering, turn: int) -> tuple[int, int]:
         """Return the half-open character range of one turn's text with its end-of-turn token, without its header.
 
         For an assistant turn the text is everything after the generation prompt, including reasoning and tool calls.
-        Raises UnprovenTurnError.
+        Raises UnprovenMaskError.
         """
         start = end = None
-        before = rendering.prefix(turn, prompt=True) if rendering.messages[turn]["role"] == "assistant" else None
+        is_answer = rendering.messages[turn]["role"] == "assistant"
+        before = rendering.attempt(rendering.messages[:turn], prompt=True) if is_answer else None
         if before is not None and rendering.text.startswith(before):
             start = len(before)
             end = self._end_by_prefix(rendering, turn, start)
@@ -83,15 +93,16 @@ class TurnFinder:
         # two rewrites are allowed: thinking written inside the content, and tool results written as JSON text
         holds = content in text or "</think>" in content or rendering.messages[turn]["role"] == "tool"
         if start > end or not holds:
-            raise UnprovenTurnError(f"messages[{turn}]: the range found for the turn does not hold its text")
+            raise UnprovenMaskError(f"messages[{turn}]: the range found for the turn does not hold its text")
         return start, end
 
     def _end_by_prefix(self, rendering: Rendering, turn: int, start: int) -> int | None:
-        until = rendering.prefix(turn + 1, prompt=True)
-        if until is not None and until.endswith(self._prompt):
-            until = until[: len(until) - len(self._prompt)]
+        turns = rendering.messages[: turn + 1]
+        until = rendering.attempt(turns, prompt=True)
+        if until is not None:
+            until = until.removesuffix(self._prompt)
         if until is None or not rendering.text.startswith(until):
-            until = rendering.prefix(turn + 1, prompt=False)
+            until = rendering.attempt(turns)
         if until is None or not rendering.text.startswith(until) or len(until) < start:
             return None
         end = max(start, len(until.rstrip()))
@@ -113,7 +124,7 @@ class TurnFinder:
             begin = start if start is not None else self._start_by_variation(rendering, turn, before)
             if begin is not None:
                 return begin, len(rendering.text) - len(after) + len(rest.rstrip())
-        raise UnprovenTurnError(
+        raise UnprovenMaskError(
             f"messages[{turn}] ({message['role']}): it rewrites the text around this turn, so the turn's place cannot "
             "be proved; use a template with {% generation %} marks, or one of flatout's (data.template)"
         )
@@ -122,45 +133,41 @@ class TurnFinder:
         if rendering.messages[turn]["role"] != "assistant":
             return len(before) if rendering.text.startswith(before) else None
         for length, inserted in self._openings:
-            if not before.endswith(self._prompt[:length] + inserted):
-                continue
             base = len(before) - len(inserted) - length
-            if not rendering.text.startswith(before[:base]):
-                continue
-            shared = _shared_length(rendering.text[base : base + len(self._prompt)], self._prompt)
-            for departure in self._departures:
-                if departure <= shared:
-                    return base + departure
+            if before.endswith(self._prompt[:length] + inserted) and rendering.text.startswith(before[:base]):
+                shared = _shared_length(rendering.text[base : base + len(self._prompt)], self._prompt)
+                departures = [departure for departure, _ in self._openings if departure <= shared]
+                if departures:
+                    return base + max(departures)
         return None
 
     def _surroundings(self, rendering: Rendering, turn: int, candidate: RawMessage) -> tuple[str, str, str] | None:
         """Return what is before and after a turn's text for any such text, and the turn's part of what is after."""
+        past, later = list(rendering.messages[:turn]), rendering.messages[turn + 1 :]
         first, second = ({**candidate, "content": probe} for probe in PROBES)
-        one, two = rendering.replaced(turn, first), rendering.replaced(turn, second)
-        if one is None or two is None:
-            return None
-        if (split := _split(one, two)) is None:
+        split = _split(rendering.attempt([*past, first, *later]), rendering.attempt([*past, second, *later]))
+        if split is None:
             return None
         before, after = split
         for prompt in (True, False):
-            short = rendering.prefix(turn + 1, prompt=prompt, last=first)
+            short = rendering.attempt([*past, first], prompt=prompt)
             if short is None or short.count(PROBES[0]) != 1:
                 continue
-            rest = short[short.index(PROBES[0]) + len(PROBES[0]) :]
-            if prompt and rest.endswith(self._prompt):
-                rest = rest[: len(rest) - len(self._prompt)]
+            rest = short.partition(PROBES[0])[2]
+            if prompt:
+                rest = rest.removesuffix(self._prompt)
             if after.startswith(rest):
                 return before, after, rest
         return None
 
 
-def _split(one: str, two: str) -> tuple[str, str] | None:
+def _split(one: str | None, two: str | None) -> tuple[str, str] | None:
     """Return what two renderings with different probes share before and after them; None if they differ elsewhere."""
+    if one is None or two is None:
+        return None
     before = one[: _shared_length(one, two)]
     after = one[len(one) - _shared_length(one[::-1], two[::-1]) :]
-    if one == before + PROBES[0] + after and two == before + PROBES[1] + after:
-        return before, after
-    return None
+    return (before, after) if (one, two) == (before + PROBES[0] + after, before + PROBES[1] + after) else None
 
 
 def _shared_length(one: str, two: str) -> int:
@@ -173,44 +180,3 @@ def _shared_length(one: str, two: str) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _generation_prompt(template: ChatTemplate) -> str:
-    question: list[RawMessage] = [{"role": "user", "content": "a"}]
-    plain, asked = template.render(question), template.render(question, generation_prompt=True)
-    eos = template.tokenizer.eos_token or ""
-    # Phi-3's template ends every text with eos unless it asks for an answer
-    for stem in (plain, plain.removesuffix(eos)):
-        if asked.startswith(stem):
-            return asked[len(stem) :]
-    raise DataError(
-        f"chat template {template.name!r}: asking for an answer changes the text before it, so masks cannot be proved; "
-        "use a template with {% generation %} marks, or one of flatout's (data.template)"
-    )
-
-
-def _openings(template: ChatTemplate, prompt: str) -> list[tuple[int, str]]:
-    """Return how assistant turns open: (length shared with the generation prompt, what is inserted after it)."""
-    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    asked = template.render([user], generation_prompt=True)
-    base = len(asked) - len(prompt)
-    found: set[tuple[int, str]] = set()
-    for tail in ([], [user, answer]):
-        for field in ("content", "reasoning_content"):
-            texts = []
-            for probe in PROBES:
-                turn = {**answer, field: probe}
-                if field == "reasoning_content":
-                    turn["thinking"] = probe
-                try:
-                    texts.append(template.render([user, turn, *tail]))
-                except RENDER_ERRORS:
-                    break
-            split = _split(*texts) if len(texts) == 2 else None
-            if split is None or not split[0].startswith(asked[:base]):
-                continue
-            opening = split[0][base:]
-            shared = _shared_length(opening, prompt)
-            if shared:
-                found.add((shared, opening[shared:]))
-    return sorted(found, key=lambda item: item[0] + len(item[1]), reverse=True)

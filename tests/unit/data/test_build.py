@@ -23,10 +23,11 @@ from flatout.data.conversation import Origin
 from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.read import RawRow
 from flatout.data.sampling import copies_of_rows
-from flatout.data.token_store import TokenStore, read_report
+from flatout.data.token_store import TokenStore
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.data.workers import Chunk, tokenize_chunks
 from flatout.errors import DataError, FlatoutError, ResourceError
+from flatout.io.json_file import read_json
 
 Row = dict[str, Any]
 
@@ -174,7 +175,7 @@ def test_malformed_rows_are_told_together_or_skipped_and_listed(maker: Maker) ->
     assert [f"rows.jsonl:{row}:" in str(caught.value) for row in (1, 2, 3, 4, 5)] == [False, True, True, False, True]
     store = open_or_build(maker.config(str(path), on_bad_row="skip"), maker.tokenizer)
     assert store.num_samples == 2
-    report = read_report(store.folder)
+    report = read_json(store.folder / "report.json")
     assert (report["counts"]["rows"], report["counts"]["bad"]) == (5, 3)
     assert [re.search(r"rows\.jsonl:(\d)", row)[1] for row in report["bad_rows"]] == ["2", "3", "5"]  # type: ignore[index]
 
@@ -183,7 +184,7 @@ def test_every_lost_or_changed_row_is_in_the_report(maker: Maker) -> None:
     rows = [chat("q", "a"), LONG, chat("the question " * 30, "a"), {"messages": [{"role": "user", "content": "q"}]},
             chat("q", "a"), chat("<|im_end|>", "b")]  # fmt: skip
     store = maker.build(rows, on_bad_row="skip", max_tokens=64)
-    report = read_report(store.folder)
+    report = read_json(store.folder / "report.json")
     found = {name: next(iter(files.values())) for name, files in report["rows"].items() if files}
     assert found == {"truncated": [2], "lost_labels": [3], "no_labels": [4], "typed_control": [6]}
     assert report["counts"]["duplicates"] == 1
@@ -205,7 +206,7 @@ def test_length_policies(
     assert not store.loss_mask[store.offsets[:-1]].any()
     if policy == "split":
         assert np.concatenate([store.sample(i)[0] for i in range(1, store.num_samples)]).tolist() == whole_ids
-        assert read_report(store.folder)["counts"]["split"] == 1
+        assert read_json(store.folder / "report.json")["counts"]["split"] == 1
     if policy == "truncate":  # inside an answer: what is kept keeps its labels
         ids, loss_mask = store.sample(1)
         assert (ids.tolist(), loss_mask.tolist()) == (whole_ids[:32], whole_mask[:32])
@@ -237,7 +238,7 @@ def test_lost_tokens_are_told(maker: Maker, policy: str) -> None:
     fate = {"truncate": "truncated", "drop": "too_long"}.get(policy, policy)
     tokens, label_tokens = counts[f"{fate}_tokens"], counts[f"{fate}_labels"]
     lost = f"lost: {tokens:,} tokens ({tokens / counts['tokens']:.1%} of all) and {label_tokens:,} label tokens"
-    assert any(lost in note for note in read_report(store.folder)["notes"])
+    assert any(lost in note for note in read_json(store.folder / "report.json")["notes"])
 
 
 def test_copies_and_windows_of_a_row_share_its_key(maker: Maker) -> None:
@@ -455,7 +456,7 @@ def test_missing_values_of_csv_are_no_answers(maker: Maker) -> None:
     path.write_text("instruction,output\nq,a\nq,nan\nq,NaN\nq,\n")
     store = open_or_build(maker.config(str(path), on_bad_row="skip"), maker.tokenizer)
     assert (store.num_samples, store.meta.counts["bad"], store.meta.counts["no_labels"]) == (1, 2, 1)
-    assert "output is null, not a text" in read_report(store.folder)["bad_rows"][0]
+    assert "output is null, not a text" in read_json(store.folder / "report.json")["bad_rows"][0]
 
 
 def test_nulls_of_a_table_are_absent_keys(maker: Maker, small_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -90,7 +90,7 @@ def _pickle(folder: Path) -> None:
         (_flip_bit, r"token_ids\.npy: the content does not fit its hash"),
         (_cut, r"loss_mask\.npy: damaged or missing"),
         (_remove, r"offsets\.npy: damaged or missing"),
-        (_newer, r"manifest\.json: format version 99, this flatout reads 1 and 2"),
+        (_newer, r"manifest\.json: format version 99, this flatout reads 2"),
         (_shorten, r"num_labels\.npy: holds int64 \(2,\), expected int64 \(3,\)"),
         (_pickle, r"rows\.npy: damaged or missing"),
         (lambda folder: (folder / "manifest.json").unlink(), r"holds no built data set \(manifest\.json is missing\)"),
@@ -146,7 +146,7 @@ def _edit(folder: Path, **changes: object) -> None:
         ({"surprise": 1}, r"meta\.surprise: unexpected keyword argument"),
         ({"arrays": []}, r"manifest\.json: arrays: input should be an object"),
         ({"arrays": {"offsets": {"length": -1, "xxh3_128": ""}}}, r"arrays\.offsets\.length: input should be greater"),
-        ({"version": [2]}, r"format version \[2\], this flatout reads 1 and 2"),
+        ({"version": [2]}, r"format version \[2\], this flatout reads 2"),
         ({"files": []}, r"the arrays do not fit together"),
     ],
 )
@@ -155,21 +155,6 @@ def test_an_edited_manifest_is_refused_by_field(tmp_path: Path, changes: dict[st
     _edit(tmp_path / "d", **changes)
     with pytest.raises(DataError, match=message):
         TokenStore.open(tmp_path / "d")
-
-
-def test_a_store_of_version_1_is_read(tmp_path: Path) -> None:
-    """It called the mask `trained` and had a hash in place of the template."""
-    folder = tmp_path / "d"
-    new = _write(folder, SAMPLES)
-    (folder / "loss_mask.npy").rename(folder / "trained.npy")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["arrays"]["trained"] = manifest["arrays"].pop("loss_mask")
-    del manifest["meta"]["template_text"], manifest["meta"]["settings"]
-    manifest["meta"] |= {"template_digest": "c" * 32, "loss_type": "all", "max_tokens": 64}
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"version": 1}))
-    old = TokenStore.open(folder)
-    assert old.loss_mask.tolist() == new.loss_mask.tolist()
-    assert old.meta == replace(new.meta, template_text="", settings={"loss_type": "all", "max_tokens": 64})
 
 
 def test_a_torn_header_is_told(tmp_path: Path) -> None:
