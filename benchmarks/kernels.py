@@ -100,9 +100,13 @@ def head_case(shape: str, num_rows: int) -> Case:
 def attention_case(shape: str, num_steps: int) -> Case:
     """Packed causal attention over one step's documents, by each package that is there; the gradient is the query's."""
     from flatout.kernels.attention.cudnn import cudnn_problem, make_cudnn_attention
-    from flatout.kernels.attention.flash import flash_problem, make_flash_attention
+    from flatout.kernels.attention.flash import (
+        flash_problem,
+        make_flash_attention,
+        make_varlen_attention,
+        varlen_problem,
+    )
     from flatout.kernels.attention.reference import sdpa_attention
-    from flatout.kernels.attention.varlen import make_varlen_attention, varlen_problem
 
     sizes = SHAPES[shape]
     heads, kv_heads, head_dim = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"]

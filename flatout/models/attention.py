@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from flatout.errors import UsageError, first_line
 from flatout.kernels.attention.cudnn import cudnn_problem, make_cudnn_attention, prepare_cudnn_attention
-from flatout.kernels.attention.flash import FlashName, flash_disagreement, flash_problem, make_flash_attention
+from flatout.kernels.attention.flash import (
+    flash_disagreement,
+    flash_problem,
+    make_flash_attention,
+    make_varlen_attention,
+    varlen_problem,
+)
 from flatout.kernels.attention.reference import plain_attention, sdpa_attention
-from flatout.kernels.attention.varlen import make_varlen_attention, varlen_problem
 from flatout.models.arch_quirks import ArchQuirks
 from flatout.models.blocks import layer_configs
 
 # from the fastest to the reference
 Implementation = Literal["fa4", "fa3", "cudnn", "varlen", "sdpa", "plain"]
-PackageName = FlashName | Literal["cudnn"]
 # these read the documents' boundaries on the device, so they work inside compiled layers
 KERNELS: tuple[Implementation, ...] = ("fa4", "fa3", "cudnn", "varlen")
+# these may be missing, and are proved before they are used
+_PACKAGES: tuple[Implementation, ...] = ("fa4", "fa3", "cudnn")
 # FA3 and FA4 take 60 to 110 us more host time per call, which smaller models cannot hide
 MIN_FLASH_HIDDEN_SIZE = 2048
 
@@ -89,7 +95,7 @@ def _problem(
         return f"the {name} kernel has no attention dropout"
     if getattr(layers[0], "v_head_dim", None) is not None:
         return f"the {name} kernel needs keys and values of one size"
-    if not _is_package(name):
+    if name not in _PACKAGES:
         return None
     sizes = ("num_attention_heads", "num_key_value_heads", "head_dim")
     proofs = {tuple(getattr(layer, size, None) for size in sizes): layer for layer in layers}
@@ -98,15 +104,11 @@ def _problem(
     return problem or next(filter(None, disproofs), None)
 
 
-def _is_package(name: Implementation) -> TypeGuard[PackageName]:
-    return name in ("fa4", "fa3", "cudnn")
-
-
-def _make_package(name: PackageName) -> Callable[..., Tensor]:
+def _make_package(name: Implementation) -> Callable[..., Tensor]:
     return make_cudnn_attention() if name == "cudnn" else make_flash_attention(name)
 
 
-def _disproof(name: PackageName, config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+def _disproof(name: Implementation, config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
     """Compare a package's attention with torch's kernel; return why it is rejected, or None."""
     num_heads, size = getattr(config, "num_attention_heads", None), _head_dim(config)
     if num_heads is None or size is None:
@@ -134,7 +136,7 @@ def register(implementation: Implementation = "varlen") -> None:
         "sdpa": _entry("sdpa", sdpa_attention, "dropout"),
         "plain": _entry("plain", plain_attention, "softcap", "sinks", "dropout"),
     }
-    if _is_package(implementation):
+    if implementation in _PACKAGES:
         forms[implementation] = _entry(implementation, _make_package(implementation))
     for name, form in forms.items():
         AttentionInterface.register(registered_name(name), form)

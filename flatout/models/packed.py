@@ -81,10 +81,7 @@ class PackedBatch:
         return replace(self, **moved)  # type: ignore[arg-type]  # every entry is a tensor field of this class
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
-        """Record with the allocator that `stream` uses these tensors, which another stream allocated.
-
-        After they are freed, the allocator reuses their memory only once the work queued on `stream` is done.
-        """
+        """Keep the allocator from reusing these tensors' memory, once freed, before the work queued on `stream`."""
         for tensor in self._tensors().values():
             tensor.record_stream(stream)
 

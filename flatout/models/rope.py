@@ -34,34 +34,31 @@ class DocumentRope(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Rotated:
         """Rotate: `x` gives dtype and device; `position_ids` (..., T) restart at 0 in each document."""
+
+        def rotate(position_ids: Tensor) -> Rotated:
+            rotated: Rotated = self.rotary(x, position_ids, *([] if layer_type is None else [layer_type]))
+            return rotated
+
         kind, limit = self.limits.get(layer_type, ("default", 0))
         if kind == "default":
-            return self._rotate(x, position_ids, layer_type)
-        self._forget(x, position_ids, layer_type)
-        short = self._rotate(x, position_ids.clamp(max=limit - 1), layer_type)
+            return rotate(position_ids)
+        if kind == "dynamic":
+            # a short input resets the longest length that it keeps
+            rotate(position_ids[..., :1])
+        short = rotate(position_ids.clamp(max=limit - 1))
         # for text, several axes of positions are identical
         positions = position_ids.reshape(-1, *position_ids.shape[-2:])[0]
         if kind == "longrope":
             # if no document exceeds the limit, these equal the short frequencies
-            long = self._rotate(x, position_ids, layer_type)
             is_long = (_document_lengths(positions) > limit)[..., None]
-            return _map(lambda one, other: torch.where(is_long, one, other), long, short)
+            return _map(lambda one, other: torch.where(is_long, one, other), rotate(position_ids), short)
         starts = positions[0].eq(0).nonzero().flatten().tolist()
         for start, end in zip(starts, [*starts[1:], positions.shape[-1]], strict=True):
             if end - start > limit:
-                self._forget(x, position_ids, layer_type)
-                alone = self._rotate(x, position_ids[..., start:end], layer_type)
+                rotate(position_ids[..., :1])
+                alone = rotate(position_ids[..., start:end])
                 _map(lambda whole, part, start=start, end=end: whole[..., start:end, :].copy_(part), short, alone)
         return short
-
-    def _rotate(self, x: Tensor, position_ids: Tensor, layer_type: str | None) -> Rotated:
-        rotated: Rotated = self.rotary(x, position_ids, *([] if layer_type is None else [layer_type]))
-        return rotated
-
-    def _forget(self, x: Tensor, position_ids: Tensor, layer_type: str | None) -> None:
-        """Reset the longest length that a dynamic embedding keeps, by a short input."""
-        if self.limits[layer_type][0] == "dynamic":
-            self._rotate(x, position_ids[..., :1], layer_type)
 
 
 def scale_by_document(model: PreTrainedModel) -> str | None:

@@ -22,10 +22,9 @@ from flatout.models.compile.recompute import apply_recompute, compiling_with
 from flatout.models.head import PackedLoss, prepare_head
 from flatout.models.load.model import LoadedModel, load_model, weight_dtype_of
 from flatout.models.load.sharded import DeferredWeights
-from flatout.models.lora.adapter import load_adapter
+from flatout.models.lora.adapter import adapter_config, load_adapter
 from flatout.models.lora.fused import FusedLayers, fuse_layers
 from flatout.models.lora.layer import add_lora, freeze, freeze_unreached, trainable_parameters
-from flatout.models.lora.peft_export import adapter_config
 from flatout.models.selftest import check_packing
 from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch

@@ -20,8 +20,7 @@ from flatout.io.file_lock import RunLock
 from flatout.io.redact import redacted
 from flatout.models.export import save_model
 from flatout.models.load.source import fingerprint_model
-from flatout.models.lora.adapter import adapter_parameters
-from flatout.models.lora.peft_export import read_back, save_adapter
+from flatout.models.lora.adapter import adapter_parameters, read_back, save_adapter
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
 from flatout.parallel.process_group import choose_device, leave_group

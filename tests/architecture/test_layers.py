@@ -154,7 +154,7 @@ def test_the_environment_is_read_in_one_file() -> None:
 WRITERS = {
     "bench/inputs.py": "a temporary folder",
     "demo/write.py": "the folder is synced when it is whole",
-    "models/lora/peft_export.py": "the folder is synced when it is whole",
+    "models/lora/adapter.py": "the folder is synced when it is whole",
     "models/export.py": "the folder is synced when it is whole",
     "train/run.py": "the folder is synced when it is whole",
     "verify/compare.py": "a temporary folder",

@@ -14,9 +14,8 @@ from transformers import CONFIG_MAPPING
 from flatout.config.schema import BaseConfig, LoraConfig, ModelConfig
 from flatout.errors import CheckpointError, UsageError
 from flatout.models.load.model import load_model
-from flatout.models.lora.adapter import adapter_state, apply_adapter, load_adapter
+from flatout.models.lora.adapter import adapter_state, apply_adapter, load_adapter, read_back, save_adapter
 from flatout.models.lora.layer import add_lora, lora_layers
-from flatout.models.lora.peft_export import read_back, save_adapter
 from flatout.train.run import train
 
 IDS = torch.arange(3, 20)[None]

@@ -16,9 +16,13 @@ from tiny_models import tiny_config
 
 from flatout.errors import UsageError
 from flatout.kernels.attention import cudnn
-from flatout.kernels.attention.flash import flash_disagreement, flash_problem, make_flash_attention
+from flatout.kernels.attention.flash import (
+    flash_disagreement,
+    flash_problem,
+    make_flash_attention,
+    make_varlen_attention,
+)
 from flatout.kernels.attention.reference import document_mask, packed_attention, plain_attention
-from flatout.kernels.attention.varlen import make_varlen_attention
 from flatout.models import attention as models_attention
 from flatout.models.arch_quirks import ArchQuirks
 from flatout.models.attention import choose_attention, registered_name

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from flatout.kernels.attention.flash import make_varlen_attention
 from flatout.kernels.attention.reference import packed_attention, plain_attention, sdpa_attention
-from flatout.kernels.attention.varlen import make_varlen_attention
 
 LENGTHS = [1, 13, 2, 7, 1]
 

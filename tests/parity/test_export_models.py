@@ -23,9 +23,8 @@ from flatout.models import export
 from flatout.models.export import merge, save_model
 from flatout.models.generate import Sampling, answer, stop_token_ids
 from flatout.models.load.model_paths import load_trained, resolve_model_paths
-from flatout.models.lora.adapter import adapter_state
+from flatout.models.lora.adapter import adapter_state, save_adapter
 from flatout.models.lora.layer import add_lora, lora_layers
-from flatout.models.lora.peft_export import save_adapter
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 20)[None]

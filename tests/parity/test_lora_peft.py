@@ -11,9 +11,8 @@ from tiny_models import tiny_model
 
 from flatout.config.schema import LoraConfig
 from flatout.models.export import merge
-from flatout.models.lora.adapter import adapter_state, load_adapter
+from flatout.models.lora.adapter import adapter_state, load_adapter, save_adapter
 from flatout.models.lora.layer import add_lora, lora_layers
-from flatout.models.lora.peft_export import save_adapter
 
 IDS = torch.arange(3, 20)[None]
 VARIANTS = {

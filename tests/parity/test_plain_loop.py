@@ -53,7 +53,7 @@ def plain_losses(
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_200_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any, method: str) -> None:
     from flatout.checkpoint.write import Checkpoints
-    from flatout.models.lora.peft_export import save_adapter
+    from flatout.models.lora.adapter import save_adapter
     from flatout.parallel.rank import Rank
     from flatout.track.tracker import TrackerGroup
     from flatout.train.build import build_run

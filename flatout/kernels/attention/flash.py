@@ -1,24 +1,26 @@
-"""Packed causal attention by FlashAttention-3 (arXiv:2407.08608) and -4 (its CuTe DSL package), where installed.
+"""Packed causal attention by FlashAttention: -2 in torch, -3 and -4 by their packages where installed.
 
-Each is one custom operator with a backward, so that compiled layers can contain it.
+FlashAttention-2 (arXiv:2307.08691) is torch's varlen kernel, -3 (arXiv:2407.08608) and -4 (its CuTe DSL package) are
+each one custom operator with a backward, so that compiled layers can contain them.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flatout.kernels.attention.reference import packed_attention
 
-FlashName = Literal["fa4", "fa3"]
 Attention = Callable[..., Tensor]
 
+MAX_HEAD_DIM = 256
 _MODULES = {"fa4": "flash_attn.cute.interface", "fa3": "flash_attn_interface"}
 # FA3 supports only Hopper, FA4 Hopper and newer
 _MAJORS = {"fa4": (9, 10, 11, 12), "fa3": (9,)}
@@ -29,7 +31,46 @@ _PROOF_LENGTHS = (1, 130, 2, 67, 300, 1, 11, 0, 0)
 _COMPARED = ("values", "query gradients", "key gradients", "value gradients")
 
 
-def flash_problem(name: FlashName, device: torch.device) -> str | None:
+def varlen_problem(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> str | None:
+    """Return why the varlen kernel does not support this device, dtype and head size (None if it does)."""
+    if device.type != "cuda":
+        return f"the varlen kernel needs CUDA, not {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the varlen kernel needs bf16 or fp16, not {dtype}"
+    if head_dim is not None and (head_dim > MAX_HEAD_DIM or head_dim % 8):
+        return f"the varlen kernel needs a head size up to {MAX_HEAD_DIM} in multiples of 8, not {head_dim}"
+    return None
+
+
+def make_varlen_attention() -> Attention:
+    """Bind torch's varlen kernel, with the signature of the installed torch.
+
+    The returned function takes q (T, H, D), k and v (T, K, D), cu_seqlens int32 (N+1,) and max_seqlen, with
+    keywords scale and window, and returns (T, H, D). Its backward is only deterministic under
+    torch.use_deterministic_algorithms.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    # older versions support fewer key than query heads without this argument
+    names_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+    def varlen_attention(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float, window: int | None = None
+    ) -> Tensor:
+        extra: dict[str, Any] = {"enable_gqa": True} if names_groups and q.shape[1] != k.shape[1] else {}
+        # the kernel's window excludes the row itself, transformers' includes it
+        left = -1 if window is None else window - 1
+        output = varlen_attn(
+            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+            scale=scale, window_size=(left, 0), **extra,
+        )  # fmt: skip
+        # a tensor, not a pair, as the log-sum-exp is not requested
+        return cast(Tensor, output)
+
+    return varlen_attention
+
+
+def flash_problem(name: str, device: torch.device) -> str | None:
     """Return why FlashAttention-3 or -4 cannot be tried on this device (None if it can)."""
     try:
         is_installed = find_spec(_MODULES[name]) is not None
@@ -44,7 +85,7 @@ def flash_problem(name: FlashName, device: torch.device) -> str | None:
 
 
 @cache
-def make_flash_attention(name: FlashName) -> Attention:
+def make_flash_attention(name: str) -> Attention:
     """Bind FA3 or FA4, once per process; see `packed_operator`. The backward is not deterministic by default.
 
     Raises ImportError or AttributeError for an unexpected package.

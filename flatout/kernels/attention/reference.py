@@ -11,10 +11,9 @@ from torch import Tensor
 
 
 def document_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None = None) -> Tensor:
-    """Return the attention mask: bool (T, T), True where row i attends to column j.
+    """Return the mask, bool (T, T): row i attends to j <= i of its own document, with a window only if i - j < window.
 
-    `cu_seqlens` int (D+1,) are the documents' boundaries. i attends to j of its own document with j <= i and, with a
-    sliding window, i - j < window.
+    `cu_seqlens` int (D+1,) are the documents' boundaries.
     """
     rows = torch.arange(num_tokens, device=cu_seqlens.device)
     documents = torch.bucketize(rows, cu_seqlens[1:], right=True)

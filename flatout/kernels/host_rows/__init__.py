@@ -10,13 +10,11 @@ from importlib.util import find_spec
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["gather_rows"]
-
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """Gather rows of table (V, W) in host memory; return (..., W) on the device of `ids` (...,) int64.
+    """Gather rows of table (V, W) in host memory, pinned for ids on CUDA; return (..., W) where `ids` (...,) int64 are.
 
-    The table must be pinned if the ids are on CUDA. Without triton, the host waits for the ids and copies the rows.
+    Without triton, the host waits for the ids and copies the rows.
     """
     if ids.device.type == "cuda" and find_spec("triton") is not None:
         from flatout.kernels.host_rows.triton import gather_pinned_rows

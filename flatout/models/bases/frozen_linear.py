@@ -1,19 +1,127 @@
-"""Frozen linear layers in every storage: their products, alone or fused with other layers of the same input."""
+"""Frozen linear layers in every storage, and their products, alone or fused with other layers of the same input."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeGuard
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatout.errors import ResourceError, UsageError
-from flatout.kernels.fp8 import fp8_problem
+from flatout.kernels.fp8 import fp8_problem, scaled_product
 from flatout.kernels.fp8.reference import quantize_rows
 from flatout.kernels.nf4 import dequantize, register_ops
 from flatout.kernels.nf4.reference import Nf4Weight, quantize, row_scale
-from flatout.models.bases.matmul import FrozenLinearFunction, FrozenMatmul, dense_matmul, fp8_matmul, nf4_matmul
+
+
+@dataclass(frozen=True)
+class FrozenMatmul:
+    """Products of one input with several frozen weights W_i (N_i, K), which are stored as a list of tensors.
+
+    `forward(x (..., K), *storage)` returns x W_i.T for each i; `backward(gradients (..., N_i), *storage)` the sum of
+    dY_i W_i. `describe` is a word for the console.
+    """
+
+    describe: str
+    forward: Callable[..., Sequence[Tensor]]
+    backward: Callable[..., Tensor]
+
+
+class FrozenLinearFunction(torch.autograd.Function):
+    """x W.T by a FrozenMatmul of one weight; saves only the storage, as dequantized weights would fill the memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matmul: FrozenMatmul, *storage: Tensor) -> Tensor:
+        ctx.save_for_backward(*storage)
+        ctx.matmul = matmul
+        (output,) = matmul.forward(x, *storage)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        storage = ctx.saved_tensors
+        return ctx.matmul.backward(grads, *storage), None, *(None,) * len(storage)
+
+
+def _fp8_matmul(sizes: list[int], *, transposed: bool = False) -> FrozenMatmul:
+    """Storage: scales fp32 (sum of N_i,), e4m3 (sum of N_i, K) and, if `transposed`, a copy as (K, sum of N_i)."""
+
+    def weight(storage: Sequence[Tensor], in_backward: bool) -> Tensor:
+        if in_backward and transposed:
+            return storage[2]
+        # transposed into a temporary, one layer at a time, if memory does not fit a second copy
+        return storage[1].t().contiguous() if in_backward else storage[1]
+
+    return _fp8_products("float8, transposed once" if transposed else "float8", sizes, weight)
+
+
+def _nf4_matmul(sizes: list[int], in_features: int, *, fp8: bool = False) -> FrozenMatmul:
+    """Storage: the tensors of each Nf4Weight; for `fp8` first scales fp32 (sum of N_i,).
+
+    Each weight has its own offset, so all of them are dequantized into one tensor for each product.
+    """
+    fields = len(Nf4Weight._fields)
+
+    def dense(storage: Sequence[Tensor], dtype: torch.dtype, in_backward: bool, **options: Any) -> Tensor:
+        weights = [Nf4Weight(*storage[start : start + fields]) for start in range(0, fields * len(sizes), fields)]
+        return dequantize(weights, sizes, in_features, dtype, in_backward=in_backward, **options)
+
+    def in_float8(storage: Sequence[Tensor], in_backward: bool) -> Tensor:
+        scales = storage[0].split(sizes)
+        return dense(storage[1:], torch.float8_e4m3fn, in_backward, scales=scales, transposed=in_backward)
+
+    return _fp8_products("4-bit, float8 products", sizes, in_float8) if fp8 else _dense_products("4-bit", sizes, dense)
+
+
+def _dense_products(
+    describe: str, sizes: list[int], weight: Callable[[Sequence[Tensor], torch.dtype, bool], Tensor]
+) -> FrozenMatmul:
+    """Make a FrozenMatmul; `weight` turns the storage into (sum of N_i, K) in a dtype, for the backward pass or not."""
+
+    def forward(x: Tensor, *storage: Tensor) -> Sequence[Tensor]:
+        return _split(F.linear(x, weight(storage, x.dtype, False)), sizes)
+
+    def backward(grads: Sequence[Tensor], *storage: Tensor) -> Tensor:
+        weights = weight(storage, grads[0].dtype, True).split(sizes)
+        total: Tensor = grads[0] @ weights[0]
+        for grad, own in zip(grads[1:], weights[1:], strict=True):
+            total = total + grad @ own
+        return total
+
+    return FrozenMatmul(describe, forward, backward)
+
+
+def _fp8_products(describe: str, sizes: list[int], weight: Callable[[Sequence[Tensor], bool], Tensor]) -> FrozenMatmul:
+    """Storage begins with the outputs' scales; `weight` makes e4m3 (sum of N_i, K), in backward (K, sum of N_i)."""
+
+    def forward(x: Tensor, *storage: Tensor) -> Sequence[Tensor]:
+        quantized, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
+        product = scaled_product(quantized, weight(storage, False), scale, storage[0], x.dtype)
+        return _split(product.view(*x.shape[:-1], sum(sizes)), sizes)
+
+    def backward(grads: Sequence[Tensor], *storage: Tensor) -> Tensor:
+        # the outputs' scales are folded into the gradient before it is quantized, so the backward pass can use the
+        # forward's bytes: dX = (dY * row_scale) @ bytes
+        transposed = weight(storage, True)
+        ones = torch.ones(len(transposed), dtype=torch.float32, device=transposed.device)
+        total = None
+        for grad, own, scale in zip(grads, transposed.split(sizes, dim=1), storage[0].split(sizes), strict=True):
+            quantized, grad_scale = quantize_rows((grad * scale.to(grad.dtype)).reshape(-1, grad.shape[-1]))
+            product = scaled_product(quantized, own, grad_scale, ones, grad.dtype)
+            product = product.view(*grad.shape[:-1], len(transposed))
+            total = product if total is None else total + product
+        assert total is not None
+        return total
+
+    return FrozenMatmul(describe, forward, backward)
+
+
+def _split(output: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    # not a view: views returned by an autograd function cannot be modified in place
+    return [output] if len(sizes) == 1 else output.split(sizes, dim=-1)
 
 
 class Fp8Linear(nn.Module):
@@ -36,7 +144,7 @@ class Fp8Linear(nn.Module):
         self.bytes = nn.Parameter(quantized, requires_grad=False)
         self.register_buffer("row_scale", scale[:, 0])
         self.register_buffer("bias", None if bias is None else bias.detach())
-        self._matmul = fp8_matmul([self.out_features])
+        self._matmul = _fp8_matmul([self.out_features])
 
     @property
     def weight(self) -> Tensor:
@@ -79,7 +187,7 @@ class Nf4Linear(nn.Module):
         self.register_buffer("offset", stored.offset)
         self.register_buffer("row_scale", row_scale(stored, out_features, in_features))
         self.register_buffer("bias", bias)
-        self._matmul = nf4_matmul([out_features], in_features)
+        self._matmul = _nf4_matmul([out_features], in_features)
 
     @classmethod
     def from_dense(cls, weight: Tensor, bias: Tensor | None) -> Nf4Linear:
@@ -103,9 +211,6 @@ class Nf4Linear(nn.Module):
         """Map x (..., in) to (..., out), in x's dtype; differentiable in x only."""
         product: Tensor = FrozenLinearFunction.apply(x, self._matmul, *self.stored)
         return product if self.bias is None else product + self.bias.to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 FrozenLinear = nn.Linear | Fp8Linear | Nf4Linear
@@ -152,15 +257,15 @@ def fuse_bases(
     if nf4_bases:
         scales = [torch.cat([base.row_scale for base in nf4_bases])] if fp8 else []
         stored = [tensor.detach() for base in nf4_bases for tensor in base.stored]
-        return nf4_matmul(sizes, in_features, fp8=fp8), [*scales, *stored]
+        return _nf4_matmul(sizes, in_features, fp8=fp8), [*scales, *stored]
     if fp8_bases:
         scale = torch.cat([base.row_scale for base in fp8_bases])
         whole = torch.cat([base.bytes.detach() for base in fp8_bases])
         for base, part, own_scale in zip(fp8_bases, whole.split(sizes), scale.split(sizes), strict=True):
             base.bytes, base.row_scale = nn.Parameter(part, requires_grad=False), own_scale
         kept = [whole.t().contiguous()] if transposed else []
-        return fp8_matmul(sizes, transposed=transposed), [scale, whole, *kept]
+        return _fp8_matmul(sizes, transposed=transposed), [scale, whole, *kept]
     whole = torch.cat([base.weight.detach() for base in dense_bases])
     for linear, part in zip(dense_bases, whole.split(sizes), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)
-    return dense_matmul(sizes), [whole]
+    return _dense_products("dense", sizes, lambda storage, dtype, in_backward: storage[0]), [whole]

@@ -35,8 +35,8 @@ _SMALLEST_COSINE = {torch.bfloat16: 0.99, torch.float16: 0.99, torch.float32: 0.
 def import_compiler() -> Thread:
     """Import the compiler and start its workers on a thread, while weights are loaded.
 
-    It compiles nothing: compiling saves and restores global state (random state, default dtype), which would race with
-    the loading thread, and patches `nn.Module.__call__` while it traces patterns.
+    It compiles nothing: compiling saves and restores global state, such as the random state and `nn.Module.__call__`,
+    which would race with the loading thread.
     """
 
     def import_it() -> None:
@@ -78,10 +78,7 @@ def report_compilations(tell: Callable[[float], None]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class CompileOutcome:
-    """How many of a model's decoder layers run compiled, and why the others run eagerly (None: all are compiled).
-
-    `smallest_cosine` compares the outputs and gradients of compiled layers with those of eager ones.
-    """
+    """How many decoder layers run compiled, why the others do not, and how close compiled gradients are to eager."""
 
     num_compiled: int
     num_layers: int
@@ -204,11 +201,10 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
 def _compiler_settings() -> Iterator[None]:
     """Set the compiler's options while layers are compiled.
 
-    The gradients of norms' weights are summed over all tokens by one of two kernels. By default the compiler chooses
-    by the number of tokens, and recompiles, for seconds, in the first step above each threshold; here it always uses
-    the fused one. Floats such as a norm's epsilon are constants: as inputs they would cost host-side kernels. Traced
-    layers are cached even though they contain our autograd functions, as both passes of those are part of the cache
-    key; a wrong hit would fail the comparison with eager.
+    Gradients of norms' weights are summed over tokens by one of two kernels. By default the compiler chooses by the
+    number of tokens, and recompiles in the first step above each threshold; here it always uses the fused one. Floats
+    such as a norm's epsilon are constants: as inputs they would cost host-side kernels. Traced layers are cached though
+    they contain our autograd functions: both passes are part of the cache key, and a wrong hit would differ from eager.
     """
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.config.schema import Recompute
 from flatout.kernels.host_rows import gather_rows
-from flatout.models.compile.activation_offload import ActivationOffload
+from flatout.models.blocks import text_decoder
 
 # share of the activations, beyond each layer's inputs, that `budget` lets the compiler keep
 MEMORY_BUDGET = 0.5
+# concurrent copies to the host while later layers run; each holds its GPU memory until it is done
+MAX_IN_FLIGHT = 2
 
 
 def apply_recompute(model: PreTrainedModel, level: Recompute) -> bool:
@@ -63,7 +68,7 @@ class HostEmbedding(nn.Module):
         # neither parameter nor buffer, so that nothing moves it back to the device
         self.weight = host.copy_(table)
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, token_ids: Tensor) -> Tensor:
         return gather_rows(self.weight, token_ids)
 
 
@@ -77,3 +82,106 @@ def offload_embedding(model: PreTrainedModel) -> bool:
         return False
     model.set_input_embeddings(HostEmbedding(embedding))
     return True
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """One saved tensor: its host copy, and its device copy once that is being fetched."""
+
+    index: int
+    host: Tensor
+    device: torch.device
+    fetched: Tensor | None = None
+    ready: torch.cuda.Event | None = None
+
+
+class ActivationOffload:
+    """Keeps the inputs that a model's checkpointed layers save in pinned host memory between forward and backward.
+
+    Exact: the same bytes come back. Works for both eager and compiled layers, since both save their inputs through
+    autograd; the hooks are on the decoder, outside of the compiled regions. They move hidden states (1, T, width).
+
+    Copies to the host overlap the next layers; with `MAX_IN_FLIGHT` copies in flight, the GPU waits for the oldest. In
+    the backward pass, the previous layer's tensor is prefetched while a layer computes. CPU tensors are cloned.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._width = model.config.get_text_config().hidden_size
+        self._open: ExitStack | None = None
+        self._slots: list[_Slot] = []
+        self._in_flight: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._stream: torch.cuda.Stream | None = None
+        decoder = text_decoder(model)
+        decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
+        # always_call, so that an error in the forward pass (out of memory) also removes the saved-tensor hooks
+        decoder.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, *_: Any) -> None:
+        """Move what a forward pass saves from here on, if it has gradients."""
+        if not torch.is_grad_enabled():
+            return
+        if self._stream is not None:
+            # copies of an abandoned pass may still be running
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._slots, self._open = [], ExitStack()
+        self._in_flight.clear()
+        self._open.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+
+    def _end(self, *_: Any) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Slot:
+        if tensor.dim() != 3 or tensor.shape[-1] != self._width or not tensor.is_floating_point():
+            return tensor
+        host = self._copy_to_host(tensor) if tensor.is_cuda else tensor.clone()
+        slot = _Slot(len(self._slots), host, tensor.device)
+        self._slots.append(slot)
+        return slot
+
+    def _copy_to_host(self, tensor: Tensor) -> Tensor:
+        stream = self._copy_stream(tensor.device)
+        current = torch.cuda.current_stream(tensor.device)
+        if len(self._in_flight) == MAX_IN_FLIGHT:
+            # the memory may be reused after the copy, so the GPU waits, not the host
+            current.wait_event(self._in_flight.popleft()[1])
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            host.copy_(tensor, non_blocking=True)
+        self._in_flight.append((tensor, stream.record_event()))
+        return host
+
+    def _unpack(self, packed: Tensor | _Slot) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        while self._in_flight:
+            torch.cuda.current_stream(packed.device).wait_event(self._in_flight.popleft()[1])
+        self._fetch(packed)
+        if packed.index and packed.device.type == "cuda":
+            self._fetch(self._slots[packed.index - 1])
+        tensor, packed.fetched = packed.fetched, None
+        assert tensor is not None
+        if packed.ready is not None:
+            torch.cuda.current_stream(packed.device).wait_event(packed.ready)
+        return tensor
+
+    def _fetch(self, slot: _Slot) -> None:
+        """Start the copy back to the device, unless it was already started."""
+        if slot.fetched is not None:
+            return
+        if slot.device.type != "cuda":
+            slot.fetched = slot.host.clone()
+            return
+        stream = self._copy_stream(slot.device)
+        # allocated on the compute stream, whose earlier work may still use this memory
+        slot.fetched = torch.empty_like(slot.host, device=slot.device)
+        stream.wait_stream(torch.cuda.current_stream(slot.device))
+        with torch.cuda.stream(stream):
+            slot.fetched.copy_(slot.host, non_blocking=True)
+        slot.ready = stream.record_event()
+
+    def _copy_stream(self, device: torch.device) -> torch.cuda.Stream:
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return self._stream

@@ -1,28 +1,40 @@
-"""Read adapters in PEFT's format, ours or PEFT's own."""
+"""Read and write adapters in PEFT's format, and check that PEFT reads them as trained."""
 
 from __future__ import annotations
 
+import copy
+import json
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
 from flatout.errors import CheckpointError, UsageError, reason_of
 from flatout.io.json_file import read_json
+from flatout.models.blocks import replace_module
+from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import check_safetensors
 from flatout.models.lora.layer import add_lora, lora_layers, lora_scaling
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-# fields of adapter_config.json for those of LoraConfig
-PEFT_NAMES = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_rslora", "dora": "use_dora"}
+_PREFIX = "base_model.model."
+# PEFT's names for the fields of LoraConfig
+_FIELDS = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+}
 _SUFFIXES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
 # PEFT options that change the numerics in ways flatout does not support, with the values that do not
@@ -37,9 +49,14 @@ _PLAIN_OPTIONS: Mapping[str, tuple[object, ...]] = {
         (None, False, {}, []),
     ),
 }  # fmt: skip
+# relative tolerance between PEFT's logits and ours, for the median token: both add the same terms in another order
+LOGIT_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
+_ADAPTER = "default"
+# what PEFT raises for names that it cannot match, convert or load
+_READING_ERRORS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError)
 
 
-def adapter_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def adapter_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the live adapter tensors (detached views, masters' dtype) by PEFT's tensor names."""
     return {name: parameter.detach() for name, parameter in adapter_parameters(model).items()}
 
@@ -47,11 +64,131 @@ def adapter_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def adapter_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Return the adapter's parameters by PEFT's tensor names."""
     return {
-        f"{PREFIX}{name}.{suffix}": getattr(layer, attribute)
+        f"{_PREFIX}{name}.{suffix}": getattr(layer, attribute)
         for name, layer in lora_layers(model).items()
         for attribute, suffix in _SUFFIXES.items()
         if getattr(layer, attribute) is not None
     }
+
+
+def adapter_config(
+    model: PreTrainedModel, config: LoraConfig, *, base_name: str, state: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """Return the adapter_config.json with which PEFT adapts exactly the layers that are adapted here.
+
+    In many mixture-of-experts models, PEFT takes names such as gate_proj for the fused experts, and drops adapters of
+    dense layers and shared experts. Those are listed as `target_parameters` instead, which PEFT does not convert; it
+    then requires dropout 0 in the file. Only the shapes of `state` (None: the live adapter) are read.
+    Raises UsageError with a layer's name if PEFT can read neither form.
+    """
+    # importing PEFT takes half a second, and reading an adapter does not need it
+    import peft
+
+    state = adapter_state(model) if state is None else state
+    layers = lora_layers(model)
+    content: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
+        "target_modules": _target_names(model, layers),
+        "target_parameters": None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+    misread = _misread_layers(model, content, state)
+    if not misread:
+        return content
+    content |= {
+        "lora_dropout": 0.0,
+        "target_modules": _target_names(model, layers.keys() - misread),
+        "target_parameters": sorted(f"{name}.weight" for name in layers.keys() & misread),
+    }
+    # target_parameters do not support DoRA
+    if not config.dora:
+        misread = _misread_layers(model, content, state)
+        if not misread:
+            return content
+    leaves = sorted({name.rpartition(".")[2] for name in layers.keys() & misread})
+    remedy = "lora.dora: false, or " if config.dora else ""
+    raise UsageError(
+        f"lora.targets: PEFT {peft.__version__} cannot read adapters of {min(misread)} ({len(misread)} layers) in "
+        f"model type {model.config.model_type}; set {remedy}lora.targets to what leaves these {', '.join(leaves)} out"
+    )
+
+
+def save_adapter(
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    base_name: str,
+    config: LoraConfig,
+    state: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write `adapter_model.safetensors` and `adapter_config.json` so that peft.PeftModel.from_pretrained loads them.
+
+    `state` is like `adapter_state`'s result, gathered if the model's own tensors are sharded.
+    Raises UsageError if the model has no LoRA layers, and like `adapter_config`.
+    """
+    state = adapter_state(model) if state is None else state
+    if not state:
+        raise UsageError("this model has no LoRA layers to save")
+    content = adapter_config(model, config, base_name=base_name, state=state)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_back(
+    model: PreTrainedModel, folder: Path, *, config: LoraConfig, state: Mapping[str, Tensor] | None = None
+) -> str:
+    """Check that PEFT reads the adapter in `folder` as the one that was trained; return a line for the console.
+
+    PEFT loads the files. Its tensors must have the names and shapes of `state` (None: the live adapter), and its scale
+    must be that of `config`. If the base weights are available (unsharded, 16 bits or more), values must also be equal,
+    and PEFT's logits on 16 tokens must equal those of our layers within LOGIT_TOLERANCES. The base weights are used in
+    place, so this only needs memory for the adapter and 16 tokens. Raises CheckpointError.
+    """
+    import peft
+
+    state = adapter_state(model) if state is None else state
+    plain = _plain_copy(model)
+    ours = None
+    has_weights = _borrow_weights(plain, model)
+    if has_weights:
+        apply_adapter(plain, folder)
+        logits = _logits_of_short_text(plain.eval())
+        for name, layer in lora_layers(plain).items():
+            replace_module(plain, name, layer.base)
+        ours = logits if bool(logits.isfinite().all()) else None
+    with warnings.catch_warnings(action="ignore"):
+        wrapped = peft.PeftModel.from_pretrained(plain, str(folder), low_cpu_mem_usage=not has_weights).eval()
+    read = _peft_state(wrapped)
+    problems = [
+        f"{name} is {'missing' if name not in read else 'unknown' if name not in state else 'different'}"
+        for name in sorted(read.keys() | state.keys())
+        if name not in read or name not in state or not _same(read[name], state[name])
+    ]
+    # the factors by which PEFT multiplies B A x
+    scalings = {module.scaling[_ADAPTER] for module in wrapped.modules() if hasattr(module, "lora_A")}
+    if scalings != {lora_scaling(config)}:
+        problems.append(f"the scale is {scalings}, not {lora_scaling(config):g}")
+    proved = "names, shapes, scale"
+    if ours is not None and not problems:
+        theirs, limit = _logits_of_short_text(wrapped), LOGIT_TOLERANCES[model.dtype]
+        error = float(((theirs - ours).norm(dim=-1) / ours.norm(dim=-1)).median())
+        if error > limit:
+            problems.append(f"logits differ by {error:.1e} (limit {limit:.0e})")
+        proved = f"logits within {error:.0e}"
+    if problems:
+        raise CheckpointError(
+            f"{folder}: PEFT {peft.__version__} reads another adapter: {problems[0]} ({len(problems)} such); the "
+            "trained weights are in the run's checkpoints; report this"
+        )
+    return f"PEFT {peft.__version__} reads the same adapter: {len(lora_layers(model))} layers, {proved}"
 
 
 def apply_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -84,15 +221,102 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
             )
         tensor.copy_(tensors[name])
     for name, tensor in tensors.items():
-        path, _, leaf = name.removeprefix(PREFIX).partition(".base_layer.")
-        if leaf and not equal_as_stored(tensor, getattr(layers[path].base, leaf)):
+        path, _, leaf = name.removeprefix(_PREFIX).partition(".base_layer.")
+        if leaf and not _same(tensor, getattr(layers[path].base, leaf)):
             raise UsageError(
                 f"{folder}: {name} is not the base model's own {path}.{leaf}, and only the adapter is read; merge the "
                 "adapter with PEFT and train on from the merged model"
             )
 
 
-def equal_as_stored(left: torch.Tensor, right: torch.Tensor) -> bool:
+def _misread_layers(model: PreTrainedModel, content: Mapping[str, Any], state: Mapping[str, Tensor]) -> set[str]:
+    """Return the layers that are adapted here but not by PEFT, or by PEFT but not here.
+
+    `content` is an adapter_config.json, `state` an adapter's tensors by PEFT's names. PEFT reads them into a copy of
+    the model on the meta device, so values are not compared. Returns all layers if PEFT fails.
+    """
+    import peft
+
+    def layers(names: Iterable[str]) -> set[str]:
+        return {name.removeprefix(_PREFIX).partition(".lora_")[0].replace(".base_layer", "") for name in names}
+
+    try:
+        # PEFT warns about what is checked here: missing keys, tied heads
+        with warnings.catch_warnings(action="ignore"):
+            wrapped = peft.PeftModel(_plain_copy(model), peft.LoraConfig(**content), low_cpu_mem_usage=True)
+            tensors = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()}
+            loaded = peft.set_peft_model_state_dict(wrapped, tensors, low_cpu_mem_usage=True)
+    except _READING_ERRORS:
+        return layers(state)
+    missing = {name.replace(f".{_ADAPTER}", "") for name in loaded.missing_keys}
+    read = _peft_state(wrapped)
+    same = {name for name in read if name in state and read[name].shape == state[name].shape and name not in missing}
+    return layers(name for name in read.keys() | state.keys() if name not in same)
+
+
+def _peft_state(wrapped: Any) -> dict[str, Tensor]:
+    """Return a PEFT model's adapter tensors, by the names under which PEFT would save them."""
+    import peft
+
+    state = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    # PEFT includes the base weight of an adapted head
+    return {name: tensor for name, tensor in state.items() if ".base_layer." not in name}
+
+
+def _target_names(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
+    """Return short names if they select exactly these layers, otherwise full ones."""
+    wanted = set(layers)
+    leaves = {name.rpartition(".")[2] for name in wanted}
+    inner = {f"{name}.base" for name in lora_layers(model)}
+    selected = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in leaves and name not in inner}
+    return sorted(leaves) if selected == wanted else sorted(wanted)
+
+
+def _plain_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Build transformers' own model of this shape on the meta device, in eval mode, without adapters."""
+    options = {"dtype": model.dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
+    return empty_model(copy.deepcopy(model.config), options).eval()
+
+
+def _borrow_weights(plain: PreTrainedModel, model: PreTrainedModel) -> bool:
+    """Make a plain copy on the meta device use the base weights and buffers of `model` in place.
+
+    Returns False and changes nothing unless all of them are present, unsharded, on one device, and either in the
+    expected dtype or in floating point of 16 bits or more; quantized and sharded weights are not.
+    """
+    live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for name in lora_layers(model):
+        live |= {f"{name}.{leaf}": live[key] for leaf in ("weight", "bias") if (key := f"{name}.base.{leaf}") in live}
+    wanted = [*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)]
+    for name, tensor in wanted:
+        own = live.get(name)
+        if own is None or hasattr(own, "to_local") or own.is_meta or own.shape != tensor.shape:
+            return False
+        if own.dtype != tensor.dtype and not (own.is_floating_point() and own.element_size() > 1):
+            return False
+    if len({live[name].device for name, _ in wanted}) != 1:
+        return False
+    borrowed: dict[int, nn.Parameter] = {}
+    for name, tensor in wanted:
+        path, _, leaf = name.rpartition(".")
+        source: Tensor = live[name].detach()
+        if isinstance(tensor, nn.Parameter):
+            # tied weights stay tied
+            source = borrowed.setdefault(id(live[name]), nn.Parameter(source, requires_grad=False))
+        setattr(plain.get_submodule(path), leaf, source)
+    return True
+
+
+@torch.no_grad()
+def _logits_of_short_text(model: Any) -> Tensor:
+    """Return the logits (16, V), at least fp32, of a transformers or PEFT model for sixteen fixed tokens."""
+    embedding = model.get_input_embeddings().weight
+    token_ids = (torch.arange(16, device=embedding.device) * 7919 + 3) % len(embedding)
+    logits: Tensor = model(input_ids=token_ids[None], use_cache=False).logits[0]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are equal in the narrower of their dtypes; for meta tensors, whether their shapes are."""
     if left.shape != right.shape or left.is_meta or right.is_meta:
         return left.shape == right.shape
@@ -117,7 +341,7 @@ def _disagreements(model: PreTrainedModel, saved: LoraConfig) -> list[str]:
     return problems
 
 
-def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     """Read an adapter folder as a LoraConfig with full module names as targets, and its tensors by PEFT's names."""
     config_file, weights_file = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
     for file in (config_file, weights_file):
@@ -126,13 +350,13 @@ def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
     check_safetensors(weights_file)
     tensors = load_file(weights_file)
     tail = "." + _SUFFIXES["lora_a"]
-    names = [name.removeprefix(PREFIX).removesuffix(tail) for name in tensors if name.endswith(tail)]
+    names = [name.removeprefix(_PREFIX).removesuffix(tail) for name in tensors if name.endswith(tail)]
     config = _read_adapter_config(config_file, names)
     suffixes = [suffix for attribute, suffix in _SUFFIXES.items() if config.dora or attribute != "magnitude"]
     # PEFT stores the frozen weight of an adapted head with the adapter
     suffixes_of_base = ("base_layer.weight", "base_layer.bias")
-    allowed = {f"{PREFIX}{name}.{suffix}" for name in names for suffix in suffixes_of_base}
-    odd = {f"{PREFIX}{name}.{suffix}" for name in names for suffix in suffixes} ^ (tensors.keys() - allowed)
+    allowed = {f"{_PREFIX}{name}.{suffix}" for name in names for suffix in suffixes_of_base}
+    odd = {f"{_PREFIX}{name}.{suffix}" for name in names for suffix in suffixes} ^ (tensors.keys() - allowed)
     if odd:
         raise CheckpointError(f"{weights_file}: {len(odd)} tensors are missing or unknown, such as {min(odd)}")
     return config, tensors
@@ -157,10 +381,10 @@ def _read_adapter_config(file: Path, names: list[str]) -> LoraConfig:
             found = f"peft_type is {kind!r}" if kind != "LORA" else f"{odd} is not supported"
             raise UsageError(f"{file}: {found}; only plain LoRA adapters of linear layers can be read")
         content = {"lora_dropout": 0.0, "use_rslora": False, "use_dora": False, **content}
-        return LoraConfig(targets=names, **{ours: content[theirs] for ours, theirs in PEFT_NAMES.items()})
+        return LoraConfig(targets=names, **{ours: content[theirs] for ours, theirs in _FIELDS.items()})
     except ValidationError as error:
         first = error.errors()[0]
-        field = PEFT_NAMES.get(str(first["loc"][0]), first["loc"][0])
+        field = _FIELDS.get(str(first["loc"][0]), first["loc"][0])
         raise CheckpointError(f"{file}: {field}: {first['msg']}; copy the adapter again") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is damaged: {reason_of(error)}; copy the adapter again") from error

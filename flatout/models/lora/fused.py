@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
-from flatout.models.bases.frozen_linear import fuse_bases
-from flatout.models.bases.matmul import FrozenMatmul
+from flatout.models.bases.frozen_linear import FrozenMatmul, fuse_bases
 from flatout.models.blocks import hidden_states
 from flatout.models.lora.layer import LoraLinear, lora_layers
 from flatout.models.packed import flatten_samples

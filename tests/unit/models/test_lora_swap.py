@@ -7,9 +7,8 @@ from tiny_models import tiny_model
 from flatout.config.schema import LoraConfig
 from flatout.errors import CheckpointError, UsageError
 from flatout.models.export import save_model
-from flatout.models.lora.adapter import apply_adapter, load_adapter
+from flatout.models.lora.adapter import apply_adapter, load_adapter, save_adapter
 from flatout.models.lora.layer import LoraLinear, add_lora, freeze, lora_layers, trainable_parameters
-from flatout.models.lora.peft_export import save_adapter
 
 
 def swapped(model, **settings):

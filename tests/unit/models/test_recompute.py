@@ -6,9 +6,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.models.blocks import decoder_layers
-from flatout.models.compile.activation_offload import ActivationOffload
 from flatout.models.compile.recompute import (
     MEMORY_BUDGET,
+    ActivationOffload,
     HostEmbedding,
     apply_recompute,
     compiling_with,
