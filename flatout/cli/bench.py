@@ -7,10 +7,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,18 +57,20 @@ def run(args: argparse.Namespace) -> int:
         return 0
     facts = {"model": config.model.name, "weights": config.model.init, "data": data_name} | found
     facts["num_timed_steps"] = args.steps - WARMUP_STEPS
-    print(json.dumps(facts) if args.json else rows(_rows(facts)))
+    if args.json:
+        print(json.dumps(facts))
+        return 0
+    weights = "random weights" if facts["weights"] == "random" else "its own weights"
+    lines = {
+        "model": f"{facts['model']}, {weights}",
+        "data": data_name,
+        "measured": f"{facts['num_timed_steps']} steps on {facts['num_ranks']} x {facts['device']}",
+        "tokens/s": f"{facts['tokens_per_s']:,.0f}",
+        "label tokens/s": f"{facts['label_tokens_per_s']:,.0f}",
+        "step time": f"p50 {facts['step_p50_s']:.3f} s, p95 {facts['step_p95_s']:.3f} s",
+        "peak memory": f"{facts['peak_memory_bytes'] / 2**30:.2f} GiB",
+        "MFU": "not known for this device" if facts["mfu"] is None else f"{facts['mfu']:.1%}",
+        "first step": f"{facts['launch_to_first_step_s']:.1f} s after the launch",
+    }
+    print(rows(lines.items()))
     return 0
-
-
-def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    weights = "random weights" if found["weights"] == "random" else "its own weights"
-    yield "model", f"{found['model']}, {weights}"
-    yield "data", found["data"]
-    yield "measured", f"{found['num_timed_steps']} steps on {found['num_ranks']} x {found['device']}"
-    yield "tokens/s", f"{found['tokens_per_s']:,.0f}"
-    yield "label tokens/s", f"{found['label_tokens_per_s']:,.0f}"
-    yield "step time", f"p50 {found['step_p50_s']:.3f} s, p95 {found['step_p95_s']:.3f} s"
-    yield "peak memory", f"{found['peak_memory_bytes'] / 2**30:.2f} GiB"
-    yield "MFU", "not known for this device" if found["mfu"] is None else f"{found['mfu']:.1%}"
-    yield "first step", f"{found['launch_to_first_step_s']:.1f} s after the launch"

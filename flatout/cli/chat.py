@@ -41,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from flatout.data.templates.template import choose_template
     from flatout.io.template_limits import bounded
     from flatout.models.generate import Sampling, answer
-    from flatout.models.load.device_map import describe_devices
-    from flatout.models.load.model_paths import load_trained, resolve_model_paths
+    from flatout.models.load.inference import describe_devices, load_trained, resolve_model_paths
 
     quiet_transformers()
     has_gpu = torch.cuda.is_available()

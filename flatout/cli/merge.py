@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from flatout.models.export import merge, publish_model
-    from flatout.models.load.model_paths import load_trained, resolve_model_paths
+    from flatout.models.load.inference import load_trained, resolve_model_paths
 
     quiet_transformers()
     try:

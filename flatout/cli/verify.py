@@ -5,16 +5,12 @@ from __future__ import annotations
 import argparse
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flatout.cli.screen import WIDTH, quiet_transformers
 from flatout.config.read import load_config
 from flatout.environment import environment, set_environment
 from flatout.errors import UsageError
 from flatout.launch.launch_mode import visible_devices_env
-
-if TYPE_CHECKING:
-    from flatout.verify.compare import Row
 
 COLUMNS = f"{'case':<33} {'ranks':>5} {'micro':>5} {'loss':>7} {'gradient':>8} {'norm':>7}  verdict"
 
@@ -39,7 +35,20 @@ def run(args: argparse.Namespace) -> int:
     set_environment(visible_devices_env(environment(), gpus=config.gpus, on_cpu=config.device == "cpu"))
     import torch
 
+    from flatout.verify.compare import Row
     from flatout.verify.run import verify
+
+    def print_row(row: Row) -> None:
+        # differences are relative, the gradient's is the worst parameter's
+        figures = zip((row.loss_difference, row.worst_difference, row.norm_difference), (7, 8, 7), strict=True)
+        cells = " ".join(f"{'-' if value is None else format(value, '.1e'):>{width}}" for value, width in figures)
+        print(f"{row.case:<33} {row.num_ranks:>5} {row.num_micro_batches:>5} {cells}  {row.verdict}", flush=True)
+        if row.verdict != "ok":
+            limit = f"limit {row.limit:.0e}" if row.verdict == "FAIL" else ""
+            worst = f"worst gradient: {row.worst_parameter}" if row.worst_parameter else ""
+            why = "; ".join(filter(None, (limit, row.note or worst)))
+            for text in textwrap.wrap(why, WIDTH - 2, break_on_hyphens=False):
+                print(f"  {text}", flush=True)
 
     quiet_transformers()
     has_gpus = config.device != "cpu" and torch.cuda.is_available()
@@ -50,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         num_ranks=args.ranks or num_ranks,
         exact="fp64" if args.fp64 else "fp32",
         tolerance=args.tolerance,
-        on_row=lambda row: print(*lines_of(row), sep="\n", flush=True),
+        on_row=print_row,
     )
     for note in report.notes:
         print(textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="  "))
@@ -59,19 +68,3 @@ def run(args: argparse.Namespace) -> int:
     left_out = sum(row.verdict == "left out" for row in report.rows)
     print(f"{len(report.rows) - left_out} rows agree" + (f", {left_out} left out" if left_out else ""))
     return 0
-
-
-def lines_of(row: Row) -> list[str]:
-    """Format one row of the table, followed by the reason if it is not ok.
-
-    Differences are relative; the gradient's is the worst parameter's. verify.json has all figures.
-    """
-    figures = zip((row.loss_difference, row.worst_difference, row.norm_difference), (7, 8, 7), strict=True)
-    cells = " ".join(f"{'-' if value is None else format(value, '.1e'):>{width}}" for value, width in figures)
-    line = f"{row.case:<33} {row.num_ranks:>5} {row.num_micro_batches:>5} {cells}  {row.verdict}"
-    if row.verdict == "ok":
-        return [line]
-    limit = f"limit {row.limit:.0e}" if row.verdict == "FAIL" else ""
-    worst = f"worst gradient: {row.worst_parameter}" if row.worst_parameter else ""
-    why = "; ".join(filter(None, (limit, row.note or worst)))
-    return [line, *textwrap.wrap(why, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)]

@@ -12,7 +12,7 @@ from flatout.data.build import open_or_build
 from flatout.demo.conversations import ChatMessage, held_out_prompts
 from flatout.demo.settings import held_out_data
 from flatout.models.generate import answer
-from flatout.models.load.model_paths import load_trained, resolve_model_paths
+from flatout.models.load.inference import load_trained, resolve_model_paths
 from flatout.train.run import Result, train
 
 MAX_ANSWER_TOKENS = 64

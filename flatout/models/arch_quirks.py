@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from flatout.errors import UsageError
@@ -26,21 +25,19 @@ class ArchQuirks:
 _STATE = ArchQuirks(refused="its recurrent or convolution state runs on from one packed document into the next")
 _SINKS = ArchQuirks(sinks=True)
 
-ARCH_QUIRKS: Mapping[str, ArchQuirks] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            (
-                "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe",
-                "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_text",
-                "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
-            ),
-            _STATE,
+ARCH_QUIRKS: Mapping[str, ArchQuirks] = {
+    **dict.fromkeys(
+        (
+            "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
+            "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_text",
+            "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
         ),
-        **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"), _SINKS),
-        "openai_privacy_filter": _SINKS,
-        "hyperclovax": ArchQuirks(logits_multiplier="logits_scaling"),
-    }
-)  # fmt: skip
+        _STATE,
+    ),
+    **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"), _SINKS),
+    "openai_privacy_filter": _SINKS,
+    "hyperclovax": ArchQuirks(logits_multiplier="logits_scaling"),
+}  # fmt: skip
 
 # names of layer kinds in a config's `layer_types` that keep a state; full, sliding and chunked attention do not
 _STATEFUL_LAYERS = ("linear", "mamba", "conv", "recurrent", "lightning", "kda", "delta")
@@ -52,12 +49,11 @@ def quirks_of(config: Any) -> ArchQuirks:
     Raises UsageError for architectures whose layers keep a state across packed documents.
     """
     family = ARCH_QUIRKS.get(config.model_type, ArchQuirks())
+    kinds = getattr(config, "layer_types", None) or ()
+    stateful = sorted({kind for kind in kinds if any(part in kind for part in _STATEFUL_LAYERS)})
     refused = family.refused
-    stateful = {
-        kind for kind in getattr(config, "layer_types", None) or () if any(part in kind for part in _STATEFUL_LAYERS)
-    }
     if refused is None and stateful:
-        refused = f"its {', '.join(sorted(stateful))} layers carry a state from one packed document into the next"
+        refused = f"its {', '.join(stateful)} layers carry a state from one packed document into the next"
     if refused is not None:
         raise UsageError(
             f"model type {config.model_type} cannot be trained on packed documents: {refused}; "

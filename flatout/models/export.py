@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def save_model(
     folder: Path,
     *,
     dtype: torch.dtype | None = None,
-    state: Mapping[str, torch.Tensor] | None = None,
+    state: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a plain Hugging Face folder: safetensors, config with its dtype, generation config, tokenizer.
 
@@ -47,15 +46,13 @@ def save_model(
     if lora_layers(model):
         raise UsageError("this model still has LoRA layers; merge it, or save the adapter")
     dtype = dtype or model.dtype
-    if state is None and dtype == model.dtype:
-        model.save_pretrained(folder)
-    else:
-        if state is None:
-            own = model.state_dict(keep_vars=True)
-            # a tied tensor is cast once, so that its entries still share one
-            cast = {old: old.detach().to(dtype if old.is_floating_point() else old.dtype) for old in set(own.values())}
-            state = {name: cast[old] for name, old in own.items()}
-        model.save_pretrained(folder, state_dict=dict(state))
+    if state is None and dtype != model.dtype:
+        own = model.state_dict(keep_vars=True)
+        # a tied tensor is cast once, so that its entries still share one
+        cast = {old: old.detach().to(dtype if old.is_floating_point() else old.dtype) for old in set(own.values())}
+        state = {name: cast[old] for name, old in own.items()}
+    model.save_pretrained(folder, state_dict=state)
+    if state is not None:
         config_file = folder / "config.json"
         content = json.loads(config_file.read_text(encoding="utf-8"))
         content["dtype"] = str(dtype).removeprefix("torch.")

@@ -33,16 +33,15 @@ _MAX_LONG_TOKENS = 16384
 def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
     """Check packing on four small documents; return a line for the console.
 
-    Checks that (1) changing one document leaves the logits of the others bitwise equal; (2) packed logits equal those
-    of each document alone with transformers' own attention, within 1e-10 (fp64), 1e-4 (fp32), or in 16 bit three times
-    the difference between transformers' sdpa and eager attention; (3) the head's loss equals cross-entropy over the
-    model's logits. Experts are grouped over all tokens of a batch, which affects rounding: with them, (1) uses the
-    tolerance of (2). The model's mode and the random state do not change.
-
-    `longest` is the number of tokens of the run's longest document. If it exceeds a limit in the model's config (a
-    window, or the length beyond which rope changes its frequencies), (2) is repeated on the last hidden states with a
-    document between short ones, up to twice as long as the limit but no longer than `longest` or 16,384 tokens.
-    Raises UsageError with the model type if packing is not exact, NumericError if its logits are not finite.
+    Checks that (1) packed logits equal those of each document alone with transformers' own attention, within 1e-10
+    (fp64), 1e-4 (fp32), or in 16 bit three times the difference between transformers' sdpa and eager attention; (2)
+    changing one document leaves the logits of the others bitwise equal, or with experts, which are grouped over all
+    tokens of a batch, within the tolerance of (1); (3) the head's loss equals cross-entropy over the model's logits.
+    If `longest`, the tokens of the run's longest document, exceeds a limit in the model's config (a window, or the
+    length beyond which rope changes its frequencies), (1) is repeated on the last hidden states with a document between
+    short ones, up to twice as long as the limit but no longer than `longest` or 16,384 tokens.
+    The model's mode and the random state do not change. Raises UsageError with the model type if packing is not exact,
+    NumericError if its logits are not finite.
     """
     model = loaded.model
     was_training = model.training
@@ -71,23 +70,33 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
 
 def _check(loaded: LoadedModel) -> tuple[float, float]:
     """Return the error of packed logits, and the tolerance that was applied."""
-    model, kind = loaded.model, loaded.model.config.model_type
+    model, kind, experts = loaded.model, loaded.model.config.model_type, has_experts(loaded.model)
+    # plain avoids kernel faults; any other fault is in the model's code, such as computing its own positions
+    remedy = "" if loaded.attention in ("sdpa", "plain") else "set model.attention: plain, or "
     batch = random_batch(model, _LENGTHS)
     ours = _logits(model, batch)
     if not bool(ours.isfinite().all()):
         raise NumericError(f"model type {kind}: logits of the self-test are not finite; check weights and precision")
     alone, tolerance = _alone_logits(loaded, batch)
-    error = _error(ours, alone, has_experts(model), _LENGTHS)
+    error = _error(ours, alone, experts, _LENGTHS)
     if error > tolerance:
         raise UsageError(
             f"model type {kind}: packed logits differ from each document alone by {error:.1e} (limit {tolerance:.1e}) "
-            f"with attention {loaded.attention}; {_remedy(loaded)}"
+            f"with attention {loaded.attention}; {remedy}choose another model"
         )
-    leak = _leak(model, batch, ours)
-    if leak > (tolerance if has_experts(model) else 0.0):
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    lengths = torch.tensor(_LENGTHS, device=batch.token_ids.device)
+    parity = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths) % 2
+    leak = 0.0
+    for kept in (0, 1):
+        # change documents 1 and 3, which must not affect 0 and 2, and vice versa
+        token_ids = torch.where(parity == kept, batch.token_ids, (batch.token_ids + 1) % num_embeddings)
+        changes = (_logits(model, replace(batch, token_ids=token_ids)) - ours).abs().amax(-1)[parity == kept]
+        leak = max(leak, float(changes.median() if experts else changes.max()))
+    if leak > (tolerance if experts else 0.0):
         raise UsageError(
             f"model type {kind}: a packed document changes another one's logits by {leak:.1e} with attention "
-            f"{loaded.attention}; {_remedy(loaded)}"
+            f"{loaded.attention}; {remedy}choose another model"
         )
     loss = float(packed_loss(model, batch).loss_sum)
     truth = float(F.cross_entropy(ours[batch.label_rows], batch.label_ids, reduction="sum"))
@@ -98,12 +107,6 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
             "it changes its logits in a way flatout does not know; choose another model"
         )
     return error, tolerance
-
-
-def _remedy(loaded: LoadedModel) -> str:
-    # plain avoids kernel faults; any other fault is in the model's code, such as computing its own positions
-    kernel = loaded.attention not in ("sdpa", "plain")
-    return "set model.attention: plain, or choose another model" if kernel else "choose another model"
 
 
 def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, tolerance: float) -> str:
@@ -181,10 +184,9 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
 @contextmanager
 def _transformers_attention(model: PreTrainedModel, name: str) -> Iterator[bool]:
     """Use transformers' own attention in this context; yields False if this model does not support it."""
-    ours = model.config.get_text_config()._attn_implementation
-    softcapped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-    usable = not (name == "sdpa" and softcapped)
-    if usable:
+    config = model.config.get_text_config()
+    ours = config._attn_implementation
+    if usable := not (name == "sdpa" and getattr(config, "attn_logit_softcapping", None)):
         try:
             model.set_attn_implementation(name)
         except ValueError:
@@ -207,18 +209,5 @@ def _error(ours: torch.Tensor, truth: torch.Tensor, experts: bool, lengths: Sequ
     return max(float((mine - true).norm() / true.norm()) for mine, true in pairs)
 
 
-def _leak(model: PreTrainedModel, batch: PackedBatch, before: torch.Tensor) -> float:
-    """Return the largest change of a logit of documents 0 and 2 when 1 and 3 change, and vice versa."""
-    num_embeddings = model.get_input_embeddings().weight.shape[0]
-    lengths = torch.tensor(_LENGTHS, device=batch.token_ids.device)
-    parity = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths) % 2
-    changes = []
-    for kept in (0, 1):
-        token_ids = torch.where(parity == kept, batch.token_ids, (batch.token_ids + 1) % num_embeddings)
-        difference = (_logits(model, replace(batch, token_ids=token_ids)) - before).abs().amax(-1)[parity == kept]
-        changes.append(float(difference.median() if has_experts(model) else difference.max()))
-    return max(changes)
-
-
-def _exact(logits: torch.Tensor) -> torch.Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def _exact(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))

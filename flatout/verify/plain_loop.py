@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from flatout.config.schema import Config
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.models.blocks import replace_module
-from flatout.models.load.model import load_for_inference, load_model, resolve_precision
+from flatout.models.load.inference import load_for_inference
+from flatout.models.load.model import load_model, resolve_precision
 from flatout.models.lora.adapter import load_adapter, save_adapter
 from flatout.models.lora.layer import add_lora, freeze, lora_layers, trainable_parameters
 from flatout.models.rope import length_limits

@@ -18,7 +18,6 @@ from flatout.io.hub import hub_errors, hub_source
 from flatout.models.arch_quirks import quirks_of
 from flatout.models.attention import AttentionChoice, Implementation, choose_attention, register, registered_name
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear, num_weights
-from flatout.models.load.device_map import read_device_map
 from flatout.models.load.quantized import (
     Make,
     check_nf4_config,
@@ -34,7 +33,8 @@ from flatout.models.rope import scale_by_document
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_BUILDING = "model.name: {} cannot be built from its config.json, generation_config.json and weights"
+BUILDING = "model.name: {} cannot be built from its config.json, generation_config.json and weights"
+ANOTHER = "; choose another model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def load_model(
     """
     check_source(config.name, config.revision, needs_weights=config.init == "pretrained")
     storage = base.storage if method == "lora" else "model"
-    model_config = _read_config(config.name, config.revision, storage)
+    model_config = read_config(config.name, config.revision, storage)
     text_config = model_config.get_text_config()
     compute_dtype = resolve_precision(config.precision, device)
     weight_dtype = weight_dtype_of(method, full, compute_dtype)
@@ -102,9 +102,7 @@ def load_model(
     if compute_dtype == torch.float64:
         # transformers' grouped expert GEMM has no fp64
         options["experts_implementation"] = "eager"
-    with library_errors(
-        _BUILDING.format(config.name), "; choose another model", attention=options["attn_implementation"]
-    ):
+    with library_errors(BUILDING.format(config.name), ANOTHER, attention=options["attn_implementation"]):
         model, unused = _make_model(config, storage, model_config, options, device, seed, on_host)
     if method == "lora":
         model.requires_grad_(False)
@@ -125,7 +123,7 @@ def load_model(
 
 
 @contextmanager
-def library_errors(what: str, remedy: str = "", *, attention: str | None = None) -> Iterator[None]:
+def library_errors(what: str, remedy: str = "", *, attention: str = "") -> Iterator[None]:
     """Turn what a library raises for a user's files into a UsageError of one sentence: `what`, reason, `remedy`.
 
     A KeyError for `attention`, a registered name, means that the model does not use transformers' interface for it.
@@ -155,29 +153,8 @@ def weight_dtype_of(method: Literal["lora", "full"], full: FullConfig, compute_d
     return compute_dtype
 
 
-def load_for_inference(
-    name: str,
-    *,
-    revision: str | None = None,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-    device_map: str | None = None,
-) -> PreTrainedModel:
-    """Load a model for generation or merging: with transformers' own sdpa attention and cache, frozen, in eval mode.
-
-    `dtype` None keeps the files' dtype. `device_map` (see `read_device_map`) spreads the model over several devices
-    instead of `device`. Raises like `load_model` and `read_device_map`.
-    """
-    check_source(name, revision)
-    model_config = _read_config(name, revision)
-    options = {"dtype": dtype or "auto"}
-    with library_errors(_BUILDING.format(name), "; choose another model"):
-        places = {"": device} if device_map is None else read_device_map(device_map, model_config)
-        model, _ = _pretrained_model(name, revision, model_config, options, places)
-    return model.requires_grad_(False).eval()
-
-
-def _read_config(name: str, revision: str | None, storage: str = "model") -> Any:
+def read_config(name: str, revision: str | None, storage: str = "model") -> Any:
+    """Return transformers' configuration of a model. Raises UsageError, also for NF4 files without `storage` nf4."""
     with library_errors(f"{name}/config.json: transformers refuses it"):
         source, revision = hub_source(name, revision)
         with hub_errors(name):
@@ -213,7 +190,7 @@ def _make_model(
         return read_nf4(config.name, config.revision, model_config, options, device=device, place=place), []
     in_files = on_host or storage != "model"
     how, where = ({**options, "dtype": "auto"}, torch.device("cpu")) if in_files else (options, device)
-    model, unused = _pretrained_model(config.name, config.revision, model_config, how, {"": where})
+    model, unused = load_pretrained(config.name, config.revision, model_config, how, {"": where})
     if storage != "model":
         quantize_layers(model, make, device=device, dtype=options["dtype"], place=place)
     elif on_host and model.dtype != options["dtype"]:
@@ -221,7 +198,7 @@ def _make_model(
     return model, unused
 
 
-def _pretrained_model(
+def load_pretrained(
     name: str, revision: str | None, config: Any, options: dict[str, Any], device_map: Any
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load weights directly to their devices; return the model and the names of unused weights in the files."""

@@ -1,13 +1,11 @@
 """Load a model with quantized linear layers one layer at a time, so that the dense model is never in memory as a whole.
 
-There are three kinds of source:
-* 16-bit or 32-bit files: transformers' own loader on the CPU, which handles all renames and ties. Its tensors are views
-  of the mapped files, not copies (measured: 387 MiB of weights add 3 MiB of anonymous memory), so each linear layer can
-  be read, quantized on the device and dropped in turn. transformers' HfQuantizer would prefetch many tensors to the
-  device, and changes between versions.
+* 16-bit or 32-bit files: transformers' own loader on the CPU handles all renames and ties. Its tensors are views of the
+  mapped files (387 MiB of weights add 3 MiB of anonymous memory), so each linear layer is read, quantized on the device
+  and dropped in turn. transformers' HfQuantizer prefetches many tensors to the device, and changes between versions.
 * random weights: built on the meta device, then filled and quantized layer by layer.
-* bitsandbytes NF4 files: the same empty model; its linear layers are taken from the files as they are. Names must match
-  exactly: transformers' renames are not applied, so missing or unknown names are errors.
+* bitsandbytes NF4 files: the same empty model takes its linear layers from the files as they are. transformers' renames
+  are not applied, so missing or unknown names are errors.
 """
 
 from __future__ import annotations
@@ -59,10 +57,7 @@ def quantize_layers(
 def random_quantized(
     config: Any, options: dict[str, Any], make: Make, *, device: torch.device, place: torch.device, seed: int
 ) -> PreTrainedModel:
-    """Make a model with random weights by `seed`, in options["dtype"], quantized layer by layer.
-
-    Each layer is made on the device and moved to `place`. The global random state does not change.
-    """
+    """Make a model with random weights by `seed`, in options["dtype"], quantized layer by layer as in `_fill`."""
     model = empty_model(config, options)
     _fill(model, device, place, seed, lambda layer: _swap_linears(layer, make, device, options["dtype"]))
     return model

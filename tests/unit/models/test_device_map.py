@@ -10,8 +10,7 @@ from transformers import AutoConfig
 
 from flatout.cli.main import main
 from flatout.errors import UsageError
-from flatout.models.load.device_map import describe_devices, read_device_map
-from flatout.models.load.model_paths import load_trained, resolve_model_paths
+from flatout.models.load.inference import describe_devices, load_trained, read_device_map, resolve_model_paths
 
 WHOLE = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
 BY_LAYER = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 0}

@@ -10,7 +10,8 @@ from tiny_models import save_tiny_model
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError, SecurityError, UsageError
-from flatout.models.load.model import load_for_inference, load_model
+from flatout.models.load.inference import load_for_inference
+from flatout.models.load.model import load_model
 from flatout.models.load.source import check_source, read_model_config
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ from flatout.errors import CheckpointError, UsageError
 from flatout.kernels.nf4.reference import nf4_levels, quantize
 from flatout.models.bases.frozen_linear import Nf4Linear
 from flatout.models.blocks import decoder_layers
-from flatout.models.load.model import load_for_inference, load_model
+from flatout.models.load.inference import load_for_inference
+from flatout.models.load.model import load_model
 from flatout.models.load.quantized import quantize_layers, random_quantized
 from flatout.models.selftest import check_packing
 
