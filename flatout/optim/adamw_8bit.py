@@ -39,19 +39,6 @@ class Factors(NamedTuple):
     beta2: Tensor
     eps: Tensor
 
-    @classmethod
-    def of(cls, group: dict[str, Any], step: int, dtype: torch.dtype) -> Factors:
-        beta1, beta2 = group["betas"]
-        values = (
-            1 - group["lr"] * group["weight_decay"],
-            group["lr"] / (1 - beta1**step),
-            1 / math.sqrt(1 - beta2**step),
-            beta1,
-            beta2,
-            group["eps"],
-        )
-        return cls(*(torch.tensor(value, dtype=dtype) for value in values))
-
 
 @dataclass(slots=True)
 class Target:
@@ -64,7 +51,6 @@ class Target:
     step: Tensor
     address: int
     num_updates: int
-    index: int
     wide: torch.dtype
     parts: list[tuple[Tensor, ...]]
     tables: tuple[Tensor, ...]
@@ -105,10 +91,18 @@ class LowBitAdamW(torch.optim.Optimizer):
             # shared, since the factors are the same for nearly all parameters and each needs a CPU tensor
             factors: dict[tuple[int, torch.dtype], Factors] = {}
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    target = self._target(parameter)
-                    self._update(target, parameter.grad, counts, group, factors)
-                    steps.append(target.step)
+                if parameter.grad is None:
+                    continue
+                target = self._target(parameter)
+                target.num_updates += 1
+                key = (target.num_updates, target.wide)
+                factors[key] = factors.get(key) or _factors(group, *key)
+                gradients = _slices(parameter.grad.reshape(-1), parameter.grad.numel())
+                for number, (part, (weight, *moments)) in enumerate(zip(gradients, target.parts, strict=True)):
+                    entropy = [self.seed, target.num_updates, self._index[parameter], number]
+                    draw = torch.tensor(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+                    target.update(weight, part, *moments, *target.tables, draw, counts, factors[key])
+                steps.append(target.step)
         if steps:
             # a list of one tensor, since a single tensor argument would be read by the host
             torch._foreach_add_(steps, [counts] * len(steps))
@@ -132,10 +126,11 @@ class LowBitAdamW(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.int64, device=device)
             for name in names:
-                dtype = torch.uint8 if name.endswith("_codes") else wide
-                is_scales = name.endswith("_scales")
-                shape = (size // BLOCK_SIZE,) if is_scales else parameter.shape
-                state[name] = torch.zeros(shape, dtype=torch.float32 if is_scales else dtype, device=device)
+                if name.endswith("_scales"):
+                    state[name] = torch.zeros(size // BLOCK_SIZE, dtype=torch.float32, device=device)
+                else:
+                    dtype = torch.uint8 if name.endswith("_codes") else wide
+                    state[name] = torch.zeros(parameter.shape, dtype=dtype, device=device)
         is_8bit = names == _NAMES_8BIT
         update: Callable[..., None] = _update_8bit if is_8bit else _update_plain
         whole = [parameter.detach().view(-1), *(state[name].view(-1) for name in names)]
@@ -144,7 +139,6 @@ class LowBitAdamW(torch.optim.Optimizer):
             step=state["step"],
             address=parameter.data_ptr(),
             num_updates=int(state["step"]),
-            index=self._index[parameter],
             wide=wide,
             parts=list(zip(*slices, strict=True)),
             tables=tuple(dynamic_table(signed, device) for signed in (True, False)) if is_8bit else (),
@@ -152,21 +146,12 @@ class LowBitAdamW(torch.optim.Optimizer):
         )
         return target
 
-    def _update(
-        self,
-        target: Target,
-        gradient: Tensor,
-        counts: Tensor,
-        group: dict[str, Any],
-        known: dict[tuple[int, torch.dtype], Factors],
-    ) -> None:
-        target.num_updates += 1
-        step, wide = target.num_updates, target.wide
-        factors = known.get((step, wide)) or known.setdefault((step, wide), Factors.of(group, step, wide))
-        gradients = _slices(gradient.reshape(-1), gradient.numel())
-        for number, (part, (weight, *moments)) in enumerate(zip(gradients, target.parts, strict=True)):
-            draw = np.random.SeedSequence([self.seed, step, target.index, number]).generate_state(1)
-            target.update(weight, part, *moments, *target.tables, torch.tensor(int(draw[0])), counts, factors)
+
+def _factors(group: dict[str, Any], step: int, dtype: torch.dtype) -> Factors:
+    beta1, beta2 = group["betas"]
+    keep, rate = 1 - group["lr"] * group["weight_decay"], group["lr"] / (1 - beta1**step)
+    values = (keep, rate, 1 / math.sqrt(1 - beta2**step), beta1, beta2, group["eps"])
+    return Factors(*(torch.tensor(value, dtype=dtype) for value in values))
 
 
 @cache

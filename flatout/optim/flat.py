@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Self
 
@@ -41,26 +41,12 @@ def flatten(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 class FlatOptimizer(torch.optim.Optimizer):
     """An optimizer over flat parameters; gradients are views, so they are zeroed in place instead of set to None."""
 
-    _places: Sequence[tuple[nn.Parameter, Tensor]] = ()
+    places: Sequence[tuple[nn.Parameter, Tensor]] = ()
 
     def over(self, parameters: Iterable[nn.Parameter]) -> Self:
         """Remember the parameters whose gradients are views of the flat ones, for `foreach_accumulate`."""
-        self._places = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        self.places = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         return self
-
-    @contextmanager
-    def foreach_accumulate(self) -> Iterator[None]:
-        """Wrap a backward pass to accumulate gradients in one call; autograd would launch one kernel per parameter."""
-        for parameter, _ in self._places:
-            parameter.grad = None
-        try:
-            yield
-            found = [(place, parameter.grad) for parameter, place in self._places if parameter.grad is not None]
-            if found:
-                torch._foreach_add_([place for place, _ in found], [grad for _, grad in found])
-        finally:
-            for parameter, place in self._places:
-                parameter.grad = place
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set every gradient to zero; `set_to_none` is ignored."""
@@ -69,9 +55,20 @@ class FlatOptimizer(torch.optim.Optimizer):
                 parameter.grad.zero_()
 
 
-def foreach_accumulate(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-    """Return `FlatOptimizer.foreach_accumulate()` for such an optimizer, else a null context."""
-    return optimizer.foreach_accumulate() if isinstance(optimizer, FlatOptimizer) else nullcontext()
+@contextmanager
+def foreach_accumulate(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Wrap a backward pass to add to flat gradients in one call; autograd would launch one kernel per parameter."""
+    places = optimizer.places if isinstance(optimizer, FlatOptimizer) else ()
+    for parameter, _ in places:
+        parameter.grad = None
+    try:
+        yield
+        found = [(place, parameter.grad) for parameter, place in places if parameter.grad is not None]
+        if found:
+            torch._foreach_add_([place for place, _ in found], [grad for _, grad in found])
+    finally:
+        for parameter, place in places:
+            parameter.grad = place
 
 
 class FlatAdamW(FlatOptimizer, torch.optim.AdamW):

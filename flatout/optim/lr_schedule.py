@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flatout.config.optim import OptimConfig, ScheduleConfig
+from flatout.config.optim import ScheduleConfig
 from flatout.errors import UsageError
 
 DEFAULT_WARMUP_RATIO = 0.03
@@ -25,11 +25,6 @@ def check_warmup(schedule: ScheduleConfig, num_updates_total: int) -> None:
             f"schedule.warmup_steps: {schedule.warmup_steps:,} is longer than the run of {num_updates_total:,} steps, "
             "which would never reach optim.lr; set fewer, or schedule.warmup_ratio"
         )
-
-
-def learning_rate(optim: OptimConfig, schedule: ScheduleConfig, update: int, num_updates_total: int) -> float:
-    """Return the learning rate of update number `update` (from 0) of `num_updates_total`."""
-    return optim.lr * lr_factor(schedule, update, num_updates_total)
 
 
 def lr_factor(schedule: ScheduleConfig, update: int, num_updates_total: int) -> float:

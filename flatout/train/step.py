@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from flatout.errors import NumericError, ResourceError
 from flatout.io.durable_io import DurableIO
 from flatout.optim.flat import foreach_accumulate
-from flatout.optim.lr_schedule import learning_rate
+from flatout.optim.lr_schedule import lr_factor
 from flatout.optim.update import (
     BackwardUpdate,
     clear_found_inf,
@@ -159,7 +159,7 @@ def next_lr(run: Run) -> float:
     """Return the learning rate of the next update."""
     # updates in flight count as done: a non-finite one ends the run anyway
     num_updates = run.progress.num_updates + run.state.num_in_flight
-    return learning_rate(run.config.optim, run.config.schedule, num_updates, run.plan.num_steps)
+    return run.config.optim.lr * lr_factor(run.config.schedule, num_updates, run.plan.num_steps)
 
 
 def _update(run: Run, norm: Tensor, lr: float) -> None:
