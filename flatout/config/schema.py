@@ -261,10 +261,17 @@ class Config(Section):
             raise ValueError(
                 "full.update: backward never holds all gradients, so it cannot clip; set optim.max_grad_norm: null"
             )
+        if self.freeze and self.method != "full":
+            raise ValueError("freeze is only for method: full; lora already freezes every base weight")
         return self
 
     @model_validator(mode="after")
-    def _allowed_changes_are_settings(self) -> Self:
+    def _names_are_usable(self) -> Self:
+        for pattern in self.freeze:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"freeze: {pattern!r} is no regular expression: {error}") from error
         known = {"data", "model", *RESUME_EFFECTS, *(name.partition(".")[0] for name in RESUME_EFFECTS)}
         if unknown := sorted(set(self.checkpoint.allow_change) - known):
             raise ValueError(
@@ -281,17 +288,6 @@ class Config(Section):
         folder, *taken = (Path(os.path.abspath(path)) for path in paths)  # noqa: PTH100
         if folder in taken or folder.is_relative_to(taken[0] / "built_dataset"):
             raise ValueError(f"run_dir: {self.folder} holds the run's model or data; choose a folder of its own")
-        return self
-
-    @model_validator(mode="after")
-    def _freeze_is_usable(self) -> Self:
-        if self.freeze and self.method != "full":
-            raise ValueError("freeze is only for method: full; lora already freezes every base weight")
-        for pattern in self.freeze:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"freeze: {pattern!r} is no regular expression: {error}") from error
         return self
 
     @model_validator(mode="after")

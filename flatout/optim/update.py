@@ -73,7 +73,8 @@ class BackwardUpdate:
         self._parameters = parameters
         self._updated: set[Tensor] = set()
         self._squares: list[Tensor] = []
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._update) for parameter in parameters]
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._update)
 
     def start(self, lr: float) -> None:
         """Set the learning rate of a step's updates; call it before the step's backward pass."""
@@ -91,11 +92,6 @@ class BackwardUpdate:
                 parameter.grad = torch.zeros_like(parameter)
                 self._update(parameter)
         return torch.stack(self._squares).sum().sqrt()
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
 
     def _update(self, parameter: Tensor) -> None:
         assert parameter.grad is not None

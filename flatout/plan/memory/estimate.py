@@ -142,21 +142,15 @@ class MemoryModel:
             return 0
         return sum(linear.num_weights for linear in self.shape.targeted(lora.targets))
 
-    @property
-    def num_adapter_params(self) -> int:
-        """Parameters of LoRA's adapters; 0 for full fine-tuning."""
-        lora = self.config.lora
-        return self.shape.num_lora_params(lora.rank, lora.targets) if self.config.method == "lora" else 0
-
     def inputs_bytes(self, num_tokens: int) -> int:
         """Return the bytes of all layers' inputs: `full` keeps them, and `offload` moves them to the host."""
         return self.shape.num_layers * num_tokens * self.shape.hidden_size * self.widths.hidden
 
     def estimate(self, size: MicroBatchSize, recompute: Recompute, *, accumulates: bool = True) -> MemoryEstimate:
         """Estimate the peak with micro-batches of this size; a step has several of them if it `accumulates`."""
-        shape, width = self.shape, self.widths
+        shape, width, lora = self.shape, self.widths, self.config.lora
         is_lora = self.config.method == "lora"
-        num_base, num_adapter = shape.num_params, self.num_adapter_params
+        num_base, num_adapter = shape.num_params, shape.num_lora_params(lora.rank, lora.targets) if is_lora else 0
         num_trained = num_gradients = num_adapter if is_lora else num_base
         embedding = shape.vocab_size * shape.hidden_size
         if self.config.full.update == "backward":
@@ -178,9 +172,9 @@ class MemoryModel:
             + max(self._head_bytes(size, recompute), self._backward_bytes(size, recompute)),
             in_turn=not (is_lora or accumulates or self.parallel_layout.keeps_gradients),
         )
-        return self._cut(whole) if self.parallel_layout.lockstep else whole
+        return self._cut(whole, num_adapter) if self.parallel_layout.lockstep else whole
 
-    def _cut(self, whole: MemoryEstimate) -> MemoryEstimate:
+    def _cut(self, whole: MemoryEstimate, num_adapter: int) -> MemoryEstimate:
         """Return the estimate with sharded state, plus the weights and gradients that are temporarily unsharded."""
         shape, layout, width = self.shape, self.parallel_layout, self.widths
         is_full = self.config.method == "full"
@@ -196,7 +190,6 @@ class MemoryModel:
             # frozen weights that are never freed stay unsharded
             blocks = self._frozen_bytes() - num_root * width.compute
             weights = whole.weights_bytes - (blocks * (1 - part - share) if layout.reshard_after_forward else 0)
-        num_adapter = self.num_adapter_params
         # two layers' gradients exist in the compute dtype before they are summed in that of the trained weights
         two_layers = (num_blocks if is_full else num_adapter) * 2 / shape.num_layers
         unsummed = two_layers * (width.compute + width.trained) + (root if is_full else 0)
