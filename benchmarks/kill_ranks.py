@@ -28,7 +28,7 @@ import yaml
 from safetensors.torch import load_file
 
 from flatout.demo.write import write_demo
-from flatout.launch.reports import RankReport
+from flatout.launch.attempt import RankReport
 
 DEADLINE_S = 180
 

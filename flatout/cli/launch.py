@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Literal
 
 from flatout.config.read import load_config
 from flatout.errors import UsageError
 from flatout.io.durable_io import DurableIO
-from flatout.launch.kubernetes import PYTORCH_JOB, TRAIN_JOB, KubernetesJob, manifest, secret_name
-from flatout.launch.slurm import SlurmJob, sbatch_script
+from flatout.launch.kubernetes import KubernetesJob, manifest, secret_name
+from flatout.launch.slurm import sbatch_script
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,14 +46,14 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--out {args.out} exists already; remove it, or choose another name")
     if args.slurm:
         folder, submit = Path.cwd(), "sbatch"
-        job = SlurmJob(
-            args.name or config.name, args.nodes, gpus, words, folder, folder / config.folder, sys.executable,
-            max_restarts=config.faults.max_restarts, partition=args.partition, account=args.account, time=args.time,
+        text = sbatch_script(
+            args.name or config.name, args.nodes, gpus, words, folder=folder, log_dir=folder / config.folder,
+            python=sys.executable, partition=args.partition, account=args.account, time=args.time,
+            max_restarts=config.faults.max_restarts,
         )  # fmt: skip
-        text = sbatch_script(job)
     else:
         name, submit = args.name or config.name.lower().replace("_", "-").replace(".", "-"), "kubectl apply -f"
-        kind = TRAIN_JOB if args.train_job else PYTORCH_JOB
+        kind: Literal["PyTorchJob", "TrainJob"] = "TrainJob" if args.train_job else "PyTorchJob"
         pods = KubernetesJob(name, args.nodes, gpus, words, args.image, args.claim, args.mount, kind)
         text = manifest(pods)
         if secret := secret_name(pods):

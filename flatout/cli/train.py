@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 import time
@@ -28,11 +29,10 @@ from flatout.errors import ResourceError, UsageError
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.file_lock import RunLock
 from flatout.launch import tmux
-from flatout.launch.launch_mode import RunHere, SpawnRanks, choose_launch_mode
-from flatout.launch.nodes import parse_nodes
+from flatout.launch.attempt import SIGNAL_EXIT_CODE, UNCAUGHT_EXIT_CODE, RankReport
+from flatout.launch.launch_mode import RunHere, SpawnRanks, choose_launch_mode, parse_nodes
 from flatout.launch.ranks import end_with_parent
-from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, LocalRendezvous, Rendezvous
-from flatout.launch.reports import SIGNAL_EXIT_CODE, UNCAUGHT_EXIT_CODE, RankReport
+from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, Rendezvous
 from flatout.launch.supervise import Supervisor
 from flatout.parallel.rank import Rank
 
@@ -95,7 +95,7 @@ def _start_ranks(config: Config, start: SpawnRanks, words: list[str]) -> int:
             pass
     rendezvous: Rendezvous
     if nodes.num_max == 1:
-        secret, rendezvous = new_secret(), LocalRendezvous()
+        secret, rendezvous = new_secret(), Rendezvous()
     else:
         logs = logs / f"node-{nodes.index}"
         secret = secret_of_nodes(env)
@@ -114,7 +114,7 @@ def _start_in_tmux(config: Config, place: RunHere | SpawnRanks, name: str, words
         logs = [latest / f"rank-{rank}.log" for rank in range(num_windows)]
     made = tmux.commands(name, [sys.executable, "-m", "flatout", *words], logs, Path.cwd(), environment())
     if dry_run:
-        print(tmux.shown(made))
+        print("\n".join(map(shlex.join, made)))
         return
     tmux.start(made, name)
     print(f"started; watch it with `tmux attach -t {name}` or `tmux attach -t {name}_gpu_0`")

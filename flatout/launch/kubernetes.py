@@ -13,9 +13,6 @@ import yaml
 from flatout.environment import SECRET
 from flatout.errors import UsageError
 
-Kind = Literal["PyTorchJob", "TrainJob"]
-PYTORCH_JOB: Kind = "PyTorchJob"
-TRAIN_JOB: Kind = "TrainJob"
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
 
@@ -31,7 +28,7 @@ class KubernetesJob:
     image: str
     claim: str
     mount: str = "/work"
-    kind: Kind = PYTORCH_JOB
+    kind: Literal["PyTorchJob", "TrainJob"] = "PyTorchJob"
 
 
 def secret_name(job: KubernetesJob) -> str | None:
@@ -51,56 +48,36 @@ def manifest(job: KubernetesJob) -> str:
         raise UsageError(f"--image {job.image!r}: expected a container image, such as registry.example/flatout:1.0")
     if not job.mount.startswith("/"):
         raise UsageError(f"--mount {job.mount!r}: expected an absolute path")
-    api = "kubeflow.org/v1" if job.kind == PYTORCH_JOB else "trainer.kubeflow.org/v1alpha1"
-    body = {"apiVersion": api, "kind": job.kind, "metadata": {"name": job.name}, "spec": _spec(job)}
-    # copied through JSON: YAML would write a shared object as an anchor, which is hard to edit by hand
-    return yaml.safe_dump(json.loads(json.dumps(body)), sort_keys=False, width=10_000)
-
-
-def _spec(job: KubernetesJob) -> dict[str, Any]:
-    secret = {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": secret_name(job), "key": "secret"}}}
-    env = [secret] if job.nodes > 1 else []
     # a list, so that no shell interprets the words
     command = ["python", "-m", "flatout", *job.words]
+    secret = {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": secret_name(job), "key": "secret"}}}
+    env = [secret] if job.nodes > 1 else []
     resources = {"limits": {"nvidia.com/gpu": job.gpus_per_node}}
     mounts = [{"name": "work", "mountPath": job.mount}, {"name": "shm", "mountPath": "/dev/shm"}]
     # NCCL's shared memory does not fit into a container's default of 64 MB
     shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
     volumes = [{"name": "work", "persistentVolumeClaim": {"claimName": job.claim}}, shm]
-    if job.kind == PYTORCH_JOB:
-        container = {
-            "name": "pytorch",
-            "image": job.image,
-            "command": command,
-            "workingDir": job.mount,
-            "env": env,
-            "resources": resources,
-            "volumeMounts": mounts,
+    spec: dict[str, Any]
+    if job.kind == "PyTorchJob":
+        api = "kubeflow.org/v1"
+        container: dict[str, Any] = {"name": "pytorch", "image": job.image, "command": command, "workingDir": job.mount}
+        container |= {"env": env, "resources": resources, "volumeMounts": mounts}
+        pod = {"spec": {"terminationGracePeriodSeconds": 600, "containers": [container], "volumes": volumes}}
+        spec = {"nprocPerNode": str(job.gpus_per_node), "pytorchReplicaSpecs": {}}
+        for role, count in (("Master", 1), ("Worker", job.nodes - 1)):
+            if count:
+                replicas = {"replicas": count, "restartPolicy": "OnFailure", "template": pod}
+                spec["pytorchReplicaSpecs"][role] = replicas
+    else:
+        api, node = "trainer.kubeflow.org/v1alpha1", {"name": "node", "volumeMounts": mounts}
+        trainer: dict[str, Any] = {"numNodes": job.nodes, "numProcPerNode": job.gpus_per_node, "image": job.image}
+        trainer |= {"command": command, "env": env, "resourcesPerNode": resources}
+        override = {"targetJobs": [{"name": "node"}], "containers": [node], "volumes": volumes}
+        spec = {
+            "runtimeRef": {"name": "torch-distributed"},
+            "trainer": trainer,
+            "podTemplateOverrides": [override],
         }
-        pod = {"terminationGracePeriodSeconds": 600, "containers": [container], "volumes": volumes}
-        replicas = {"Master": 1, "Worker": job.nodes - 1}
-        return {
-            "nprocPerNode": str(job.gpus_per_node),
-            "pytorchReplicaSpecs": {
-                role: {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
-                for role, count in replicas.items()
-                if count
-            },
-        }
-    override = {
-        "targetJobs": [{"name": "node"}],
-        "containers": [{"name": "node", "volumeMounts": mounts}],
-        "volumes": volumes,
-    }
-    return {
-        "runtimeRef": {"name": "torch-distributed"},
-        "trainer": {
-            "numNodes": job.nodes,
-            "numProcPerNode": job.gpus_per_node,
-            "image": job.image,
-            "command": command,
-            "env": env,
-            "resourcesPerNode": resources,
-        },
-        "podTemplateOverrides": [override],
-    }
+    body = {"apiVersion": api, "kind": job.kind, "metadata": {"name": job.name}, "spec": spec}
+    # copied through JSON: YAML would write a shared object as an anchor, which is hard to edit by hand
+    return yaml.safe_dump(json.loads(json.dumps(body)), sort_keys=False, width=10_000)

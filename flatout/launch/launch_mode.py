@@ -1,16 +1,38 @@
-"""Decide whether this process trains (alone, or as a rank that a launcher started) or starts the ranks."""
+"""Decide whether this process trains (alone, or as a rank that a launcher started) or starts the ranks of its node."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from flatout.environment import whole_number
 from flatout.errors import ResourceError, UsageError
-from flatout.launch.nodes import DEFAULT_PORT, Nodes, nodes_of, parse_nodes, slurm_rank
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+DEFAULT_PORT = 29400
+ENDPOINT = re.compile(r"(?P<host>\[[0-9A-Fa-f:]+\]|[A-Za-z0-9][A-Za-z0-9._-]*):(?P<port>\d{1,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """This node's index among the nodes; elastic if `num_min` < `num_max`. `endpoint` is HOST:PORT of node 0."""
+
+    num_min: int = 1
+    num_max: int = 1
+    index: int = 0
+    endpoint: str = ""
+
+    @property
+    def host(self) -> str:
+        """The endpoint's host."""
+        return self.endpoint.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """The endpoint's port."""
+        return int(self.endpoint.rpartition(":")[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +80,9 @@ def choose_launch_mode(
     nodes = nodes or nodes_of(env)
     if nodes.num_max > 1 and gpus is None and "PET_NPROC_PER_NODE" not in env and not on_cpu:
         procs = "gpu"
-    visible = None if gpus is None or on_cpu else visible_devices(gpus, env.get(VISIBLE))
     if nodes.num_max == 1 and procs == 1:
-        return RunHere({} if visible is None else {VISIBLE: ",".join(visible)})
-    return SpawnRanks(procs, nodes, visible)
+        return RunHere(visible_devices_env(env, gpus=gpus, on_cpu=on_cpu))
+    return SpawnRanks(procs, nodes, visible_devices(env, gpus=gpus, on_cpu=on_cpu))
 
 
 def _procs_of(env: Mapping[str, str], on_cpu: bool) -> int | Literal["gpu"]:
@@ -74,17 +95,69 @@ def _procs_of(env: Mapping[str, str], on_cpu: bool) -> int | Literal["gpu"]:
     return int(procs)
 
 
-def visible_devices_env(env: Mapping[str, str], *, gpus: Sequence[int] | None, on_cpu: bool) -> Mapping[str, str]:
-    """Return the environment in which a process sees only these GPUs. Raises the same errors as `visible_devices`."""
-    return {} if gpus is None or on_cpu else {VISIBLE: ",".join(visible_devices(gpus, env.get(VISIBLE)))}
+def parse_nodes(nnodes: str, node_rank: int, rdzv: str | None) -> Nodes:
+    """Parse --nnodes (`2` or `1:2`), --node-rank and --rdzv (HOST:PORT of node 0). Raises UsageError."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
+    if match is None:
+        raise UsageError(f"--nnodes is {nnodes!r}; expected a number such as 2, or fewest:most such as 1:2")
+    num_min, num_max = int(match[1]), int(match[2] or match[1])
+    if not 1 <= num_min <= num_max:
+        raise UsageError(f"--nnodes is {nnodes}; expected at least 1 node and fewest:most in this order")
+    if not 0 <= node_rank < num_max:
+        raise UsageError(f"--node-rank is {node_rank}; expected 0 to {num_max - 1} with --nnodes {nnodes}")
+    if num_max == 1:
+        return Nodes()
+    if rdzv is None:
+        raise UsageError("--rdzv is missing; with several nodes give HOST:PORT of node 0, the same on every node")
+    found = ENDPOINT.fullmatch(rdzv)
+    if found is None or not 0 < int(found["port"]) < 65536:
+        raise UsageError(f"--rdzv is {rdzv!r}; expected HOST:PORT of node 0, such as 10.0.0.1:{DEFAULT_PORT}")
+    return Nodes(num_min, num_max, node_rank, rdzv)
 
 
-def visible_devices(gpus: Sequence[int], shown: str | None) -> tuple[str, ...]:
-    """Return the entries of CUDA_VISIBLE_DEVICES for `gpus`, which count within its current value `shown`.
+def nodes_of(env: Mapping[str, str]) -> Nodes:
+    """Read this node's index from the variables of a TrainJob or PyTorchJob (PET_NNODES, PET_NODE_RANK, ...)."""
+    if (nnodes := env.get("PET_NNODES")) is None:
+        return Nodes()
+    if not re.fullmatch(r"\d+(:\d+)?", nnodes):
+        raise UsageError(f"PET_NNODES is {nnodes!r} in the environment; expected a number such as 2, or 1:2")
+    address, port = env.get("PET_MASTER_ADDR"), env.get("PET_MASTER_PORT", str(DEFAULT_PORT))
+    endpoint = env.get("PET_RDZV_ENDPOINT") or (f"{address}:{port}" if address else None)
+    index = whole_number(env, "PET_NODE_RANK" if "PET_NODE_RANK" in env else "RANK", 0)
+    return parse_nodes(nnodes, index, endpoint)
 
-    If `shown` is None, all GPUs are visible. Raises ResourceError for a number beyond the visible GPUs.
+
+def slurm_rank(env: Mapping[str, str]) -> dict[str, str] | None:
+    """Return RANK and the related variables if srun started this process as one of several tasks, else None.
+
+    Only srun sets SLURM_STEP_NUM_TASKS; SLURM_PROCID is also set in the batch script, which is not a rank.
     """
-    if shown is None:
+    world = whole_number(env, "SLURM_STEP_NUM_TASKS", 1)
+    if world < 2 or "SLURM_PROCID" not in env:
+        return None
+    # srun may bind each task to one GPU, which is then GPU 0
+    own_gpu = "," not in env.get("CUDA_VISIBLE_DEVICES", ",")
+    # the first host of a list such as `node[03-07,12],x1`: `node03`
+    first = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", env.get("SLURM_STEP_NODELIST", "localhost"))
+    assert first is not None
+    seed = whole_number(env, "SLURM_JOB_ID", 0) * 31 + whole_number(env, "SLURM_STEP_ID", 0)
+    return {
+        "RANK": str(whole_number(env, "SLURM_PROCID")),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": "0" if own_gpu else str(whole_number(env, "SLURM_LOCALID", 0)),
+        "MASTER_ADDR": env.get("MASTER_ADDR") or "".join(filter(None, first.groups())),
+        "MASTER_PORT": env.get("MASTER_PORT") or str(20_000 + seed % 10_000),
+    }
+
+
+def visible_devices(env: Mapping[str, str], *, gpus: Sequence[int] | None, on_cpu: bool) -> tuple[str, ...] | None:
+    """Return the entries of CUDA_VISIBLE_DEVICES for `gpus`, which count within its current value; None for all.
+
+    Raises ResourceError for a number beyond the visible GPUs.
+    """
+    if gpus is None or on_cpu:
+        return None
+    if (shown := env.get(VISIBLE)) is None:
         return tuple(str(gpu) for gpu in gpus)
     names = [name.strip() for name in shown.split(",") if name.strip()]
     for gpu in gpus:
@@ -94,3 +167,9 @@ def visible_devices(gpus: Sequence[int], shown: str | None) -> tuple[str, ...]:
                 "0; name others, or change that variable"
             )
     return tuple(names[gpu] for gpu in gpus)
+
+
+def visible_devices_env(env: Mapping[str, str], *, gpus: Sequence[int] | None, on_cpu: bool) -> Mapping[str, str]:
+    """Return the environment in which a process sees only these GPUs. Raises the same errors as `visible_devices`."""
+    visible = visible_devices(env, gpus=gpus, on_cpu=on_cpu)
+    return {} if visible is None else {VISIBLE: ",".join(visible)}

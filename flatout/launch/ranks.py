@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,12 +16,11 @@ from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STORE_SOCK
 from flatout.errors import ResourceError
 from flatout.io.bounded_wait import BoundedWait
 from flatout.io.durable_io import open_own
+from flatout.launch.attempt import SIGNAL_EXIT_CODE
 from flatout.launch.launch_mode import VISIBLE
-from flatout.launch.rendezvous import RendezvousInfo
-from flatout.launch.reports import SIGNAL_EXIT_CODE
+from flatout.launch.rendezvous import LOOPBACK, RendezvousInfo
 
 PR_SET_PDEATHSIG = 1
-POLL_S = 0.1
 COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 # files with a count of out-of-memory kills, narrowest scope first: cgroup v2, cgroup v1, host
 OOM_COUNTS = ("sys/fs/cgroup{2}/memory.events", "sys/fs/cgroup/memory{1}/memory.oom_control", "proc/vmstat")
@@ -34,11 +32,6 @@ class RankProcess:
 
     rank: int
     process: subprocess.Popen[bytes]
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs, -N if signal N ended it."""
-        return self.process.poll()
 
     def kill(self) -> None:
         """Kill the rank and its children."""
@@ -90,7 +83,6 @@ def shared_environment(
     visible: Sequence[str] | None,
     logs: Path,
     secret: str,
-    num_cores: int,
 ) -> dict[str, str]:
     """Return `parent` plus what all ranks of this node need; the user's settings for libraries are kept."""
     # drop what another launcher or a cluster set to describe this process: it does not apply to the ranks
@@ -99,11 +91,11 @@ def shared_environment(
     env |= {LOGS: str(logs), SECRET: secret, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     if visible is not None:
         env[VISIBLE] = ",".join(visible)
-    if info.is_local:
+    if info.host == LOOPBACK:
         env |= loopback_only()
     elif info.interface is not None:
         env.setdefault("GLOO_SOCKET_IFNAME", info.interface)
-    env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_ranks)))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     return env
 
 
@@ -122,8 +114,7 @@ def count_gpus(limit_s: float, setting: str) -> int:
     asked = subprocess.Popen([sys.executable, "-c", COUNT_GPUS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         while asked.poll() is None:
-            wait.check("the GPU driver of this node", "nvidia-smi may tell more")
-            time.sleep(POLL_S)
+            wait.pause("the GPU driver of this node", "nvidia-smi may tell more")
         answer = asked.communicate()[0]
     finally:
         asked.kill()

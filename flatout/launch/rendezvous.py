@@ -10,18 +10,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from flatout.errors import ResourceError
-from flatout.io.bounded_wait import BoundedWait
+from flatout.io.bounded_wait import POLL_S, BoundedWait
 from flatout.io.peer_sockets import PeerConnection, PeerListener, connect_to_peer, listen
-from flatout.launch.nodes import Nodes
+from flatout.launch.launch_mode import Nodes
 
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915
 # once `num_min` nodes have joined: how long to wait for one more
 LAST_CALL_S = 5.0
-POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,41 +37,26 @@ class RendezvousInfo:
     listener: socket.socket | None = None
     interface: str | None = None
 
-    @property
-    def is_local(self) -> bool:
-        """Whether all ranks are on this machine."""
-        return self.host == LOOPBACK
 
-
-class Rendezvous(Protocol):
-    """The interface that a supervisor uses before and during each attempt."""
+class Rendezvous:
+    """The rendezvous of a single machine, and the interface for several; used before and during each attempt."""
 
     def next_rendezvous(self, num_ranks: int) -> RendezvousInfo:
         """Wait for the other nodes. Raises PeerLostError when too few have joined after faults.join_s."""
+        # bound before any rank starts
+        listener = listen(LOOPBACK)
+        return RendezvousInfo(0, num_ranks, LOOPBACK, listener.getsockname()[1], listener)
 
     def membership_changed(self) -> bool:
         """Return whether a node has joined, so that the attempt must save, stop and restart."""
+        return False
 
     def close(self) -> None:
         """Disconnect from the other nodes."""
 
 
-class LocalRendezvous:
-    """The rendezvous of a single machine; the store's socket is bound to loopback before any rank starts."""
-
-    def next_rendezvous(self, num_ranks: int) -> RendezvousInfo:
-        listener = listen(LOOPBACK)
-        return RendezvousInfo(0, num_ranks, LOOPBACK, listener.getsockname()[1], listener)
-
-    def membership_changed(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        return None
-
-
-class HostRendezvous:
-    """The rendezvous on node 0; see Rendezvous for the methods. Raises ResourceError if it cannot bind the endpoint."""
+class HostRendezvous(Rendezvous):
+    """The rendezvous on node 0. Raises ResourceError if it cannot bind the endpoint."""
 
     def __init__(self, nodes: Nodes, secret: str, *, join_s: float, notify: Callable[[str], None]) -> None:
         self._nodes, self._join_s, self._notify = nodes, join_s, notify
@@ -104,15 +87,13 @@ class HostRendezvous:
             wait.check(f"node {missing} of {self._nodes.num_max} at {self._nodes.endpoint}")
             self._accept(POLL_S)
         self._members, self._joining = dict(sorted(self._joining.items())), {}
+        members = list(self._members.values())
         # the address at which the others reached this node also works for its ranks
-        host = LOOPBACK
-        for connection, _ in self._members.values():
-            host = str(connection.socket.getsockname()[0])
+        host = str(members[-1][0].socket.getsockname()[0]) if members else LOOPBACK
         listener = listen(host)
         port = listener.getsockname()[1]
-        world = num_ranks + sum(brought for _, brought in self._members.values())
-        first_rank = num_ranks
-        for connection, brought in self._members.values():
+        world, first_rank = num_ranks + sum(brought for _, brought in members), num_ranks
+        for connection, brought in members:
             connection.send({"first_rank": first_rank, "world": world, "port": port})
             first_rank += brought
         return RendezvousInfo(0, world, host, port, listener, interface_of(host))
@@ -145,8 +126,8 @@ class HostRendezvous:
             del self._joining[node]
 
 
-class ClientRendezvous:
-    """The rendezvous on every node but the first; see Rendezvous for the methods."""
+class ClientRendezvous(Rendezvous):
+    """The rendezvous on every node but the first."""
 
     def __init__(self, nodes: Nodes, secret: str, *, join_s: float, notify: Callable[[str], None]) -> None:
         self._nodes, self._secret, self._join_s, self._notify = nodes, secret, join_s, notify
@@ -164,8 +145,7 @@ class ClientRendezvous:
             while self._connection.is_open:
                 if info := self._receive_info(self._connection):
                     return info
-                wait.check(f"the nodes for which {what} waits")
-                time.sleep(POLL_S)
+                wait.pause(f"the nodes for which {what} waits")
 
     def membership_changed(self) -> bool:
         if self._connection is None or not self._connection.is_open:
@@ -194,17 +174,14 @@ class ClientRendezvous:
 
 def _bindable(nodes: Nodes) -> str:
     """Return the endpoint's address to bind; empty (all) if its name is a service's, or resolves to loopback here."""
-    try:
+    with suppress(ValueError):
         ipaddress.ip_address(nodes.host)
-    except ValueError:
-        try:
-            found = str(socket.getaddrinfo(nodes.host, nodes.port, socket.AF_INET)[0][4][0])
-            with socket.socket() as probe:
-                probe.bind((found, 0))
-            return "" if ipaddress.ip_address(found).is_loopback else found
-        except OSError:
-            return ""
-    return nodes.host
+        return nodes.host
+    with suppress(OSError), socket.socket() as probe:
+        found = str(socket.getaddrinfo(nodes.host, nodes.port, socket.AF_INET)[0][4][0])
+        probe.bind((found, 0))
+        return "" if ipaddress.ip_address(found).is_loopback else found
+    return ""
 
 
 def interface_of(address: str) -> str | None:

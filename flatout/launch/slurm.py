@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.errors import UsageError
@@ -14,72 +13,63 @@ PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 
 
-@dataclass(frozen=True, slots=True)
-class SlurmJob:
-    """The settings of a job. `time` is in Slurm's format, such as 12:00:00 or 2-00:00:00; the job runs in `folder`."""
-
-    name: str
-    nodes: int
-    gpus_per_node: int
-    words: Sequence[str]
-    folder: Path
-    log_dir: Path
-    python: str
-    partition: str | None = None
-    account: str | None = None
-    time: str = "24:00:00"
-    cpus_per_gpu: int = 8
-    max_restarts: int = 3
-
-
-def sbatch_script(job: SlurmJob) -> str:
+def sbatch_script(
+    name: str,
+    nodes: int,
+    gpus_per_node: int,
+    words: Sequence[str],
+    *,
+    folder: Path,
+    log_dir: Path,
+    python: str,
+    partition: str | None = None,
+    account: str | None = None,
+    time: str = "24:00:00",
+    max_restarts: int = 3,
+) -> str:
     """Return the script: one task per GPU, ranks from srun, and a signal to save before the time limit.
 
-    Raises UsageError for a name or time that is not valid in an #SBATCH line.
+    `time` is in Slurm's format, such as 12:00:00 or 2-00:00:00; the job runs in `folder`. Raises UsageError for a name
+    or time that is not valid in an #SBATCH line.
     """
-    for option, text in (("--name", job.name), ("--partition", job.partition), ("--account", job.account)):
+    for option, text in (("--name", name), ("--partition", partition), ("--account", account)):
         if text is not None and not PLAIN.fullmatch(text):
             raise UsageError(f"{option} {text!r}: expected letters, digits, dot, _ and -")
-    if not TIME.fullmatch(job.time):
-        raise UsageError(f"--time {job.time!r}: expected Slurm's form, such as 12:00:00 or 2-00:00:00")
+    if not TIME.fullmatch(time):
+        raise UsageError(f"--time {time!r}: expected Slurm's form, such as 12:00:00 or 2-00:00:00")
     options = {
-        "job-name": job.name,
-        "nodes": job.nodes,
-        "ntasks-per-node": job.gpus_per_node,
-        "gpus-per-node": job.gpus_per_node,
-        "cpus-per-task": job.cpus_per_gpu,
-        "time": job.time,
-        "partition": job.partition,
-        "account": job.account,
+        "job-name": name,
+        "nodes": nodes,
+        "ntasks-per-node": gpus_per_node,
+        "gpus-per-node": gpus_per_node,
+        "cpus-per-task": 8,
+        "time": time,
+        "partition": partition,
+        "account": account,
         # five minutes before the time limit every rank gets SIGTERM; the run saves and exits with code 75
         "signal": "TERM@300",
     }
-    lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
-    run = shlex.join([job.python, "-m", "flatout", *job.words])
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *lines,
-            "#SBATCH --requeue",
-            "",
-            "set -u",
-            f"cd -- {shlex.quote(str(job.folder))} || exit 2",
-            "# Slurm makes no folder for its own log, so this script does",
-            f"logs={shlex.quote(str(job.log_dir))}",
-            'mkdir -p -- "$logs" || exit 6',
-            'echo "the log is $logs/slurm-$SLURM_JOB_ID.log"',
-            'exec >>"$logs/slurm-$SLURM_JOB_ID.log" 2>&1',
-            "# ranks know each other by it; nothing keeps it",
-            "FLATOUT_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
-            "export FLATOUT_SECRET",
-            f"srun --kill-on-bad-exit=1 -- {run}",
-            "code=$?",
-            "# 75: stopped and saved; 7: a rank was lost; both go on from the newest checkpoint",
-            'if [ "$code" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
-            f'if [ "$code" -eq 7 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ]; then',
-            '  scontrol requeue "$SLURM_JOB_ID"',
-            "fi",
-            'exit "$code"',
-            "",
-        ]
-    )
+    lines = "\n".join(f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None)
+    return f"""#!/bin/bash
+{lines}
+#SBATCH --requeue
+
+set -u
+cd -- {shlex.quote(str(folder))} || exit 2
+# Slurm makes no folder for its own log, so this script does
+logs={shlex.quote(str(log_dir))}
+mkdir -p -- "$logs" || exit 6
+echo "the log is $logs/slurm-$SLURM_JOB_ID.log"
+exec >>"$logs/slurm-$SLURM_JOB_ID.log" 2>&1
+# ranks know each other by it; nothing keeps it
+FLATOUT_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+export FLATOUT_SECRET
+srun --kill-on-bad-exit=1 -- {shlex.join([python, "-m", "flatout", *words])}
+code=$?
+# 75: stopped and saved; 7: a rank was lost; both go on from the newest checkpoint
+if [ "$code" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+if [ "$code" -eq 7 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_restarts} ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""

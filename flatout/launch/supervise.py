@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +12,12 @@ from typing import TextIO
 
 from flatout.config.parallel import FaultsConfig
 from flatout.errors import PeerLostError, PreemptedError
-from flatout.io.bounded_wait import BoundedWait
+from flatout.io.bounded_wait import POLL_S, BoundedWait
+from flatout.launch.attempt import RESTARTABLE, SIGNAL_EXIT_CODE, AttemptOutcome, RankReport, classify_attempt
 from flatout.launch.launch_mode import SpawnRanks
 from flatout.launch.ranks import RankProcess, count_gpus, count_oom_kills, shared_environment, start_ranks
 from flatout.launch.rendezvous import Rendezvous
-from flatout.launch.reports import SIGNAL_EXIT_CODE, AttemptOutcome, RankReport, classify_attempt
 
-POLL_S = 0.1
 # after one rank failed, the others must exit within this time or are killed
 GRACE_S = 10.0
 # a rank that its peers report as lost may still be writing its own error
@@ -89,11 +87,11 @@ class Supervisor:
             if membership_changed:
                 self._notify(f"another node has come: all start again, logs in {folder}")
                 continue
-            crashed_after = outcome.crashed_after
-            crashed_again = crashed_after is not None and crashed_after == crashed_before
-            if crashed_after is not None and crashed_again:
-                self._notify(f"step {crashed_after + 1} crashed again after a restart, which cures nothing here")
-            if crashed_again or not outcome.is_restartable or num_restarts == self._faults.max_restarts:
+            is_over = outcome.exit_code not in RESTARTABLE or num_restarts == self._faults.max_restarts
+            if outcome.crashed_after is not None and outcome.crashed_after == crashed_before:
+                self._notify(f"step {crashed_before + 1} crashed again after a restart, which cures nothing here")
+                is_over = True
+            if is_over:
                 self._show_end(outcome, folder)
                 return outcome.exit_code
             if outcome.rank is not None and outcome.rank == lost_before:
@@ -109,10 +107,7 @@ class Supervisor:
         num_ranks = int(start.num_procs)
         info = self._rendezvous.next_rendezvous(num_ranks)
         folder = new_attempt(self._logs)
-        num_cores, visible = os.cpu_count() or 1, start.visible
-        env = shared_environment(
-            self._env, info, num_ranks, visible=visible, logs=folder, secret=self._secret, num_cores=num_cores
-        )
+        env = shared_environment(self._env, info, num_ranks, visible=start.visible, logs=folder, secret=self._secret)
         num_oom_kills = count_oom_kills()
         self._ranks = start_ranks(self._words, info, num_ranks, env, folder)
         if info.listener is not None:
@@ -123,10 +118,14 @@ class Supervisor:
             for rank in self._ranks:
                 rank.kill()
         reports = {report.rank: report for report in RankReport.read_all(folder)}
-        ended = []
         for rank in self._ranks:
-            report = reports.get(rank.rank, RankReport(rank.rank, rank.process.pid, 0.0))
-            ended.append(report.ended_with(rank.process.wait()))
+            report, code = reports.get(rank.rank, RankReport(rank.rank, rank.process.pid, 0.0)), rank.process.wait()
+            if code < 0:
+                report = replace(report, killed_by=-code)
+            elif report.exit_code is None:
+                report = replace(report, exit_code=code)
+            reports[rank.rank] = report
+        ended = [reports[rank.rank] for rank in self._ranks]
         self._ranks = []
         outcome = classify_attempt(ended, out_of_memory=count_oom_kills() > num_oom_kills)
         until_s = time.monotonic() + LAST_WORD_S
@@ -138,13 +137,13 @@ class Supervisor:
 
     def _watch(self, folder: Path) -> bool:
         """Wait until all ranks have ended; return True if another node has joined and all must restart."""
-        log = Follower(folder / "rank-0.log", self._out)
+        log, log_bytes = folder / "rank-0.log", 0
         was_asked = membership_changed = False
         failed_at: float | None = None
         wait: BoundedWait | None = None
-        while (codes := [rank.exit_code for rank in self._ranks]).count(None):
+        while (codes := [rank.process.poll() for rank in self._ranks]).count(None):
             time.sleep(POLL_S)
-            log.copy()
+            log_bytes = copy_lines(log, self._out, log_bytes)
             membership_changed = membership_changed or self._rendezvous.membership_changed()
             if (self._signal is not None or membership_changed) and not was_asked:
                 was_asked = True
@@ -157,7 +156,7 @@ class Supervisor:
                 # a stopped or blocked rank reacts to no other signal
                 lost = {report.lost_rank for report in RankReport.read_all(folder)} if failed_s > LOST_S else set()
                 for rank in self._ranks:
-                    if rank.exit_code is None and (rank.rank in lost or failed_s > GRACE_S):
+                    if rank.process.poll() is None and (rank.rank in lost or failed_s > GRACE_S):
                         rank.kill()
             elif len(codes) > codes.count(None):
                 wait = wait or BoundedWait(self._faults.long_phase_s, "faults.long_phase_s", self._notify)
@@ -167,7 +166,7 @@ class Supervisor:
                 except PeerLostError as error:
                     self._notify(str(error))
                     failed_at = time.monotonic() - GRACE_S
-        log.copy()
+        copy_lines(log, self._out, log_bytes)
         return membership_changed
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -202,31 +201,22 @@ def with_fewer(start: SpawnRanks, rank: int, min_ranks: int | None) -> SpawnRank
         return start
     if rank >= start.num_procs or start.num_procs - 1 < max(1, min_ranks):
         return start
-    visible = start.visible
-    if visible is not None:
-        visible = visible[:rank] + visible[rank + 1 :]
+    visible = start.visible and start.visible[:rank] + start.visible[rank + 1 :]
     return replace(start, num_procs=start.num_procs - 1, visible=visible)
 
 
-class Follower:
-    """Copies what is appended to a file, which may not exist yet."""
-
-    def __init__(self, path: Path, out: TextIO) -> None:
-        self._path, self._out = path, out
-        self._num_bytes = 0
-
-    def copy(self) -> None:
-        """Write the lines that were added since the last call."""
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._num_bytes)
-            content = file.read()
-        # whole lines only, so that no multi-byte character is split
-        end = content.rfind(b"\n") + 1
-        self._num_bytes += end
-        self._out.write(content[:end].decode("utf-8", errors="replace"))
-        self._out.flush()
+def copy_lines(path: Path, out: TextIO, begin: int) -> int:
+    """Write a file's lines from byte `begin` on to `out`; return where the next call begins. It may not exist yet."""
+    if not path.exists():
+        return begin
+    with path.open("rb") as file:
+        file.seek(begin)
+        content = file.read()
+    # whole lines only, so that no multi-byte character is split
+    end = content.rfind(b"\n") + 1
+    out.write(content[:end].decode("utf-8", errors="replace"))
+    out.flush()
+    return begin + end
 
 
 def new_attempt(logs: Path) -> Path:

@@ -31,12 +31,10 @@ def commands(
         raise UsageError(
             f"--tmux {name!r}: a name is up to 64 letters, digits, _ and -, and begins with a letter or digit"
         )
-    variables = [
-        word
-        for key, value in sorted(env.items())
-        if PASSED_ON.fullmatch(key) and not SECRET.search(key)
-        for word in ("-e", f"{key}={value}")
-    ]
+    variables = []
+    for key, value in sorted(env.items()):
+        if PASSED_ON.fullmatch(key) and not SECRET.search(key):
+            variables += ["-e", f"{key}={value}"]
     start = ["tmux", "new-session", "-d", "-s", name, "-n", "run", "-c", str(folder), *SIZE]
     # kept open after the run ends, so that the last lines can be read
     keep = [";", "set-option", "-w", "-t", f"={name}:run", "remain-on-exit", "on"]
@@ -48,11 +46,6 @@ def commands(
         made.append(["tmux", "new-session", "-d", "-t", f"={name}", "-s", window, *SIZE])
         made.append(["tmux", "select-window", "-t", f"={window}:{window}"])
     return made
-
-
-def shown(made: Sequence[Sequence[str]]) -> str:
-    """Return the commands as shell lines."""
-    return "\n".join(shlex.join(command) for command in made)
 
 
 def start(made: Sequence[Sequence[str]], name: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from launching import DEADLINE_S, launch, num_steps_told, settings, wait_for_steps
 from safetensors.torch import load_file
 
-from flatout.launch.reports import RankReport
+from flatout.launch.attempt import RankReport
 
 HANG_S = 3.0
 

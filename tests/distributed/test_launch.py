@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from launching import DEADLINE_S, launch, num_steps_told, settings, wait_for_steps
 
-from flatout.launch.reports import RankReport
+from flatout.launch.attempt import RankReport
 
 
 def test_two_jobs_at_once_one_right_one_wrong(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 from launching import DEADLINE_S, num_steps_told, settings, wait_for_steps
 
 from flatout.config.read import dump_config
-from flatout.launch.reports import RankReport
+from flatout.launch.attempt import RankReport
 
 HANG_S = 4.0
 NUM_STEPS = 150

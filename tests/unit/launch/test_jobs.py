@@ -9,17 +9,16 @@ import yaml
 
 from flatout.cli.main import main
 from flatout.errors import UsageError
-from flatout.launch.kubernetes import TRAIN_JOB, KubernetesJob, manifest
-from flatout.launch.launch_mode import SpawnRanks, choose_launch_mode
-from flatout.launch.nodes import Nodes
-from flatout.launch.slurm import SlurmJob, sbatch_script
+from flatout.launch.kubernetes import KubernetesJob, manifest
+from flatout.launch.launch_mode import Nodes, SpawnRanks, choose_launch_mode
+from flatout.launch.slurm import sbatch_script
 
 WORDS = ["train", "it's; $(touch x).yaml", "model.name=a b"]
 
 
-def slurm(**more: Any) -> SlurmJob:
+def slurm(**more: Any) -> str:
     values = {"name": "run", "nodes": 2, "gpus_per_node": 4, "words": WORDS, "python": "/venv/bin/python"}
-    return SlurmJob(**{**values, "folder": Path("/my work"), "log_dir": Path("/runs/a"), **more})
+    return sbatch_script(**{**values, "folder": Path("/my work"), "log_dir": Path("/runs/a"), **more})
 
 
 def test_the_script_runs_exactly_the_words(tmp_path: Path) -> None:
@@ -27,7 +26,7 @@ def test_the_script_runs_exactly_the_words(tmp_path: Path) -> None:
     folder.mkdir()
     # a folder that is not there yet, with a name that only a shell's quotes can hold
     logs = tmp_path / "runs" / "a b%"
-    script = sbatch_script(slurm(folder=folder, log_dir=logs))
+    script = slurm(folder=folder, log_dir=logs)
     assert "#SBATCH --ntasks-per-node=4\n" in script
     assert "#SBATCH --signal=TERM@300\n" in script
     assert "partition" not in script
@@ -48,7 +47,7 @@ def test_the_script_runs_exactly_the_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"name": "a b"}, {"partition": "p\n#SBATCH --uid=0"}, {"time": "1h"}])
 def test_what_sbatch_lines_cannot_hold_is_refused(wrong: Any) -> None:
     with pytest.raises(UsageError):
-        sbatch_script(slurm(**wrong))
+        slurm(**wrong)
 
 
 def test_a_pytorch_job() -> None:
@@ -66,7 +65,7 @@ def test_a_pytorch_job() -> None:
 
 
 def test_a_train_job_and_what_its_pods_do() -> None:
-    body = yaml.safe_load(manifest(KubernetesJob("run", 2, 4, WORDS, "img:1", "claim", kind=TRAIN_JOB)))
+    body = yaml.safe_load(manifest(KubernetesJob("run", 2, 4, WORDS, "img:1", "claim", kind="TrainJob")))
     trainer = body["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
     env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "run-node-0-0.run"}

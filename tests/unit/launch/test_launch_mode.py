@@ -5,8 +5,15 @@ from typing import Any
 import pytest
 
 from flatout.errors import ResourceError, UsageError
-from flatout.launch.launch_mode import RunHere, SpawnRanks, choose_launch_mode, visible_devices
-from flatout.launch.nodes import Nodes, first_host, parse_nodes, slurm_rank
+from flatout.launch.launch_mode import (
+    Nodes,
+    RunHere,
+    SpawnRanks,
+    choose_launch_mode,
+    parse_nodes,
+    slurm_rank,
+    visible_devices,
+)
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SRUN = {
@@ -83,12 +90,14 @@ def test_slurm_tasks_become_ranks() -> None:
     [("a", "a"), ("a,b", "a"), ("n[03-07,12],x", "n03"), ("n[5]-ib,x", "n5-ib"), ("n1-[2,4]", "n1-2")],
 )
 def test_the_first_host_of_a_node_list(nodelist: str, host: str) -> None:
-    assert first_host(nodelist) == host
+    found = slurm_rank({**SRUN, "SLURM_STEP_NODELIST": nodelist})
+    assert found is not None
+    assert found["MASTER_ADDR"] == host
 
 
 def test_a_hidden_gpu_is_refused_by_name() -> None:
     with pytest.raises(ResourceError, match=r"gpus names GPU 2, but CUDA_VISIBLE_DEVICES=4,5 shows 2"):
-        visible_devices([0, 2], "4,5")
+        visible_devices({"CUDA_VISIBLE_DEVICES": "4,5"}, gpus=[0, 2], on_cpu=False)
     with pytest.raises(ResourceError, match=r"shows 0"):
         choose_launch_mode({"CUDA_VISIBLE_DEVICES": ""}, gpus=[0], on_cpu=False, nodes=None)
 

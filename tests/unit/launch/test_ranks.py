@@ -15,14 +15,14 @@ from flatout.errors import ResourceError
 from flatout.io import bounded_wait
 from flatout.launch import ranks
 from flatout.launch.ranks import count_oom_kills, rank_variables, shared_environment, start_ranks
-from flatout.launch.rendezvous import LocalRendezvous, RendezvousInfo
+from flatout.launch.rendezvous import Rendezvous, RendezvousInfo
 
 OTHER_NODE = RendezvousInfo(first_rank=4, world=6, host="10.0.0.1", port=5000, interface="eth1")
 PARENT = {"PATH": "/bin", "RANK": "3", "PET_NNODES": "2", "TORCHELASTIC_RUN_ID": "x", "CUDA_VISIBLE_DEVICES": "0,1,2"}
 
 
 def environment_for(info: RendezvousInfo, parent: dict[str, str]) -> dict[str, str]:
-    return shared_environment(parent, info, 2, visible=("1", "2"), logs=Path("/logs"), secret="secret", num_cores=8)
+    return shared_environment(parent, info, 2, visible=("1", "2"), logs=Path("/logs"), secret="secret")
 
 
 def test_the_environment_of_the_ranks() -> None:
@@ -31,7 +31,7 @@ def test_the_environment_of_the_ranks() -> None:
     assert not {"RANK", "PET_NNODES", "TORCHELASTIC_RUN_ID"} & env.keys()
     assert (env["FLATOUT_SECRET"], env["FLATOUT_LOGS"], env["FLATOUT_PARENT"]) == ("secret", "/logs", str(os.getpid()))
     assert PARENT["RANK"] == "3"
-    assert environment_for(OTHER_NODE, PARENT)["OMP_NUM_THREADS"] == "4"
+    assert environment_for(OTHER_NODE, PARENT)["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // 2))
     assert rank_variables(OTHER_NODE, 1, 2) == {
         "RANK": "5",
         "WORLD_SIZE": "6",
@@ -45,7 +45,7 @@ def test_the_environment_of_the_ranks() -> None:
 def test_on_one_machine_collectives_stay_on_loopback() -> None:
     """Whatever interface the user's environment names for other runs."""
     other = {**PARENT, "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-    info = LocalRendezvous().next_rendezvous(2)
+    info = Rendezvous().next_rendezvous(2)
     assert info.listener is not None
     with info.listener as listener:
         assert listener.getsockname() == ("127.0.0.1", info.port)
@@ -58,7 +58,7 @@ def test_on_one_machine_collectives_stay_on_loopback() -> None:
 def test_words_reach_the_ranks_as_they_are(tmp_path: Path) -> None:
     """No shell and no parser of another launcher stands between."""
     words = ["train", "odd name; $(x).yaml", "model.name=a b"]
-    info = LocalRendezvous().next_rendezvous(1)
+    info = Rendezvous().next_rendezvous(1)
     assert info.listener is not None
     (rank,) = start_ranks(words, info, 1, {**os.environ}, tmp_path)
     info.listener.close()

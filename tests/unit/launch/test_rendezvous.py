@@ -12,7 +12,7 @@ from flatout.errors import PeerLostError, ResourceError
 from flatout.io import bounded_wait
 from flatout.io.peer_sockets import listen
 from flatout.launch import rendezvous
-from flatout.launch.nodes import Nodes
+from flatout.launch.launch_mode import Nodes
 from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, RendezvousInfo
 
 SECRET = "0123456789abcdef"

@@ -3,9 +3,8 @@
 import io
 from pathlib import Path
 
-from flatout.launch.launch_mode import SpawnRanks
-from flatout.launch.nodes import Nodes
-from flatout.launch.supervise import Follower, new_attempt, with_fewer
+from flatout.launch.launch_mode import Nodes, SpawnRanks
+from flatout.launch.supervise import copy_lines, new_attempt, with_fewer
 
 
 def test_fewer_ranks_only_where_allowed() -> None:
@@ -30,11 +29,10 @@ def test_attempts_are_numbered_on_and_the_latest_is_pointed_to(tmp_path: Path) -
 def test_a_log_is_copied_line_by_line(tmp_path: Path) -> None:
     out = io.StringIO()
     path = tmp_path / "rank-0.log"
-    follower = Follower(path, out)
-    follower.copy()
+    copied = copy_lines(path, out, 0)
     with path.open("wb") as file:
         for piece in (b"one\ntw", "o\nzw\u00f6".encode()[:-1], "\u00f6".encode()[-1:] + b"lf\n"):
             file.write(piece)
             file.flush()
-            follower.copy()
+            copied = copy_lines(path, out, copied)
     assert out.getvalue() == "one\ntwo\nzw\u00f6lf\n"

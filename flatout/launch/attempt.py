@@ -1,4 +1,4 @@
-"""Exit reports of the ranks, and the outcome of an attempt that follows from them."""
+"""How an attempt to run the ranks ended: their reports, the outcome that follows, and whether a restart may help."""
 
 from __future__ import annotations
 
@@ -64,12 +64,6 @@ class RankReport:
             step=None if error is None else vars(error).get("step"),
         )
 
-    def ended_with(self, code: int) -> Self:
-        """Return the report with the process's exit status added; an exit code that the rank reported is kept."""
-        if code < 0:
-            return replace(self, killed_by=-code)
-        return self if self.exit_code is not None else replace(self, exit_code=code)
-
 
 @dataclass(frozen=True, slots=True)
 class AttemptOutcome:
@@ -83,11 +77,6 @@ class AttemptOutcome:
     why: str
     crashed_after: int | None = None
 
-    @property
-    def is_restartable(self) -> bool:
-        """True if resuming from a checkpoint may help."""
-        return self.exit_code in RESTARTABLE
-
 
 def classify_attempt(reports: Sequence[RankReport], *, out_of_memory: bool = False) -> AttemptOutcome:
     """Derive the outcome: from the first rank that failed by itself, else one that saved and stopped, else a lost one.
@@ -97,11 +86,10 @@ def classify_attempt(reports: Sequence[RankReport], *, out_of_memory: bool = Fal
     if reports and {report.exit_code for report in reports} == {0}:
         return AttemptOutcome(0, None, "complete")
     secondary = {None, 0, PeerLostError.exit_code, PreemptedError.exit_code, *INTERRUPTED}
-    failed = [report for report in reports if report.exit_code not in secondary]
-    told = sorted((r for r in reports if r.exit_code == PeerLostError.exit_code), key=_end)
-    if failed:
+    by_end = sorted(reports, key=lambda report: report.ended_at or 0.0)
+    if failed := [report for report in by_end if report.exit_code not in secondary]:
         # prefer a rank's own failure to one that it reports for a peer
-        first = min(failed, key=lambda report: (report.lost_rank is not None, _end(report)))
+        first = min(failed, key=lambda report: report.lost_rank is not None)
         assert first.exit_code is not None
         culprit = first.rank if first.lost_rank is None else first.lost_rank
         crashed_after = first.step if first.exit_code == UNCAUGHT_EXIT_CODE else None
@@ -109,6 +97,7 @@ def classify_attempt(reports: Sequence[RankReport], *, out_of_memory: bool = Fal
     for report in reports:
         if report.exit_code == PreemptedError.exit_code:
             return AttemptOutcome(report.exit_code, report.rank, report.error or "asked to stop and saved")
+    told = [report for report in by_end if report.exit_code == PeerLostError.exit_code]
     killed = {report.rank: report for report in reports if report.exit_code is None}
     if not told and not killed:
         return AttemptOutcome(PeerLostError.exit_code, None, "no rank was started")
@@ -122,7 +111,3 @@ def classify_attempt(reports: Sequence[RankReport], *, out_of_memory: bool = Fal
         name = signal.Signals(lost.killed_by).name
         why += f"; rank {rank} was ended by {name}" + (", as this machine or container ran out of memory" * by_kernel)
     return AttemptOutcome(PeerLostError.exit_code, rank, why, told[0].step if told and is_crash else None)
-
-
-def _end(report: RankReport) -> float:
-    return report.ended_at or 0.0
