@@ -214,9 +214,13 @@ class DurableIO:
             yield
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free = f"{self._disk.free_bytes(path):,}"
+                if not needed_bytes:
+                    why = f"cannot {verb} {path}, {free} bytes are free on its disk; free some space"
+                    raise ResourceError(f"disk or quota full: {why}") from error
                 raise ResourceError(
-                    f"disk or quota full: {path} needs {needed_bytes:,} bytes, {self._disk.free_bytes(path):,} are "
-                    "free on its disk; free some space or lower checkpoint.keep; older checkpoints are untouched"
+                    f"disk or quota full: {path} needs {needed_bytes:,} bytes, {free} are free on its disk; free some "
+                    "space or lower checkpoint.keep; older checkpoints are untouched"
                 ) from error
             too_large = error.errno == errno.EFBIG
             remedy = "raise the limit (ulimit -f)" if too_large else "check that the folder is writable"

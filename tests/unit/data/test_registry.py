@@ -1,6 +1,5 @@
 import json
 import multiprocessing
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from flatout.data import registry
 from flatout.data.registry import Entry, built_dir, entry_dir, find, load, upsert
 from flatout.errors import DataError, ResourceError, SecurityError
+from flatout.io.durable_io import Disk
 
 ENTRY = Entry(
     name="finetom-1k",
@@ -177,7 +177,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(Disk, "sync", staticmethod(full))
     with pytest.raises(ResourceError, match=r"disk or quota full: .*data_config.json"):
         upsert(tmp_path, replace(ENTRY, name="second"))
     assert set(load(tmp_path)) == {"finetom-1k"}
