@@ -12,7 +12,7 @@ from torch import nn
 from flatout.config.schema import OptimConfig
 from flatout.errors import UsageError
 from flatout.optim.adamw_8bit import LowBitAdamW
-from flatout.optim.flat import FlatAdamW, FlatSGD, flatten
+from flatout.optim.flat import FlatAdamW, FlatOptimizer, FlatSGD, flatten
 
 # transformers' rule (Trainer.get_decay_parameter_names): these names, and all of nn.LayerNorm
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -63,14 +63,15 @@ def make_optimizer(
         held = [named[name] for name in names]
         if held:
             groups.append({"params": flatten(held) if flat and not is_low_bit else held, "weight_decay": decay})
-    if config.name == "sgd":
-        if flat:
-            return FlatSGD(groups, lr=config.lr, momentum=config.beta1).over(named.values())
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1)
     options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     if is_low_bit:
         return LowBitAdamW(groups, eight_bit=config.name == "adamw8bit", seed=seed, **options)
-    on_gpu = all(parameter.is_cuda for parameter in named.values())
-    if flat:
-        return FlatAdamW(groups, fused=on_gpu, **options).over(named.values())
-    return torch.optim.AdamW(groups, fused=on_gpu, **options)
+    optimizer: torch.optim.Optimizer
+    if config.name == "sgd":
+        optimizer = (FlatSGD if flat else torch.optim.SGD)(groups, lr=config.lr, momentum=config.beta1)
+    else:
+        on_gpu = all(parameter.is_cuda for parameter in named.values())
+        optimizer = (FlatAdamW if flat else torch.optim.AdamW)(groups, fused=on_gpu, **options)
+    if isinstance(optimizer, FlatOptimizer):
+        optimizer.places = [(each, each.grad) for each in named.values() if each.grad is not None]
+    return optimizer

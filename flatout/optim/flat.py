@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +40,8 @@ def flatten(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 class FlatOptimizer(torch.optim.Optimizer):
     """An optimizer over flat parameters; gradients are views, so they are zeroed in place instead of set to None."""
 
+    # the parameters whose gradients are views of the flat ones, and these views
     places: Sequence[tuple[nn.Parameter, Tensor]] = ()
-
-    def over(self, parameters: Iterable[nn.Parameter]) -> Self:
-        """Remember the parameters whose gradients are views of the flat ones, for `foreach_accumulate`."""
-        self.places = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-        return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set every gradient to zero; `set_to_none` is ignored."""

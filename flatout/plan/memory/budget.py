@@ -142,26 +142,26 @@ def spend_spare_memory(
     model = decision.model
     if model is None or device is None:
         return decision
+    layout = model.parallel_layout
+    frees = config.method == "full" and layout.shards_weights and layout.reshard_after_forward
+    if model.transposable_bytes:
+        other = replace(model, transposed_weights=True)
+        gain = f"fp8 weights transposed once, {model.transposable_bytes / GIB:.1f} GiB"
+    elif frees and config.sharding.reshard_after_forward == "auto":
+        other = replace(model, parallel_layout=replace(layout, reshard_after_forward=False))
+        gain = "gathered weights stay within a step"
+    else:
+        return decision
 
     def num_micro_batches(plan: RunPlan) -> int:
         return sum(len(rank) for step in plan.sampled_steps(NUM_STEPS_SEEN) for rank in step.ranks)
 
-    def keeping(other: MemoryModel) -> MemoryDecision | None:
-        kept, fits, enough = _decide(other, decision.recompute, tokens, device)
-        cut = plan.with_layout(kept.micro_batch_tokens, plan.layout.cost, lockstep=plan.layout.lockstep)
-        return None if fits < enough or num_micro_batches(cut) > num_micro_batches(plan) else kept
-
+    kept, fits, enough = _decide(other, decision.recompute, tokens, device)
+    cut = plan.with_layout(kept.micro_batch_tokens, plan.layout.cost, lockstep=plan.layout.lockstep)
+    if fits >= enough and num_micro_batches(cut) <= num_micro_batches(plan):
+        return replace(kept, reason=f"{kept.reason}; {gain}")
     if model.transposable_bytes:
-        if (kept := keeping(replace(model, transposed_weights=True))) is None:
-            return replace(decision, reason=f"{decision.reason}; fp8 weights are transposed in every pass")
-        return replace(
-            kept, reason=f"{kept.reason}; fp8 weights transposed once, {model.transposable_bytes / GIB:.1f} GiB"
-        )
-    frees = model.parallel_layout.shards_weights and model.parallel_layout.reshard_after_forward
-    if frees and config.method == "full" and config.sharding.reshard_after_forward == "auto":
-        kept = keeping(replace(model, parallel_layout=replace(model.parallel_layout, reshard_after_forward=False)))
-        if kept is not None:
-            return replace(kept, reason=f"{kept.reason}; gathered weights stay within a step")
+        return replace(decision, reason=f"{decision.reason}; fp8 weights are transposed in every pass")
     return decision
 
 
@@ -230,17 +230,12 @@ def largest_fit(model: MemoryModel, recompute: Recompute, tokens: TokenStatistic
     # a whole step at once may need less than several micro-batches, which accumulate gradients
     if fits(most):
         return most
-    # the largest size that fits
     size = bisect_left(range(1, most), True, key=lambda count: not fits(count))
     return max(size // TOKENS_MULTIPLE * TOKENS_MULTIPLE, min(size, tokens.longest_sample))
 
 
 def longest_document_tokens(
-    config: Config,
-    shape: ModelShape,
-    device: Device,
-    label_share: float,
-    parallel_layout: ParallelLayout = ALONE,
+    config: Config, shape: ModelShape, device: Device, label_share: float, parallel_layout: ParallelLayout = ALONE
 ) -> int:
     """Return the longest single document that this GPU could train on, at the heaviest allowed recompute level."""
     model = memory_model(config, shape, device, parallel_layout)

@@ -168,8 +168,7 @@ class MemoryModel:
             gradients_bytes=num_gradients * width.trained,
             optimizer_bytes=int(num_trained * optimizer),
             activations_bytes=self._activations_bytes(size, recompute),
-            working_bytes=CONSTANT_BYTES
-            + max(self._head_bytes(size, recompute), self._backward_bytes(size, recompute)),
+            working_bytes=self._working_bytes(size, recompute),
             in_turn=not (is_lora or accumulates or self.parallel_layout.keeps_gradients),
         )
         return self._cut(whole, num_adapter) if self.parallel_layout.lockstep else whole
@@ -248,33 +247,31 @@ class MemoryModel:
         }[recompute]
         return int(kept) + size.num_tokens * shape.hidden_size * LAST_NORM_BYTES
 
-    def _head_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
-        element, hidden, vocab = self.widths.compute, self.shape.hidden_size, self.shape.vocab_size
+    def _working_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
+        """Return the larger of the head's temporaries and those of one layer's backward pass."""
+        shape, base, element = self.shape, self.config.base, self.widths.compute
         # one tile's logits and their gradient; the label rows and their gradient
         num_tile_rows = min(size.num_labels, HEAD_TILE_ROWS[recompute])
-        num_bytes = 2 * (num_tile_rows * vocab + size.num_labels * hidden) * element
+        head = 2 * (num_tile_rows * shape.vocab_size + size.num_labels * shape.hidden_size) * element
         if self.config.method == "full":
             # the head's weight gradient is summed in fp32, in addition to a narrower copy of the weight or the gradient
-            num_bytes += vocab * hidden * (4 + (element if element < 4 else 0))
-        return num_bytes
-
-    def _backward_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
-        """Return the bytes of one layer's backward pass: gradients, recomputed activations, and unpacked weights."""
+            head += shape.vocab_size * shape.hidden_size * (4 + (element if element < 4 else 0))
+        # gradients and recomputed activations
         again = {"none": 0.0, "selective": 0.0, "budget": 1 - BUDGET_SHARE}.get(recompute, 1.0)
         layer = (BACKWARD_SHARE + again) * self._layer_bytes(size.num_tokens)
         # FlashAttention-2 sums the queries' gradient in fp32, each document padded to 128 rows
-        queries = (size.num_tokens + 128 * size.num_documents) * self.shape.num_heads * self.shape.head_dim * 4
+        queries = (size.num_tokens + 128 * size.num_documents) * shape.num_heads * shape.head_dim * 4
         # linear layers that read the same input are unpacked as one group
         groups: dict[tuple[str, int], int] = {}
-        transposed = self.shape.targeted(self.config.lora.targets, 1) if self.transposed_weights else ()
-        for linear in self.shape.layers[0].linears:
+        transposed = shape.targeted(self.config.lora.targets, 1) if self.transposed_weights else ()
+        for linear in shape.layers[0].linears:
             if linear not in transposed:
                 key = (linear.name.partition(".")[0], linear.num_in)
                 groups[key] = groups.get(key, 0) + linear.num_weights
-        largest, base = max(groups.values(), default=0), self.config.base
+        largest = max(groups.values(), default=0)
         fp8 = largest if base.storage != "model" and base.computes_in_fp8 else 0
-        unpacked = largest * self.widths.compute if base.storage == "nf4" else 0
-        return int(max(layer, queries)) + fp8 + unpacked
+        unpacked = largest * element if base.storage == "nf4" else 0
+        return CONSTANT_BYTES + max(head, int(max(layer, queries)) + fp8 + unpacked)
 
 
 def activation_elements(shape: ModelShape) -> int:

@@ -127,9 +127,8 @@ class RunPlan:
         """
         place = {sample_id: index for index, sample_id in enumerate(step.sample_ids)}
         ids = sorted((i for batch in step.ranks[rank] for i in batch.sample_ids), key=place.__getitem__)
-        return pack_micro_batches(
-            self.samples.take(self.samples.indices_of(ids)).items(self.layout.cost), micro_batch_tokens
-        )
+        samples = self.samples.take(self.samples.indices_of(ids))
+        return pack_micro_batches(samples.items(self.layout.cost), micro_batch_tokens)
 
     def describe(self) -> str:
         """Describe the plan in one line; balance and padding come from a sample of its steps."""
