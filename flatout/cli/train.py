@@ -24,7 +24,7 @@ from flatout.environment import (
     secret_of_nodes,
     set_environment,
     whole_number,
-)  # fmt: skip
+)
 from flatout.errors import ResourceError, UsageError
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.file_lock import RunLock

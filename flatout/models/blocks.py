@@ -66,9 +66,8 @@ def document_arguments(batch: PackedBatch) -> dict[str, Any]:
 
 def layer_configs(config: Any) -> list[Any]:
     """Return one config per layer if attributes such as the head size differ by layer, otherwise a single one."""
-    if not getattr(config, "is_heterogeneous", False):
-        return [config]
-    return [config.per_layer_config[index] for index in range(config.num_hidden_layers)]
+    differs = getattr(config, "is_heterogeneous", False)
+    return [config.per_layer_config[index] for index in range(config.num_hidden_layers)] if differs else [config]
 
 
 def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -20,7 +20,6 @@ from flatout.models.rope import length_limits, plain_rope
 
 # uneven, and 32 in total: fp32 cosines differ by one ulp if a length is not a multiple of the CPU's SIMD width
 _LENGTHS = (8, 19, 3, 2)
-_TOTAL = sum(_LENGTHS)
 # transformers' eager attention computes its softmax in float32 for every dtype
 _TOLERANCES = {("sdpa", torch.float64): 1e-10, ("eager", torch.float64): 1e-5}
 _FLOAT32_TOLERANCE = 1e-4
@@ -166,8 +165,7 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
     The documents are rows of one batch, padded on the right, which causal attention never reads.
     """
     model = loaded.model
-    documents = batch.token_ids.split(_LENGTHS)
-    rows = torch.stack([torch.cat([ids, ids.new_zeros(_TOTAL - len(ids))]) for ids in documents])
+    rows = torch.stack([F.pad(ids, (0, sum(_LENGTHS) - len(ids))) for ids in batch.token_ids.split(_LENGTHS)])
     results = {}
     for name in ("sdpa", "eager"):
         with _transformers_attention(model, name) as usable:

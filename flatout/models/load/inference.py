@@ -100,9 +100,13 @@ def load_trained(
 
 
 def load_for_inference(
-    name: str, *, device: torch.device, revision: str | None = None, dtype: torch.dtype | None = None,
+    name: str,
+    *,
+    device: torch.device,
+    revision: str | None = None,
+    dtype: torch.dtype | None = None,
     device_map: str | None = None,
-) -> PreTrainedModel:  # fmt: skip
+) -> PreTrainedModel:
     """Load a model with transformers' own sdpa attention and cache, frozen, in eval mode.
 
     `dtype` None keeps the files' dtype. `device_map` (see `read_device_map`) spreads the model over several devices

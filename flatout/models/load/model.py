@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,7 @@ from flatout.io.hub import hub_errors, hub_source
 from flatout.models.arch_quirks import quirks_of
 from flatout.models.attention import AttentionChoice, Implementation, choose_attention, register, registered_name
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear, num_weights
-from flatout.models.load.quantized import (
-    Make,
-    check_nf4_config,
-    describe_storage,
-    empty_model,
-    quantize_layers,
-    random_quantized,
-    read_nf4,
-)
+from flatout.models.load import quantized
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
 from flatout.models.load.source import check_source
 from flatout.models.rope import scale_by_document
@@ -85,10 +77,9 @@ def load_model(
     lora: every weight frozen, in the compute dtype; the decoder's linear layers in `base.storage`.
     full: fp32 master weights (fp64 for fp64), all trained, or with `full.weights: bf16` only bf16 weights.
     Reads only safetensors, never runs code from the model's repository, never makes up a missing weight.
-    `on_host` leaves pretrained weights in their mapped files, in the files' dtype, and quantized ones, made on the
-    device layer by layer, in host memory (see `DeferredWeights`).
-    `seed` determines the weights of `init: random` for a kind of device; the global random state does not change.
-    Raises UsageError, SecurityError or CheckpointError.
+    `on_host` leaves pretrained weights in their mapped files, in the files' dtype, and quantized ones in host memory
+    (see `DeferredWeights`). `seed` determines the weights of `init: random` for a kind of device; the global random
+    state does not change. Raises UsageError, SecurityError or CheckpointError.
     """
     check_source(config.name, config.revision, needs_weights=config.init == "pretrained")
     storage = base.storage if method == "lora" else "model"
@@ -112,7 +103,7 @@ def load_model(
     report = _report(config, model, dtypes, choice, unused)
     report += [rope] if rope else []
     if storage != "model":
-        report += describe_storage(model, storage)
+        report += quantized.describe_storage(model, storage)
     return LoadedModel(
         model=model,
         dtype=compute_dtype,
@@ -154,18 +145,39 @@ def weight_dtype_of(method: Literal["lora", "full"], full: FullConfig, compute_d
 
 
 def read_config(name: str, revision: str | None, storage: str = "model") -> Any:
-    """Return transformers' configuration of a model. Raises UsageError, also for NF4 files without `storage` nf4."""
+    """Return transformers' configuration of a model.
+
+    Raises UsageError if transformers refuses it, and for quantized weights other than bitsandbytes' double quantized
+    NF4 with `storage` nf4.
+    """
     with library_errors(f"{name}/config.json: transformers refuses it"):
         source, revision = hub_source(name, revision)
         with hub_errors(name):
             config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    if (quantization := getattr(config, "quantization_config", None)) is not None:
-        check_nf4_config(name, quantization)
-        if storage != "nf4":
-            raise UsageError(
-                f"model.name: {name} has bitsandbytes NF4 weights, which are only for method: lora with "
-                "base.storage: nf4; set that, or use the 16-bit model"
-            )
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return config
+    fields = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+    method = fields.get("quant_method")
+    if method != "bitsandbytes":
+        raise UsageError(f"model.name: {name} has {method} weights, which are not supported; use the 16-bit model")
+    if not (fields.get("load_in_4bit") or fields.get("_load_in_4bit")):
+        raise UsageError(
+            f"model.name: {name} has bitsandbytes int8 weights, which are not supported; use NF4 or 16 bit"
+        )
+    wanted = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8"}
+    # files of older versions do not name the storage
+    given = {"bnb_4bit_quant_storage": "uint8", **fields}
+    if wrong := [f"{field}: {given.get(field)}" for field in wanted if given.get(field) != wanted[field]]:
+        raise UsageError(
+            f"model.name: {name} has bitsandbytes weights with {', '.join(wrong)}; of 4-bit weights only nf4 with "
+            "double quantization is read: use such a checkpoint or the 16-bit model"
+        )
+    if storage != "nf4":
+        raise UsageError(
+            f"model.name: {name} has bitsandbytes NF4 weights, which are only for method: lora with "
+            "base.storage: nf4; set that, or use the 16-bit model"
+        )
     return config
 
 
@@ -174,7 +186,7 @@ def _make_model(
     on_host: bool,
 ) -> tuple[PreTrainedModel, list[str]]:  # fmt: skip
     """Make the model for `load_model`; also return the names of unused weights in the files."""
-    make: Make = Fp8Linear if storage == "fp8" else Nf4Linear.from_dense
+    make: quantized.Make = Fp8Linear if storage == "fp8" else Nf4Linear.from_dense
     place = torch.device("cpu") if on_host else device
     is_quantized = getattr(model_config, "quantization_config", None) is not None
     if is_quantized:
@@ -185,16 +197,16 @@ def _make_model(
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(model_config, **options), []
     if config.init == "random":
-        return random_quantized(model_config, options, make, device=device, seed=seed, place=place), []
+        return quantized.random_quantized(model_config, options, make, device=device, seed=seed, place=place), []
     if is_quantized:
-        return read_nf4(config.name, config.revision, model_config, options, device=device, place=place), []
+        return quantized.read_nf4(config.name, config.revision, model_config, options, device=device, place=place), []
     in_files = on_host or storage != "model"
     how, where = ({**options, "dtype": "auto"}, torch.device("cpu")) if in_files else (options, device)
     model, unused = load_pretrained(config.name, config.revision, model_config, how, {"": where})
     if storage != "model":
-        quantize_layers(model, make, device=device, dtype=options["dtype"], place=place)
+        quantized.quantize_layers(model, make, device=device, dtype=options["dtype"], place=place)
     elif on_host and model.dtype != options["dtype"]:
-        compute_buffers(model, empty_model(model_config, options))
+        compute_buffers(model, quantized.empty_model(model_config, options))
     return model, unused
 
 

@@ -93,26 +93,6 @@ def read_nf4(
     return model
 
 
-def check_nf4_config(name: str, quantization: Any) -> None:
-    """Raise UsageError with the model's `name` unless its quantization_config is NF4 with double quantization."""
-    fields = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
-    method = fields.get("quant_method")
-    if method != "bitsandbytes":
-        raise UsageError(f"model.name: {name} has {method} weights, which are not supported; use the 16-bit model")
-    if not (fields.get("load_in_4bit") or fields.get("_load_in_4bit")):
-        raise UsageError(
-            f"model.name: {name} has bitsandbytes int8 weights, which are not supported; use NF4 or 16 bit"
-        )
-    wanted = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8"}
-    # files of older versions do not name the storage
-    given = {"bnb_4bit_quant_storage": "uint8", **fields}
-    if wrong := [f"{field}: {given.get(field)}" for field in wanted if given.get(field) != wanted[field]]:
-        raise UsageError(
-            f"model.name: {name} has bitsandbytes weights with {', '.join(wrong)}; of 4-bit weights only nf4 with "
-            "double quantization is read: use such a checkpoint or the 16-bit model"
-        )
-
-
 def describe_storage(model: PreTrainedModel, storage: str) -> list[str]:
     """Return lines for the console: how linear layers are stored, and which are slow or stay dense."""
     stored = [module for module in model.modules() if isinstance(module, (Fp8Linear, Nf4Linear))]
@@ -172,16 +152,14 @@ def _fill_rest(module: nn.Module, owner: PreTrainedModel, device: torch.device, 
 
 def _open_files(name: str, revision: str | None) -> dict[str, Any]:
     """Return the open safetensors file of each tensor, by tensor name."""
-    folder = Path(name)
-    if not folder.is_dir():
+    source, revision = hub_source(name, revision)
+    if not (folder := Path(source)).is_dir():
         from huggingface_hub import snapshot_download
 
-        source, revision = hub_source(name, revision)
         with hub_errors(name):
-            if not (folder := Path(source)).is_dir():
-                patterns = ["*.safetensors", "*.json"]
-                folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-        check_weights(folder)
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
+    # `check_source` checks only a folder
+    check_weights(folder)
     files: dict[str, Any] = {}
     for path in sorted(folder.glob("*.safetensors")):
         opened = safe_open(path, framework="pt")

@@ -1,8 +1,8 @@
 """Deferred loading: weights stay memory-mapped until the model is sharded, so no device ever holds a full copy.
 
-transformers' loader runs on the CPU, where its tensors are views of the mapped files, so it handles all renames,
-fusions and ties, and each rank reads only its shard's pages from disk. Quantized weights, which are not in any file,
-are kept in host memory. Before loading, parameters are on the meta device, and start-up checks run on the first layers.
+On the CPU, the tensors of transformers' loader are views of the mapped files, so each rank reads only its shard's pages
+from disk. Quantized weights, which are not in any file, are kept in host memory. Before loading, parameters are on the
+meta device, and start-up checks run on the first layers.
 """
 
 from __future__ import annotations
