@@ -73,10 +73,7 @@ def packed_loss(
 
 
 class PackedLoss(nn.Module):
-    """`packed_loss` of one model as a module: the root that a run calls and a strategy may shard.
-
-    The head's weight is used outside the model's own forward, so sharding must wrap both.
-    """
+    """`packed_loss` of one model as a module, for strategies to shard: the model's forward does not use its head."""
 
     def __init__(self, model: PreTrainedModel, *, tile_rows: int = DEFAULT_TILE_ROWS) -> None:
         super().__init__()
@@ -92,10 +89,9 @@ class PackedLoss(nn.Module):
 
 
 def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:
-    """Run the loss once for every tile size, so that no training step has to wait while kernels load.
+    """Run the loss once for every tile size, under training's autocast, so that no step waits while kernels load.
 
-    Call it under the autocast of training steps; it leaves no gradient. Does nothing for a head that is not fused, is
-    sharded over ranks, or is not a plain linear layer.
+    It leaves no gradient, and does nothing for a head that is not fused, is sharded, or is not a plain linear layer.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module) or not _is_plain_linear(head) or hasattr(head.weight, "to_local"):

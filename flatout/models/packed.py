@@ -44,12 +44,11 @@ def packed_size(lengths: Sequence[int], *, size_buckets: Sequence[int] = ()) -> 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """T tokens of D concatenated documents, L of them predicted.
+    """T tokens of D concatenated documents, L of them predicted, none from another document.
 
     `token_ids` and `position_ids` int64 (T,), with positions restarting at 0 in each document; `cu_seqlens` int32
     (D+1,) the documents' boundaries; `max_seqlen` an upper bound on document length in tokens; `label_rows` int64 (L,)
-    the rows whose next token has loss and `label_ids` int64 (L,) those next tokens. No row predicts a token of another
-    document.
+    the rows whose next token has loss and `label_ids` int64 (L,) those next tokens.
     """
 
     token_ids: torch.Tensor
@@ -110,13 +109,13 @@ def flatten_samples(
     for index, (ids, loss_mask) in enumerate(samples):
         if len(ids) == 0 or len(ids) != len(loss_mask):
             raise ValueError(f"sample {index} has {len(ids)} token ids and a loss mask of {len(loss_mask)}")
-    max_seqlen = max(len(ids) for ids, _ in samples)
+    lengths = [len(ids) for ids, _ in samples]
+    max_seqlen = max(lengths)
     if num_boundaries:
-        given = [len(ids) for ids, _ in samples]
-        num_tokens, max_seqlen = packed_size(given, size_buckets=size_buckets)
-        if tail := num_tokens - sum(given):
+        num_tokens, max_seqlen = packed_size(lengths, size_buckets=size_buckets)
+        if tail := num_tokens - sum(lengths):
             samples = [*samples, (np.zeros(tail, np.int64), np.zeros(tail, bool))]
-    lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
+            lengths.append(tail)
     boundaries = np.concatenate([[0], np.cumsum(lengths)])
     token_ids = np.concatenate([ids for ids, _ in samples]).astype(np.int64)
     loss_mask = np.concatenate([marks for _, marks in samples]).astype(bool)

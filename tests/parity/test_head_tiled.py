@@ -9,7 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.config.schema import LoraConfig
-from flatout.kernels.cross_entropy import reference, tiled
+from flatout.kernels.cross_entropy import tiled
+from flatout.kernels.cross_entropy.reference import product_loss
 from flatout.kernels.cross_entropy.tiled import tile_terms
 from flatout.models import head
 from flatout.models.head import packed_loss, prepare_head
@@ -23,6 +24,10 @@ def problem(num_rows, width, vocabulary, dtype=torch.float64, size=1.0):
     weight = torch.randn(vocabulary, width, generator=generator, dtype=torch.float64)
     targets = torch.randint(0, vocabulary, (num_rows,), generator=generator)
     return hidden.to(dtype).requires_grad_(True), weight.to(dtype).requires_grad_(True), targets
+
+
+def reference_loss(hidden, weight, targets, **arguments):
+    return product_loss(F.linear(hidden, weight), targets, **arguments)
 
 
 def run(function, hidden, weight, targets, **arguments):
@@ -44,16 +49,16 @@ def equal(ours, truth, tolerance):
 def test_equals_cross_entropy(num_rows, width, vocabulary, scale, softcap, tile_rows):
     arguments = {"scale": scale, "softcap": softcap}
     inputs = problem(num_rows, width, vocabulary)
-    truth = run(reference.token_loss, *inputs, **arguments)
+    truth = run(reference_loss, *inputs, **arguments)
     equal(run(tiled.token_loss, *inputs, **arguments, tile_rows=tile_rows), truth, 1e-11)
     inputs32 = problem(num_rows, width, vocabulary, torch.float32)
     ours32 = run(tiled.token_loss, *inputs32, **arguments, tile_rows=tile_rows)
-    equal(ours32, run(reference.token_loss, *inputs32, **arguments), 2e-4 if vocabulary > 100 else 5e-5)
+    equal(ours32, run(reference_loss, *inputs32, **arguments), 2e-4 if vocabulary > 100 else 5e-5)
 
 
 def test_reference_is_torchs_cross_entropy():
     hidden, weight, targets = problem(9, 4, 13)
-    loss_sum, num_correct = reference.token_loss(hidden, weight, targets)
+    loss_sum, num_correct = reference_loss(hidden, weight, targets)
     logits = hidden @ weight.T
     torch.testing.assert_close(loss_sum, F.cross_entropy(logits, targets, reduction="sum"))
     assert int(num_correct) == int((logits.argmax(-1) == targets).sum())
@@ -88,7 +93,7 @@ def test_huge_logits_stay_finite():
     inputs = problem(12, 8, 50, size=1e4)
     ours = run(tiled.token_loss, *inputs, tile_rows=5)
     assert all(bool(tensor.isfinite().all()) for tensor in ours)
-    equal(ours, run(reference.token_loss, *inputs), 1e-9)
+    equal(ours, run(reference_loss, *inputs), 1e-9)
 
 
 def test_strided_hidden_and_weight():
@@ -99,7 +104,7 @@ def test_strided_hidden_and_weight():
     transposed = weight.detach().T.contiguous().T.requires_grad_(True)
     equal(
         run(tiled.token_loss, strided, transposed, targets, tile_rows=7),
-        run(reference.token_loss, hidden, weight, targets),
+        run(reference_loss, hidden, weight, targets),
         1e-12,
     )
 
@@ -109,7 +114,7 @@ def test_memory_poisoned_with_nan(monkeypatch):
     real = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: real(*a, **k).fill_(float("nan")))
     inputs = problem(13, 5, 19)
-    equal(run(tiled.token_loss, *inputs, tile_rows=4), run(reference.token_loss, *inputs), 1e-12)
+    equal(run(tiled.token_loss, *inputs, tile_rows=4), run(reference_loss, *inputs), 1e-12)
 
 
 def test_no_rows_give_zero_with_a_live_graph():
@@ -126,9 +131,7 @@ def test_frozen_weight_gets_no_gradient_and_no_grad_makes_none():
     frozen = weight.detach()
     tiled.token_loss(hidden, frozen, targets)[0].backward()
     assert frozen.grad is None
-    torch.testing.assert_close(
-        hidden.grad, torch.autograd.grad(reference.token_loss(hidden, frozen, targets)[0], hidden)[0]
-    )
+    torch.testing.assert_close(hidden.grad, torch.autograd.grad(reference_loss(hidden, frozen, targets)[0], hidden)[0])
     with torch.no_grad():
         assert not tiled.token_loss(hidden, weight, targets)[0].requires_grad
 
@@ -148,10 +151,10 @@ def test_low_precision_errs_no_more_than_plain(dtype):
             loss = function(*leaves, targets, **arguments)[0]
             return [loss.detach().double(), *(g.double() for g in torch.autograd.grad(loss, leaves))]
 
-        truth = gradients(reference.token_loss, torch.float64)
+        truth = gradients(reference_loss, torch.float64)
         for name, found in (
             ("ours", gradients(tiled.token_loss, dtype, tile_rows=7)),
-            ("plain", gradients(reference.token_loss, dtype)),
+            ("plain", gradients(reference_loss, dtype)),
         ):
             errors[name] += torch.tensor([float((a - b).norm()) for a, b in zip(found, truth, strict=True)])
     assert bool((errors["ours"] <= errors["plain"] * torch.tensor([2.0, 3.0, 3.0]) + 1e-6).all()), errors
@@ -243,7 +246,7 @@ def test_tiles_that_are_filled_up_give_the_same(num_rows, monkeypatch):
 
     inputs = problem(num_rows, 5, 31, torch.float32)
     for softcap in (None, 2.0):
-        truth = run(reference.token_loss, *inputs, scale=0.5, softcap=softcap)
+        truth = run(reference_loss, *inputs, scale=0.5, softcap=softcap)
         equal(run(tiled.token_loss, *inputs, scale=0.5, softcap=softcap, tile_rows=256, fused=True), truth, 5e-5)
     assert not any(size % 128 for size in sizes)
     assert sum(sizes) == 2 * -(-num_rows // 128) * 128
@@ -271,7 +274,7 @@ def test_fused_tiles_err_no_more_than_plain_ones_on_the_gpu(softcap):
     for num_rows in (1, 100, 3000):
         exact = [tensor.detach().cuda() for tensor in problem(num_rows, 64, 4099)]
         exact = [t.bfloat16().double() if t.is_floating_point() else t for t in exact]
-        truth = run(reference.token_loss, *[t.requires_grad_(t.is_floating_point()) for t in exact], softcap=softcap)
+        truth = run(reference_loss, *[t.requires_grad_(t.is_floating_point()) for t in exact], softcap=softcap)
         rounded = [t.detach().bfloat16().requires_grad_(True) if t.is_floating_point() else t for t in exact]
         plain, fused = (run(tiled.token_loss, *rounded, softcap=softcap, fused=on) for on in (False, True))
         for bound, index in ((2, 0), (3, 2), (3, 3)):

@@ -40,10 +40,7 @@ def cudnn_problem(device: torch.device) -> str | None:
 
 @cache
 def make_cudnn_attention() -> Attention:
-    """Bind cuDNN's attention, once per process; see `packed_operator`.
-
-    Raises ImportError or AttributeError for an unexpected package.
-    """
+    """Bind cuDNN's attention, once per process. Raises ImportError or AttributeError for an unexpected package."""
     return packed_operator("flatout::cudnn", *_passes(importlib.import_module("cudnn")), log_sums_by_token=True)
 
 

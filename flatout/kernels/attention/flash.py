@@ -43,12 +43,7 @@ def varlen_problem(device: torch.device, dtype: torch.dtype, head_dim: int | Non
 
 
 def make_varlen_attention() -> Attention:
-    """Bind torch's varlen kernel, with the signature of the installed torch.
-
-    The returned function takes q (T, H, D), k and v (T, K, D), cu_seqlens int32 (N+1,) and max_seqlen, with
-    keywords scale and window, and returns (T, H, D). Its backward is only deterministic under
-    torch.use_deterministic_algorithms.
-    """
+    """Bind torch's varlen kernel, with the signature of the installed torch; returns what `packed_operator` returns."""
     from torch.nn.attention.varlen import varlen_attn
 
     # older versions support fewer key than query heads without this argument
@@ -86,10 +81,7 @@ def flash_problem(name: str, device: torch.device) -> str | None:
 
 @cache
 def make_flash_attention(name: str) -> Attention:
-    """Bind FA3 or FA4, once per process; see `packed_operator`. The backward is not deterministic by default.
-
-    Raises ImportError or AttributeError for an unexpected package.
-    """
+    """Bind FA3 or FA4, once per process. Raises ImportError or AttributeError for an unexpected package."""
     module, is_fa4 = importlib.import_module(_MODULES[name]), name == "fa4"
     names = ("_flash_attn_fwd", "_flash_attn_bwd") if is_fa4 else ("_flash_attn_forward", "_flash_attn_backward")
     kernel, kernel_backward = (getattr(module, each) for each in names)

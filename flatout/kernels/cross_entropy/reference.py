@@ -20,10 +20,3 @@ def product_loss(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return F.cross_entropy(logits, targets, reduction="sum"), (logits.argmax(-1) == targets).sum()
-
-
-def token_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, scale: float = 1.0, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return `product_loss` of hidden (L, D) @ weight (V, D).T, of the same dtype. Memory is L * V for all logits."""
-    return product_loss(F.linear(hidden, weight), targets, scale=scale, softcap=softcap)

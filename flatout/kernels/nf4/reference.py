@@ -27,17 +27,13 @@ _PIECE = 1 << 24
 
 
 class Nf4Weight(NamedTuple):
-    """A weight of n elements, B = ceil(n / 64) blocks.
+    """A weight of n elements, B = ceil(n / 64) blocks."""
 
-    packed uint8 (ceil(n / 2),), absmax uint8 (B,), nested_absmax fp32 (ceil(B / 256),), nested_map fp32 (256,),
-    offset fp32 ().
-    """
-
-    packed: Tensor
-    absmax: Tensor
-    nested_absmax: Tensor
-    nested_map: Tensor
-    offset: Tensor
+    packed: Tensor  # uint8 (ceil(n / 2),)
+    absmax: Tensor  # uint8 (B,)
+    nested_absmax: Tensor  # fp32 (ceil(B / 256),)
+    nested_map: Tensor  # fp32 (256,)
+    offset: Tensor  # fp32 ()
 
 
 def nf4_levels(device: torch.device) -> Tensor:

@@ -161,9 +161,8 @@ class Nf4Linear(nn.Module):
     """A frozen linear layer stored in NF4 with double quantization (4.13 bits per weight), dequantized in every pass.
 
     `packed` and `absmax` are frozen parameters, so that strategies can shard them like any weight: the bytes of
-    `Nf4Weight` viewed as float8, as FSDP2 supports integers only from torch 2.12. Buffers: nested_absmax fp32,
-    nested_map fp32 (256,), offset fp32 (), row_scale fp32 (out,) for float8 products, bias (out,) or None. `dtype` is
-    that of `weight`.
+    `Nf4Weight` viewed as float8, as FSDP2 supports integers only from torch 2.12. The rest are buffers, with row_scale
+    fp32 (out,) for float8 products and bias (out,) or None. `dtype` is that of `weight`.
     """
 
     packed: Tensor

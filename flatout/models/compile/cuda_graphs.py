@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,15 @@ class GraphedDecoder:
             self._add_gradients(states, torch.zeros_like(states))
             del states
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._recorded[size] = _Recording(self, batch)
+        # thread_local, as the feed's thread may pin memory meanwhile
+        options: dict[str, Any] = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward, **options):
+            states = hidden_states(self._model, batch)
+        states_grad = torch.empty_like(states)
+        with torch.cuda.graph(backward, **options):
+            self._add_gradients(states, states_grad)
+        self._recorded[size] = _Recording(batch, forward, backward, states.detach(), states_grad)
         torch._foreach_copy_(self._gradients, before)
 
     def _add_gradients(self, states: Tensor, states_grad: Tensor) -> None:
@@ -74,21 +82,15 @@ class GraphedDecoder:
         torch._foreach_add_([total for total, _ in pairs], [grad for _, grad in pairs])
 
 
+@dataclass(frozen=True)
 class _Recording:
-    """Forward and backward of one size, which read `batch`."""
+    """Forward and backward of one size: tokens and documents in `batch`, the last hidden states and their gradient."""
 
-    def __init__(self, decoder: GraphedDecoder, batch: PackedBatch) -> None:
-        self.batch = batch
-        self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # thread_local, as the feed's thread may pin memory meanwhile
-        options: dict[str, Any] = {"pool": decoder._pool, "stream": decoder._stream}
-        options["capture_error_mode"] = "thread_local"
-        with torch.cuda.graph(self.forward, **options):
-            states = hidden_states(decoder._model, batch)
-        self.states_grad = torch.empty_like(states)
-        with torch.cuda.graph(self.backward, **options):
-            decoder._add_gradients(states, self.states_grad)
-        self.states = states.detach()
+    batch: PackedBatch
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    states: Tensor
+    states_grad: Tensor
 
 
 class _Replay(torch.autograd.Function):

@@ -214,11 +214,7 @@ def _compiler_settings() -> Iterator[None]:
     changes = {caching: True} if hasattr(functorch_config, caching) else {}
     fusing = "mix_order_reduction_non_strict_mode"
     kernels = {f"triton.{fusing}": True} if hasattr(inductor_config.triton, fusing) else {}
-    with (
-        dynamo_config.patch(specialize_float=True),
-        functorch_config.patch(changes),
-        inductor_config.patch(kernels),
-    ):
+    with dynamo_config.patch(specialize_float=True), functorch_config.patch(changes), inductor_config.patch(kernels):
         yield
 
 
