@@ -27,8 +27,7 @@ from flatout.plan.devices import DEVICES, GIB
 from flatout.plan.memory.budget import memory_model
 from flatout.plan.memory.estimate import MicroBatchSize
 from flatout.track.tracker import TrackerGroup
-from flatout.train.planning import plan_run
-from flatout.train.rank_consistency import gpu_of
+from flatout.train.planning import gpu_of, plan_run
 from flatout.train.run import train
 
 NUM_STEPS = 3

@@ -104,8 +104,7 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     from flatout.parallel.rank import Rank
     from flatout.track.tracker import TrackerGroup
     from flatout.train.build import build_run
-    from flatout.train.planning import plan_run
-    from flatout.train.rank_consistency import gpu_of
+    from flatout.train.planning import gpu_of, plan_run
     from flatout.train.run import train
     from flatout.train.step import accumulate_gradients
 

@@ -21,8 +21,7 @@ from flatout.track.tracker import MemoryTracker, Tracker, TrackerGroup
 from flatout.train.build import build_run
 from flatout.train.loop import run_steps
 from flatout.train.model_shape import read_shape
-from flatout.train.planning import plan_run
-from flatout.train.rank_consistency import weakest_gpu
+from flatout.train.planning import plan_run, weakest_gpu
 from flatout.train.state import Run
 
 

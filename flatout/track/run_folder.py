@@ -30,9 +30,8 @@ class RunFolderTracker:
     ) -> None:
         self._folder, self._warn, self._keep_folder = folder, warn, keep_folder
         DurableIO().make_dir(folder)
-        self._metrics, self._events, self._log = (
-            AppendFile(folder / name) for name in ("metrics.jsonl", "events.jsonl", "train.log")
-        )
+        self._files = [AppendFile(folder / name) for name in ("metrics.jsonl", "events.jsonl", "train.log")]
+        self._metrics, self._events, self._log = self._files
         self._num_lost, self._is_ours = 0, True
 
     def stage(self, name: str, text: str) -> None:
@@ -53,7 +52,7 @@ class RunFolderTracker:
         self._write_log(kind, describe_event(kind, facts))
 
     def close(self) -> None:
-        for file in (self._metrics, self._events, self._log):
+        for file in self._files:
             file.close()
 
     def _write_log(self, name: str, text: str) -> None:
@@ -63,8 +62,7 @@ class RunFolderTracker:
         if not self._is_ours:
             return
         file.write(line)
-        files = (self._metrics, self._events, self._log)
-        trouble = next((one.trouble for one in files if one.trouble), None)
+        trouble = next((one.trouble for one in self._files if one.trouble), None)
         if file.trouble:
             self._num_lost += 1
             if self._num_lost == 1:

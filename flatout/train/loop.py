@@ -14,8 +14,7 @@ from flatout.errors import PreemptedError
 from flatout.models.compile.layers import report_compilations
 from flatout.plan.schedule.steps import StepPlan
 from flatout.track.record import EvalRecord
-from flatout.train.memory_guard import PeakMemoryReporter
-from flatout.train.metrics import Meter
+from flatout.train.metrics import Meter, PeakMemoryReporter
 from flatout.train.resume import take_snapshot
 from flatout.train.state import Run
 from flatout.train.step import Pending, autocast, step_launcher

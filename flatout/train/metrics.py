@@ -1,4 +1,4 @@
-"""Turn step outcomes into records: rates since the last record, and padding avoided compared with a naive loader."""
+"""Turn step outcomes into records of rates; report stragglers, and planned compared with measured memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 
-from flatout.plan.devices import Peak, nominal_peak
+from flatout.plan.devices import GIB, Peak, nominal_peak
+from flatout.plan.memory.estimate import MicroBatchSize
 from flatout.plan.schedule.steps import StepPlan
 from flatout.track.record import StepRecord
 from flatout.train.clocks import StepClock
 from flatout.train.state import Run
-from flatout.train.step import StepOutcome
+from flatout.train.step import StepOutcome, micro_batches_of
 
 _ARITHMETIC = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+# peak memory is measured after the second step, as the first one allocates the optimizer's state only after its peak
+MEASURED_STEP = 2
 # a straggler takes so many times as long as the other ranks, for so many steps in a row
 STRAGGLER_SLOWDOWN, STRAGGLER_STEPS = 1.5, 20
 
@@ -95,6 +98,40 @@ class Stragglers:
             if self._num_slow[rank] == STRAGGLER_STEPS:
                 facts = {"rank": rank, "step": completed, "busy_s": round(own_s, 4), "others_s": round(others_s, 4)}
                 self._on_event("straggler", facts)
+
+
+class PeakMemoryReporter:
+    """Logs the planned and the measured peak once, after this process's second step."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._num_steps = 0
+        self._largest = MicroBatchSize(0, 0, 0)
+
+    def end_step(self, step: StepPlan) -> None:
+        """Keep the largest micro-batch so far; after the second step, log the peaks."""
+        run = self._run
+        self._num_steps += 1
+        if self._num_steps > MEASURED_STEP or run.device.type != "cuda":
+            return
+        for batch in micro_batches_of(run, step):
+            if batch.num_tokens > self._largest.num_tokens:
+                self._largest = MicroBatchSize(batch.num_tokens, batch.num_label_tokens, len(batch.sample_ids))
+        # recorded graphs ran at their largest size before the first step
+        recorded_tokens = run.loss.decoder.largest_tokens if run.loss.decoder else 0
+        if recorded_tokens > self._largest.num_tokens:
+            size, share = self._largest, recorded_tokens / self._largest.num_tokens
+            num_labels, num_documents = int(size.num_labels * share), int(size.num_documents * share)
+            self._largest = MicroBatchSize(recorded_tokens, num_labels, num_documents)
+        planned = run.memory.estimate(self._largest)
+        if planned is None or self._num_steps != MEASURED_STEP:
+            return
+        measured_bytes = torch.cuda.max_memory_allocated(run.device)
+        run.tracker.stage(
+            "memory",
+            f"planned {planned.total_bytes / GIB:.1f} GiB, measured {measured_bytes / GIB:.1f} GiB "
+            f"with {self._largest.num_tokens:,} tokens in a micro-batch",
+        )
 
 
 def useful_flops(run: Run, step: StepPlan) -> float:

@@ -138,47 +138,30 @@ def _require_finite(run: Run, tensors: Mapping[str, Tensor]) -> None:
 
 def find_checkpoint(
     config: Config, planned: PlannedRun, checkpoints: Checkpoints, tracker: Tracker
-) -> SavedCheckpoint | None:
-    """Find the checkpoint to resume from; None to start at step 0.
+) -> tuple[SavedCheckpoint | None, Progress | None]:
+    """Find the checkpoint to resume from (None: step 0), and the final progress if the run is already complete.
 
-    Raises CheckpointError if none of the folder's checkpoints is valid, if the data, the base model or settings that
-    affect the numerics differ from the checkpoint's, or if results without a checkpoint would be overwritten.
+    Collective. Raises CheckpointError if none of the folder's checkpoints is valid, if the data, the base model or
+    settings that affect the numerics differ from the checkpoint's, if results without a checkpoint would be
+    overwritten, or if changed settings would have no effect on a complete run.
     """
     checkpoint = checkpoints.newest()
+    final_dir, best_dir = config.folder / "final", config.folder / "best"
     if checkpoint is None:
-        final_dir = config.folder / "final"
         if checkpoints.group.run_on_first_rank(lambda: final_dir.exists() and any(final_dir.iterdir())):
             raise CheckpointError(
                 f"{final_dir} holds results and there is no checkpoint to go on from: training again would replace "
                 "them; choose another run_dir, or move that folder away"
             )
         tracker.stage("resume", "nothing to resume: from step 0")
-        return None
+        return None, None
     if config.checkpoint.resume == "never":
         raise CheckpointError(
             f"{checkpoints.folder} holds a checkpoint of step {checkpoint.step}, and checkpoint.resume is never; "
             "choose another run_dir or set checkpoint.resume=auto"
         )
-    changes = _changes(config, planned, checkpoint)
-    allow = config.checkpoint.allow_change
-    refuse_changes(changes, allow)
-    saved, now = dict(checkpoint.facts["fingerprints"]), dict(planned.fingerprints)
-    refuse_other_model(saved.pop("model"), now.pop("model"), allow)
-    refuse_other_data(saved, now, allow=allow, explained_by=changes)
-    for change in changes:
-        tracker.event("changed", {"setting": str(change)})
+    changes = _accepted_changes(config, planned, checkpoint, tracker)
     tracker.stage("resume", f"from step {checkpoint.step}")
-    return checkpoint
-
-
-def progress_if_complete(
-    config: Config, planned: PlannedRun, checkpoint: SavedCheckpoint | None, checkpoints: Checkpoints, tracker: Tracker
-) -> Progress | None:
-    """Return the final progress if the run is complete and its results are intact; None if work remains.
-
-    Collective. Raises CheckpointError for changed settings that would no longer have any effect.
-    """
-    final_dir, best_dir = config.folder / "final", config.folder / "best"
 
     def progress_of_results() -> Mapping[str, Any] | None:
         if not final_dir.exists():
@@ -191,27 +174,34 @@ def progress_if_complete(
             tracker.event("damaged", {"why": str(error), "next": "exported again from the newest checkpoint"})
             return None
 
-    if checkpoint is None:
-        return None
-    found = checkpoints.group.run_on_first_rank(progress_of_results)
-    if found is None:
-        return None
+    if (found := checkpoints.group.run_on_first_rank(progress_of_results)) is None:
+        return checkpoint, None
     progress = validated(TypeAdapter(Progress), found, str(final_dir))
     if not progress.stopped_early and progress.step < planned.plan.num_steps:
-        return None
-    refuse_without_effect(_changes(config, planned, checkpoint), config.folder)
-    return progress
+        return checkpoint, None
+    refuse_without_effect(changes, config.folder)
+    return checkpoint, progress
 
 
-def _changes(config: Config, planned: PlannedRun, checkpoint: SavedCheckpoint) -> list[Change]:
+def _accepted_changes(
+    config: Config, planned: PlannedRun, checkpoint: SavedCheckpoint, tracker: Tracker
+) -> list[Change]:
+    """Return the settings that differ from the checkpoint's. Raises CheckpointError as `find_checkpoint` does."""
     # settings added after the checkpoint was made get their defaults
-    saved = make_config(checkpoint.facts["config"], origin=f"the config of step {checkpoint.step}")
-    changes = config_changes(saved.model_dump(mode="json"), redacted(config.model_dump(mode="json")))
-    if checkpoint.facts["fingerprints"]["model"] != planned.fingerprints["model"]:
-        return changes
-    # the same base model, loaded from another place
-    places = ("model.name", "model.revision")
-    return [replace(change, effect="harmless") if change.key in places else change for change in changes]
+    old_config = make_config(checkpoint.facts["config"], origin=f"the config of step {checkpoint.step}")
+    changes = config_changes(old_config.model_dump(mode="json"), redacted(config.model_dump(mode="json")))
+    saved, now = dict(checkpoint.facts["fingerprints"]), dict(planned.fingerprints)
+    allow = config.checkpoint.allow_change
+    if saved["model"] == now["model"]:
+        # the same base model, loaded from another place
+        places = ("model.name", "model.revision")
+        changes = [replace(change, effect="harmless") if change.key in places else change for change in changes]
+    refuse_changes(changes, allow)
+    refuse_other_model(saved.pop("model"), now.pop("model"), allow)
+    refuse_other_data(saved, now, allow=allow, explained_by=changes)
+    for change in changes:
+        tracker.event("changed", {"setting": str(change)})
+    return changes
 
 
 def restore(run: Run, saved: SavedCheckpoint) -> None:

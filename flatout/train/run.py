@@ -32,9 +32,8 @@ from flatout.track.run_folder import RunFolderTracker
 from flatout.track.tracker import Tracker, TrackerGroup
 from flatout.train.build import build_run
 from flatout.train.loop import evaluate_now, run_steps, save
-from flatout.train.planning import plan_run
-from flatout.train.rank_consistency import require_same_run, weakest_gpu
-from flatout.train.resume import check_facts, find_checkpoint, progress_if_complete, restore_weights
+from flatout.train.planning import plan_run, require_same_run, weakest_gpu
+from flatout.train.resume import check_facts, find_checkpoint, restore_weights
 from flatout.train.state import Progress, Run
 
 
@@ -107,9 +106,9 @@ def _train(config: Config, tracker: Tracker, rank: Rank, watch: PeerWatch) -> Re
     group, keep = meet(), config.checkpoint.keep
     require_same_run(config, planned, group)
     checkpoints = Checkpoints(config.folder, keep=keep, on_event=tracker.event, group=group, check_facts=check_facts)
-    checkpoint = find_checkpoint(config, planned, checkpoints, tracker)
+    checkpoint, progress = find_checkpoint(config, planned, checkpoints, tracker)
     final_dir = config.folder / "final"
-    if (progress := progress_if_complete(config, planned, checkpoint, checkpoints, tracker)) is not None:
+    if progress is not None:
         tracker.stage("done", f"already complete after {progress.step} steps; see {final_dir}")
         return Result(config.folder, final_dir, planned.plan.num_steps, progress)
     if rank.is_first:
@@ -134,7 +133,17 @@ def finish(run: Run, final_dir: Path) -> None:
     try:
         save(run, best=is_best, required=True)
     except ResourceError as error:
-        raise ResourceError(f"{error}; {export_anywhere(run, final_dir)}") from error
+        # no checkpoint has these weights: export them to the first folder with enough space
+        group, reasons = run.checkpoints.group, []
+        others = group.run_on_first_rank(lambda: [str(folder) for folder in fallback_folders(run.config.name)])
+        for folder in (final_dir, *map(Path, others)):
+            try:
+                export(run, folder)
+            except ResourceError as too_small:
+                reasons.append(str(too_small))
+            else:
+                raise ResourceError(f"{error}; the final weights are kept in {folder}") from error
+        raise ResourceError(f"{error}; the final weights fit nowhere: {'; '.join(reasons)}") from error
     export(run, final_dir)
     run.tracker.stage("final", f"{run.config.method} weights of step {run.progress.step} in {final_dir}")
     best_step = run.progress.best_step
@@ -145,21 +154,6 @@ def finish(run: Run, final_dir: Path) -> None:
         restore_weights(run, run.checkpoints.load(best))
         export(run, run.config.folder / "best")
         run.tracker.stage("best", f"weights of step {best_step}, loss {run.progress.best_eval_loss:.4f}, in best/")
-
-
-def export_anywhere(run: Run, final_dir: Path) -> str:
-    """Export to the first folder with enough space, as no checkpoint has these weights; return a clause naming it."""
-    group = run.checkpoints.group
-    places = group.run_on_first_rank(lambda: [str(place) for place in fallback_folders(run.config.name)])
-    reasons = []
-    for folder in (final_dir, *map(Path, places)):
-        try:
-            export(run, folder)
-        except ResourceError as error:
-            reasons.append(str(error))
-        else:
-            return f"the final weights are kept in {folder}"
-    return f"the final weights fit nowhere: {'; '.join(reasons)}"
 
 
 def export(run: Run, folder: Path) -> None:

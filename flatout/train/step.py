@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +28,6 @@ from flatout.optim.update import (
 )
 from flatout.parallel.shards import local_grads, local_part
 from flatout.plan.schedule.steps import MicroBatch, StepPlan
-from flatout.train.memory_guard import lower_cap, micro_batches_of
 from flatout.train.state import Run
 
 
@@ -126,6 +126,45 @@ def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]
     return loss_sum, num_correct
 
 
+def micro_batches_of(run: Run, step: StepPlan) -> Sequence[MicroBatch]:
+    """Return this rank's micro-batches of a step: the plan's, or smaller ones after an out-of-memory error."""
+    planned = step.ranks[run.rank.index]
+    cap_tokens = run.state.micro_batch_cap
+    if cap_tokens is None or all(batch.num_tokens <= cap_tokens for batch in planned):
+        return planned
+    return run.plan.resplit(step, run.rank.index, max(cap_tokens, _longest(run, planned)))
+
+
+def lower_cap(run: Run, step: StepPlan, taken: Sequence[MicroBatch], *, failed: MicroBatch) -> None:
+    """After an out-of-memory error, drop gradients, free caches, and cap micro-batches at 2/3 of the failed one.
+
+    The cap lasts for the rest of the run and applies to this rank only. Raises ResourceError if the micro-batches
+    `taken` could not get smaller.
+    """
+    run.optimizer.zero_grad(set_to_none=True)
+    run.fused_lora.forget()
+    gc.collect()
+    if run.device.type == "cuda":
+        torch.cuda.synchronize(run.device)
+        torch.cuda.empty_cache()
+    cap_tokens = max(failed.num_tokens * 2 // 3, _longest(run, taken))
+    if cap_tokens >= max(batch.num_tokens for batch in taken):
+        raise ResourceError(
+            f"step {step.index + 1}: out of GPU memory with a micro-batch of {failed.num_tokens:,} tokens, which "
+            "cannot be split further, since samples stay whole; set recompute: offload, lower "
+            "data.max_tokens, set base.storage: nf4 (lora) or optim.name: adamw8bit (full), or free GPU memory"
+        )
+    run.state.micro_batch_cap = cap_tokens
+    facts = {"step": step.index + 1, "rank": run.rank.index, "tokens": failed.num_tokens, "cap_tokens": cap_tokens}
+    run.watch.event("out_of_memory", facts)
+
+
+def _longest(run: Run, micro_batches: Sequence[MicroBatch]) -> int:
+    """Return the tokens of the longest sample in these micro-batches."""
+    ids = [sample_id for batch in micro_batches for sample_id in batch.sample_ids]
+    return int(run.plan.samples.lengths[run.plan.samples.indices_of(ids)].max())
+
+
 def apply_update(run: Run, step: StepPlan, totals: Tensor) -> Pending:
     """End a step: update the weights unless a total is not finite or a stop was requested.
 
@@ -179,10 +218,7 @@ def _update(run: Run, norm: Tensor, lr: float) -> None:
 def _read_totals(
     run: Run, step: StepPlan, lr: float, totals: list[float], ended: torch.cuda.Event | float | None = None
 ) -> StepOutcome | None:
-    """Return the step's outcome from its totals on the host; None after a stop. Raises NumericError.
-
-    `ended` marks the end of an asynchronous step.
-    """
+    """Return the step's outcome from its totals on the host; `ended` is the end of a step that it did not wait for."""
     loss_total, correct_total, num_stopping, *busy_s, grad_norm = totals
     if num_stopping:
         # some ranks left out micro-batches: the whole step is repeated after resuming
@@ -239,10 +275,7 @@ def require_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> N
 
 
 def autocast(run: Run) -> AbstractContextManager[object]:
-    """Return the autocast context of a forward pass: fp32 master weights compute in the run's dtype.
-
-    Frozen base weights are already stored in that dtype.
-    """
+    """Let fp32 master weights compute in the run's dtype; frozen base weights are already stored in it."""
     return torch.autocast(run.device.type, dtype=run.dtype) if run.autocast else nullcontext()
 
 

@@ -26,8 +26,7 @@ from flatout.parallel.rank import Rank
 from flatout.plan.schedule.steps import StepPlan
 from flatout.track.tracker import TrackerGroup
 from flatout.train.build import build_run
-from flatout.train.planning import PlannedRun, plan_run
-from flatout.train.rank_consistency import weakest_gpu
+from flatout.train.planning import PlannedRun, plan_run, weakest_gpu
 from flatout.train.state import Run
 from flatout.train.step import accumulate_gradients
 

@@ -4,7 +4,7 @@ import pytest
 
 from flatout.errors import UsageError
 from flatout.plan.devices import GIB, Device, weakest
-from flatout.train.rank_consistency import refuse_mixed_precision
+from flatout.train.planning import refuse_mixed_precision
 
 
 def test_all_ranks_plan_for_what_each_can() -> None:
