@@ -1,24 +1,33 @@
-"""Check this machine's driver, GPUs and packages."""
+"""Check this machine: torch, packages, the driver, every GPU, and the links between the GPUs."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from flatout.doctor.finding import Finding, fail, ok, warn
+from flatout.errors import first_line
 
 GPU_FIELDS = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used")
 PROCESS_FIELDS = ("gpu_uuid", "pid", "used_memory", "process_name")
 SMI_TIMEOUT_S = 20
 # an idle GPU still shows some memory in use, by the driver
 FREE_MIB = 1024
+COPY_BYTES = 256 << 20
+NUM_COPIES = 4
+# PCIe 4.0 x16 reaches about 25 GB/s; anything below this points to a problem between the GPUs
+SLOW_BYTES_PER_S = 8e9
 OPTIONAL = {
     "nvidia-cudnn-frontend": "faster packed attention",
     "torchao": "fp8 for full fine-tuning",
@@ -26,6 +35,36 @@ OPTIONAL = {
     "flash-attn-4": "FlashAttention-4",
     "deepspeed": "strategy: deepspeed",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was checked, what was found, and what to do about it. `where` is the node, empty if there is only one.
+
+    With `warn` a run works, but not as well as it could; with `fail` it would not work.
+    """
+
+    status: Literal["ok", "warn", "fail"]
+    what: str
+    got: str
+    do: str = ""
+    where: str = ""
+
+
+ok, warn, fail = partial(Finding, "ok"), partial(Finding, "warn"), partial(Finding, "fail")
+
+
+def check_machine(wanted: str) -> Iterator[Finding]:
+    """Check torch, packages and, unless `wanted` is cpu, every GPU and the links between them."""
+    yield from check_torch(wanted)
+    yield from _check_packages()
+    if wanted == "cpu":
+        return
+    gpus = smi_rows("gpu", GPU_FIELDS)
+    if gpus:
+        yield ok("driver", gpus[0]["driver_version"])
+    yield from judge_gpus(gpus, smi_rows("compute-apps", PROCESS_FIELDS))
+    yield from _check_links()
 
 
 def check_torch(wanted: str) -> Iterator[Finding]:
@@ -49,7 +88,7 @@ def check_torch(wanted: str) -> Iterator[Finding]:
         yield ok("CUDA", "no GPU")
 
 
-def check_packages() -> Iterator[Finding]:
+def _check_packages() -> Iterator[Finding]:
     """Check the versions of required packages, optional packages, and a C compiler for Triton's launchers."""
     wrong = []
     # None if flatout runs from a source tree without being installed
@@ -80,14 +119,6 @@ def check_packages() -> Iterator[Finding]:
         yield ok("triton", f"{triton}, compiler {compiler}")
 
 
-def check_gpus() -> Iterator[Finding]:
-    """Check every GPU's free memory, and which processes use the rest."""
-    gpus = smi_rows("gpu", GPU_FIELDS)
-    if gpus:
-        yield ok("driver", gpus[0]["driver_version"])
-    yield from judge_gpus(gpus, smi_rows("compute-apps", PROCESS_FIELDS))
-
-
 def judge_gpus(gpus: Sequence[Mapping[str, str]], processes: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
     """Yield a finding per GPU: ok if it is free, else a warning with the processes that use it.
 
@@ -115,6 +146,51 @@ def _describe(process: Mapping[str, str]) -> str:
     used = process["used_memory"]
     gib = f" {int(used) / 1024:.1f} GiB" if used.isdigit() else ""
     return f"pid {process['pid']} ({user}, {Path(process['process_name']).name}){gib}"
+
+
+def _check_links() -> Iterator[Finding]:
+    """Check peer access and measure the copy bandwidth of every pair of GPUs; the memory is freed afterwards."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    pairs = list(itertools.permutations(range(num_gpus), 2))
+    if not pairs:
+        return
+    try:
+        speeds = {pair: _bandwidth(*pair) for pair in pairs}
+    except RuntimeError as error:
+        # a GPU is full or has failed; the message says which
+        yield warn("links", f"could not be measured: {first_line(error)}", "free the GPUs and look again")
+        return
+    finally:
+        torch.cuda.empty_cache()
+    yield judge_links(num_gpus, sum(not torch.cuda.can_device_access_peer(*pair) for pair in pairs), speeds)
+
+
+def judge_links(num_gpus: int, num_apart: int, speeds: Mapping[tuple[int, int], float]) -> Finding:
+    """Return a finding from the number of pairs without peer access and each pair's bandwidth in bytes per second."""
+    slowest = min(speeds, key=speeds.__getitem__)
+    got = (
+        f"{num_gpus} GPUs, {len(speeds) - num_apart} of {len(speeds)} pairs with peer access, "
+        f"{speeds[slowest] / 1e9:.0f} to {max(speeds.values()) / 1e9:.0f} GB/s (slowest {slowest[0]} to {slowest[1]})"
+    )
+    if num_apart:
+        return warn("links", got, "copies go through the host: look at `nvidia-smi topo -m`, ACS and IOMMU settings")
+    if speeds[slowest] < SLOW_BYTES_PER_S:
+        return warn("links", got, "look at `nvidia-smi topo -m`; full fine-tuning over these GPUs will wait for them")
+    return ok("links", got)
+
+
+def _bandwidth(source: int, target: int) -> float:
+    """Return the bandwidth of a copy from one GPU to another in bytes per second, the best of a few."""
+    tensor = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{source}")
+    there = torch.empty_like(tensor, device=f"cuda:{target}")
+    best_s = float("inf")
+    for _ in range(NUM_COPIES + 1):
+        started = time.perf_counter()
+        there.copy_(tensor, non_blocking=True)
+        for gpu in (source, target):
+            torch.cuda.synchronize(gpu)
+        best_s = min(best_s, time.perf_counter() - started)
+    return COPY_BYTES / best_s
 
 
 def smi_rows(what: str, fields: Sequence[str]) -> list[Mapping[str, str]]:

@@ -13,16 +13,8 @@ from spawned_ranks import start_ranks
 
 from flatout.cli.main import main
 from flatout.config.read import dump_config
-from flatout.doctor.links import judge_links
-from flatout.doctor.machine import (
-    GPU_FIELDS,
-    PROCESS_FIELDS,
-    check_torch,
-    judge_gpus,
-    parse_rows,
-)
-from flatout.doctor.nodes import compare_nodes
-from flatout.doctor.run import check_space, checkpoint_bytes, examine
+from flatout.doctor.machine import GPU_FIELDS, PROCESS_FIELDS, check_torch, judge_gpus, judge_links, parse_rows
+from flatout.doctor.run import check_space, checkpoint_bytes, compare_nodes, examine
 from flatout.io.durable_io import Disk
 from flatout.io.file_lock import RunLock
 from flatout.parallel.rank import Rank
@@ -89,7 +81,7 @@ class SmallDisk(Disk):
 def test_room_for_two_checkpoints_is_the_least(tiny: Any, tmp_path: Path) -> None:
     config = tiny.config(tmp_path, checkpoint={"keep": 3})
     one = checkpoint_bytes(config)
-    statuses = [next(check_space(config, SmallDisk(n * one))).status for n in (1, 2, 4, 5)]
+    statuses = [check_space(config, SmallDisk(n * one)).status for n in (1, 2, 4, 5)]
     assert statuses == ["fail", "warn", "warn", "ok"]
 
 
