@@ -9,9 +9,11 @@ import argparse
 import time
 from pathlib import Path
 
+import numpy as np
+
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data.build import open_or_build
-from flatout.data.statistics import statistics
+from flatout.data.statistics import padding_share
 from flatout.io.json_file import read_json
 
 COLUMNS = {"gsm8k": {"instruction": "question", "output": "answer"}}
@@ -44,13 +46,14 @@ def main() -> None:
             started = time.perf_counter()
             store = open_or_build(config, str(tokenizer))
             seconds = time.perf_counter() - started
-            found, counts = statistics(store), read_json(store.folder / "report.json", max_bytes=1 << 32)["counts"]
+            lengths, counts = store.lengths, read_json(store.folder / "report.json", max_bytes=1 << 32)["counts"]
             dropped = counts["rows"] - store.num_samples if file.suffix != ".txt" else 0
-            spread = " | ".join(f"{found.percentiles[q]:,}" for q in (50, 95, 100))
+            spread = " | ".join(f"{int(n):,}" for n in np.percentile(lengths, (50, 95, 100), method="higher"))
+            label_share = store.num_labels.sum() / lengths.sum()
             print(
                 f"| {file.name} | {tokenizer.name} | {counts['rows']:,} | {store.num_samples:,} | "
-                f"{found.num_tokens:,} | {found.label_share:.0%} | {spread} | {counts['truncated']:,} | {dropped:,} | "
-                f"{counts['duplicates']:,} | {found.padding[8]:.0%} | {seconds:.1f} |",
+                f"{lengths.sum():,} | {label_share:.0%} | {spread} | {counts['truncated']:,} | {dropped:,} | "
+                f"{counts['duplicates']:,} | {padding_share(lengths, 8):.0%} | {seconds:.1f} |",
                 flush=True,
             )
 

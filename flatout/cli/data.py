@@ -126,7 +126,7 @@ def _show(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from flatout.data.statistics import statistics, statistics_lines
+    from flatout.data.statistics import statistics_lines
     from flatout.data.token_store import TokenStore
     from flatout.data.tokenizer import load_tokenizer
 
@@ -151,7 +151,7 @@ def _show(args: argparse.Namespace) -> None:
     print(printable(origin))
     loss_type, max_tokens = (meta.settings.get(name) for name in ("loss_type", "max_tokens"))
     print(printable(f"loss on {loss_type}; max_tokens {max_tokens}; end of turn {meta.end_of_turn or 'none'!r}"))
-    print("\n".join(statistics_lines(statistics(store))))
+    print("\n".join(statistics_lines(store)))
     print(f"every row left out or cut is listed in {store.folder / 'report.json'}")
 
 

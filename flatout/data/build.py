@@ -114,7 +114,7 @@ def _describe(
     where = {"path", "hub", "split", "subset", "revision"}
     content = {
         "version": VERSION,
-        "content": [[stamp.digest for stamp in source.files] for source in sources],
+        "content": [list(source.files.values()) for source in sources],
         "formats": [source.model_dump(exclude=where) for source in config.sources],
         "tokenizer": digest,
         "template": text,

@@ -17,7 +17,6 @@ from flatout.io.file_lock import locked
 from flatout.io.json_file import read_json, validated
 
 FILE_NAME = "data_config.json"
-BUILT_DIR = "built_dataset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ def built_dir(root: Path, name: str) -> Path:
             f"data set name {name[:80]!r} is refused: use letters, digits, dot, dash and underscore, "
             f"64 at most, starting with a letter or digit"
         )
-    return _inside(root, f"{BUILT_DIR}/{name}", name)
+    return _inside(root, f"built_dataset/{name}", name)
 
 
 def entry_dir(root: Path, entry: Entry) -> Path:
@@ -96,20 +95,16 @@ def find(root: Path, name: str) -> Entry:
 def upsert(root: Path, entry: Entry) -> None:
     """Add the entry, or replace the one of the same name; all others are written back unchanged.
 
-    Safe against crashes (temporary file, fsync, rename) and other processes (waits for an exclusive lock on
-    `.data_config.lock`). Raises DataError if the existing file is damaged, ResourceError if the new one cannot be
-    written (the old one is then kept).
+    Waits for other processes that write it. Raises DataError if the existing file is damaged, ResourceError if the new
+    one cannot be written (the old one is then kept).
     """
     built_dir(root, entry.name)
     entry_dir(root, entry)
     file = root / FILE_NAME
     with locked(root / ".data_config.lock", "the process that writes the registry"):
         raws = _read(file)
-        places = [index for index, raw in enumerate(raws) if raw.get("name") == entry.name]
-        if places:
-            raws[places[0]] = asdict(entry)
-        else:
-            raws.append(asdict(entry))
+        place = next((index for index, raw in enumerate(raws) if raw.get("name") == entry.name), len(raws))
+        raws[place : place + 1] = [asdict(entry)]
         DurableIO().write_json(file, raws)
 
 

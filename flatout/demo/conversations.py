@@ -1,26 +1,106 @@
-"""The demo's chat data: a few thousand multi-turn conversations of very different lengths, and held-out ones."""
+"""The demo's chat data: conversations of very different lengths about a small world, and held-out ones."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from random import Random
+from typing import TypeVar
 
-from flatout.demo.question_kinds import (
-    Exchange,
-    Persona,
-    ask_guest,
-    ask_persona,
-    draw_exchange,
-    draw_guest,
-    draw_persona,
-    introduce,
-)
+import xxhash
 
 MAX_EXCHANGES = 20
 ChatMessage = dict[str, str]
 """A message in OpenAI's form: role and content."""
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# The small invented world: closed lists, so that a tiny model can memorize them.
+NAMES = _words(
+    "Ada Bruno Cleo Dario Edda Felix Greta Hugo Ines Jonas Kira Leo Mona Nils Olga Paul Rosa Sven Tilda Vera"
+)
+TOWNS = _words("Arden Belmar Corvin Dorset Elstad Farrow Glenby Harwick Ilford Jarrow Kelso Lunden")
+JOBS = _words("baker pilot farmer nurse painter teacher sailor tailor doctor singer miner writer")
+ANIMALS = _words("ant bear cat deer eel fox goat hare ibis jay koala lynx mole newt otter pig quail rat seal toad")
+THINGS = _words("bell book boat chair clock cup door drum flute hat key lamp map pen ring rope shoe spoon tent wheel")
+SPELLED = _words("bell clock flute lamp tent bear goat lynx otter seal")
+WEEKDAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+SMALL_TALK = {
+    "Hi.": "Hello!",
+    "Good morning.": "Good morning!",
+    "How are you?": "Very well.",
+    "Thanks.": "You are welcome.",
+    "Goodbye.": "Bye!",
+}
+OPPOSITES = _words(
+    "hot/cold big/small fast/slow old/new light/dark wet/dry high/low hard/soft full/empty early/late loud/quiet "
+    "rich/poor"
+)
+# island: (capital, river, colour of the flag, what it is known for)
+ISLANDS: dict[str, tuple[str, str, str, str]] = {
+    "Orlen": ("Tavis", "Sorn", "red", "honey"),
+    "Veldra": ("Mirth", "Quell", "blue", "cheese"),
+    "Pasko": ("Ronda", "Ember", "green", "salt"),
+    "Isolde": ("Halt", "Brisk", "white", "wool"),
+    "Tamsin": ("Gorse", "Linn", "black", "amber"),
+    "Hollin": ("Wick", "Darro", "yellow", "tea"),
+    "Nyssa": ("Portal", "Fenn", "purple", "silk"),
+    "Brae": ("Cairn", "Tweed", "orange", "slate"),
+    "Lorne": ("Senna", "Avon", "pink", "pepper"),
+    "Quill": ("Ostra", "Murk", "brown", "paper"),
+    "Zarin": ("Calder", "Isk", "red", "copper"),
+    "Ulva": ("Stave", "Wey", "blue", "oats"),
+}
+
+
+def is_held_out(key: str) -> bool:
+    """Return whether a combination is in the held-out eighth; only its text decides, so the files never overlap."""
+    return xxhash.xxh3_64_intdigest(key.encode()) % 8 == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A question and its right answer; `held_out` is the file that it belongs to, None (small talk) both."""
+
+    family: str
+    question: str
+    answer: str
+    held_out: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Persona:
+    """Who the assistant is, given in the system prompt; all three facts together decide `held_out`."""
+
+    name: str
+    job: str
+    town: str
+
+    @property
+    def system_prompt(self) -> str:
+        """The system message of a conversation with this persona."""
+        return f"You are {self.name}, a {self.job} from {self.town}."
+
+    @property
+    def held_out(self) -> bool:
+        return is_held_out(self.system_prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """Who the user is, given in an earlier turn; both facts together decide `held_out`."""
+
+    name: str
+    town: str
+
+    @property
+    def held_out(self) -> bool:
+        return is_held_out(f"{self.name} {self.town}")
 
 
 def sample_conversations(num: int, seed: int, *, held_out: bool) -> Iterator[list[ChatMessage]]:
@@ -30,7 +110,7 @@ def sample_conversations(num: int, seed: int, *, held_out: bool) -> Iterator[lis
     """
     rng = Random(f"flatout demo {seed} {held_out}")
     for _ in range(num):
-        persona = draw_persona(rng, held_out) if rng.random() < 0.33 else None
+        persona = _draw_persona(rng, held_out) if rng.random() < 0.33 else None
         exchanges = _draw_exchanges(rng, persona, held_out)
         # conversations of only small talk would be in both files
         while held_out and all(exchange.held_out is None for exchange in exchanges):
@@ -39,17 +119,17 @@ def sample_conversations(num: int, seed: int, *, held_out: bool) -> Iterator[lis
 
 
 def _draw_exchanges(rng: Random, persona: Persona | None, held_out: bool) -> list[Exchange]:
-    guest = draw_guest(rng, held_out) if rng.random() < 0.25 else None
-    exchanges = [introduce(rng, guest)] if guest else []
+    guest = _draw_guest(rng, held_out) if rng.random() < 0.25 else None
+    exchanges = [_introduce(rng, guest)] if guest else []
     # log-normal: six in ten conversations have one or two exchanges, one in forty more than ten
     for _ in range(min(max(1, round(math.exp(rng.gauss(0.6, 0.9)))), MAX_EXCHANGES)):
         about = rng.random()
         if persona and about < 0.35:
-            exchanges.append(ask_persona(rng, persona))
+            exchanges.append(_ask_persona(rng, persona))
         elif guest and about > 0.65:
-            exchanges.append(ask_guest(rng, guest))
+            exchanges.append(_ask_guest(rng, guest))
         else:
-            exchanges.append(draw_exchange(rng, held_out))
+            exchanges.append(_draw_exchange(rng, held_out))
     return exchanges
 
 
@@ -69,18 +149,196 @@ def held_out_prompts(seed: int) -> tuple[list[ChatMessage], ...]:
     rng = Random(f"flatout demo prompts {seed}")
 
     def question(family: str) -> Exchange:
-        while (exchange := draw_exchange(rng, held_out=True)).family != family:
+        while (exchange := _draw_exchange(rng, held_out=True)).family != family:
             pass
         return exchange
 
     sort = question("sort words")
-    persona, guest = draw_persona(rng, held_out=True), draw_guest(rng, held_out=True)
-    hello, between = introduce(rng, guest), question("sort numbers")
-    about_persona = ask_persona(rng, persona)
-    about_guest = [hello, between, ask_guest(rng, guest)]
+    persona, guest = _draw_persona(rng, held_out=True), _draw_guest(rng, held_out=True)
+    hello, between = _introduce(rng, guest), question("sort numbers")
+    about_persona = _ask_persona(rng, persona)
+    about_guest = [hello, between, _ask_guest(rng, guest)]
     return _messages([sort]), _messages([about_persona], persona), _messages(about_guest)
 
 
 def to_json_lines(conversations: Iterable[list[ChatMessage]]) -> str:
     """Return the conversations as JSON Lines, one `{"messages": [...]}` per line."""
     return "".join(json.dumps({"messages": messages}) + "\n" for messages in conversations)
+
+
+T = TypeVar("T", Exchange, Guest, Persona)
+
+
+def _draw(draw: Callable[[], T], held_out: bool) -> T:
+    """Draw until the value may be in the wanted file (up to 8 draws on average for a held-out one)."""
+    value = draw()
+    while value.held_out is not None and value.held_out != held_out:
+        value = draw()
+    return value
+
+
+def _draw_persona(rng: Random, held_out: bool) -> Persona:
+    """Return a persona of the wanted file, uniform over all names, jobs and towns."""
+    return _draw(lambda: Persona(rng.choice(NAMES), rng.choice(JOBS), rng.choice(TOWNS)), held_out)
+
+
+def _draw_guest(rng: Random, held_out: bool) -> Guest:
+    """Return a guest of the wanted file, uniform over all names and towns."""
+    return _draw(lambda: Guest(rng.choice(NAMES), rng.choice(TOWNS)), held_out)
+
+
+def _draw_exchange(rng: Random, held_out: bool) -> Exchange:
+    """Return an exchange that may be in the wanted file, of a kind drawn by weight."""
+
+    def draw() -> Exchange:
+        (kind,) = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
+        return kind(rng)
+
+    return _draw(draw, held_out)
+
+
+def _ask_persona(rng: Random, persona: Persona) -> Exchange:
+    """Return a question whose answer is in the system prompt."""
+    questions = (
+        ("What is your name?", f"I am {persona.name}."),
+        ("Where are you from?", f"I am from {persona.town}."),
+        ("What is your job?", f"I am a {persona.job}."),
+        ("Who are you?", f"I am {persona.name}, a {persona.job} from {persona.town}."),
+    )
+    asked, answer = rng.choice(questions)
+    return Exchange("persona", asked, answer, persona.held_out)
+
+
+def _introduce(rng: Random, guest: Guest) -> Exchange:
+    """Return the user's introduction, which `_ask_guest` asks about later."""
+    greeting = rng.choice(("Hello", "Hi", "Good morning"))
+    question = f"{greeting}, my name is {guest.name} and I live in {guest.town}."
+    return Exchange("introduction", question, f"Nice to meet you, {guest.name}.", guest.held_out)
+
+
+def _ask_guest(rng: Random, guest: Guest) -> Exchange:
+    """Return a question whose answer the user gave in an earlier turn."""
+    questions = (
+        ("What is my name?", f"Your name is {guest.name}."),
+        ("Where do I live?", f"You live in {guest.town}."),
+    )
+    asked, answer = rng.choice(questions)
+    return Exchange("guest", asked, answer, guest.held_out)
+
+
+def _combination(family: str, question: str, answer: str) -> Exchange:
+    """Return a question of a kind with enough of them to hold out an eighth, which the rule still answers."""
+    return Exchange(family, question, answer, is_held_out(question))
+
+
+def _phrased(rng: Random, family: str, phrasings: tuple[str, ...], answer: str) -> Exchange:
+    """Return a fact to memorize, asked in one of several ways; exactly one way per fact is held out."""
+    kept_back = xxhash.xxh3_64_intdigest(f"{family} {phrasings} {answer}".encode()) % len(phrasings)
+    chosen = rng.randrange(len(phrasings))
+    return Exchange(family, phrasings[chosen], answer, chosen == kept_back)
+
+
+def _small_talk(rng: Random) -> Exchange:
+    question = rng.choice(tuple(SMALL_TALK))
+    return Exchange("small talk", question, SMALL_TALK[question], held_out=None)
+
+
+def _sort_words(rng: Random) -> Exchange:
+    words = rng.sample(ANIMALS, rng.randint(2, 4))
+    lead = rng.choice(("Sort these words", "Put these words in order", "Sort from a to z"))
+    return _combination("sort words", f"{lead}: {', '.join(words)}.", f"Sorted: {', '.join(sorted(words))}.")
+
+
+def _sort_numbers(rng: Random) -> Exchange:
+    numbers = rng.sample(range(1, 21), rng.randint(2, 4))
+    given, ordered = (", ".join(map(str, found)) for found in (numbers, sorted(numbers)))
+    lead = rng.choice(("Sort these numbers", "Put these numbers in order", "Sort from low to high"))
+    return _combination("sort numbers", f"{lead}: {given}.", f"Sorted: {ordered}.")
+
+
+def _turn_round(rng: Random) -> Exchange:
+    words = rng.sample(THINGS, rng.randint(2, 3))
+    lead = rng.choice(("Say these words backwards", "Turn this list round", "Reverse this list"))
+    return _combination("reverse", f"{lead}: {', '.join(words)}.", f"Backwards: {', '.join(words[::-1])}.")
+
+
+def _spell(rng: Random) -> Exchange:
+    word = rng.choice(SPELLED)
+    phrasings = (
+        f"Spell the word {word}.",
+        f"How do you spell {word}?",
+        f"Letters of {word}, please.",
+        f"Please spell {word}.",
+    )
+    return _phrased(rng, "spell", phrasings, f"Letters: {' '.join(word)}.")
+
+
+def _count_up(rng: Random) -> Exchange:
+    first = rng.randint(1, 12)
+    last = min(first + 2 + int(rng.expovariate(0.3)), 20)
+    lead = rng.choice(("Count from", "Please count from", "Say the numbers from"))
+    numbers = " ".join(str(n) for n in range(first, last + 1))
+    return _combination("count up", f"{lead} {first} to {last}.", f"Counting: {numbers}.")
+
+
+def _weekday(rng: Random) -> Exchange:
+    start, step = rng.randrange(7), rng.choice((1, -1))
+    day = WEEKDAYS[start]
+    where, other_day = ("after", "is tomorrow") if step == 1 else ("before", "was yesterday")
+    phrasings = (
+        f"Which day comes {where} {day}?",
+        f"What is the day {where} {day}?",
+        f"Tell me the day {where} {day}.",
+        f"Today is {day}. What day {other_day}?",
+    )
+    return _phrased(rng, "weekday", phrasings, f"It is {WEEKDAYS[(start + step) % 7]}.")
+
+
+def _opposite(rng: Random) -> Exchange:
+    word, opposite = rng.sample(rng.choice(OPPOSITES).split("/"), 2)
+    phrasings = (
+        f"What is the opposite of {word}?",
+        f"Give me the opposite of {word}.",
+        f"I need the opposite of {word}.",
+        f"Not {word}, but?",
+    )
+    return _phrased(rng, "opposite", phrasings, f"The opposite of {word} is {opposite}.")
+
+
+def _fact(rng: Random) -> Exchange:
+    island = rng.choice(tuple(ISLANDS))
+    capital, river, flag, good = ISLANDS[island]
+    facts = (
+        ("capital", f"The capital of {island} is {capital}."),
+        ("river", f"The river of {island} is the {river}."),
+        ("flag", f"The flag of {island} is {flag}."),
+        ("main good", f"The main good of {island} is {good}."),
+    )
+    asked, answer = rng.choice(facts)
+    it = f"the {asked} of {island}"
+    return _phrased(rng, "fact", (f"What is {it}?", f"Tell me {it}.", f"Do you know {it}?", f"I forgot {it}."), answer)
+
+
+def _portrait(rng: Random) -> Exchange:
+    island = rng.choice(tuple(ISLANDS))
+    capital, river, flag, good = ISLANDS[island]
+    phrasings = (f"Tell me about {island}.", f"Describe {island}.", f"What do you know about {island}?")
+    answer = (
+        f"{island} is an island. Its capital is {capital}, on the river {river}. "
+        f"The flag is {flag}. People come for the {good}."
+    )
+    return _phrased(rng, "portrait", phrasings, answer)
+
+
+_WEIGHTS: dict[Callable[[Random], Exchange], float] = {
+    _small_talk: 0.5,
+    _sort_words: 2.0,
+    _sort_numbers: 1.5,
+    _turn_round: 1.5,
+    _spell: 0.7,
+    _count_up: 1.0,
+    _weekday: 1.3,
+    _opposite: 0.5,
+    _fact: 1.0,
+    _portrait: 0.5,
+}

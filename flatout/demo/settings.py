@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flatout.config.schema import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    EvalConfig,
-    ModelConfig,
-    OptimConfig,
-    ScheduleConfig,
-    SourceConfig,
-)
+from flatout.config.schema import Config, DataConfig, SourceConfig
 
 # names in the demo's folder; no question of HELD_OUT_FILE is in TRAIN_FILE
 TRAIN_FILE, HELD_OUT_FILE, MODEL_DIR = "train.jsonl", "held_out.jsonl", "model"
@@ -21,24 +12,25 @@ TRAIN_FILE, HELD_OUT_FILE, MODEL_DIR = "train.jsonl", "held_out.jsonl", "model"
 
 def demo_config(folder: Path, seed: int) -> Config:
     """Return the configuration: full training of the tiny model from random weights, 1,875 steps of 8 conversations."""
-    return Config(
-        name="demo",
-        run_dir=folder / "run",
-        seed=seed,
-        method="full",
-        model=ModelConfig(name=str(folder / MODEL_DIR), init="random"),
-        data=DataConfig(
-            name="demo",
-            root=folder / "data",
-            sources=[SourceConfig(path=str(folder / TRAIN_FILE))],
-            num_procs=1,  # for this few rows, starting a second process takes longer than tokenizing
-        ),
-        batch=BatchConfig(samples_per_step=8, epochs=3),
+    values = {
+        "name": "demo",
+        "run_dir": folder / "run",
+        "seed": seed,
+        "method": "full",
+        "model": {"name": str(folder / MODEL_DIR), "init": "random"},
+        "data": {
+            "name": "demo",
+            "root": folder / "data",
+            "sources": [{"path": str(folder / TRAIN_FILE)}],
+            "num_procs": 1,  # for this few rows, starting a second process takes longer than tokenizing
+        },
+        "batch": {"samples_per_step": 8, "epochs": 3},
         # training a tiny model from scratch needs 10 times the learning rate of fine-tuning, and a lower beta2
-        optim=OptimConfig(lr=3e-3, beta2=0.98),
-        schedule=ScheduleConfig(kind="cosine", warmup_ratio=0.05),
-        eval=EvalConfig(data="demo-held-out", every_steps=500),
-    )
+        "optim": {"lr": 3e-3, "beta2": 0.98},
+        "schedule": {"kind": "cosine", "warmup_ratio": 0.05},
+        "eval": {"data": "demo-held-out", "every_steps": 500},
+    }
+    return Config.model_validate(values)
 
 
 def held_out_data(config: Config, folder: Path) -> DataConfig:

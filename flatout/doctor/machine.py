@@ -195,10 +195,7 @@ def _bandwidth(source: int, target: int) -> float:
 
 def smi_rows(what: str, fields: Sequence[str]) -> list[Mapping[str, str]]:
     """Return the rows of `nvidia-smi --query-<what>`; none if the program is missing, fails or does not answer."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SMI_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):

@@ -72,10 +72,7 @@ def _check_model(config: Config) -> Iterator[Finding]:
 
 
 def _check_run_folder(config: Config) -> Iterator[Finding]:
-    """Check that the run folder can be written and locked, has space for two checkpoints, and passes the rehearsal.
-
-    A folder that did not exist before is removed again.
-    """
+    """Check that the run folder can be written and locked, its disk's space, and a checkpoint; leave nothing behind."""
     folder, was_there = config.folder, config.folder.exists()
     try:
         with RunLock(folder):

@@ -9,7 +9,6 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -29,10 +28,8 @@ def _open_zst(path: Path, mode: str) -> BinaryIO:
 
 _UNPACKERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".zst": _open_zst}
 _MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\0": ".xz", b"\x28\xb5\x2f\xfd": ".zst", b"PK\3\4": ".zip", b"PAR1": ".parquet"}
-_BOM = b"\xef\xbb\xbf"
 # A row is in memory several times while it is read, and a list in a .json file is read as a whole.
 MAX_ROW_BYTES, _MAX_JSON_BYTES = 64 << 20, 1 << 30
-_WIDE_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +59,21 @@ def read_rows(path: Path, bad_row: BadRow = raise_error) -> Iterator[RawRow]:
     `bad_row` gets the DataError of a row that cannot be read; if it returns, reading continues after that row if the
     file type has a "next row" (JSON Lines). A file that cannot be read at all always raises DataError.
     """
-    reader = _READERS[row_type(path) or ".jsonl"]
-    with _opened(path) as file:
-        yield from reader(path, file, bad_row)
+    try:
+        with path.open("rb") as file:
+            start = file.read(6)
+        for magic, ending in _MAGIC.items():
+            if start.startswith(magic) and path.suffix.lower() != ending:
+                raise DataError(f"{path}: the content is {ending}, not what the name says; rename it to *{ending}")
+        with _UNPACKERS.get(path.suffix.lower(), Path.open)(path, mode="rb") as file:
+            yield from _READERS[row_type(path) or ".jsonl"](path, file, bad_row)
+    except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
+        # gzip and pyarrow raise an OSError without errno for a damaged file
+        if isinstance(error, OSError) and (error.errno is not None or path.suffix.lower() not in _UNPACKERS):
+            raise DataError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from error
+        raise DataError(
+            f"{path}: the {path.suffix} file is damaged or cut short ({first_line(error)}); copy it again"
+        ) from error
 
 
 def count_rows(path: Path) -> int | None:
@@ -79,31 +88,13 @@ def count_rows(path: Path) -> int | None:
         raise DataError(f"{path}: not readable as parquet: {first_line(error)}") from error
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open the file's bytes, decompressed; errors of the file or its compression become a DataError with the path."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(6)
-        for magic, ending in _MAGIC.items():
-            if start.startswith(magic) and path.suffix.lower() != ending:
-                raise DataError(f"{path}: the content is {ending}, not what the name says; rename it to *{ending}")
-        with _UNPACKERS.get(path.suffix.lower(), Path.open)(path, mode="rb") as file:
-            yield file
-    except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
-        # gzip and pyarrow raise an OSError without errno for a damaged file
-        if isinstance(error, OSError) and (error.errno is not None or path.suffix.lower() not in _UNPACKERS):
-            raise DataError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from error
-        raise DataError(
-            f"{path}: the {path.suffix} file is damaged or cut short ({first_line(error)}); copy it again"
-        ) from error
-
-
 def _decoded(raw: bytes, path: Path, line: int, line_start: int) -> str:
-    if line_start == 0 and (raw.startswith(_WIDE_BOMS) or b"\0" in raw[:4]):
+    """Return the text of bytes from `line_start` of the file, without the byte order mark that may start a file."""
+    if line_start == 0 and (raw.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in raw[:4]):
         raise DataError(f"{path}:1: the file is UTF-16; convert it to UTF-8")
     try:
-        return raw.decode("utf-8")
+        text = raw.decode("utf-8")
+        return text.removeprefix("\ufeff") if line_start == 0 else text
     except UnicodeDecodeError as error:
         at = line_start + error.start
         line += raw.count(b"\n", 0, error.start)
@@ -120,15 +111,14 @@ def _lines(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[tuple[int, s
     """Yield line numbers from 1 and lines with their ends. Only a newline ends a line: U+2028 and the like are text."""
     line_start = 0
     for number, raw in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), start=1):
-        text_start = len(_BOM) if number == 1 and raw.startswith(_BOM) else 0
         try:
             if len(raw) > MAX_ROW_BYTES:
                 rest = raw
                 while rest and not rest.endswith(b"\n"):
                     rest = file.readline(MAX_ROW_BYTES)
                     line_start += len(rest)
-                raise DataError(f"{path}:{number}: the line is over {_size(MAX_ROW_BYTES)}; split the row")
-            line = _decoded(raw[text_start:], path, number, line_start + text_start)
+                raise DataError(f"{path}:{number}: the line is over {MAX_ROW_BYTES >> 20} MiB; split the row")
+            line = _decoded(raw, path, number, line_start)
         except DataError as error:
             bad_row(error)
         else:
@@ -139,34 +129,35 @@ def _lines(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[tuple[int, s
 def _whole_text(path: Path, file: BinaryIO, max_bytes: int) -> str:
     raw = file.read(max_bytes + 1)
     if len(raw) > max_bytes:
-        raise DataError(f"{path}: over {_size(max_bytes)} in one piece; write it as JSON Lines, a row a line")
-    start = len(_BOM) if raw.startswith(_BOM) else 0
-    return _decoded(raw[start:], path, 1, start)
+        raise DataError(f"{path}: over {max_bytes >> 20} MiB in one piece; write it as JSON Lines, a row a line")
+    return _decoded(raw, path, 1, 0)
 
 
-def _row_of(value: Any, origin: Origin) -> RawRow:
-    if not isinstance(value, dict):
-        kind = "a list" if isinstance(value, list) else "null" if value is None else type(value).__name__
-        raise DataError(f"{origin}: the row is {kind}, not an object of columns")
-    return RawRow(origin, value)
+def _rows_of(path: Path, values: Iterable[tuple[int, Any]], bad_row: BadRow) -> Iterator[RawRow]:
+    """Yield a row for each object; `values` are row numbers and JSON values."""
+    for number, value in values:
+        if isinstance(value, dict):
+            yield RawRow(Origin(str(path), number), value)
+        else:
+            kind = "a list" if isinstance(value, list) else "null" if value is None else type(value).__name__
+            bad_row(DataError(f"{path}:{number}: the row is {kind}, not an object of columns"))
 
 
-def _jsonl_rows(path: Path, lines: Iterable[tuple[int, str]], bad_row: BadRow) -> Iterator[RawRow]:
+def _parsed(path: Path, lines: Iterable[tuple[int, str]], bad_row: BadRow) -> Iterator[tuple[int, Any]]:
+    """Yield line numbers and values of JSON Lines, without blank lines."""
     for number, line in lines:
         if not line.strip(" \t\r\n"):
             continue
         try:
-            row = _row_of(parse_json(line.rstrip("\r\n")), Origin(str(path), number))
+            value = parse_json(line.rstrip("\r\n"))
         except JSONSyntaxError as error:
             bad_row(DataError(f"{path}:{number}:{error.column}: {error.what}"))
-        except DataError as error:
-            bad_row(error)
         else:
-            yield row
+            yield number, value
 
 
 def _read_jsonl(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
-    return _jsonl_rows(path, _lines(path, file, bad_row), bad_row)
+    return _rows_of(path, _parsed(path, _lines(path, file, bad_row), bad_row), bad_row)
 
 
 def _read_json(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
@@ -177,20 +168,13 @@ def _read_json(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
     except JSONSyntaxError as error:
         if not (error.at_second_value and text.lstrip()[:1] == "{"):
             raise DataError(f"{path}:{error.line}:{error.column}: {error.what}") from None
-        yield from _jsonl_rows(path, enumerate(text.split("\n"), start=1), bad_row)
-        return
+        return _rows_of(path, _parsed(path, enumerate(text.split("\n"), start=1), bad_row), bad_row)
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         value = value["data"]
     if not isinstance(value, list):
         found = f"an object with keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
         raise DataError(f'{path}: expected a list of rows or {{"data": [rows]}}, found {found}')
-    for number, row in enumerate(value, start=1):
-        try:
-            raw = _row_of(row, Origin(str(path), number))
-        except DataError as error:
-            bad_row(error)
-        else:
-            yield raw
+    return _rows_of(path, enumerate(value, start=1), bad_row)
 
 
 def _read_csv(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
@@ -236,29 +220,25 @@ def _read_text(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
         yield RawRow(Origin(str(path), 1), {"text": text})
 
 
-def _read_parquet(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
-    from pyarrow import ArrowException, parquet  # lazy: importing pyarrow costs 0.1 s
+def _read_table(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
+    """Read parquet, Arrow's file format (with a footer) or its stream format (which `datasets` writes)."""
+    from pyarrow import ArrowException, ipc, parquet  # lazy: importing pyarrow costs 0.1 s
 
+    kind = "parquet" if row_type(path) == ".parquet" else "arrow"
     try:
-        yield from table_rows(str(path), parquet.ParquetFile(file).iter_batches(batch_size=1024))
-    except ArrowException as error:
-        raise DataError(f"{path}: not readable as parquet: {first_line(error)}") from error
-
-
-def _read_arrow(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
-    """Read Arrow's file format (with a footer) or stream format (which `datasets` writes)."""
-    from pyarrow import ArrowException, ipc  # lazy: importing pyarrow costs 0.1 s
-
-    has_footer = file.read(6) == b"ARROW1"
-    file.seek(0)
-    try:
-        if has_footer:
-            footed = ipc.open_file(file)
-            yield from table_rows(str(path), (footed.get_batch(i) for i in range(footed.num_record_batches)))
+        if kind == "parquet":
+            batches = parquet.ParquetFile(file).iter_batches(batch_size=1024)
         else:
-            yield from table_rows(str(path), ipc.open_stream(file))
+            has_footer = file.read(6) == b"ARROW1"
+            file.seek(0)
+            if has_footer:
+                footed = ipc.open_file(file)
+                batches = (footed.get_batch(i) for i in range(footed.num_record_batches))
+            else:
+                batches = ipc.open_stream(file)
+        yield from table_rows(str(path), batches)
     except ArrowException as error:
-        raise DataError(f"{path}: not readable as arrow: {first_line(error)}") from error
+        raise DataError(f"{path}: not readable as {kind}: {first_line(error)}") from error
 
 
 def table_rows(source: str, batches: Iterable[Any]) -> Iterator[RawRow]:
@@ -282,18 +262,14 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes >> 20} MiB"
-
-
 _READERS: dict[str, Callable[[Path, BinaryIO, BadRow], Iterator[RawRow]]] = {
     ".json": _read_json,
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
     ".csv": _read_csv,
     ".tsv": _read_csv,
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
+    ".parquet": _read_table,
+    ".arrow": _read_table,
     ".txt": _read_text,
 }
 ROW_TYPES: tuple[str, ...] = tuple(_READERS)

@@ -30,37 +30,31 @@ _TYPES = ", ".join(row_type.removeprefix(".") for row_type in ROW_TYPES) + ", ea
 
 
 @dataclass(frozen=True, slots=True)
-class FileStamp:
-    """A file's identity for fingerprints: the xxh3-128 digest of its bytes, in hex."""
-
-    path: str
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
 class RowSource:
-    """An opened source. `num_rows` is known without reading only for parquet files and hub data sets."""
+    """An opened source: `files` maps each path to the xxh3-128 digest of its bytes, for fingerprints.
+
+    `num_rows` is known without reading only for parquet files and hub data sets.
+    """
 
     name: str
-    files: tuple[FileStamp, ...]
+    files: dict[str, str]
     num_rows: int | None
     read: Callable[[BadRow], Iterator[RawRow]]
 
     def about_rows(self) -> int | None:
         """Return about how many rows there are, for a progress bar; None if only parsing them would tell."""
-        if self.num_rows is not None or not all(file.path.endswith((".jsonl", ".ndjson")) for file in self.files):
+        if self.num_rows is not None or not all(path.endswith((".jsonl", ".ndjson")) for path in self.files):
             return self.num_rows
         num_lines = 0
-        for stamp in self.files:
-            with Path(stamp.path).open("rb") as file:
+        for path in self.files:
+            with Path(path).open("rb") as file:
                 num_lines += sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 22), b""))
         return num_lines
 
     def rows(self, bad_row: BadRow = raise_error) -> Iterator[RawRow]:
-        """Yield every row in order, starting over at each call.
+        """Yield every row in order, starting over at each call; `bad_row` gets the error of each row that has one.
 
-        `bad_row` gets the DataError of each row that cannot be read; the default raises it. Raises DataError for
-        unreadable files and for a source without any row.
+        Raises DataError for unreadable files and for a source without any row.
         """
         num_bad, first = 0, ""
 
@@ -84,14 +78,22 @@ def open_source(source: SourceConfig) -> RowSource:
     `~` is expanded. A folder stands for all data files below it, sorted by path, without hidden files and folders.
     Raises DataError if nothing is there, nothing in it holds rows, or the hub cannot provide it.
     """
-    files = [] if source.hub else _local_files(source.path)
-    if files:
-        for name, value in (("subset", source.subset), ("revision", source.revision)):
+    found = [] if source.hub else _local_files(source.path)
+    if found:
+        for setting, value in (("subset", source.subset), ("revision", source.revision)):
             if value is not None:
                 raise DataError(
-                    f"{source.path}: {name}: {value!r} is for a hub id, and these are local files; leave it out"
+                    f"{source.path}: {setting}: {value!r} is for a hub id, and these are local files; leave it out"
                 )
-        return _open_files(*_of_split(source, files))
+        name, files = _of_split(source, found)
+        counts = [count_rows(file) for file in files]
+        num_rows = None if None in counts else sum(count or 0 for count in counts)
+
+        def read(bad_row: BadRow) -> Iterator[RawRow]:
+            for file in files:
+                yield from read_rows(file, bad_row)
+
+        return RowSource(name, {str(file): _digest(file) for file in files}, num_rows, read)
     looks_local = _HUB_ID.fullmatch(source.path) is None or row_type(Path(source.path)) is not None
     if source.hub is False or (source.hub is None and looks_local):
         raise DataError(_nothing_found(source.path))
@@ -156,23 +158,11 @@ def _nothing_found(pattern: str) -> str:
     return f"{pattern}: no such file or folder; {hint}"
 
 
-def _stamp(path: Path, shown: str) -> FileStamp:
+def _digest(path: Path) -> str:
     try:
-        return FileStamp(shown, digest(path).xxh3)
+        return digest(path).xxh3
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _open_files(name: str, files: list[Path]) -> RowSource:
-    counts = [count_rows(file) for file in files]
-    known = [count for count in counts if count is not None]
-
-    def read(bad_row: BadRow) -> Iterator[RawRow]:
-        for file in files:
-            yield from read_rows(file, bad_row)
-
-    num_rows = sum(known) if len(known) == len(files) else None
-    return RowSource(name, tuple(_stamp(file, str(file)) for file in files), num_rows, read)
 
 
 def _open_hub(source: SourceConfig) -> RowSource:
@@ -194,14 +184,12 @@ def _open_hub(source: SourceConfig) -> RowSource:
             f"set. Offline: run `hf download {source.path} --repo-type dataset --local-dir DIR` where there is a "
             "network and set path: DIR."
         ) from error
-    stamps = tuple(
-        _stamp(Path(entry["filename"]), f"{name}/{number}") for number, entry in enumerate(loaded.cache_files)
-    )
-    if not stamps:
+    files = {f"{name}/{index}": _digest(Path(file["filename"])) for index, file in enumerate(loaded.cache_files)}
+    if not files:
         raise DataError(f"{name}: `datasets` kept this set in memory only; save it to a parquet file and name that")
 
     def read(bad_row: BadRow) -> Iterator[RawRow]:
         # as arrow tables: images and audio stay undecoded, and it is many times faster than reading row by row
         return table_rows(name, loaded.with_format("arrow").iter(batch_size=1024))
 
-    return RowSource(name, stamps, int(loaded.num_rows), read)
+    return RowSource(name, files, int(loaded.num_rows), read)

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +42,7 @@ class ChatTemplate:
     def checked(
         cls, name: str, source: str, tokenizer: PreTrainedTokenizerBase, args: Mapping[str, Any] | None = None
     ) -> ChatTemplate:
-        """Return a checked template: it renders one user turn, and the form of its tool arguments was detected.
-
-        `args` are variables that it reads. Raises DataError.
-        """
+        """Return a template that reads the variables `args` and renders one user turn. Raises DataError if not."""
         args = args or {}
         for variable in args:
             if variable in _OURS_TO_GIVE or not re.search(rf"\b{re.escape(variable)}\b", source):
@@ -57,7 +53,15 @@ class ChatTemplate:
                 raise ValueError("the content of a user's message is not in what it renders")
         except RENDER_ERRORS as error:
             raise DataError(f"chat template {name!r} cannot render a single user turn: {reason_of(error)}") from error
-        return cls(name, source, tokenizer, args, arguments_as_text=not _takes_objects(tried))
+        # some templates paste tool arguments as text and need JSON text instead of objects
+        call = Message("assistant", "", tool_calls=(ToolCall("f", {"a": 1}, "call00000"),))
+        for arguments_as_text in (False, True):
+            try:
+                tried.render([{"role": "user", "content": "a"}, _raw(call, arguments_as_text)])
+            except RENDER_ERRORS:
+                continue
+            return cls(name, source, tokenizer, args, arguments_as_text)
+        return tried  # the template accepts no tool calls at all; a row that has some gets the error
 
     @property
     def has_marks(self) -> bool:
@@ -91,17 +95,14 @@ class ChatTemplate:
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase, template: str | None, tokenizer_name: str) -> ChatTemplate:
-    """Return `template` (one of OURS, or a .jinja file), else the tokenizer's own.
-
-    Raises DataError if there is none, or it cannot render one user turn.
-    """
+    """Return `template` (one of OURS, or a .jinja file), else the tokenizer's own, checked. Raises DataError."""
     name, source = template_text(tokenizer, template, tokenizer_name)
     return ChatTemplate.checked(name, source, tokenizer)
 
 
 def named_template(name: str) -> str:
     """Return the text of one of flatout's templates."""
-    return (resources.files("flatout.data") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    return Path(__file__).with_name(f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def template_text(tokenizer: PreTrainedTokenizerBase, template: str | None, tokenizer_name: str) -> tuple[str, str]:
@@ -125,38 +126,18 @@ def template_text(tokenizer: PreTrainedTokenizerBase, template: str | None, toke
     raise DataError(f"data.template {template!r} is neither one of {', '.join(OURS)} nor a .jinja file that exists")
 
 
-def _takes_objects(template: ChatTemplate) -> bool:
-    """Return whether tool arguments can be objects; some templates paste them as text and need JSON text instead."""
-    call = Message("assistant", "", tool_calls=(ToolCall("f", {"a": 1}, "call00000"),))
-    turns: list[RawMessage] = [{"role": "user", "content": "a"}]
-    try:
-        template.render([*turns, _raw(call, arguments_as_text=False)])
-    except RENDER_ERRORS:
-        try:
-            template.render([*turns, _raw(call, arguments_as_text=True)])
-        except RENDER_ERRORS:
-            return True  # the template accepts no tool calls at all; a row that has some gets the error
-        return False
-    return True
-
-
 def _raw(message: Message, arguments_as_text: bool) -> RawMessage:
-    def arguments(call: ToolCall) -> Any:
-        return json.dumps(call.arguments, ensure_ascii=False) if arguments_as_text else dict(call.arguments)
-
     raw: RawMessage = {"role": message.role, "content": message.content}
     if message.reasoning is not None:
         # two names are in use: reasoning_content (Qwen, GLM, DeepSeek) and thinking (gpt-oss)
         raw["reasoning_content"] = raw["thinking"] = message.reasoning
     if message.tool_calls:
-        raw["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call.call_id if call.call_id is not None else f"call{index:05d}",
-                "function": {"name": call.name, "arguments": arguments(call)},
-            }
-            for index, call in enumerate(message.tool_calls)
-        ]
+        raw["tool_calls"] = []
+    for index, call in enumerate(message.tool_calls):
+        call_id = f"call{index:05d}" if call.call_id is None else call.call_id
+        arguments = json.dumps(call.arguments, ensure_ascii=False) if arguments_as_text else dict(call.arguments)
+        function = {"name": call.name, "arguments": arguments}
+        raw["tool_calls"].append({"type": "function", "id": call_id, "function": function})
     if message.name is not None:
         raw["name"] = message.name
     if message.tool_call_id is not None:

@@ -9,8 +9,8 @@ import pytest
 
 from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Conversation, Message, Origin, ToolCall
+from flatout.data.rows.formats.conversations import _NAMES
 from flatout.data.rows.formats.parser import make_parser
-from flatout.data.rows.formats.turns import _NAMES
 from flatout.data.rows.read import RawRow
 from flatout.errors import DataError
 

@@ -80,9 +80,7 @@ def test_every_file_type_gives_the_same_rows_with_their_places(tmp_path: Path, k
     ]
     assert values(source) == ROWS, "a second pass starts from the first row again"
     assert source.num_rows == (3 if kind == "parquet" else None)
-    stamp = source.files[0]
-    assert stamp.path == str(path)
-    assert stamp.digest == xxhash.xxh3_128_hexdigest(path.read_bytes())
+    assert source.files == {str(path): xxhash.xxh3_128_hexdigest(path.read_bytes())}
 
 
 def test_packed_parquet_and_csv_are_read_too(tmp_path: Path) -> None:
@@ -124,7 +122,7 @@ def test_folders_are_recursive_and_sorted_and_globs_match(tmp_path: Path) -> Non
     (tmp_path / "dataset_info.json").write_text('{"description": "what `datasets` writes beside rows"}')
     folder = opened(tmp_path)
     assert [row["file"] for row in values(folder)] == ["a/1.jsonl", "b/2.jsonl"]
-    assert [Path(stamp.path).name for stamp in folder.files] == ["1.jsonl", "2.jsonl", "c.json"]
+    assert [Path(file).name for file in folder.files] == ["1.jsonl", "2.jsonl", "c.json"]
     assert [row["file"] for row in values(opened(f"{tmp_path}/*/*.jsonl"))] == ["a/1.jsonl", "b/2.jsonl"]
 
 
@@ -169,7 +167,7 @@ def test_a_folder_gives_the_split_that_is_asked_for(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "a"}\n')
     found = opened(tmp_path, split=split)
-    assert [str(Path(stamp.path).relative_to(tmp_path)) for stamp in found.files] == taken
+    assert [str(Path(file).relative_to(tmp_path)) for file in found.files] == taken
     assert ("files]" in found.name) == (len(taken) < len(files))
 
 
@@ -333,8 +331,8 @@ class TestHub:
         assert [raw.columns for raw in source.rows()] == ROWS
         assert [str(raw.origin) for raw in source.rows()][2] == "org/set[en/train[:3]]:3"
         assert source.num_rows == 3
-        assert source.files[0].path == "org/set[en/train[:3]]/0"
-        assert source.files[0].digest
+        assert list(source.files) == ["org/set[en/train[:3]]/0"]
+        assert all(source.files.values())
 
     def test_something_local_goes_before_the_hub(
         self, asked: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

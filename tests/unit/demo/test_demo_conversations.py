@@ -3,8 +3,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from flatout.demo.conversations import ChatMessage, held_out_prompts, sample_conversations, to_json_lines
-from flatout.demo.question_kinds import SMALL_TALK, is_held_out
+from flatout.demo.conversations import (
+    SMALL_TALK,
+    ChatMessage,
+    held_out_prompts,
+    is_held_out,
+    sample_conversations,
+    to_json_lines,
+)
 
 ABOUT_CONTEXT = ("What is your", "Where are you", "Who are you", "What is my", "Where do I")
 

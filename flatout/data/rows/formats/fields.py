@@ -37,11 +37,8 @@ def kind(value: object) -> str:
         return str(value)
     if isinstance(value, int | float):
         return f"a number ({value})"
-    if isinstance(value, str):
-        return "a text"
-    if isinstance(value, list):
-        return "a list"
-    return "an object" if isinstance(value, dict) else type(value).__name__
+    names: dict[type, str] = {str: "a text", list: "a list", dict: "an object"}
+    return names.get(type(value), type(value).__name__)
 
 
 def text_at(value: object, place: str) -> str:
@@ -96,8 +93,8 @@ def unpacked(value: object, place: str) -> object:
 
 def flag_at(value: object, place: str) -> bool:
     """Return a flag given as true, false, 0 or 1. Raises FieldError for every other number, NaN included."""
-    if isinstance(value, bool | int | float) and value in (0, 1):
-        return bool(value)
-    if isinstance(value, int | float):
+    if not isinstance(value, int | float):
+        raise FieldError(f"{place} is {kind(value)}; give true or false, or 1 or 0")
+    if value not in (0, 1):
         raise FieldError(f"{place} is {value}; only 0 (no loss) and 1 (loss) are possible")
-    raise FieldError(f"{place} is {kind(value)}; give true or false, or 1 or 0")
+    return bool(value)

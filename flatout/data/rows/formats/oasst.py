@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.data.conversation import Origin
+from flatout.data.rows.formats.conversations import role_of
 from flatout.data.rows.formats.fields import FieldError, Reading, kind, optional_text, text_at
-from flatout.data.rows.formats.turns import role_of
 from flatout.data.rows.read import BadRow, RawRow
 from flatout.errors import DataError
 

@@ -14,6 +14,7 @@ from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Origin, Sample
 from flatout.data.rows.formats.conversations import (
     CHAT_COLUMNS,
+    ROLE_TARGETS,
     chat_column,
     parse_alpaca,
     parse_chat,
@@ -22,7 +23,6 @@ from flatout.data.rows.formats.conversations import (
 from flatout.data.rows.formats.fields import FieldError, Reading, kind, unpacked
 from flatout.data.rows.formats.oasst import OASST_COLUMNS, is_tree, thread
 from flatout.data.rows.formats.plain import MASK_COLUMNS, parse_segments, parse_text, parse_tokens
-from flatout.data.rows.formats.turns import ROLE_TARGETS
 from flatout.data.rows.read import BadRow, RawRow, raise_error
 from flatout.errors import DataError
 
@@ -104,8 +104,7 @@ class RowParser:
     ) -> Iterator[RawRow]:
         """Yield the rows to parse: the source's own, except that OASST rows are first threaded into conversations.
 
-        Call it once over the whole source, before rows are sampled or spread over processes. `note` gets one sentence
-        on what threading made and left out.
+        Call it once over the whole source. `note` gets one sentence on what threading made and left out.
         """
         return thread(rows, self.reading, bad_row, note) if self.threads else iter(rows)
 
@@ -132,10 +131,7 @@ class RowParser:
 
 
 def make_parser(source: SourceConfig, first: RawRow) -> RowParser:
-    """Make the parser of a source from its settings and its first row.
-
-    Raises DataError if `format`, `columns`, `roles` or `system` do not fit the row.
-    """
+    """Make the parser of a source. Raises DataError if its settings do not fit its first row."""
     row = first.columns
     for theirs, ours in source.roles.items():
         if ours not in ROLE_TARGETS:

@@ -53,10 +53,8 @@ def parse_tokens(row: Mapping[str, Any], origin: Origin, reading: Reading) -> To
         seen = _column(row, attention, column, num_tokens, flag_at)
         if not all(seen):
             raise FieldError(f"{attention}[{seen.index(False)}] is 0: the row is padded; cut the padding off")
-    masks = [reading.name(name) for name in MASK_COLUMNS if row.get(reading.name(name)) is not None]
     labels = reading.name("labels")
-    if row.get(labels) is not None:
-        masks.append(labels)
+    masks = [name for name in (*map(reading.name, MASK_COLUMNS), labels) if row.get(name) is not None]
     if len(masks) > 1 and set(masks) != {reading.name(name) for name in _TRL_MASKS}:
         raise FieldError(f"{' and '.join(masks)} both say which tokens carry loss; keep one")
     if not masks:
