@@ -174,17 +174,9 @@ def _build(
     progress: Progress,
     say: Say,
 ) -> None:
-    options = TokenizeOptions(
-        meta.tokenizer,
-        meta.template,
-        meta.template_text if meta.template else None,
-        tuple(config.template_args.items()),
-        config.empty_reasoning == "mask",
-        config.loss_type,
-        config.max_tokens,
-        config.too_long,
-        config.special_tokens,
-    )
+    template, args = meta.template_text if meta.template else None, tuple(config.template_args.items())
+    policies = config.model_dump(include={"empty_reasoning", "loss_type", "max_tokens", "too_long", "special_tokens"})
+    options = TokenizeOptions(meta.tokenizer, meta.template, template, args, **policies)
     to_tokens, report = SampleTokenizer(options, tokenizer), BuildReport(config)
     notes: list[str] = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -94,31 +93,24 @@ class Encoder:
         marks = sorted(
             [(start, end, self._stand_ins[text[start:end]]) for start, end in specials] + [(c, c, _CUT) for c in cuts]
         )
-        parts: list[str] = []
-        # anchors: where the text between two marks begins, in the marked text and in the original
-        marked_anchors, real_anchors, position, length = [0], [0], 0, 0
+        parts, position = list[str](), 0
         for start, end, stand_in in marks:
             parts += [text[position:start], stand_in]
-            length += start - position + len(stand_in)
             position = end
-            marked_anchors.append(length)
-            real_anchors.append(end)
         cutting, real_ids = self._cutting
         encoding = cutting.encode("".join([*parts, text[position:]]), add_special_tokens=False)
         cut_id = cutting.token_to_id(_CUT)
-        ids, offsets = [], []
+        ids, offsets, shift, ahead = list[int](), list[Span](), 0, iter(marks)
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token_id == cut_id:
-                continue
-            anchor = bisect_right(marked_anchors, start) - 1
-            shift = real_anchors[anchor] - marked_anchors[anchor]
-            if token_id in real_ids:
-                mark = marks[anchor]
-                ids.append(real_ids[token_id])
-                offsets.append((mark[0], mark[1]))
-            else:
+            if token_id != cut_id and token_id not in real_ids:
                 ids.append(token_id)
                 offsets.append((start + shift, end + shift))
+                continue
+            first, last, stand_in = next(ahead)  # each mark is one token
+            shift += last - first - len(stand_in)
+            if token_id != cut_id:
+                ids.append(real_ids[token_id])
+                offsets.append((first, last))
         return np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -31,7 +31,7 @@ class TokenizeOptions:
     template_name: str
     template_source: str | None
     template_args: tuple[tuple[str, bool | int | float | str], ...] = ()
-    mask_empty_reasoning: bool = False
+    empty_reasoning: Literal["train", "mask"] = "train"
     loss_type: Literal["response_only", "all"] = "response_only"
     max_tokens: int | None = None
     too_long: TooLong = "auto"
@@ -42,18 +42,14 @@ class TokenizeOptions:
 class TokenizedSample:
     """What happened to one sample.
 
-    `pieces` go into the store (more than one only if split, none if left out); `num_tokens` and `num_labels` are its
-    size before the policy; `num_windows_dropped` counts windows of a split sample that have no label.
+    `pieces` go into the store (more than one only if split, none if left out); `num_tokens` is its length before the
+    policy; `counts` are for the report, under its names.
     """
 
     pieces: tuple[TokenizedText, ...]
     fate: Fate
     num_tokens: int
-    num_labels: int = 0
-    num_typed_control: int = 0
-    num_reasoning_dropped: int = 0
-    num_windows_dropped: int = 0
-    num_empty_answers: int = 0
+    counts: dict[str, int]
 
 
 class SampleTokenizer:
@@ -81,9 +77,8 @@ class SampleTokenizer:
                     template = choose_template(self.tokenizer, None, options.tokenizer_name)
                 else:
                     template = ChatTemplate.checked(name, source, self.tokenizer, dict(options.template_args))
-                self._masker = Masker(
-                    template, options.loss_type, self._control, mask_empty_reasoning=options.mask_empty_reasoning
-                )
+                is_masked = options.empty_reasoning == "mask"
+                self._masker = Masker(template, options.loss_type, self._control, mask_empty_reasoning=is_masked)
         return self._masker
 
     def notes(self) -> list[str]:
@@ -105,9 +100,13 @@ class SampleTokenizer:
                 with bounded(f"{sample.origin}: chat template {self.masker.template.name!r}"):
                     masked = self.masker.mask(sample)
                 text = self.encoder.encode(masked.text, masked.spans, masked.typed)
-                fitted = self._fit(text, len(masked.typed), masked.num_reasoning_dropped)
-                num_empty = sum(m.role == "assistant" and m.train is False and is_empty(m) for m in sample.messages)
-                return replace(fitted, num_empty_answers=num_empty) if num_empty else fitted
+                silent = [m for m in sample.messages if m.role == "assistant" and m.train is False]
+                return self._fit(
+                    text,
+                    typed_control_tokens=len(masked.typed),
+                    reasoning_dropped=masked.num_reasoning_dropped,
+                    empty_answers=sum(map(is_empty, silent)),
+                )
             if isinstance(sample, PlainText):
                 return self._plain(sample)
         except UnencodableError as error:
@@ -127,7 +126,7 @@ class SampleTokenizer:
 
     def _plain(self, sample: PlainText) -> TokenizedSample:
         if not sample.text.strip():
-            return TokenizedSample((), "no_labels", 0)
+            return TokenizedSample((), "no_labels", 0, {"documents": 1})
         text = sample.prompt + sample.text
         keep = self.options.special_tokens == "keep"
         typed = [found.span() for found in self._control.finditer(text)] if self._control and not keep else []
@@ -146,11 +145,15 @@ class SampleTokenizer:
         ids = np.concatenate([np.array(bos, np.int32), body.token_ids, np.array(end, np.int32)])
         ends_with_loss = bool(spans) and spans[-1][1] == len(text)
         loss_mask = np.concatenate([np.zeros(len(bos), np.bool_), body.loss_mask, np.full(len(end), ends_with_loss)])
-        return self._fit(TokenizedText(ids, loss_mask), len(typed), is_document=not (sample.prompt or sample.silent))
+        return self._fit(
+            TokenizedText(ids, loss_mask),
+            is_document=not (sample.prompt or sample.silent),
+            documents=1,
+            typed_documents=int(bool(typed)),
+            typed_control_tokens=len(typed),
+        )
 
-    def _fit(
-        self, text: TokenizedText, num_typed: int = 0, num_dropped: int = 0, *, is_document: bool = False
-    ) -> TokenizedSample:
+    def _fit(self, text: TokenizedText, *, is_document: bool = False, **counts: int) -> TokenizedSample:
         """Apply the length policy."""
         length, limit, policy = len(text.token_ids), self.options.max_tokens, self.options.too_long
         if policy == "auto":
@@ -173,5 +176,8 @@ class SampleTokenizer:
         pieces = tuple(window for window in windows if window.loss_mask.any())
         if windows and not pieces:
             fate = "lost_labels"
-        num_lost = len(windows) - len(pieces)
-        return TokenizedSample(pieces, fate, length, num_labels, num_typed, num_dropped, num_lost)
+        counts |= {"tokens": length, "label_tokens": num_labels, "windows_without_labels": len(windows) - len(pieces)}
+        if fate in LOSING:
+            counts[f"{fate}_tokens"] = length - sum(len(piece.token_ids) for piece in pieces)
+            counts[f"{fate}_labels"] = num_labels - sum(int(piece.loss_mask.sum()) for piece in pieces)
+        return TokenizedSample(pieces, fate, length, counts)

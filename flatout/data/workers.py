@@ -17,11 +17,11 @@ from itertools import chain, islice
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.data.conversation import Conversation, PlainText
+from flatout.data.conversation import Conversation
 from flatout.data.encode import TokenizedText
 from flatout.data.rows.formats.parser import RowParser
 from flatout.data.rows.read import RawRow
-from flatout.data.tokenize import LOSING, SampleTokenizer, TokenizeOptions
+from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.errors import DataError, ResourceError
 from flatout.io.template_limits import TemplateLimitError
 
@@ -106,23 +106,9 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         num_tokens[index], fates[index] = result.num_tokens, result.fate
         pieces += result.pieces
         piece_row += [index] * len(result.pieces)
-        is_document = isinstance(sample, PlainText)
-        counts.update(
-            tokens=result.num_tokens,
-            label_tokens=result.num_labels,
-            typed_control_tokens=result.num_typed_control,
-            reasoning_dropped=result.num_reasoning_dropped,
-            empty_answers=result.num_empty_answers,
-            windows_without_labels=result.num_windows_dropped,
-            documents=int(is_document),
-        )
-        if result.num_typed_control:
+        counts.update(result.counts)
+        if result.counts.get("typed_control_tokens"):
             typed_rows.append(index)
-            counts["typed_documents"] += is_document
-        if result.fate in LOSING:
-            counts[f"{result.fate}_tokens"] += result.num_tokens - sum(len(p.token_ids) for p in result.pieces)
-            kept_labels = sum(int(piece.loss_mask.sum()) for piece in result.pieces)
-            counts[f"{result.fate}_labels"] += result.num_labels - kept_labels
     return TokenizedChunk(
         np.concatenate([np.zeros(0, np.int32), *(piece.token_ids for piece in pieces)]),
         np.concatenate([np.zeros(0, np.bool_), *(piece.loss_mask for piece in pieces)]),

@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal
 
 from flatout.data.conversation import Conversation, Message, Origin
@@ -80,7 +82,13 @@ class Masker:
             if self._mask_empty_reasoning:
                 found = ((start, end, _EMPTY_REASONING.match(text, start, end)) for start, end in spans)
                 spans = tuple((empty.end() if empty else start, end) for start, end, empty in found)
-            typed = self._typed(rendering, layout)
+            typed: tuple[Span, ...] = ()  # control tokens that are part of the data: all those inside a part
+            if self._control is not None and self._control.search(text):
+                places = [(start, end) for _, start, end in layout.places] if layout else []
+                typed = tuple(found.span() for place in places for found in self._control.finditer(text, *place))
+                data = "" if layout else json.dumps([raw, conversation.tools], ensure_ascii=False)
+                if control := self._control.search(data):
+                    raise UnprovenMaskError(f"the data holds {control[0]!r} and it acts on the text around; remove it")
         except UnprovenMaskError as error:
             raise DataError(f"{conversation.origin}: chat template {self.template.name!r}: {error}") from error
         flat = [position for span in spans for position in span]
@@ -123,14 +131,20 @@ class Masker:
         return tuple(by_turn.get(k) or self._turn_spans(rendering, layout, [k])[0] for k in wanted)
 
     def _turn_spans(self, rendering: Rendering, layout: PartSpans | None, turns: Sequence[int]) -> list[Span]:
-        surroundings = layout.surroundings(len(rendering.text)) if layout else {}
+        text = rendering.text
+        runs = [(turn, list(run)) for turn, run in groupby(layout.places if layout else (), key=itemgetter(0))]
+        firsts = [run[0][1] for _, run in runs] + [len(text)]
+        lasts = [0] + [run[-1][2] for _, run in runs]
+        places = {turn: index for index, (turn, _) in enumerate(runs)}
         spans = []
         for turn in turns:
-            if turn not in surroundings:  # no part of it is in the layout
+            if turn not in places:  # no part of it is in the layout
                 spans.append(self._turns.span(rendering, turn))
                 continue
-            before, start, end, after = surroundings[turn]
-            key = (rendering.messages[turn]["role"], rendering.text[before:start], rendering.text[end:after])
+            # end of the part before the turn, its own first start and last end, start of the part after it
+            index = places[turn]
+            before, start, end, after = lasts[index], firsts[index], lasts[index + 1], firsts[index + 1]
+            key = (rendering.messages[turn]["role"], text[before:start], text[end:after])
             if (edges := self._edges.get(key)) is None:
                 proved = self._turns.span(rendering, turn)
                 edges = (start - proved[0], proved[1] - end)
@@ -140,18 +154,6 @@ class Masker:
                     self._edges[key] = edges
             spans.append((start - edges[0], end + edges[1]))
         return spans
-
-    def _typed(self, rendering: Rendering, layout: PartSpans | None) -> tuple[Span, ...]:
-        """Return the control tokens that are part of the data: all those inside a part."""
-        if self._control is None or not self._control.search(rendering.text):
-            return ()
-        if layout is None:
-            data = json.dumps([rendering.messages, rendering.tools], ensure_ascii=False)
-            if found := self._control.search(data):
-                raise UnprovenMaskError(f"the data holds {found[0]!r} and it acts on the text around; remove it")
-            return ()
-        places = [(start, end) for _, start, end in layout.places]
-        return tuple(found.span() for place in places for found in self._control.finditer(rendering.text, *place))
 
 
 def complement(silent: Sequence[Span], length: int) -> tuple[Span, ...]:
@@ -167,12 +169,12 @@ def _check_lost(conversation: Conversation, lost: Iterable[Part]) -> int:
     """
     last_question = max((k for k, message in enumerate(conversation.messages) if message.role == "user"), default=-1)
     dropped = 0
-    for part in lost:
-        if part.kind == "reasoning" and part.turn < last_question:
+    for turn, kind in lost:
+        if kind == "reasoning" and turn < last_question:
             dropped += 1
-        elif part.kind != "other":
-            where = f"messages[{part.turn}] ({conversation.messages[part.turn].role})" if part.turn >= 0 else "tools"
-            what = "them" if part.kind == "tools" else f"its {part.kind}"
+        elif kind != "other":
+            where = f"messages[{turn}] ({conversation.messages[turn].role})" if turn >= 0 else "tools"
+            what = "them" if kind == "tools" else f"its {kind}"
             raise DataError(
                 f"{conversation.origin}: {where}: the chat template leaves {what} out; choose a template that has a "
                 "place for it (data.template), or remove it from the row"

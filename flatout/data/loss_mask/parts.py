@@ -23,6 +23,8 @@ from flatout.errors import DataError
 
 Span = tuple[int, int]
 Kind = Literal["text", "reasoning", "tool call", "tools", "other"]
+Part = tuple[int, Kind]
+"""Turn (-1 for the tools column) and kind; `other` is marked only because it contains a control token."""
 # private-use characters: for the two generation marks, which no row may hold, and around a part and its number
 BEGIN, END = "\U000f5a01", "\U000f5a02"
 _OPEN, _THEN, _CLOSE = "\U000f5a03", "\U000f5a04", "\U000f5a05"
@@ -38,14 +40,6 @@ _MAX_SHAPES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """`turn` is -1 for a part of the tools column. Kind `other`: marked only because it contains a control token."""
-
-    turn: int
-    kind: Kind
-
-
-@dataclass(frozen=True, slots=True)
 class PartSpans:
     """`places` are (turn, start, end) of all parts in a rendered text, ascending; `lost` the parts that are not in it.
 
@@ -55,17 +49,7 @@ class PartSpans:
 
     places: tuple[tuple[int, int, int], ...]
     lost: tuple[Part, ...]
-    marked: tuple[Span, ...] = ()
-
-    def surroundings(self, length: int) -> dict[int, tuple[int, int, int, int]]:
-        """Return by turn: end of the part before it, its own first start and last end, start of the part after it."""
-        found, before = {}, 0
-        runs = [(turn, list(run)) for turn, run in groupby(self.places, key=itemgetter(0))]
-        for index, (turn, run) in enumerate(runs):
-            after = runs[index + 1][1][0][1] if index + 1 < len(runs) else length
-            found[turn] = (before, run[0][1], run[-1][2], after)
-            before = run[-1][2]
-        return found
+    marked: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +59,24 @@ class _Shape:
     `signs` are generation marks: (literal, offset in it, whether it begins a range).
     """
 
-    literals: tuple[str, ...]
-    order: tuple[int, ...]
-    parts: tuple[Part, ...]
-    signs: tuple[tuple[int, int, bool], ...]
+    literals: list[str]
+    order: list[int]
+    parts: list[Part]
+    signs: list[tuple[int, int, bool]]
 
-    def layout(self, texts: Sequence[str]) -> PartSpans:
-        """Return the layout of the text that has `texts` in the places of the parts, in their order."""
-        starts = [0, *accumulate(map(len, _woven(self.literals, texts)))]
+    def fit(self, texts: Sequence[str], rendered: str) -> PartSpans | None:
+        """Return the layout of `rendered` if it has `texts` in the places of the parts, and is equal elsewhere."""
+        pieces = [""] * (2 * len(texts) + 1)
+        pieces[::2], pieces[1::2] = self.literals, texts
+        if "".join(pieces) != rendered:
+            return None
+        starts = [0, *accumulate(map(len, pieces))]
         places, seen = [], set[int]()
         for index, part in enumerate(self.order):
-            turn = -1 if part in seen else self.parts[part].turn  # a template may repeat a call's name
+            turn = -1 if part in seen else self.parts[part][0]  # a template may repeat a call's name
             seen.add(part)
             places.append((turn, starts[2 * index + 1], starts[2 * index + 2]))
-        lost = tuple(part for index, part in enumerate(self.parts) if index not in self.order)
+        lost = tuple(part for index, part in enumerate(self.parts) if index not in seen)
         marked = paired((starts[2 * literal] + offset, begins) for literal, offset, begins in self.signs)
         return PartSpans(tuple(places), lost, marked)
 
@@ -105,14 +93,33 @@ class PartFinder:
 
         Raises UnprovenMaskError for nested generation marks.
         """
-        if not rendering.text.isascii() and _RESERVED.search(rendering.text):
+        messages, text = rendering.messages, rendering.text
+        if not text.isascii() and _RESERVED.search(text):
             return None
-        layout = self._by_shape(rendering)
-        if layout is None and (found := self._rendered(rendering.messages, rendering.tools)):
-            shape, texts = found
-            layout = shape.layout(texts) if "".join(_woven(shape.literals, texts)) == rendering.text else None
-        runs = [turn for turn, _ in groupby(layout.places, key=itemgetter(0)) if turn >= 0] if layout else []
-        return layout if runs == sorted(set(runs)) else None
+        # plain rows have only non-empty texts, none of which contains another part
+        is_plain = not rendering.tools and all(
+            message.keys() <= _PLAIN_KEYS
+            and all(map(str.strip, message.values()))
+            and "</think>" not in message["content"]
+            for message in messages
+        )
+        layout = None
+        if is_plain:
+            key = tuple((str(message["role"]), _REASONING in message) for message in messages)
+            if key not in self._shapes:
+                if len(self._shapes) >= _MAX_SHAPES:
+                    self._shapes.clear()
+                probes = [message | dict.fromkeys(message.keys() - {"role"}, PROBES[0]) for message in messages]
+                self._shapes[key] = self._rendered(probes, ())
+            if found := self._shapes[key]:
+                given = [message[name] for message in messages for name in (_REASONING, "content") if name in message]
+                texts = [given[part] for part in found[0].order]
+                # many templates trim
+                layout = found[0].fit(texts, text) or found[0].fit([text.strip() for text in texts], text)
+        if layout is None and (found := self._rendered(messages, rendering.tools)):
+            layout = found[0].fit(found[1], text)
+        turns = [turn for turn, _ in groupby(layout.places, key=itemgetter(0)) if turn >= 0] if layout else []
+        return layout if turns == sorted(set(turns)) else None
 
     def lost(self, rendering: Rendering) -> Iterator[Part]:
         """Yield the parts whose replacement does not change the rendered text; this renders once per part."""
@@ -123,29 +130,6 @@ class PartFinder:
                     yield part
             except RENDER_ERRORS:
                 continue  # the template needs this part
-
-    def _by_shape(self, rendering: Rendering) -> PartSpans | None:
-        if rendering.tools:
-            return None
-        for message in rendering.messages:  # plain: only non-empty texts, none of which contains another part
-            has_texts = message.keys() <= _PLAIN_KEYS and all(map(str.strip, message.values()))
-            if not has_texts or "</think>" in message["content"]:
-                return None
-        key = tuple((str(message["role"]), _REASONING in message) for message in rendering.messages)
-        if key not in self._shapes:
-            if len(self._shapes) >= _MAX_SHAPES:
-                self._shapes.clear()
-            probes = [message | dict.fromkeys(message.keys() - {"role"}, PROBES[0]) for message in rendering.messages]
-            self._shapes[key] = self._rendered(probes, ())
-        if (found := self._shapes[key]) is None:
-            return None
-        shape, _ = found
-        given = [message[name] for message in rendering.messages for name in (_REASONING, "content") if name in message]
-        for texts in (given, [text.strip() for text in given]):  # many templates trim
-            ordered = [texts[part] for part in shape.order]
-            if "".join(_woven(shape.literals, ordered)) == rendering.text:
-                return shape.layout(ordered)
-        return None
 
     def _rendered(
         self, messages: Sequence[RawMessage], tools: Sequence[Mapping[str, Any]]
@@ -170,7 +154,7 @@ class PartFinder:
                 (texts if inside else literals).append("")
             else:
                 (texts if inside else literals)[-1] += piece
-        return None if inside else (_Shape(tuple(literals), tuple(order), tuple(parts), tuple(signs)), texts)
+        return None if inside else (_Shape(literals, order, parts, signs), texts)
 
 
 class _Marker:
@@ -225,18 +209,12 @@ class _Marker:
         inner = text.strip()  # white space stays outside the marks: a template may trim it
         if not inner or (kind == "other" and not (self._control and self._control.search(text))):
             return text
-        self._parts.append(Part(turn, kind))
+        self._parts.append((turn, kind))
         number = len(self._parts) - 1
         if self._replaced is not None:
             return PROBES[0] if number == self._replaced else text
         start = text.index(inner)
         return f"{text[:start]}{_OPEN}{number}{_THEN}{inner}{_CLOSE}{text[start + len(inner) :]}"
-
-
-def _woven(literals: Sequence[str], texts: Sequence[str]) -> list[str]:
-    woven = [""] * (2 * len(texts) + 1)
-    woven[::2], woven[1::2] = literals, texts
-    return woven
 
 
 def with_visible_marks(template: ChatTemplate) -> str | None:

@@ -188,7 +188,7 @@ def test_variables_of_a_template_and_its_empty_reasoning(small_tokenizer: PreTra
         return str(small_tokenizer.decode(sample.pieces[0].token_ids[sample.pieces[0].loss_mask].tolist()))
 
     assert learned() == "<think>\n\n</think>\n\na<|im_end|>"
-    assert learned(mask_empty_reasoning=True) == "a<|im_end|>"
+    assert learned(empty_reasoning="mask") == "a<|im_end|>"
     assert learned(template_args=(("enable_thinking", False),)) == "a<|im_end|>"
     for wrong in ("enable_thinkin", "tools", "messages"):
         with pytest.raises(DataError, match=f"chat template 'own' reads no variable '{wrong}'"):
