@@ -210,10 +210,7 @@ def shard_state(
     device: torch.device,
     tracker: Tracker,
 ) -> tuple[Strategy, PackedLoss, torch.optim.Optimizer]:
-    """Connect to the other ranks, shard the state in place, and make its optimizer.
-
-    Returns the strategy, the (possibly wrapped) loss to call, and the optimizer.
-    """
+    """Connect to the other ranks, shard the state, and return the strategy, the loss to call, and the optimizer."""
     layout = planned.parallel_layout
     options = StrategyOptions(
         strategy=layout.strategy,
@@ -235,10 +232,9 @@ def shard_state(
     wrapped, optimizer = strategy.prepare(loss, decoder_layers(loaded.model), optimizer_of_shards)
     line = f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}"
     if layout.lockstep and config.base.storage != "model":
-        sharded = f"in {layout.num_shards} shards, gathered layer by layer"
-        line += (
-            f"; {config.base.storage} weights are {sharded if layout.reshard_after_forward else 'whole on every rank'}"
-        )
+        in_shards = f"in {layout.num_shards} shards, gathered layer by layer"
+        where = in_shards if layout.reshard_after_forward else "whole on every rank"
+        line += f"; {config.base.storage} weights are {where}"
     tracker.stage("strategy", line)
     trained = trainable_parameters(loaded.model).values()
     num_trained = sum(torch.Size(global_shape(parameter)).numel() for parameter in trained)
@@ -255,10 +251,7 @@ def make_saver(
     device: torch.device,
     named: Mapping[str, torch.nn.Parameter],
 ) -> tuple[Saver, list[int]]:
-    """Choose how this rank saves; also return the approximate bytes of each tensor that it saves.
-
-    Raises ResourceError if a checkpoint would not fit on disk.
-    """
+    """Choose how this rank saves, and estimate each saved tensor's bytes. Raises ResourceError if the disk is full."""
     # replicas after the first save nothing
     saves = rank.is_first or any(map(is_sharded, named.values()))
     sizes = state_sizes(named, config.optim) if saves else []

@@ -14,7 +14,7 @@ from flatout.errors import PreemptedError
 from flatout.models.compile.layers import report_compilations
 from flatout.plan.schedule.steps import StepPlan
 from flatout.track.record import EvalRecord
-from flatout.train.metrics import Meter, PeakMemoryReporter
+from flatout.train.metrics import Meter
 from flatout.train.resume import take_snapshot
 from flatout.train.state import Run
 from flatout.train.step import Pending, autocast, step_launcher
@@ -30,8 +30,8 @@ def run_steps(run: Run) -> None:
     def on_compiled(seconds: float) -> None:
         run.tracker.event("compiled", {"step": run.progress.step + 1, "seconds": round(seconds, 1)})
 
-    with garbage_of_start_up_frozen(run.device), report_compilations(on_compiled):
-        meter, memory = Meter(run), PeakMemoryReporter(run)
+    with gc_frozen(run.device), report_compilations(on_compiled):
+        meter = Meter(run)
         if run.progress.step == 0:
             evaluate_now(run)
         launch = step_launcher(run)
@@ -50,7 +50,7 @@ def run_steps(run: Run) -> None:
             # read a step's outcome only after launching the next one, so that the device never waits for the host
             num_pending = 0 if is_last or evaluates or saves or not run.state.num_in_flight else 1
             while len(launched) > num_pending:
-                finish_step(run, meter, memory, *launched.popleft())
+                finish_step(run, meter, *launched.popleft())
             if not launched:
                 is_best = evaluates and evaluate_now(run)
                 if is_best or saves:
@@ -59,7 +59,7 @@ def run_steps(run: Run) -> None:
 
 
 @contextmanager
-def garbage_of_start_up_frozen(device: torch.device) -> Iterator[None]:
+def gc_frozen(device: torch.device) -> Iterator[None]:
     """Keep Python's garbage collector from scanning objects made during start-up.
 
     It would scan them again and again, on each rank at a different time: 0.2 s on a CPU, more with compiled layers.
@@ -73,7 +73,7 @@ def garbage_of_start_up_frozen(device: torch.device) -> Iterator[None]:
         gc.unfreeze()
 
 
-def finish_step(run: Run, meter: Meter, memory: PeakMemoryReporter, step: StepPlan, pending: Pending) -> None:
+def finish_step(run: Run, meter: Meter, step: StepPlan, pending: Pending) -> None:
     """Wait for a launched step and count it. Raises PreemptedError after saving, and NumericError."""
     outcome = pending()
     if outcome is None:
@@ -83,7 +83,6 @@ def finish_step(run: Run, meter: Meter, memory: PeakMemoryReporter, step: StepPl
     if outcome.skipped:
         run.tracker.event("skipped", {"step": step.index + 1, "why": outcome.skipped})
     meter.end_step(step, outcome)
-    memory.end_step(step)
 
 
 def save(run: Run, *, best: bool = False, required: bool = False) -> None:

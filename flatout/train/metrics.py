@@ -34,7 +34,7 @@ class Meter:
         if self._peak is not None:
             run.tracker.stage("mfu", f"MFU against {self._peak.describe()}; recomputation does not count")
         self._clock = StepClock(run.device)
-        self._stragglers = Stragglers(run.tracker.event)
+        self._stragglers, self._memory = Stragglers(run.tracker.event), PeakMemoryReporter(run)
         self._steps: list[StepPlan] = []
         self._elapsed_s = self._wait_before_s = 0.0
 
@@ -50,36 +50,36 @@ class Meter:
         self._elapsed_s += step_s
         run.progress.elapsed_s += step_s
         self._stragglers.check(completed, outcome.busy_s)
-        if completed % run.config.log_every_steps and completed != run.plan.num_steps:
-            return
-        flops_per_s = sum(useful_flops(run, one) for one in self._steps) / self._elapsed_s
-        record = StepRecord(
-            step=completed,
-            num_steps=run.plan.num_steps,
-            epoch=run.plan.epoch_after(step),
-            loss=outcome.loss,
-            token_accuracy=outcome.token_accuracy,
-            lr=outcome.lr,
-            grad_norm=outcome.grad_norm,
-            num_samples=len(step.sample_ids),
-            num_tokens=step.num_tokens,
-            num_label_tokens=step.num_label_tokens,
-            num_micro_batches=sum(len(rank) for rank in step.ranks),
-            tokens_per_s=sum(one.num_tokens for one in self._steps) / self._elapsed_s,
-            label_tokens_per_s=sum(one.num_label_tokens for one in self._steps) / self._elapsed_s,
-            step_s=self._elapsed_s / len(self._steps),
-            data_wait_s=(run.feed.wait_s - self._wait_before_s) / len(self._steps),
-            flops_per_s=flops_per_s,
-            mfu=None if self._peak is None else flops_per_s / (self._peak.flops_per_s * run.rank.world),
-            padding_avoided=1.0 - step.num_tokens / run.plan.naive_tokens(step),
-            balance=step.balance,
-            peak_memory_bytes=peak_memory_bytes(run.device),
-            elapsed_s=run.progress.elapsed_s,
-            busy_min_s=min(outcome.busy_s, default=None),
-            busy_max_s=max(outcome.busy_s, default=None),
-        )
-        run.tracker.record(record)
-        self._steps, self._elapsed_s, self._wait_before_s = [], 0.0, run.feed.wait_s
+        if completed % run.config.log_every_steps == 0 or completed == run.plan.num_steps:
+            flops_per_s = sum(useful_flops(run, one) for one in self._steps) / self._elapsed_s
+            record = StepRecord(
+                step=completed,
+                num_steps=run.plan.num_steps,
+                epoch=run.plan.epoch_after(step),
+                loss=outcome.loss,
+                token_accuracy=outcome.token_accuracy,
+                lr=outcome.lr,
+                grad_norm=outcome.grad_norm,
+                num_samples=len(step.sample_ids),
+                num_tokens=step.num_tokens,
+                num_label_tokens=step.num_label_tokens,
+                num_micro_batches=sum(len(rank) for rank in step.ranks),
+                tokens_per_s=sum(one.num_tokens for one in self._steps) / self._elapsed_s,
+                label_tokens_per_s=sum(one.num_label_tokens for one in self._steps) / self._elapsed_s,
+                step_s=self._elapsed_s / len(self._steps),
+                data_wait_s=(run.feed.wait_s - self._wait_before_s) / len(self._steps),
+                flops_per_s=flops_per_s,
+                mfu=None if self._peak is None else flops_per_s / (self._peak.flops_per_s * run.rank.world),
+                padding_avoided=1.0 - step.num_tokens / run.plan.naive_tokens(step),
+                balance=step.balance,
+                peak_memory_bytes=peak_memory_bytes(run.device),
+                elapsed_s=run.progress.elapsed_s,
+                busy_min_s=min(outcome.busy_s, default=None),
+                busy_max_s=max(outcome.busy_s, default=None),
+            )
+            run.tracker.record(record)
+            self._steps, self._elapsed_s, self._wait_before_s = [], 0.0, run.feed.wait_s
+        self._memory.end_step(step)
 
 
 class Stragglers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -220,21 +220,16 @@ def weakest_gpu(config: Config, rank: Rank, meet: Callable[[], ControlGroup]) ->
     gpu = gpu_of(config, rank)
     if gpu is None or rank.world == 1:
         return gpu
-    told = meet().all_gather({"host": socket.gethostname(), **asdict(gpu)})
-    if config.model.precision == "auto":
-        refuse_mixed_precision(told)
-    return weakest([Device(one["name"], one["memory_bytes"], one["has_bf16"]) for one in told])
-
-
-def refuse_mixed_precision(told: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UsageError if only some of the ranks' GPUs have bf16 in hardware."""
-    without = [index for index, one in enumerate(told) if not one["has_bf16"]]
-    if without and len(without) < len(told):
-        one = told[without[0]]
+    gathered = meet().all_gather((socket.gethostname(), asdict(gpu)))
+    gpus = [Device(**values) for _, values in gathered]
+    without = [index for index, one in enumerate(gpus) if not one.has_bf16]
+    if config.model.precision == "auto" and 0 < len(without) < len(gpus):
+        index = without[0]
         raise UsageError(
-            f"rank {without[0]} on {one['host']} has a {one['name']}, which has no bf16 in hardware, and other ranks' "
-            "GPUs have it: set model.precision: fp16 or fp32, or leave that GPU out"
+            f"rank {index} on {gathered[index][0]} has a {gpus[index].name}, which has no bf16 in hardware, and other "
+            "ranks' GPUs have it: set model.precision: fp16 or fp32, or leave that GPU out"
         )
+    return weakest(gpus)
 
 
 def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -> None:

@@ -1,10 +1,15 @@
 """One plan for GPUs that differ."""
 
+from dataclasses import asdict
+from types import SimpleNamespace
+
 import pytest
 
+from flatout.config.read import make_config
 from flatout.errors import UsageError
+from flatout.parallel.rank import Rank
 from flatout.plan.devices import GIB, Device, weakest
-from flatout.train.planning import refuse_mixed_precision
+from flatout.train import planning
 
 
 def test_all_ranks_plan_for_what_each_can() -> None:
@@ -16,9 +21,20 @@ def test_all_ranks_plan_for_what_each_can() -> None:
     assert weakest([large, Device("H200", 138 * GIB)]) == Device("H200", 138 * GIB)
 
 
-def test_one_precision_for_all() -> None:
-    told = [{"host": "a", "name": "H200", "has_bf16": True}, {"host": "b", "name": "T4", "has_bf16": False}]
+def test_one_precision_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    new, old = Device("H200", 139 * GIB), Device("T4", 15 * GIB, has_bf16=False)
+    monkeypatch.setattr(planning, "gpu_of", lambda config, rank: new)
+
+    def plan_for(precision: str, *gpus: Device) -> Device | None:
+        config = make_config({"model": {"name": "m", "precision": precision}})
+        gathered = [(host, asdict(gpu)) for host, gpu in zip("ab", gpus, strict=True)]
+        group = SimpleNamespace(all_gather=lambda mine: gathered)
+        return planning.weakest_gpu(config, Rank(0, 2), lambda: group)
+
     with pytest.raises(UsageError, match=r"rank 1 on b has a T4, .* set model\.precision"):
-        refuse_mixed_precision(told)
-    for alike in (told[:1] * 2, told[1:] * 2):
-        refuse_mixed_precision(alike)
+        plan_for("auto", new, old)
+    assert plan_for("auto", new, new) == new
+    assert plan_for("auto", old, old) == old
+    mixed = plan_for("fp16", new, old)
+    assert mixed is not None
+    assert not mixed.has_bf16
