@@ -60,9 +60,8 @@ def refuse_changes(changes: Sequence[Change], allow: Sequence[str]) -> None:
 
 def refuse_without_effect(changes: Sequence[Change], folder: Path) -> None:
     """Raise CheckpointError for changes of the numerics to a finished run, where they would have no effect."""
-    refused = [change for change in changes if change.effect == "numerics"]
-    if refused:
-        lines = "".join(f"\n  - {change}" for change in refused)
+    lines = "".join(f"\n  - {change}" for change in changes if change.effect == "numerics")
+    if lines:
         raise CheckpointError(
             f"{folder} holds a finished run of other settings; choose another run_dir to train with these:{lines}"
         )

@@ -86,10 +86,7 @@ def read_final_manifest(folder: Path) -> FinalManifest:
 
 
 def verify_final(folder: Path) -> FinalManifest:
-    """Check that every file of a results folder is as it was written; other files in the folder are ignored.
-
-    Raises CheckpointError with the first file that was changed.
-    """
+    """Check the files that a results folder's manifest names. Raises CheckpointError with the first that changed."""
     manifest = read_final_manifest(folder)
     for name, facts in manifest.files.items():
         try:

@@ -19,7 +19,7 @@ import xxhash
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
 from flatout import __version__
-from flatout.checkpoint.tensor_file import TENSOR_SUFFIX, read_metadata
+from flatout.checkpoint.tensor_file import TENSOR_SUFFIX, open_tensor_file
 from flatout.errors import CheckpointError
 from flatout.io.durable_io import DurableIO, FileFacts, digest
 from flatout.io.json_file import encode_json, now_utc, read_json, validated
@@ -113,7 +113,7 @@ def verify_files(folder: Path, manifest: Manifest, rank: Rank) -> None:
         if name.endswith(TENSOR_SUFFIX):
             # if the header is unreadable, the size or the hash below explains why
             with suppress(CheckpointError):
-                identity = read_metadata(path)
+                identity = open_tensor_file(path).metadata() or {}
         if identity is not None:
             refuse_other_save(path, identity, manifest)
         if found.size_bytes != facts.size_bytes:

@@ -6,30 +6,28 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from flatout.checkpoint.manifest import Manifest, refuse_other_save
-from flatout.checkpoint.tensor_file import DTYPES, TENSOR_SUFFIX, bound_header
+from flatout.checkpoint.tensor_file import DTYPES, TENSOR_SUFFIX, open_tensor_file
 from flatout.errors import CheckpointError
 from flatout.io.json_file import parse_json
 from flatout.parallel.shards import local_shard_of
 
 # metadata key of a sharded file; the value is JSON: tensor name -> [global shape, offset]
 PLACES = "places"
-_RANK = re.compile(r"-rank-\d+$")
 
 
 def kind_of(stem: str) -> str:
     """Return what a file holds, without the rank that wrote it: `model-rank-3` is part of `model`."""
-    return _RANK.sub("", stem)
+    return re.sub(r"-rank-\d+$", "", stem)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """The block of a tensor that one file holds."""
 
     file: Any
@@ -49,11 +47,9 @@ class CheckpointTensors(Mapping[str, Tensor]):
         self._shapes: dict[str, tuple[int, ...]] = {}
         for name in names:
             try:
-                path = folder / name
-                bound_header(path)
-                file = safe_open(path, framework="pt", device="cpu")
+                file = open_tensor_file(folder / name)
                 metadata = file.metadata() or {}
-                refuse_other_save(path, metadata, manifest)
+                refuse_other_save(folder / name, metadata, manifest)
                 places = parse_json(metadata.get(PLACES, "{}"))
                 for key in file.keys():  # noqa: SIM118  (a file is not a mapping)
                     shape = tuple(file.get_slice(key).get_shape())

@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -75,24 +76,23 @@ def encode_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -
     return len(head) + end, chunks()
 
 
-def read_metadata(path: Path) -> dict[str, str]:
-    """Read only the metadata of a safetensors file. Raises CheckpointError with the file."""
+def open_tensor_file(path: Path) -> Any:
+    """Open a safetensors file on the CPU; its header is not read if it claims more than its file or 100 MB.
+
+    Raises CheckpointError with the file.
+    """
     try:
-        bound_header(path)
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return dict(file.metadata() or {})
+        size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+        if len(head) < 8:
+            raise CheckpointError(f"{path}: {size_bytes} bytes is too short for a safetensors file; it was cut off")
+        header_bytes: int = struct.unpack("<Q", head)[0]
+        limit_bytes = min(size_bytes - 8, MAX_HEADER_BYTES)
+        if header_bytes > limit_bytes:
+            raise CheckpointError(
+                f"{path}: its header claims {header_bytes:,} bytes; at most {limit_bytes:,} are possible"
+            )
+        return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
-
-
-def bound_header(path: Path) -> None:
-    """Raise CheckpointError, without reading the header, if it claims to be longer than its file or than 100 MB."""
-    size_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(8)
-    if len(head) < 8:
-        raise CheckpointError(f"{path}: {size_bytes} bytes is too short for a safetensors file; it was cut off")
-    header_bytes: int = struct.unpack("<Q", head)[0]
-    limit_bytes = min(size_bytes - 8, MAX_HEADER_BYTES)
-    if header_bytes > limit_bytes:
-        raise CheckpointError(f"{path}: its header claims {header_bytes:,} bytes; at most {limit_bytes:,} are possible")

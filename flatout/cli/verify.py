@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from flatout.verify.compare import Row
-    from flatout.verify.run import verify
+    from flatout.verify.run import require_equal, verify
 
     def print_row(row: Row) -> None:
         # differences are relative, the gradient's is the worst parameter's
@@ -54,17 +54,17 @@ def run(args: argparse.Namespace) -> int:
     has_gpus = config.device != "cpu" and torch.cuda.is_available()
     num_ranks = len(config.gpus) if config.gpus else torch.cuda.device_count() if has_gpus else 2
     print(COLUMNS)
-    report = verify(
+    rows, notes = verify(
         config,
         num_ranks=args.ranks or num_ranks,
         exact="fp64" if args.fp64 else "fp32",
         tolerance=args.tolerance,
         on_row=print_row,
     )
-    for note in report.notes:
+    for note in notes:
         print(textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="  "))
     print(f"written to {config.folder / 'verify.json'}")
-    report.require_equal()
-    left_out = sum(row.verdict == "left out" for row in report.rows)
-    print(f"{len(report.rows) - left_out} rows agree" + (f", {left_out} left out" if left_out else ""))
+    require_equal(rows)
+    left_out = sum(row.verdict == "left out" for row in rows)
+    print(f"{len(rows) - left_out} rows agree" + (f", {left_out} left out" if left_out else ""))
     return 0

@@ -41,10 +41,7 @@ def digest(path: Path) -> FileFacts:
 
 
 class Disk:
-    """The single disk operations; tests replace it to count them, or to fail or crash at the k-th.
-
-    Opening a file does not follow a link in the last part of its path.
-    """
+    """The single disk operations, which follow no link; tests count them, or make the k-th fail or crash."""
 
     mkdir: Callable[[Path], None] = staticmethod(os.mkdir)
     write: Callable[[int, memoryview], int] = staticmethod(os.write)
@@ -80,10 +77,7 @@ class DurableIO:
         self._disk = disk or Disk()
 
     def write_bytes(self, path: Path, content: bytes) -> FileFacts:
-        """Write `content` to `path` atomically: after a crash either the old or the new file is there.
-
-        A link at `path` is replaced, not followed.
-        """
+        """Write `content` to `path` atomically: a crash leaves the old or the new file. A link is replaced."""
         temp = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
         facts = self.create(temp, [memoryview(content)], len(content))
         try:
@@ -123,10 +117,7 @@ class DurableIO:
         return FileFacts(num_bytes, hasher.hexdigest())
 
     def open_new(self, path: Path) -> BinaryIO:
-        """Open a new file for reading and writing; after closing it, call `sync_tree` on its folder.
-
-        Writing and closing may raise OSError: wrap them in `resource_errors`.
-        """
+        """Open a new file; wrap writing and closing in `resource_errors`, then call `sync_tree` on its folder."""
         with self.resource_errors("create", path):
             return os.fdopen(self._disk.create(path), "w+b")
 
@@ -228,10 +219,7 @@ class DurableIO:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open or create a file that belongs to flatout; links, pipes and devices are rejected.
-
-    Raises SecurityError with the path, and OSError.
-    """
+    """Open or create a file of flatout's own. Raises OSError, and SecurityError for a link, a pipe or a device."""
     try:
         # O_NONBLOCK: a pipe that nobody reads would block
         fd = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from flatout.errors import ResourceError, UsageError
 
-_READ = (".json", ".jinja", ".safetensors")
-
 
 def is_folder(name: str) -> bool:
     """Return whether a model's name is an existing folder; False for a name too long for a path."""
@@ -26,7 +24,8 @@ def hub_source(name: str, revision: str | None) -> tuple[str, str | None]:
     Raises UsageError for a folder with an unreadable file, and as `hub_errors` if the model is not cached either.
     """
     if is_folder(name):
-        if odd := [file for file in Path(name).iterdir() if file.suffix in _READ and not file.is_file()]:
+        files = [file for file in Path(name).iterdir() if file.suffix in (".json", ".jinja", ".safetensors")]
+        if odd := [file for file in files if not file.is_file()]:
             # transformers would silently ignore such a file
             raise UsageError(f"{odd[0]} is a folder or a link to nothing; download or copy it again")
         return name, revision
@@ -43,10 +42,7 @@ def hub_source(name: str, revision: str | None) -> tuple[str, str | None]:
 
 
 def hub_file(name: str, file: str, revision: str | None) -> Path | None:
-    """Return the path of a model's file, from its folder, the hub's cache or a download; None if there is no such file.
-
-    Raises as `hub_source`.
-    """
+    """Return a model's file from its folder, the hub's cache or a download; None if absent. Raises as `hub_source`."""
     source, revision = hub_source(name, revision)
     if (folder := Path(source)).is_dir():
         return folder / file if (folder / file).is_file() else None

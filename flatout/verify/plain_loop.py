@@ -73,7 +73,11 @@ def plain_model(config: Config, device: torch.device, adapter: Path) -> PlainMod
         # PEFT uses a name that transformers has deprecated
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = PeftModel.from_pretrained(model, str(adapter), is_trainable=True).eval()
-    named = {_our_name(name): parameter for name, parameter in trainable_parameters(wrapped).items()}
+    named = {}
+    for peft_name, parameter in trainable_parameters(wrapped).items():
+        name = peft_name.removeprefix("base_model.model.").replace(".lora_A.default.weight", ".lora_a")
+        name = name.replace(".lora_B.default.weight", ".lora_b")
+        named[name.replace(".lora_magnitude_vector.default.weight", ".magnitude")] = parameter
     return PlainModel(wrapped, named, None)
 
 
@@ -91,7 +95,13 @@ def plain_step(plain: PlainModel, samples: Sequence[Sample], *, max_tokens: int 
     total, device = 0.0, next(plain.model.parameters()).device
     one_at_a_time = bool(length_limits(plain.model))
     for rows in _batches(samples, 0 if one_at_a_time else max_tokens):
-        ids, mask, labels = (tensor.to(device) for tensor in _padded(rows))
+        tokens = [torch.tensor(ids.tolist(), device=device) for ids, _ in rows]
+        marks = [torch.tensor(loss_mask.tolist(), device=device) for _, loss_mask in rows]
+        labels = [torch.where(mark, own, -100) for mark, own in zip(marks, tokens, strict=True)]
+        # right-padded, int64 (B, longest)
+        ids = pad_sequence(tokens, batch_first=True)
+        mask = pad_sequence([torch.ones_like(own) for own in tokens], batch_first=True)
+        targets = pad_sequence(labels, batch_first=True, padding_value=-100)[:, 1:].flatten()
         if one_at_a_time:
             with torch.no_grad():
                 # dynamic NTK keeps the longest length so far; a short input resets it
@@ -99,7 +109,7 @@ def plain_step(plain: PlainModel, samples: Sequence[Sample], *, max_tokens: int 
         with torch.autocast(device.type, dtype=plain.autocast) if plain.autocast else nullcontext():
             logits = plain.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-        loss_sum = F.cross_entropy(wide, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+        loss_sum = F.cross_entropy(wide, targets, ignore_index=-100, reduction="sum")
         (loss_sum / num_labels).backward()
         total += loss_sum.item()
     return total / num_labels
@@ -144,11 +154,6 @@ def _write_adapter(model: PreTrainedModel, config: Config, folder: Path) -> None
         replace_module(model, name, layer.base)
 
 
-def _our_name(peft_name: str) -> str:
-    name = peft_name.removeprefix("base_model.model.").replace(".lora_magnitude_vector.default.weight", ".magnitude")
-    return name.replace(".lora_A.default.weight", ".lora_a").replace(".lora_B.default.weight", ".lora_b")
-
-
 def _batches(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[Sample]]:
     rows: list[Sample] = []
     for sample in samples:
@@ -158,11 +163,3 @@ def _batches(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[Sample
             rows = []
         rows.append(sample)
     yield rows
-
-
-def _padded(rows: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return right-padded ids, attention mask and labels (-100 for no loss), all int64 (B, longest)."""
-    ids = [torch.tensor(tokens.tolist()) for tokens, _ in rows]
-    labels = [torch.where(torch.tensor(mask.tolist()), own, -100) for own, (_, mask) in zip(ids, rows, strict=True)]
-    real = pad_sequence([torch.ones_like(own) for own in ids], batch_first=True)
-    return pad_sequence(ids, batch_first=True), real, pad_sequence(labels, batch_first=True, padding_value=-100)

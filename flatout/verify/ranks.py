@@ -107,7 +107,13 @@ def run_process(folder: Path, index: int) -> None:
             continue
         rank = Rank(index, case.num_ranks, index)
         try:
-            row = _take_part(case, rank, folder, f"file://{folder}/store-{place}")
+            config = make_config(case.config, origin=f"verify, {case.name}")
+            device = choose_device(config.wanted_device, rank)
+            backend, store = "nccl" if device.type == "cuda" else "gloo", f"file://{folder}/store-{place}"
+            dist.init_process_group(backend, store, rank=rank.index, world_size=rank.world, timeout=WAIT)
+            planned, reference = plan_quietly(config, rank), Reference.read(Path(case.reference))
+            with set_up_quietly(config, planned, rank, folder) as run:
+                row = measure(run, planned.plan.step(case.step_index), reference, case.name).judged(case.limit)
         except UsageError as error:
             # every rank reads the same settings, so all of them raise this
             row = Row(case.name, num_ranks=case.num_ranks, verdict="left out", note=str(error))
@@ -115,17 +121,6 @@ def run_process(folder: Path, index: int) -> None:
             leave_group()
         if rank.is_first:
             DurableIO().write_json(folder / f"row-{place}.json", row.to_json())
-
-
-def _take_part(case: RankCase, rank: Rank, folder: Path, store: str) -> Row:
-    config = make_config(case.config, origin=f"verify, {case.name}")
-    device = choose_device(config.wanted_device, rank)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=store, rank=rank.index, world_size=rank.world, timeout=WAIT)
-    planned = plan_quietly(config, rank)
-    with set_up_quietly(config, planned, rank, folder) as run:
-        row = measure(run, planned.plan.step(case.step_index), Reference.read(Path(case.reference)), case.name)
-    return row.judged(case.limit)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -36,28 +36,18 @@ CPU_TOKENS = 8192
 MAX_MICRO_BATCHES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The result: `rows` are the table, `notes` say what was changed to make the comparison exact."""
-
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def failed(self) -> list[Row]:
-        return [row for row in self.rows if row.verdict == "FAIL"]
-
-    def require_equal(self) -> None:
-        """Raise NumericError with the number of failed rows and the worst of them, if there are any."""
-        if not self.failed:
-            return
-        worst = max(self.failed, key=lambda row: row.largest)
-        where = f" in {worst.worst_parameter}" if worst.worst_parameter else ""
-        why = worst.note or f"differs by {worst.largest:.1e} (limit {worst.limit:.0e}){where}"
-        raise NumericError(
-            f"verify: {len(self.failed)} of {len(self.rows)} ways of computing this step are not the plain one, such "
-            f"as {worst.case} on {worst.num_ranks} rank(s): {why}; do not train with it"
-        )
+def require_equal(rows: Sequence[Row]) -> None:
+    """Raise NumericError with the number of failed rows and the worst of them, if there are any."""
+    failed = [row for row in rows if row.verdict == "FAIL"]
+    if not failed:
+        return
+    worst = max(failed, key=lambda row: row.largest)
+    where = f" in {worst.worst_parameter}" if worst.worst_parameter else ""
+    why = worst.note or f"differs by {worst.largest:.1e} (limit {worst.limit:.0e}){where}"
+    raise NumericError(
+        f"verify: {len(failed)} of {len(rows)} ways of computing this step are not the plain one, such as {worst.case} "
+        f"on {worst.num_ranks} rank(s): {why}; do not train with it"
+    )
 
 
 def verify(
@@ -67,11 +57,12 @@ def verify(
     exact: Exact = "fp32",
     tolerance: float | None = None,
     on_row: Callable[[Row], None] = lambda row: None,
-) -> Report:
+) -> tuple[list[Row], list[str]]:
     """Verify every way of computing the first step that has labels, and write verify.json to the run folder.
 
-    `tolerance` replaces the limit of the exact rows. `on_row` gets each row when it is ready. Raises ResourceError for
-    more ranks than GPUs, and what loading the model or the data raises. A row above its limit raises nothing here.
+    Returns the rows of the table, and notes on what was changed to make the comparison exact. `tolerance` replaces the
+    limit of the exact rows. `on_row` gets each row when it is ready. Raises ResourceError for more ranks than GPUs, and
+    what loading the model or the data raises. A row above its limit raises nothing here.
     """
     device = choose_device(config.wanted_device, Rank())
     if device.type == "cuda" and num_ranks > torch.cuda.device_count():
@@ -83,10 +74,10 @@ def verify(
         for row in _rows(config, exact, Path(work).absolute(), limit, device, num_ranks):
             rows.append(row)
             on_row(row)
-    report = Report(tuple(rows), tuple(_notes(config, exact, device)))
-    content = {"rows": [row.to_json() for row in report.rows], "notes": report.notes, "passed": not report.failed}
+    notes, passed = list(_notes(config, exact, device)), all(row.verdict != "FAIL" for row in rows)
+    content = {"rows": [row.to_json() for row in rows], "notes": notes, "passed": passed}
     DurableIO().write_json(config.folder / "verify.json", content)
-    return report
+    return rows, notes
 
 
 def exact_config(config: Config, exact: Exact, folder: Path) -> Config:

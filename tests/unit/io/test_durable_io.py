@@ -15,7 +15,7 @@ import torch
 from faulty_disk import BROKEN_DISK, FULL_DISK, Death, FaultyDisk, QuickDisk
 from safetensors.torch import load_file, save_file
 
-from flatout.checkpoint.tensor_file import encode_tensors, read_metadata
+from flatout.checkpoint.tensor_file import encode_tensors, open_tensor_file
 from flatout.errors import CheckpointError, ResourceError, SecurityError
 from flatout.io.append import AppendFile
 from flatout.io.durable_io import Disk, DurableIO, FileFacts, digest
@@ -50,7 +50,7 @@ def test_tensors_are_what_safetensors_itself_reads(tmp_path: Path) -> None:
     tensors = tensors_of_all_kinds()
     facts = write_tensors(tmp_path / "a.safetensors", tensors, {"k": "v"})
     theirs = load_file(tmp_path / "a.safetensors")
-    assert read_metadata(tmp_path / "a.safetensors") == {"k": "v"}
+    assert open_tensor_file(tmp_path / "a.safetensors").metadata() == {"k": "v"}
     assert facts == digest(tmp_path / "a.safetensors")
     for name, tensor in tensors.items():
         read, bits = theirs[name], tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -188,7 +188,7 @@ def test_hostile_and_broken_files_are_named_not_parsed(tmp_path: Path) -> None:
     for message, content in cases.items():
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=message) as raised:
-            read_metadata(path)
+            open_tensor_file(path)
         assert str(path) in str(raised.value)
 
 

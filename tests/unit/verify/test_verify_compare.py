@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatout.errors import NumericError
 from flatout.verify.compare import Reference, Row
-from flatout.verify.run import Report
+from flatout.verify.run import require_equal
 
 BIG, SMALL = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 1e-6])
 
@@ -81,6 +81,6 @@ def test_a_gradient_that_is_left_out_is_told(reference: Reference) -> None:
 def test_the_report_names_the_worst_row(reference: Reference) -> None:
     good, bad = row_of(reference).judged(1e-4), row_of(reference, big=BIG * 2).judged(1e-4)
     left_out = Row("zero9", verdict="left out", note="no such thing")
-    Report((good, left_out), ()).require_equal()
+    require_equal((good, left_out))
     with pytest.raises(NumericError, match=r"1 of 2 .* in big; do not train"):
-        Report((good, bad), ()).require_equal()
+        require_equal((good, bad))
