@@ -97,6 +97,10 @@ class BatchLayout:
     cost: CostModel
     lockstep: bool = False
 
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise UsageError(f"the number of ranks is {self.num_ranks}; expected at least 1")
+
 
 def assemble(
     samples: Samples, samples_per_step: int, layout: BatchLayout, *, epoch: int, first_index: int
