@@ -151,8 +151,8 @@ def prepare(implementation: Implementation, sizes: Collection[tuple[int, int]], 
 def window_marker(*_: Any, local_size: int | None = None, kv_length: int = 0, **__: Any) -> Tensor | None:
     """Return no mask, since the documents' boundaries are enough.
 
-    A layer with a local window shorter than the batch gets an empty tensor, so that the attention can detect a
-    requested window and raise if its size is missing from the layer's arguments.
+    A layer with a window shorter than the batch gets an empty tensor, so that the attention can raise if the layer's
+    arguments lack the window.
     """
     return torch.empty(0) if local_size is not None and kv_length > local_size else None
 

@@ -81,7 +81,7 @@ def length_limits(model: nn.Module) -> set[int]:
 
 def reads_lengths_on_host(model: nn.Module) -> bool:
     """Whether a forward pass waits for the device to read document lengths."""
-    ropes = [module for module in model.modules() if isinstance(module, DocumentRope)]
+    ropes = (module for module in model.modules() if isinstance(module, DocumentRope))
     return any(kind == "dynamic" for rope in ropes for kind, _ in rope.limits.values())
 
 

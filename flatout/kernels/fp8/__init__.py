@@ -1,11 +1,9 @@
-"""Matrix products in float8 e4m3 with one scale per row: `torch._scaled_mm` on CUDA, otherwise the reference."""
+"""Matrix products in float8 e4m3 with one scale per row (Micikevicius et al. 2022, arXiv:2209.05433)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from flatout.kernels.fp8 import reference
 
 # torch._scaled_mm needs sizes in multiples of this
 MULTIPLE = 16
@@ -25,10 +23,27 @@ def fp8_problem(device: torch.device, num_rows: int, num_columns: int) -> str | 
     return None
 
 
+def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize values (R, C) to float8 e4m3fn (R, C) and scales fp32 (R, 1), with values ~ bytes * scale.
+
+    The scale of a row is its largest magnitude / 448, the largest finite e4m3fn, so nothing saturates; scales are
+    clamped above 0, so that rows of zeros can be divided.
+    """
+    # literals, as a compiled graph would turn module constants into inputs
+    scale = values.abs().amax(dim=-1, keepdim=True).float().clamp(min=1e-12) / 448.0
+    return (values.float() / scale).to(torch.float8_e4m3fn), scale
+
+
 def scaled_product(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `reference.scaled_product`; on CUDA in 16 bit with torch's rowwise GEMM and its fast accumulation."""
-    if not left.is_cuda or dtype.itemsize != 2:
-        return reference.scaled_product(left, right, left_scale, right_scale, dtype)
-    return torch._scaled_mm(
-        left, right.t(), scale_a=left_scale, scale_b=right_scale[None], out_dtype=dtype, use_fast_accum=True
-    )
+    """Return (left * left_scale) @ (right * right_scale).T in `dtype`, summed in fp32 (fp64 for fp64).
+
+    left e4m3 (T, C) with scales (T, 1), right e4m3 (N, C) with scales (N,) fp32; returns (T, N). On CUDA in 16 bit it
+    is torch's rowwise GEMM with fast accumulation; the other form is its reference.
+    """
+    if left.is_cuda and dtype.itemsize == 2:
+        return torch._scaled_mm(
+            left, right.t(), scale_a=left_scale, scale_b=right_scale[None], out_dtype=dtype, use_fast_accum=True
+        )
+    exact = torch.promote_types(dtype, torch.float32)
+    product = left.to(exact) @ right.to(exact).T
+    return (product * left_scale.to(exact) * right_scale.to(exact)).to(dtype)

@@ -15,11 +15,11 @@ from flatout.models.blocks import decoder_layers
 def convert_to_float8(model: PreTrainedModel, *, compile_mode: Literal["auto", "off"]) -> str:
     """Replace the decoder's linear layers by torchao's Float8Linear; return a line for the console.
 
-    Forward, input gradient and weight gradient are fp8 products (e4m3; output gradients e5m2) with one scale per
-    tensor, computed each time (Micikevicius et al. 2022, arXiv:2209.05433): the fastest recipe on H100-class GPUs.
-    Weights keep their dtype and identity. The head, and layers whose widths are not multiples of 16, are not replaced.
-    Call it before compiling the layers: uncompiled, the casts cost more than fp8 gains. Raises UsageError without
-    torchao, with compile off or if no layer fits, ResourceError on a GPU without fp8.
+    All three products are in fp8 (e4m3; output gradients e5m2) with one scale per tensor, computed each time
+    (arXiv:2209.05433): the fastest recipe on H100-class GPUs. Weights keep their dtype and identity. The head, and
+    layers whose widths are not multiples of 16, are not replaced. Call it before compiling the layers: uncompiled, the
+    casts cost more than fp8 gains. Raises UsageError without torchao, with compile off or if no layer fits,
+    ResourceError on a GPU without fp8.
     """
     if compile_mode == "off":
         raise UsageError(

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatout.errors import ResourceError, UsageError
-from flatout.kernels.fp8 import fp8_problem, scaled_product
-from flatout.kernels.fp8.reference import quantize_rows
+from flatout.kernels.fp8 import fp8_problem, quantize_rows, scaled_product
 from flatout.kernels.nf4 import dequantize, register_ops
 from flatout.kernels.nf4.reference import Nf4Weight, quantize, row_scale
 

@@ -137,6 +137,10 @@ def compile_layers(
 def _compile(
     loaded: LoadedModel, num_boundaries: int, smallest_cosine: float, loss: _Forward, wrapper: _Forward
 ) -> CompileOutcome:
+    # importing the compiler takes a second, and only runs on a GPU need it
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
     model = loaded.model
     layers = decoder_layers(model)
     # read here, as a sharded layer has other parameters during a pass
@@ -161,7 +165,7 @@ def _compile(
             continue
         try:
             cosine = _layer_cosine(loaded, trained[layer], call)
-        except _compiler_errors() as error:
+        except (TorchDynamoException, InductorError) as error:
             # layers of one class share their code, and trying each of them would take minutes
             same = [other for other in layers if type(other) is type(layer)]
             _run_eagerly(same, f"{type(layer).__name__} does not compile ({first_line(error)})", reasons)
@@ -176,7 +180,7 @@ def _compile(
             with _autocast(loaded, calls[0][-1]):
                 loss_sum, _ = loss(batch)
             _gradients(loss_sum, every, None)
-    except _compiler_errors() as error:
+    except (TorchDynamoException, InductorError) as error:
         _run_eagerly(layers, f"the layers do not compile for training ({first_line(error)})", reasons)
     kept = [cosine for layer, cosine in cosines.items() if layer not in reasons]
     reason = "; ".join(dict.fromkeys(reasons.values())) or None
@@ -187,14 +191,6 @@ def _run_eagerly(layers: Iterable[nn.Module], reason: str, reasons: dict[nn.Modu
     for layer in layers:
         layer.compile(disable=True)
         reasons[layer] = reason
-
-
-def _compiler_errors() -> tuple[type[Exception], ...]:
-    # importing the compiler takes a second, and only runs on a GPU need it
-    from torch._dynamo.exc import TorchDynamoException
-    from torch._inductor.exc import InductorError
-
-    return TorchDynamoException, InductorError
 
 
 @contextmanager

@@ -186,10 +186,7 @@ def read_back(
 
 
 def apply_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Add an adapter, ours or PEFT's, to a plain model for generation or merging; all parameters are frozen.
-
-    Raises like `load_adapter`.
-    """
+    """Add an adapter to a plain model, all parameters frozen, for generation or merging; see `load_adapter`."""
     saved, _ = _read_adapter(folder)
     add_lora(model, saved, seed=0)
     load_adapter(model, folder)
@@ -245,7 +242,7 @@ def _misread_layers(model: PreTrainedModel, content: Mapping[str, Any], state: M
     missing = {name.replace(f".{_ADAPTER}", "") for name in loaded.missing_keys}
     read = _peft_state(wrapped)
     same = {name for name in read if name in state and read[name].shape == state[name].shape and name not in missing}
-    return layers(name for name in read.keys() | state.keys() if name not in same)
+    return layers((read.keys() | state.keys()) - same)
 
 
 def _peft_state(wrapped: Any) -> dict[str, Tensor]:

@@ -77,8 +77,7 @@ class LoraLinear(nn.Module):
         return lengths
 
     def _sum(self) -> torch.Tensor:
-        product: torch.Tensor = self.lora_b @ self.lora_a
-        total: torch.Tensor = self.base.weight.to(self.lora_a.dtype) + self.scaling * product
+        total: torch.Tensor = self.base.weight.to(self.lora_a.dtype) + self.scaling * (self.lora_b @ self.lora_a)
         return total
 
     @torch.no_grad()
