@@ -14,7 +14,6 @@ from flatout.errors import ProblemsError, UsageError
 from flatout.io.redact import printable, redacted
 
 _WIDE = "=" * 80
-_NUM_PRINTED = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +112,7 @@ def _build(args: argparse.Namespace) -> None:
     if args.print_samples:
         tokenizer = load_tokenizer(store.meta.tokenizer)
         print(f"\n{_WIDE}\nSAMPLE TEXTS FROM PROCESSED DATASET:\n{_WIDE}")
-        for index in range(min(_NUM_PRINTED, store.num_samples)):
+        for index in range(min(3, store.num_samples)):
             print(f"\n--- Sample {index + 1} ---")
             print(printable(tokenizer.decode(store.sample(index)[0].tolist(), skip_special_tokens=False)))
     print(f"\nDataset saved to: {store.folder}")

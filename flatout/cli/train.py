@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train. Returns 0 if the run is complete, 75 if it was stopped and saved, else the failing rank's exit code."""
     if PARENT in environment():
-        # before anything slow, so that a killed launcher leaves no rank behind
+        # before torch is imported, which is slow, so that a killed launcher leaves no rank behind
         end_with_parent(whole_number(environment(), PARENT))
     if args.profile is not None and args.profile < 1:
         raise UsageError(f"--profile is {args.profile}; expected at least 1 step")

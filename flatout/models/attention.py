@@ -18,7 +18,7 @@ from flatout.kernels.attention.flash import (
     varlen_problem,
 )
 from flatout.kernels.attention.reference import plain_attention, sdpa_attention
-from flatout.models.arch_quirks import ArchQuirks
+from flatout.models.arch_quirks import SINKS
 from flatout.models.blocks import layer_configs
 
 # from the fastest to the reference
@@ -45,12 +45,7 @@ def registered_name(implementation: Implementation) -> str:
 
 
 def choose_attention(
-    wanted: Literal["auto"] | Implementation,
-    config: Any,
-    family: ArchQuirks,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
+    wanted: Literal["auto"] | Implementation, config: Any, *, device: torch.device, dtype: torch.dtype
 ) -> AttentionChoice:
     """Choose a model's packed attention from its config; `auto` takes the fastest that supports it.
 
@@ -59,13 +54,13 @@ def choose_attention(
     attention sinks. Raises UsageError if the requested form does not support this model.
     """
     if wanted != "auto":
-        problem = None if wanted == "plain" else _problem(wanted, config, family, device, dtype)
+        problem = None if wanted == "plain" else _problem(wanted, config, device, dtype)
         if problem:
             raise UsageError(f"model.attention: {wanted} does not serve this model: {problem}; use auto")
         return AttentionChoice(wanted, "as asked")
     passed_over: list[str] = []
     for name in KERNELS:
-        problem = _problem(name, config, family, device, dtype)
+        problem = _problem(name, config, device, dtype)
         hidden_size = getattr(config, "hidden_size", 0)
         if name in ("fa4", "fa3") and hidden_size < MIN_FLASH_HIDDEN_SIZE and flash_problem(name, device) is None:
             problem = f"{name} costs more host time than a model of hidden size {hidden_size} can hide"
@@ -73,17 +68,15 @@ def choose_attention(
             kernel = "torch's FlashAttention kernel" if name == "varlen" else "as exact as torch's kernel here"
             return AttentionChoice(name, "; ".join([kernel, *passed_over]))
         passed_over.append(problem)
-    no_kernel, no_sdpa = passed_over[-1], _problem("sdpa", config, family, device, dtype)
+    no_kernel, no_sdpa = passed_over[-1], _problem("sdpa", config, device, dtype)
     return AttentionChoice("plain", no_sdpa) if no_sdpa else AttentionChoice("sdpa", no_kernel)
 
 
-def _problem(
-    name: Implementation, config: Any, family: ArchQuirks, device: torch.device, dtype: torch.dtype
-) -> str | None:
+def _problem(name: Implementation, config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why a form other than plain does not support this model (None if it does)."""
     if getattr(config, "attn_logit_softcapping", None):
         return "its attention scores are soft-capped"
-    if family.sinks:
+    if config.model_type in SINKS:
         return "its attention has sinks"
     if name == "sdpa":
         return None

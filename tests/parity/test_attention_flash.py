@@ -24,7 +24,6 @@ from flatout.kernels.attention.flash import (
 )
 from flatout.kernels.attention.reference import document_mask, packed_attention, plain_attention
 from flatout.models import attention as models_attention
-from flatout.models.arch_quirks import ArchQuirks
 from flatout.models.attention import choose_attention, registered_name
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -199,7 +198,7 @@ def test_a_compiled_layer_holds_it_for_any_number_of_tokens(install: Any, name: 
 
 def choose(wanted: Any = "auto", **fields: Any) -> Any:
     shape = {"hidden_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, **fields}
-    return choose_attention(wanted, tiny_config("mistral", **shape), ArchQuirks(), device=CPU, dtype=torch.bfloat16)
+    return choose_attention(wanted, tiny_config("mistral", **shape), device=CPU, dtype=torch.bfloat16)
 
 
 def test_the_fastest_that_is_there_and_proves_exact_is_taken(install: Any) -> None:

@@ -16,7 +16,7 @@ from flatout.errors import CheckpointError, ResourceError, UsageError, reason_of
 from flatout.io.hub import hub_errors, hub_source
 from flatout.io.json_file import read_json
 from flatout.models.blocks import decoder_layers
-from flatout.models.load.model import ANOTHER, BUILDING, library_errors, load_pretrained, read_config
+from flatout.models.load.model import CANNOT_BUILD, CHOOSE_ANOTHER, library_errors, load_pretrained, read_config
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import check_source
 from flatout.models.lora.adapter import ADAPTER_CONFIG, apply_adapter
@@ -114,7 +114,7 @@ def load_for_inference(
     """
     check_source(name, revision)
     config = read_config(name, revision)
-    with library_errors(BUILDING.format(name), ANOTHER):
+    with library_errors(CANNOT_BUILD.format(name), CHOOSE_ANOTHER):
         places = {"": device} if device_map is None else read_device_map(device_map, config)
         model, _ = load_pretrained(name, revision, config, {"dtype": dtype or "auto"}, places)
     return model.requires_grad_(False).eval()

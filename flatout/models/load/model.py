@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from flatout.config.schema import BaseConfig, FullConfig, ModelConfig
 from flatout.errors import CheckpointError, FlatoutError, ResourceError, UsageError, reason_of
 from flatout.io.hub import hub_errors, hub_source
-from flatout.models.arch_quirks import quirks_of
+from flatout.models.arch_quirks import check_packable
 from flatout.models.attention import AttentionChoice, Implementation, choose_attention, register, registered_name
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear, num_weights
 from flatout.models.load import quantized
@@ -25,8 +25,8 @@ from flatout.models.rope import scale_by_document
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-BUILDING = "model.name: {} cannot be built from its config.json, generation_config.json and weights"
-ANOTHER = "; choose another model"
+CANNOT_BUILD = "model.name: {} cannot be built from its config.json, generation_config.json and weights"
+CHOOSE_ANOTHER = "; choose another model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,14 @@ def load_model(
     text_config = model_config.get_text_config()
     compute_dtype = resolve_precision(config.precision, device)
     weight_dtype = weight_dtype_of(method, full, compute_dtype)
-    choice = choose_attention(config.attention, text_config, quirks_of(text_config), device=device, dtype=compute_dtype)
+    check_packable(text_config)
+    choice = choose_attention(config.attention, text_config, device=device, dtype=compute_dtype)
     register(choice.implementation)
     options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": registered_name(choice.implementation)}
     if compute_dtype == torch.float64:
         # transformers' grouped expert GEMM has no fp64
         options["experts_implementation"] = "eager"
-    with library_errors(BUILDING.format(config.name), ANOTHER, attention=options["attn_implementation"]):
+    with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER, attention=options["attn_implementation"]):
         model, unused = _make_model(config, storage, model_config, options, device, seed, on_host)
     if method == "lora":
         model.requires_grad_(False)

@@ -7,7 +7,7 @@ from tiny_models import save_tiny_model, tiny_config
 from flatout.config.schema import ModelConfig
 from flatout.errors import UsageError
 from flatout.models import attention
-from flatout.models.arch_quirks import ArchQuirks, logits_scale, quirks_of
+from flatout.models.arch_quirks import check_packable, logits_scale
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.recompute import apply_recompute
 from flatout.models.load.model import load_model, resolve_precision
@@ -79,19 +79,20 @@ def test_hybrids_are_refused_by_name(family):
     from transformers import CONFIG_MAPPING
 
     with pytest.raises(UsageError, match=f"model type {family} cannot be trained on packed documents"):
-        quirks_of(CONFIG_MAPPING[family]())
+        check_packable(CONFIG_MAPPING[family]())
 
 
 def test_unknown_hybrids_are_refused_by_their_layers():
     config = tiny_config("llama")
     config.model_type, config.layer_types = "llama_next", ["full_attention", "linear_attention"]
     with pytest.raises(UsageError, match="linear_attention layers carry a state"):
-        quirks_of(config)
+        check_packable(config)
 
 
-def choice(wanted, device=CUDA, dtype=torch.bfloat16, family=None, **fields):
+def choice(wanted, device=CUDA, dtype=torch.bfloat16, model_type="llama", **fields):
     config = tiny_config("llama", **fields)
-    return attention.choose_attention(wanted, config, family or ArchQuirks(), device=device, dtype=dtype).implementation
+    config.model_type = model_type
+    return attention.choose_attention(wanted, config, device=device, dtype=dtype).implementation
 
 
 def test_attention_is_chosen_from_the_config(monkeypatch):
@@ -103,7 +104,7 @@ def test_attention_is_chosen_from_the_config(monkeypatch):
     assert choice("auto", head_dim=512) == "sdpa"
     assert choice("auto", attention_dropout=0.1) == "sdpa"
     assert choice("auto", attn_logit_softcapping=50.0) == "plain"
-    assert choice("auto", family=ArchQuirks(sinks=True)) == "plain"
+    assert choice("auto", model_type="gpt_oss") == "plain"
     assert choice("plain") == "plain"
 
 
