@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from flatout.checkpoint.read import CheckpointTensors
 from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError
-from flatout.optim.adamw_8bit import LowBitAdamW
+from flatout.optim.adamw_8bit import BLOCK_SIZE, LowBitAdamW
 from flatout.optim.flat import owners
-from flatout.optim.rounding import BLOCK_SIZE
 from flatout.parallel.shards import is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import PartitionedOptimizer
 

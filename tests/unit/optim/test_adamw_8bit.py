@@ -9,15 +9,15 @@ import flatout.optim.adamw_8bit as lean
 from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
 from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError, UsageError
-from flatout.optim.adamw_8bit import LowBitAdamW
-from flatout.optim.build import make_optimizer
-from flatout.optim.rounding import (
+from flatout.optim.adamw_8bit import (
+    LowBitAdamW,
     dequantize_blocks,
     dynamic_table,
     quantize_blocks,
     random_bits,
     round_to_bf16,
 )
+from flatout.optim.build import make_optimizer
 from flatout.optim.update import clear_found_inf, set_found_inf
 
 SHAPES = {"layer.weight": (96, 128), "odd.weight": (33, 129), "norm.weight": (7,)}
