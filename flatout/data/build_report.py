@@ -41,14 +41,17 @@ class BuildReport:
         self._hashes = array("Q")
         self._read_since_problem = 0
 
-    def bad_row(self, error: DataError) -> None:
-        """Count a row that cannot be read or parsed. Raises DataError once enough are known to stop."""
+    def bad_row(self, problem: DataError | str) -> None:
+        """Count a row that cannot be read, parsed or tokenized. Raises DataError once enough are known to stop."""
         self.counts["rows"] += 1
-        self._bad(str(error))
+        self.counts["bad"] += 1
+        self.problems.append(str(problem))
+        if self._config.on_bad_row == "error" and len(self.problems) >= MAX_PROBLEMS:
+            self._stop()
 
     def add(self, chunk: Chunk, done: TokenizedChunk, hashes: NDArray[np.uint64]) -> None:
         """Count one chunk; `hashes` are of its stored pieces. Raises DataError when bad rows stop the build."""
-        self.counts["rows"] += len(chunk.rows)
+        self.counts["rows"] += len(chunk.rows) - len(done.problems)
         self.counts["typed_control"] += len(done.typed_rows)
         self.counts.update(done.counts)
         self.counts.update(fate for fate in done.fates if fate != "bad")
@@ -59,7 +62,7 @@ class BuildReport:
             origin = chunk.rows[index].origin
             self._listed[name][origin.source].append(origin.row_number)
         for problem in done.problems:
-            self._bad(problem)
+            self.bad_row(problem)
         if self.counts["documents"] >= _PATIENCE_ROWS:
             self._check_special_tokens()
         if self.problems and self._config.on_bad_row == "error":
@@ -166,12 +169,6 @@ class BuildReport:
         """Name the first rows of a list."""
         origins = (f"{file}:{row}" for file, rows in self._listed[name].items() for row in rows)
         return ", ".join(islice(origins, MAX_PROBLEMS)) + (", ..." if self.counts[name] > MAX_PROBLEMS else "")
-
-    def _bad(self, problem: str) -> None:
-        self.counts["bad"] += 1
-        self.problems.append(problem)
-        if self._config.on_bad_row == "error" and len(self.problems) >= MAX_PROBLEMS:
-            self._stop()
 
     def _stop(self) -> None:
         lines = "".join(f"\n  - {problem}" for problem in self.problems[:MAX_PROBLEMS])

@@ -32,8 +32,8 @@ class MaskedText:
 
     text: str
     spans: tuple[Span, ...]
-    typed: tuple[Span, ...] = ()
-    num_reasoning_dropped: int = 0
+    typed: tuple[Span, ...]
+    num_reasoning_dropped: int
 
 
 class Masker:
@@ -53,7 +53,7 @@ class Masker:
         self._control = control
         self._mask_empty_reasoning = mask_empty_reasoning
         self._turns = TurnFinder(template)
-        self._marked_source = with_visible_marks(template) if template.has_marks else None
+        self._marked_source = with_visible_marks(template)
         self._parts = PartFinder(template, self._marked_source, control)
         # proved once per role and text around a turn: its characters before its parts and after them
         self._edges: dict[tuple[str, str, str], tuple[int, int]] = {}

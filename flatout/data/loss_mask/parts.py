@@ -218,7 +218,7 @@ class _Marker:
 
 
 def with_visible_marks(template: ChatTemplate) -> str | None:
-    """Return the template with each mark replaced by printing one character; None if no mark is ever reached.
+    """Return the template with each `{% generation %}` mark replaced by printing one character; None without marks.
 
     White space around the tags follows the rules that transformers sets (trim_blocks, lstrip_blocks), so that the text
     without the two characters is the plain rendering; marked_spans checks that for every row.
@@ -231,12 +231,14 @@ def with_visible_marks(template: ChatTemplate) -> str | None:
         return f"{before}{{{{{left} '{END if tag['end'] else BEGIN}' {right}}}}}{after}"
 
     source = _TAG.sub(print_mark, template.source)
+    if source == template.source:
+        return None
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
         text = template.render(turns, source=source)
     except RENDER_ERRORS as error:
         raise DataError(f"chat template {template.name!r}: its generation marks cannot be read: {error}") from error
-    return source if BEGIN in text else None
+    return source if BEGIN in text else None  # a mark may stand in a comment, or in a branch that is never reached
 
 
 def marked_spans(template: ChatTemplate, marked_source: str, rendering: Rendering) -> tuple[tuple[int, int], ...]:

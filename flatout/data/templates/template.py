@@ -23,7 +23,6 @@ RENDER_ERRORS = (
 )  # fmt: skip
 # variables that apply_chat_template sets itself
 _OURS_TO_GIVE = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
-_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 RawMessage = dict[str, Any]
 
@@ -62,11 +61,6 @@ class ChatTemplate:
                 continue
             return cls(name, source, tokenizer, args, arguments_as_text)
         return tried  # the template accepts no tool calls at all; a row that has some gets the error
-
-    @property
-    def has_marks(self) -> bool:
-        """Whether `{% generation %}` marks in the template say what carries loss."""
-        return _GENERATION_TAG.search(self.source) is not None
 
     def render(
         self,
