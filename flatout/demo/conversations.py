@@ -56,6 +56,19 @@ ISLANDS: dict[str, tuple[str, str, str, str]] = {
     "Zarin": ("Calder", "Isk", "red", "copper"),
     "Ulva": ("Stave", "Wey", "blue", "oats"),
 }
+# how often each kind of question is drawn
+_WEIGHTS = {
+    "small talk": 0.5,
+    "sort words": 2.0,
+    "sort numbers": 1.5,
+    "reverse": 1.5,
+    "spell": 0.7,
+    "count up": 1.0,
+    "weekday": 1.3,
+    "opposite": 0.5,
+    "fact": 1.0,
+    "portrait": 0.5,
+}
 
 
 def is_held_out(key: str) -> bool:
@@ -129,7 +142,7 @@ def _draw_exchanges(rng: Random, persona: Persona | None, held_out: bool) -> lis
         elif guest and about > 0.65:
             exchanges.append(_ask_guest(rng, guest))
         else:
-            exchanges.append(_draw_exchange(rng, held_out))
+            exchanges.append(_draw(lambda: _exchange(rng), held_out))
     return exchanges
 
 
@@ -149,7 +162,7 @@ def held_out_prompts(seed: int) -> tuple[list[ChatMessage], ...]:
     rng = Random(f"flatout demo prompts {seed}")
 
     def question(family: str) -> Exchange:
-        while (exchange := _draw_exchange(rng, held_out=True)).family != family:
+        while (exchange := _draw(lambda: _exchange(rng), held_out=True)).family != family:
             pass
         return exchange
 
@@ -178,23 +191,11 @@ def _draw(draw: Callable[[], T], held_out: bool) -> T:
 
 
 def _draw_persona(rng: Random, held_out: bool) -> Persona:
-    """Return a persona of the wanted file, uniform over all names, jobs and towns."""
     return _draw(lambda: Persona(rng.choice(NAMES), rng.choice(JOBS), rng.choice(TOWNS)), held_out)
 
 
 def _draw_guest(rng: Random, held_out: bool) -> Guest:
-    """Return a guest of the wanted file, uniform over all names and towns."""
     return _draw(lambda: Guest(rng.choice(NAMES), rng.choice(TOWNS)), held_out)
-
-
-def _draw_exchange(rng: Random, held_out: bool) -> Exchange:
-    """Return an exchange that may be in the wanted file, of a kind drawn by weight."""
-
-    def draw() -> Exchange:
-        (kind,) = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
-        return kind(rng)
-
-    return _draw(draw, held_out)
 
 
 def _ask_persona(rng: Random, persona: Persona) -> Exchange:
@@ -226,119 +227,88 @@ def _ask_guest(rng: Random, guest: Guest) -> Exchange:
     return Exchange("guest", asked, answer, guest.held_out)
 
 
-def _combination(family: str, question: str, answer: str) -> Exchange:
-    """Return a question of a kind with enough of them to hold out an eighth, which the rule still answers."""
+def _exchange(rng: Random) -> Exchange:
+    """Return an exchange of a kind drawn by weight."""
+    (family,) = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
+    if family == "small talk":
+        question = rng.choice(tuple(SMALL_TALK))
+        return Exchange(family, question, SMALL_TALK[question], held_out=None)
+    if family in ("sort words", "sort numbers", "reverse", "count up"):
+        return _task(rng, family)
+    return _fact(rng, family)
+
+
+def _task(rng: Random, family: str) -> Exchange:
+    """Return a task that a rule solves; an eighth of all combinations is held out, which the rule still answers."""
+    if family == "sort words":
+        words = rng.sample(ANIMALS, rng.randint(2, 4))
+        lead = rng.choice(("Sort these words", "Put these words in order", "Sort from a to z"))
+        question, answer = f"{lead}: {', '.join(words)}.", f"Sorted: {', '.join(sorted(words))}."
+    elif family == "sort numbers":
+        numbers = rng.sample(range(1, 21), rng.randint(2, 4))
+        given, ordered = (", ".join(map(str, found)) for found in (numbers, sorted(numbers)))
+        lead = rng.choice(("Sort these numbers", "Put these numbers in order", "Sort from low to high"))
+        question, answer = f"{lead}: {given}.", f"Sorted: {ordered}."
+    elif family == "reverse":
+        words = rng.sample(THINGS, rng.randint(2, 3))
+        lead = rng.choice(("Say these words backwards", "Turn this list round", "Reverse this list"))
+        question, answer = f"{lead}: {', '.join(words)}.", f"Backwards: {', '.join(words[::-1])}."
+    else:
+        first = rng.randint(1, 12)
+        last = min(first + 2 + int(rng.expovariate(0.3)), 20)
+        lead = rng.choice(("Count from", "Please count from", "Say the numbers from"))
+        question = f"{lead} {first} to {last}."
+        answer = f"Counting: {' '.join(str(n) for n in range(first, last + 1))}."
     return Exchange(family, question, answer, is_held_out(question))
 
 
-def _phrased(rng: Random, family: str, phrasings: tuple[str, ...], answer: str) -> Exchange:
+def _fact(rng: Random, family: str) -> Exchange:
     """Return a fact to memorize, asked in one of several ways; exactly one way per fact is held out."""
-    kept_back = xxhash.xxh3_64_intdigest(f"{family} {phrasings} {answer}".encode()) % len(phrasings)
-    chosen = rng.randrange(len(phrasings))
-    return Exchange(family, phrasings[chosen], answer, chosen == kept_back)
-
-
-def _small_talk(rng: Random) -> Exchange:
-    question = rng.choice(tuple(SMALL_TALK))
-    return Exchange("small talk", question, SMALL_TALK[question], held_out=None)
-
-
-def _sort_words(rng: Random) -> Exchange:
-    words = rng.sample(ANIMALS, rng.randint(2, 4))
-    lead = rng.choice(("Sort these words", "Put these words in order", "Sort from a to z"))
-    return _combination("sort words", f"{lead}: {', '.join(words)}.", f"Sorted: {', '.join(sorted(words))}.")
-
-
-def _sort_numbers(rng: Random) -> Exchange:
-    numbers = rng.sample(range(1, 21), rng.randint(2, 4))
-    given, ordered = (", ".join(map(str, found)) for found in (numbers, sorted(numbers)))
-    lead = rng.choice(("Sort these numbers", "Put these numbers in order", "Sort from low to high"))
-    return _combination("sort numbers", f"{lead}: {given}.", f"Sorted: {ordered}.")
-
-
-def _turn_round(rng: Random) -> Exchange:
-    words = rng.sample(THINGS, rng.randint(2, 3))
-    lead = rng.choice(("Say these words backwards", "Turn this list round", "Reverse this list"))
-    return _combination("reverse", f"{lead}: {', '.join(words)}.", f"Backwards: {', '.join(words[::-1])}.")
-
-
-def _spell(rng: Random) -> Exchange:
-    word = rng.choice(SPELLED)
-    phrasings = (
-        f"Spell the word {word}.",
-        f"How do you spell {word}?",
-        f"Letters of {word}, please.",
-        f"Please spell {word}.",
-    )
-    return _phrased(rng, "spell", phrasings, f"Letters: {' '.join(word)}.")
-
-
-def _count_up(rng: Random) -> Exchange:
-    first = rng.randint(1, 12)
-    last = min(first + 2 + int(rng.expovariate(0.3)), 20)
-    lead = rng.choice(("Count from", "Please count from", "Say the numbers from"))
-    numbers = " ".join(str(n) for n in range(first, last + 1))
-    return _combination("count up", f"{lead} {first} to {last}.", f"Counting: {numbers}.")
-
-
-def _weekday(rng: Random) -> Exchange:
-    start, step = rng.randrange(7), rng.choice((1, -1))
-    day = WEEKDAYS[start]
-    where, other_day = ("after", "is tomorrow") if step == 1 else ("before", "was yesterday")
-    phrasings = (
-        f"Which day comes {where} {day}?",
-        f"What is the day {where} {day}?",
-        f"Tell me the day {where} {day}.",
-        f"Today is {day}. What day {other_day}?",
-    )
-    return _phrased(rng, "weekday", phrasings, f"It is {WEEKDAYS[(start + step) % 7]}.")
-
-
-def _opposite(rng: Random) -> Exchange:
-    word, opposite = rng.sample(rng.choice(OPPOSITES).split("/"), 2)
-    phrasings = (
-        f"What is the opposite of {word}?",
-        f"Give me the opposite of {word}.",
-        f"I need the opposite of {word}.",
-        f"Not {word}, but?",
-    )
-    return _phrased(rng, "opposite", phrasings, f"The opposite of {word} is {opposite}.")
-
-
-def _fact(rng: Random) -> Exchange:
-    island = rng.choice(tuple(ISLANDS))
-    capital, river, flag, good = ISLANDS[island]
-    facts = (
-        ("capital", f"The capital of {island} is {capital}."),
-        ("river", f"The river of {island} is the {river}."),
-        ("flag", f"The flag of {island} is {flag}."),
-        ("main good", f"The main good of {island} is {good}."),
-    )
-    asked, answer = rng.choice(facts)
-    it = f"the {asked} of {island}"
-    return _phrased(rng, "fact", (f"What is {it}?", f"Tell me {it}.", f"Do you know {it}?", f"I forgot {it}."), answer)
-
-
-def _portrait(rng: Random) -> Exchange:
-    island = rng.choice(tuple(ISLANDS))
-    capital, river, flag, good = ISLANDS[island]
-    phrasings = (f"Tell me about {island}.", f"Describe {island}.", f"What do you know about {island}?")
-    answer = (
-        f"{island} is an island. Its capital is {capital}, on the river {river}. "
-        f"The flag is {flag}. People come for the {good}."
-    )
-    return _phrased(rng, "portrait", phrasings, answer)
-
-
-_WEIGHTS: dict[Callable[[Random], Exchange], float] = {
-    _small_talk: 0.5,
-    _sort_words: 2.0,
-    _sort_numbers: 1.5,
-    _turn_round: 1.5,
-    _spell: 0.7,
-    _count_up: 1.0,
-    _weekday: 1.3,
-    _opposite: 0.5,
-    _fact: 1.0,
-    _portrait: 0.5,
-}
+    ways: tuple[str, ...]
+    if family == "spell":
+        word = rng.choice(SPELLED)
+        answer = f"Letters: {' '.join(word)}."
+        ways = (
+            f"Spell the word {word}.",
+            f"How do you spell {word}?",
+            f"Letters of {word}, please.",
+            f"Please spell {word}.",
+        )
+    elif family == "weekday":
+        start, step = rng.randrange(7), rng.choice((1, -1))
+        day = WEEKDAYS[start]
+        where, other_day = ("after", "is tomorrow") if step == 1 else ("before", "was yesterday")
+        answer = f"It is {WEEKDAYS[(start + step) % 7]}."
+        ways = (
+            f"Which day comes {where} {day}?",
+            f"What is the day {where} {day}?",
+            f"Tell me the day {where} {day}.",
+            f"Today is {day}. What day {other_day}?",
+        )
+    elif family == "opposite":
+        word, opposite = rng.sample(rng.choice(OPPOSITES).split("/"), 2)
+        answer = f"The opposite of {word} is {opposite}."
+        it = f"the opposite of {word}"
+        ways = f"What is {it}?", f"Give me {it}.", f"I need {it}.", f"Not {word}, but?"
+    else:
+        island = rng.choice(tuple(ISLANDS))
+        capital, river, flag, good = ISLANDS[island]
+        if family == "fact":
+            facts = (
+                ("capital", f"The capital of {island} is {capital}."),
+                ("river", f"The river of {island} is the {river}."),
+                ("flag", f"The flag of {island} is {flag}."),
+                ("main good", f"The main good of {island} is {good}."),
+            )
+            asked, answer = rng.choice(facts)
+            it = f"the {asked} of {island}"
+            ways = f"What is {it}?", f"Tell me {it}.", f"Do you know {it}?", f"I forgot {it}."
+        else:
+            ways = f"Tell me about {island}.", f"Describe {island}.", f"What do you know about {island}?"
+            answer = (
+                f"{island} is an island. Its capital is {capital}, on the river {river}. "
+                f"The flag is {flag}. People come for the {good}."
+            )
+    kept_back = xxhash.xxh3_64_intdigest(f"{family} {ways} {answer}".encode()) % len(ways)
+    chosen = rng.randrange(len(ways))
+    return Exchange(family, ways[chosen], answer, chosen == kept_back)

@@ -133,19 +133,17 @@ def judge_gpus(gpus: Sequence[Mapping[str, str]], processes: Sequence[Mapping[st
         if int(used) < FREE_MIB and not held:
             yield ok(f"GPU {gpu['index']}", got)
             continue
-        who = ", ".join(map(_describe, held)) or "processes that this container cannot see"
+        described = []  # `pid 7 (user, program) 3.2 GiB`, as far as the driver and the kernel report it
+        for process in held:
+            try:
+                user = Path("/proc", process["pid"]).owner()
+            except (OSError, KeyError):
+                user = "another user"
+            of_process = process["used_memory"]
+            gib = f" {int(of_process) / 1024:.1f} GiB" if of_process.isdigit() else ""
+            described.append(f"pid {process['pid']} ({user}, {Path(process['process_name']).name}){gib}")
+        who = ", ".join(described) or "processes that this container cannot see"
         yield warn(f"GPU {gpu['index']}", f"{got}; held by {who}", "wait, stop them, or choose other GPUs")
-
-
-def _describe(process: Mapping[str, str]) -> str:
-    """Describe a process as `pid 7 (user, program) 3.2 GiB`, as far as the driver and the kernel report it."""
-    try:
-        user = Path("/proc", process["pid"]).owner()
-    except (OSError, KeyError):
-        user = "another user"
-    used = process["used_memory"]
-    gib = f" {int(used) / 1024:.1f} GiB" if used.isdigit() else ""
-    return f"pid {process['pid']} ({user}, {Path(process['process_name']).name}){gib}"
 
 
 def _check_links() -> Iterator[Finding]:

@@ -195,7 +195,18 @@ def _detect(row: Mapping[str, Any], origin: Origin, reading: Reading) -> str:
                 break
         else:
             return "sharegpt" if name == "messages" and _is_sharegpt(row, reading) else name
-    raise DataError(f"{origin}: {_unknown(row, reading)}")
+    asked = next((name for name in _QUESTIONS if row.get(name) is not None), None)
+    answered = next((name for name in _ANSWERS if row.get(name) is not None), None)
+    if asked and answered:
+        hint = f"no known format has these columns; set columns: {{instruction: {asked}, output: {answered}}}"
+    else:
+        known = "; ".join(f"{name}: {', '.join(group[0] for group in rule.required)}" for name, rule in RULES.items())
+        missing = [name for rule in RULES.values() for name in _missing_columns(row, rule, reading)]
+        hint = _near_miss(missing, row) or (
+            "no known format has these columns; name yours, such as columns: {instruction: question, output: answer}; "
+            f"known are {known}"
+        )
+    raise DataError(f"{origin}: {hint}; {_columns_found(row)}")
 
 
 def _refusal(row: Mapping[str, Any], reading: Reading) -> str | None:
@@ -220,21 +231,6 @@ def _is_sharegpt(row: Mapping[str, Any], reading: Reading) -> bool:
     if not isinstance(first, dict):  # the turns show nothing, so the column's usual name decides
         return column != reading.name("messages")
     return reading.name("from") in first and reading.name("role") not in first
-
-
-def _unknown(row: Mapping[str, Any], reading: Reading) -> str:
-    asked = next((name for name in _QUESTIONS if row.get(name) is not None), None)
-    answered = next((name for name in _ANSWERS if row.get(name) is not None), None)
-    if asked and answered:
-        columns = f"{{instruction: {asked}, output: {answered}}}"
-        return f"no known format has these columns; set columns: {columns}; {_columns_found(row)}"
-    known = "; ".join(f"{name}: {', '.join(group[0] for group in rule.required)}" for name, rule in RULES.items())
-    missing = [name for rule in RULES.values() for name in _missing_columns(row, rule, reading)]
-    hint = _near_miss(missing, row) or (
-        f"no known format has these columns; name yours, such as columns: {{instruction: question, output: answer}}; "
-        f"known are {known}"
-    )
-    return f"{hint}; {_columns_found(row)}"
 
 
 def _missing_columns(row: Mapping[str, Any], rule: FormatRule, reading: Reading) -> list[str]:
