@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def starting_config(name: str, *, data: str | None, model: str | None) -> Config:
-    """Return a LoRA configuration for `model`, or the demo's full training of its tiny model if `model` is None.
+    """Return a LoRA configuration for `model` (None: the demo's full training of its tiny model).
 
     `data` is a data set that was built, or a source; None: the demo's.
     """

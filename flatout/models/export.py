@@ -1,4 +1,4 @@
-"""Export: merge adapters into their base, and write plain Hugging Face folders."""
+"""Merge adapters into their base, and write plain Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def save_model(
         # a tied tensor is cast once, so that its entries still share one
         cast = {old: old.detach().to(dtype if old.is_floating_point() else old.dtype) for old in set(own.values())}
         state = {name: cast[old] for name, old in own.items()}
-    model.save_pretrained(folder, state_dict=state)
+    # a copy, as transformers removes what it has written
+    model.save_pretrained(folder, state_dict=None if state is None else dict(state))
     if state is not None:
         config_file = folder / "config.json"
         content = json.loads(config_file.read_text(encoding="utf-8"))

@@ -77,8 +77,7 @@ def load_trained(
 ) -> tuple[PreTrainedModel, Any]:
     """Load the model with its adapter, frozen and in eval mode, and its tokenizer.
 
-    Raises like load_for_inference, ResourceError for an adapter on a model that does not fit on the mapped GPUs, and
-    UsageError if there is no tokenizer.
+    Raises like load_for_inference, and ResourceError for an adapter on a model that does not fit on the mapped GPUs.
     """
     model = load_for_inference(trained.base, revision=trained.revision, device=device, device_map=device_map)
     if trained.adapter is not None:

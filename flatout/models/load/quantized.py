@@ -39,10 +39,9 @@ _PARTS = (".weight", ".weight.absmax", ".weight.nested_absmax", ".weight.nested_
 def quantize_layers(
     model: PreTrainedModel, make: Make, *, device: torch.device, dtype: torch.dtype, place: torch.device
 ) -> None:
-    """Move a model from mapped files on the CPU to `place`, quantizing its linear layers.
+    """Move a model from mapped files on the CPU to `place`; `make` quantizes the decoder's linear layers on the device.
 
-    The decoder's linear layers are made by `make` on the device, the rest is cast to `dtype`. What transformers keeps
-    in another dtype than the files' is not cast.
+    The rest is cast to `dtype`, except what transformers keeps in another dtype than the files'.
     """
     for layer in decoder_layers(model):
         _swap_linears(layer, make, device, dtype)
@@ -68,8 +67,8 @@ def read_nf4(
 ) -> PreTrainedModel:
     """Load a model from bitsandbytes NF4 files (a folder or hub id), without requantizing.
 
-    Layers are made on the device and moved to `place`. Raises CheckpointError (weights missing,
-    unknown, or of another shape or format) or UsageError (quantized weights outside the decoder's linear layers).
+    Layers are made on the device and moved to `place`. Raises CheckpointError (weights missing, unknown, or of another
+    shape or format) or UsageError (quantized weights outside the decoder's linear layers).
     """
     files = _open_files(name, revision)
     quantized = {key.removesuffix(_STATE) for key in files if key.endswith(_STATE)}
