@@ -72,7 +72,7 @@ class BuildReport:
 
     def close(self, num_samples: int) -> None:
         """Finish the counts after the last row. Raises DataError if too many rows were lost, or nothing is left."""
-        counts, config = self.counts, self._config
+        counts, config, rows, found = self.counts, self._config, self.counts["rows"], self._percentiles()
         counts["duplicates"] = len(self._hashes) - len(np.unique(np.frombuffer(self._hashes, dtype=np.uint64)))
         counts["samples"] = num_samples
         self._check_special_tokens()
@@ -80,10 +80,26 @@ class BuildReport:
         if self.problems and strict:
             self._stop()
         if strict or not num_samples:
-            self._check_losses()
+            spread = f"95th percentile {found.get('p95')}, longest {found.get('p100')} tokens"
+            if config.too_long == "error" and counts["too_long"]:
+                raise DataError(
+                    f"{counts['too_long']} of {rows} rows are over max_tokens={config.max_tokens} ({spread}): "
+                    f"{self._some('too_long')}; raise data.max_tokens, or set data.too_long to drop, truncate or split"
+                )
+            if counts["no_labels"] > _MAX_NO_LABELS * rows:
+                raise DataError(
+                    f"{counts['no_labels']} of {rows} rows have nothing to learn (no answer, an empty one, or "
+                    f"train: false): {self._some('no_labels')}; remove them, or set data.on_bad_row: skip"
+                )
+            if counts["lost_labels"] > _MAX_LOST_LABELS * rows:
+                raise DataError(
+                    f"{counts['lost_labels']} of {rows} rows lose every label at max_tokens={config.max_tokens} "
+                    f"({spread}): {self._some('lost_labels')}; raise data.max_tokens, set data.too_long: drop, "
+                    "or data.on_bad_row: skip"
+                )
         if not num_samples:
             raise DataError(
-                f"data set {config.name!r} is empty: of {counts['rows']} rows {counts['bad']} were bad, "
+                f"data set {config.name!r} is empty: of {rows} rows {counts['bad']} were bad, "
                 f"{counts['no_labels']} had no labels, {counts['too_long']} were too long, "
                 f"{counts['lost_labels']} lost all labels when cut"
                 + (f"; the first: {self.problems[0]}" if self.problems else "")
@@ -134,27 +150,6 @@ class BuildReport:
             return {}
         lengths = np.frombuffer(self._lengths, dtype=np.int64)
         return {f"p{q}": int(np.percentile(lengths, q, method="higher")) for q in (50, 90, 95, 99, 100)}
-
-    def _check_losses(self) -> None:
-        """Raise DataError if rows are too long, or too many have nothing to learn."""
-        counts, config, rows, found = self.counts, self._config, self.counts["rows"], self._percentiles()
-        spread = f"95th percentile {found.get('p95')}, longest {found.get('p100')} tokens"
-        if config.too_long == "error" and counts["too_long"]:
-            raise DataError(
-                f"{counts['too_long']} of {rows} rows are over max_tokens={config.max_tokens} ({spread}): "
-                f"{self._some('too_long')}; raise data.max_tokens, or set data.too_long to drop, truncate or split"
-            )
-        if counts["no_labels"] > _MAX_NO_LABELS * rows:
-            raise DataError(
-                f"{counts['no_labels']} of {rows} rows have nothing to learn (no answer, an empty one, or "
-                f"train: false): {self._some('no_labels')}; remove them, or set data.on_bad_row: skip"
-            )
-        if counts["lost_labels"] > _MAX_LOST_LABELS * rows:
-            raise DataError(
-                f"{counts['lost_labels']} of {rows} rows lose every label at max_tokens={config.max_tokens} "
-                f"({spread}): {self._some('lost_labels')}; raise data.max_tokens, set data.too_long: drop, "
-                "or data.on_bad_row: skip"
-            )
 
     def _check_special_tokens(self) -> None:
         counts = self.counts

@@ -17,7 +17,6 @@ from flatout.data.tokenizer import control_pattern, control_tokens, load_tokeniz
 from flatout.errors import DataError
 from flatout.io.template_limits import bounded
 
-TooLong = Literal["auto", "error", "drop", "truncate", "split"]
 LOSING = ("truncated", "split", "too_long", "lost_labels")
 """Fates in which the length policy loses tokens."""
 Fate = Literal["kept", "truncated", "split", "too_long", "no_labels", "lost_labels"]
@@ -34,7 +33,7 @@ class TokenizeOptions:
     empty_reasoning: Literal["train", "mask"] = "train"
     loss_type: Literal["response_only", "all"] = "response_only"
     max_tokens: int | None = None
-    too_long: TooLong = "auto"
+    too_long: Literal["auto", "error", "drop", "truncate", "split"] = "auto"
     special_tokens: Literal["keep", "text"] | None = None
 
 
