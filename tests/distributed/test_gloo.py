@@ -55,7 +55,7 @@ def one_rank(request: pytest.FixtureRequest, tiny: Any, tmp_path_factory: pytest
     return config
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_ranks_equal_one_process(one_rank: Any, tmp_path: Path, metrics_of: Any, num_ranks: int) -> None:
     config = one_rank.model_copy(update={"run_dir": tmp_path / "many"})
     assert finish(start(config, tmp_path, num_ranks)) == [0] * num_ranks
@@ -107,13 +107,13 @@ def test_repeated_preemption_ends_bit_equal(tiny: Any, tmp_path: Path) -> None:
     train(undisturbed)
     config = undisturbed.model_copy(update={"run_dir": tmp_path / "disturbed"})
     codes = []
-    for num_stops in range(3):
+    for num_stops in range(2):
         processes = start(config, tmp_path, 1)
         wait_for_steps(tmp_path / "disturbed", 4 + 12 * num_stops)
         processes[0].send_signal(signal.SIGTERM)
         codes += finish(processes)
     codes += finish(start(config, tmp_path, 1))
-    assert codes == [75, 75, 75, 0]
+    assert codes == [75, 75, 0]
     for name in ("model", "optimizer"):
         a, b = (
             load_file(tmp_path / run / "checkpoints" / "step-60" / f"{name}.safetensors")

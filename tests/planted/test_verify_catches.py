@@ -22,13 +22,13 @@ SHARDS_AVERAGED = Bug(
 
 
 def verify_with(bugs: list[Bug], tiny: Any, folder: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    shutil.copytree(ROOT / "flatout", folder / "flatout", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "flatout", folder / "flatout")
     for bug in bugs:
         plant(bug, folder)
     config = tiny.config(folder / "run")
     (folder / "run.yaml").write_text(dump_config(config))
     command = [sys.executable, "-m", "flatout", "verify", str(folder / "run.yaml"), "--ranks", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert (folder / "run" / "verify.json").exists(), done.stderr
     report = json.loads((folder / "run" / "verify.json").read_text())
