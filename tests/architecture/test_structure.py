@@ -36,7 +36,7 @@ MODULES = {
     "ledger": "build_report", "draw": "sampling", "families": "archs", "pack": "bin_pack", "graphs": "cuda_graphs",
 }  # fmt: skip
 # methods that torch and transformers call, and the name of a function that only a decorator uses
-HOOKS = {"on_finalized_text", "_"}
+HOOKS = {"extra_repr", "on_finalized_text", "_"}
 # half of all functions are shorter than this: it rises until 10, and never falls back
 LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 8, 16
 

@@ -210,6 +210,9 @@ class Nf4Linear(nn.Module):
         product: Tensor = FrozenLinearFunction.apply(x, self._matmul, *self.stored)
         return product if self.bias is None else product + self.bias.to(x.dtype)
 
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
 
 FrozenLinear = nn.Linear | Fp8Linear | Nf4Linear
 

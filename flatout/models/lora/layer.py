@@ -88,6 +88,9 @@ class LoraLinear(nn.Module):
             total = total * (self.magnitude / total.norm(dim=1))[:, None]
         return total.to(self.base.weight.dtype)
 
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}"
+
 
 def add_lora(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> list[str]:
     """Freeze the model and replace the targeted linear layers by LoraLinear; return lines for the console.
