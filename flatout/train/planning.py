@@ -39,7 +39,7 @@ from flatout.train.model_shape import read_shape
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
 LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split")
 # paths and process counts may differ between nodes; content is compared by fingerprint
-LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.tokenizer", "data.num_procs"})
+NODE_LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.tokenizer", "data.num_procs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,18 +237,20 @@ def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -
 
     Collective. For example, a node was started with another config file, or built its data from other rows.
     """
-    memory = planned.memory
-    cut = [planned.parallel_layout.strategy, memory.micro_batch_tokens, memory.recompute, memory.transposed_weights]
+    layout, memory = planned.parallel_layout, planned.memory
+    split = [layout.strategy, memory.micro_batch_tokens, memory.recompute, memory.transposed_weights]
     mine = {
         "host": socket.gethostname(),
         "config": config.model_dump(mode="json"),
         "data": dict(planned.fingerprints),
-        "cut": [*cut, planned.parallel_layout.reshard_after_forward],
+        "split": [*split, layout.reshard_after_forward],
     }
     first, *others = group.all_gather(mine)
     for index, other in enumerate(others, start=1):
         who = f"rank {index} on {other['host']}"
-        changes = [change for change in config_changes(first["config"], other["config"]) if change.key not in LOCAL]
+        changes = [
+            change for change in config_changes(first["config"], other["config"]) if change.key not in NODE_LOCAL
+        ]
         if changes:
             said = "; ".join(f"{change.key} is {change.now!r}, on rank 0 {change.saved!r}" for change in changes)
             raise UsageError(f"{who} was started with other settings: {said}; start every node with the same ones")
@@ -257,8 +259,8 @@ def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -
                 f"{who} has other data than rank 0 on {first['host']}: {other['data']}, not {first['data']}; build it "
                 "once, in a folder that all nodes see, or copy the built one"
             )
-        if other["cut"] != first["cut"]:
+        if other["split"] != first["split"]:
             raise UsageError(
-                f"{who} cuts the same steps otherwise: {other['cut']}, rank 0 on {first['host']} {first['cut']}; "
+                f"{who} cuts the same steps otherwise: {other['split']}, rank 0 on {first['host']} {first['split']}; "
                 "install the same flatout on every node"
             )
