@@ -117,20 +117,21 @@ class PeakMemoryReporter:
         for batch in micro_batches_of(run, step):
             if batch.num_tokens > self._largest.num_tokens:
                 self._largest = MicroBatchSize(batch.num_tokens, batch.num_label_tokens, len(batch.sample_ids))
+        if self._num_steps < MEASURED_STEP:
+            return
         # recorded graphs ran at their largest size before the first step
-        recorded_tokens = run.loss.decoder.largest_tokens if run.loss.decoder else 0
-        if recorded_tokens > self._largest.num_tokens:
-            size, share = self._largest, recorded_tokens / self._largest.num_tokens
-            num_labels, num_documents = int(size.num_labels * share), int(size.num_documents * share)
-            self._largest = MicroBatchSize(recorded_tokens, num_labels, num_documents)
-        planned = run.memory.estimate(self._largest)
-        if planned is None or self._num_steps != MEASURED_STEP:
+        size, recorded_tokens = self._largest, run.loss.decoder.largest_tokens if run.loss.decoder else 0
+        if recorded_tokens > size.num_tokens:
+            share = recorded_tokens / max(1, size.num_tokens)  # this rank may have had no micro-batch yet
+            size = MicroBatchSize(recorded_tokens, int(size.num_labels * share), int(size.num_documents * share))
+        planned = run.memory.estimate(size)
+        if planned is None:
             return
         measured_bytes = torch.cuda.max_memory_allocated(run.device)
         run.tracker.stage(
             "memory",
             f"planned {planned.total_bytes / GIB:.1f} GiB, measured {measured_bytes / GIB:.1f} GiB "
-            f"with {self._largest.num_tokens:,} tokens in a micro-batch",
+            f"with {size.num_tokens:,} tokens in a micro-batch",
         )
 
 
