@@ -25,7 +25,7 @@ THROUGH = {
     "base.compute": "computes_in_fp8",
 }
 # read by a name that is chosen as the program runs
-BY_NAME = ("faults.stall_s", "faults.long_phase_s")
+BY_NAME = ("faults.stall_s", "faults.long_phase_s", "data.empty_reasoning")
 
 
 def settings() -> list[str]:
