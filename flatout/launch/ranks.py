@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STORE_SOCKET, loopback_only
@@ -26,24 +25,11 @@ COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 OOM_COUNTS = ("sys/fs/cgroup{2}/memory.events", "sys/fs/cgroup/memory{1}/memory.oom_control", "proc/vmstat")
 
 
-@dataclass(frozen=True, slots=True)
-class RankProcess:
-    """A rank of this node and its process, which leads a session that includes its children."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-
-    def kill(self) -> None:
-        """Kill the rank and its children."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-
 def start_ranks(
     words: Sequence[str], info: RendezvousInfo, num_ranks: int, env: Mapping[str, str], folder: Path
-) -> list[RankProcess]:
-    """Start `python -m flatout WORDS` once per rank of this node, with the output in `folder`/rank-N.log."""
-    started = []
+) -> dict[int, subprocess.Popen[bytes]]:
+    """Start `python -m flatout WORDS` for each rank of this node, with the output in `folder`/rank-N.log."""
+    started = {}
     for local_rank in range(num_ranks):
         rank = info.first_rank + local_rank
         own = {**env, **rank_variables(info, local_rank, num_ranks)}
@@ -54,7 +40,7 @@ def start_ranks(
         log = open_own(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_APPEND)
         try:
             # in its own session, so that Ctrl-C reaches the ranks only once, through the supervisor
-            process = subprocess.Popen(
+            started[rank] = subprocess.Popen(
                 [sys.executable, "-m", "flatout", *words],
                 env=own,
                 stdin=subprocess.DEVNULL,
@@ -65,8 +51,13 @@ def start_ranks(
             )
         finally:
             os.close(log)
-        started.append(RankProcess(rank, process))
     return started
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a rank and its children, which are in the rank's session."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def rank_variables(info: RendezvousInfo, local_rank: int, num_ranks: int) -> dict[str, str]:

@@ -143,8 +143,13 @@ class ClientRendezvous(Rendezvous):
             self._connection = connect_to_peer(address, self._secret, hello, wait, what)
             # node 0 may drop this connection, and accept a new one, while it waits for others
             while self._connection.is_open:
-                if info := self._receive_info(self._connection):
-                    return info
+                try:
+                    for message in self._connection.receive():
+                        host, own = self._connection.socket.getpeername()[0], self._connection.socket.getsockname()[0]
+                        first_rank, world, port = (int(message[name]) for name in ("first_rank", "world", "port"))
+                        return RendezvousInfo(first_rank, world, str(host), port, interface=interface_of(str(own)))
+                except (OSError, ValueError, KeyError, TypeError):
+                    self._connection.close()
                 wait.pause(f"the nodes for which {what} waits")
 
     def membership_changed(self) -> bool:
@@ -159,17 +164,6 @@ class ClientRendezvous(Rendezvous):
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
-
-    def _receive_info(self, connection: PeerConnection) -> RendezvousInfo | None:
-        """Return node 0's message that all nodes have joined, or None; close the connection on anything else."""
-        try:
-            for message in connection.receive():
-                host, own = (str(name()[0]) for name in (connection.socket.getpeername, connection.socket.getsockname))
-                first_rank, world, port = (int(message[name]) for name in ("first_rank", "world", "port"))
-                return RendezvousInfo(first_rank, world, host, port, interface=interface_of(own))
-        except (OSError, ValueError, KeyError, TypeError):
-            connection.close()
-        return None
 
 
 def _bindable(nodes: Nodes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from flatout.errors import PeerLostError, PreemptedError
 from flatout.io.bounded_wait import POLL_S, BoundedWait
 from flatout.launch.attempt import RESTARTABLE, SIGNAL_EXIT_CODE, AttemptOutcome, RankReport, classify_attempt
 from flatout.launch.launch_mode import SpawnRanks
-from flatout.launch.ranks import RankProcess, count_gpus, count_oom_kills, shared_environment, start_ranks
+from flatout.launch.ranks import count_gpus, count_oom_kills, kill, shared_environment, start_ranks
 from flatout.launch.rendezvous import Rendezvous
 
 # after one rank failed, the others must exit within this time or are killed
@@ -54,7 +55,7 @@ class Supervisor:
     ) -> None:
         self._logs, self._words, self._faults, self._rendezvous = logs, words, faults, rendezvous
         self._env, self._secret, self._notify, self._out = env, secret, notify, out
-        self._ranks: list[RankProcess] = []
+        self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._signal: int | None = None
         self._signal_at = 0.0
         self._is_killed = False
@@ -115,18 +116,18 @@ class Supervisor:
         try:
             membership_changed = self._watch(folder)
         finally:
-            for rank in self._ranks:
-                rank.kill()
+            for process in self._ranks.values():
+                kill(process)
         reports = {report.rank: report for report in RankReport.read_all(folder)}
-        for rank in self._ranks:
-            report, code = reports.get(rank.rank, RankReport(rank.rank, rank.process.pid, 0.0)), rank.process.wait()
+        for rank, process in self._ranks.items():
+            report, code = reports.get(rank, RankReport(rank, process.pid, 0.0)), process.wait()
             if code < 0:
                 report = replace(report, killed_by=-code)
             elif report.exit_code is None:
                 report = replace(report, exit_code=code)
-            reports[rank.rank] = report
-        ended = [reports[rank.rank] for rank in self._ranks]
-        self._ranks = []
+            reports[rank] = report
+        ended = [reports[rank] for rank in self._ranks]
+        self._ranks = {}
         outcome = classify_attempt(ended, out_of_memory=count_oom_kills() > num_oom_kills)
         until_s = time.monotonic() + LAST_WORD_S
         is_saved = outcome.exit_code == PreemptedError.exit_code and self._signal is None
@@ -141,26 +142,26 @@ class Supervisor:
         was_asked = membership_changed = False
         failed_at: float | None = None
         wait: BoundedWait | None = None
-        while (codes := [rank.process.poll() for rank in self._ranks]).count(None):
+        while None in (codes := {rank: process.poll() for rank, process in self._ranks.items()}).values():
             time.sleep(POLL_S)
             log_bytes = copy_lines(log, self._out, log_bytes)
             membership_changed = membership_changed or self._rendezvous.membership_changed()
             if (self._signal is not None or membership_changed) and not was_asked:
                 was_asked = True
-                for rank in self._ranks:
-                    rank.process.terminate()
-            if failed_at is None and any(code not in (None, 0, PreemptedError.exit_code) for code in codes):
+                for process in self._ranks.values():
+                    process.terminate()
+            if failed_at is None and any(code not in (None, 0, PreemptedError.exit_code) for code in codes.values()):
                 failed_at = time.monotonic()
             if failed_at is not None:
                 failed_s = time.monotonic() - failed_at
                 # a stopped or blocked rank reacts to no other signal
                 lost = {report.lost_rank for report in RankReport.read_all(folder)} if failed_s > LOST_S else set()
-                for rank in self._ranks:
-                    if rank.process.poll() is None and (rank.rank in lost or failed_s > GRACE_S):
-                        rank.kill()
-            elif len(codes) > codes.count(None):
+                for rank, process in self._ranks.items():
+                    if process.poll() is None and (rank in lost or failed_s > GRACE_S):
+                        kill(process)
+            elif any(code is not None for code in codes.values()):
                 wait = wait or BoundedWait(self._faults.long_phase_s, "faults.long_phase_s", self._notify)
-                left = ", ".join(str(rank.rank) for rank, code in zip(self._ranks, codes, strict=True) if code is None)
+                left = ", ".join(str(rank) for rank, code in codes.items() if code is None)
                 try:
                     wait.check(f"rank {left} to end")
                 except PeerLostError as error:
@@ -177,8 +178,8 @@ class Supervisor:
                 raise _StoppedEarly
         elif now_s - self._signal_at > SETTLE_S:
             self._is_killed = True
-            for rank in self._ranks:
-                rank.kill()
+            for process in self._ranks.values():
+                kill(process)
 
     def _stopped(self) -> int:
         assert self._signal is not None

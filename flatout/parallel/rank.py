@@ -29,15 +29,10 @@ class Rank:
         world = whole_number(env, "WORLD_SIZE", 1)
         # a single process may omit these; with several, two that both default to rank 0 would hang
         default = 0 if world == 1 else None
-        rank = cls(
-            whole_number(env, "RANK", default),
-            world,
-            whole_number(env, "LOCAL_RANK", default),
-            whole_number(env, "LOCAL_WORLD_SIZE", 0),
-        )
-        if not rank.index < rank.world:
-            raise UsageError(f"RANK is {rank.index} in the environment, but WORLD_SIZE is {rank.world}")
-        return rank
+        index, local_index = (whole_number(env, name, default) for name in ("RANK", "LOCAL_RANK"))
+        if not index < world:
+            raise UsageError(f"RANK is {index} in the environment, but WORLD_SIZE is {world}")
+        return cls(index, world, local_index, whole_number(env, "LOCAL_WORLD_SIZE", 0))
 
     @property
     def num_nodes(self) -> int:

@@ -216,7 +216,7 @@ WAITS = {
     "checkpoint/write_async.py: self.wait": "the same",
     "data/workers.py: parent.join": "a thread that waits for this process's end",
     "data/workers.py: waiting[0][1].result": "workers, each row of which has a time limit",
-    "launch/supervise.py: rank.process.wait": "a process that was killed",
+    "launch/supervise.py: process.wait": "a process that was killed",
     "launch/tmux.py: subprocess.run": "tmux, which answers at once",
     "parallel/strategies/buckets.py: work.wait": "other ranks; faults.stall_s",
     "train/build.py: importing.join": "an import in this process",

@@ -191,7 +191,10 @@ class PeerWatch:
         launcher, is_ours = os.getppid(), PARENT in environment()
         failure: PeerFailure | None = None
         while failure is None and not self._closing.is_set():
-            show_stacks_after(self._faults.hang_s * STACKS_SHARE)
+            # unless it is armed again in time, a C thread writes the stacks, even while a library call holds the GIL;
+            # stderr may be closed, or not a file
+            with suppress(OSError, ValueError, AttributeError):
+                faulthandler.dump_traceback_later(self._faults.hang_s * STACKS_SHARE)
             failure = heartbeats.poll(interval_s, self._status)
             if failure is None and isinstance(heartbeats, HeartbeatServer):
                 failure = self._check_progress(heartbeats)
@@ -242,14 +245,3 @@ class PeerWatch:
             facts = {"for": f"rank {rank} on {host}", "phase": status.phase, "step": status.step + 1}
             self._on_event("waiting", {**facts, "at_most_s": limit_s, "setting": f"faults.{setting}"})
         return None
-
-
-def show_stacks_after(wait_s: float) -> None:
-    """Write this process's stacks to stderr unless this function is called again within `wait_s`.
-
-    This also works while a library call holds the GIL, when no Python thread can run and the other ranks only see that
-    this one is silent.
-    """
-    # stderr may be closed, or not a file
-    with suppress(OSError, ValueError, AttributeError):
-        faulthandler.dump_traceback_later(wait_s)

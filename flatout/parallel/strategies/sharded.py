@@ -9,14 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from flatout.config.parallel import STRATEGIES
@@ -55,18 +50,19 @@ class Sharded(Strategy):
         if self._config.comm.compress == "bf16":
             reduce = torch.bfloat16
         # activations keep their dtype and autocast rules, as on one rank; only weights are gathered in a narrower dtype
-        narrow = MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False)
-        whole = MixedPrecisionPolicy(None, reduce, cast_forward_inputs=False)
-        offloads = self._config.sharding.offload
-        offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if offloads else OffloadPolicy()
+        narrow = fsdp.MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False)
+        whole = fsdp.MixedPrecisionPolicy(None, reduce, cast_forward_inputs=False)
+        offload = fsdp.OffloadPolicy()
+        if self._config.sharding.offload:
+            offload = fsdp.CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
         # frozen parameters that are gathered once and never freed cost less if they are whole from the start
         freed = {parameter for block in blocks for parameter in block.parameters()} if frees else set()
         ignored = {held for held in model.parameters() if not held.requires_grad and held not in freed}
         common: dict[str, Any] = {"mesh": self._mesh, "offload_policy": offload, "ignored_params": ignored}
         for block in blocks:
-            fully_shard(block, reshard_after_forward=frees, mp_policy=narrow, **common)
+            fsdp.fully_shard(block, reshard_after_forward=frees, mp_policy=narrow, **common)
         # the embedding, last norm and head are used at the start and the end of a pass: freeing them gains nothing
-        fully_shard(model, reshard_after_forward=False, mp_policy=whole, **common)
+        fsdp.fully_shard(model, reshard_after_forward=False, mp_policy=whole, **common)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)

@@ -60,9 +60,9 @@ def test_words_reach_the_ranks_as_they_are(tmp_path: Path) -> None:
     words = ["train", "odd name; $(x).yaml", "model.name=a b"]
     info = Rendezvous().next_rendezvous(1)
     assert info.listener is not None
-    (rank,) = start_ranks(words, info, 1, {**os.environ}, tmp_path)
+    started = start_ranks(words, info, 1, {**os.environ}, tmp_path)
     info.listener.close()
-    assert rank.process.wait(60) == 2
+    assert started[0].wait(60) == 2
     assert "odd name; $(x).yaml" in (tmp_path / "rank-0.log").read_text()
 
 

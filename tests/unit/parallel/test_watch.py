@@ -1,5 +1,6 @@
 """Two watches in one process: what one rank does is told to the other."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -170,20 +171,24 @@ def test_an_event_of_another_rank_is_told_by_the_first(pair: type[Pair]) -> None
 
 
 HOLDS_THE_INTERPRETER = """
-import ctypes
-from flatout.parallel.fault_tolerance.peer_watch import show_stacks_after
+import ctypes, time
+import torch.distributed as dist
+from flatout.config.parallel import FaultsConfig
+from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
+from flatout.parallel.rank import Rank
 
 def stuck_in_a_library():
-    ctypes.PyDLL(None).sleep(2)
+    ctypes.PyDLL(None).sleep(5)
 
-show_stacks_after(0.5)
+PeerWatch(FaultsConfig(hang_s=5), print).start(Rank(0, 2), dist.HashStore())
+time.sleep(0.5)
 stuck_in_a_library()
 """
 
 
 def test_a_rank_that_holds_the_interpreter_shows_where() -> None:
     """No thread of Python can run in it, so the others know only that it is silent."""
-    done = subprocess.run(
-        [sys.executable, "-c", HOLDS_THE_INTERPRETER], capture_output=True, text=True, timeout=120, check=True
-    )
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    command = [sys.executable, "-c", HOLDS_THE_INTERPRETER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=env)
     assert "stuck_in_a_library" in done.stderr
