@@ -60,7 +60,8 @@ def publish(
                         "command exports it"
                     ) from error
                 raise
-        manifest = FinalManifest(durable_io.sync_tree(half_done), progress, now_utc())
+        files = {name: digest(half_done / name) for name in durable_io.sync_tree(half_done)}
+        manifest = FinalManifest(files, progress, now_utc())
         durable_io.write_json(half_done / MANIFEST_NAME, dataclasses.asdict(manifest))
     if not aside.exists():
         return

@@ -121,12 +121,12 @@ class DurableIO:
         with self.resource_errors("create", path):
             return os.fdopen(self._disk.create(path), "w+b")
 
-    def sync_tree(self, folder: Path) -> dict[str, FileFacts]:
-        """Fsync a folder and everything in it; return the sizes and hashes of its files by relative name.
+    def sync_tree(self, folder: Path) -> list[str]:
+        """Fsync a folder and everything in it; return the relative names of its files.
 
         Raises SecurityError for anything but plain files and folders, such as a link.
         """
-        facts: dict[str, FileFacts] = {}
+        files: list[str] = []
         with self.resource_errors("sync", folder):
             for parent, folders, names in os.walk(folder, topdown=False):
                 for name in sorted(names + [name for name in folders if Path(parent, name).is_symlink()]):
@@ -138,9 +138,9 @@ class DurableIO:
                         self._disk.sync(fd)
                     finally:
                         self._disk.close(fd)
-                    facts[str(path.relative_to(folder))] = digest(path)
+                    files.append(str(path.relative_to(folder)))
                 self._disk.sync_dir(Path(parent))
-        return facts
+        return files
 
     def make_dir(self, path: Path) -> None:
         """Create a folder and its missing parents durably; an existing folder is left unchanged."""
