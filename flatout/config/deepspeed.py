@@ -216,9 +216,9 @@ def _get(content: Mapping[str, Any], name: str) -> Any:
 
 
 def _without_auto(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy without `auto` entries, so that DeepSpeed's defaults apply."""
+    """Return a copy without `auto` and null entries, so that DeepSpeed's defaults apply."""
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
         for key, value in content.items()
-        if value != AUTO
+        if value != AUTO and value is not None
     }

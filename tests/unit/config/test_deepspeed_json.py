@@ -179,3 +179,12 @@ def test_sections_of_another_kind_are_named(given: dict[str, Any], named: str) -
 def test_a_very_long_path_is_no_file() -> None:
     with pytest.raises(UsageError, match="File name too long"):
         make_config({"model": {"name": "m"}, "strategy": "deepspeed", "deepspeed": "x" * 5000})
+
+
+def test_a_section_of_null_is_one_left_out() -> None:
+    settings = {"model": {"name": "m"}, "strategy": "deepspeed", "method": "full"}
+    filled = [
+        fill(make_config({**settings, "deepspeed": given}), num_ranks=2, precision="bf16")
+        for given in ({"zero_optimization": {"stage": 2}}, {"zero_optimization": {"stage": 2}, "bf16": None})
+    ]
+    assert filled[0] == filled[1]
