@@ -10,7 +10,7 @@ demo: $(VENV)/.ready
 	$(BIN)/flatout demo
 
 test: check
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-gpu: $(VENV)/.ready-gpu
 	$(BIN)/python benchmarks/gpu_suite.py

@@ -33,7 +33,8 @@ def lr_factor(schedule: ScheduleConfig, update: int, num_updates_total: int) -> 
     Warm-up over w updates: (u + 1) / w for u < w, so that the first update is not lost at a rate of zero. Afterwards,
     with x = (u - w) / (n - w) in [0, 1): constant 1, linear 1 - x, cosine (1 + cos(pi x)) / 2 (Loshchilov and Hutter
     2017, arXiv:1608.03983), wsd 1 and then linear over the last `decay_ratio` n updates (Hu et al. 2024,
-    arXiv:2404.06395); scaled to end at `min_lr_ratio`.
+    arXiv:2404.06395); scaled to end at `min_lr_ratio`. Steps that fp16 overflow skips are not updates, so a run that
+    skips k of its n steps ends k updates before the schedule does.
     """
     warmup = num_warmup_updates(schedule, num_updates_total)
     if update < warmup:

@@ -61,6 +61,7 @@ class SavedFacts:
     scaler: dict[str, float]
     micro_batch_caps: list[int | None]
     """Per rank: the cap that was set after running out of memory."""
+    micro_batch_tokens: int | None = None
 
 
 def check_facts(facts: Mapping[str, Any], step: int) -> None:
@@ -113,6 +114,7 @@ def take_snapshot(run: Run) -> Snapshot:
             "progress": asdict(run.progress),
             "scaler": run.scaler.state_dict(),
             "micro_batch_caps": run.checkpoints.group.all_gather(run.state.micro_batch_cap),
+            "micro_batch_tokens": run.plan.layout.micro_batch_tokens,
         },
         places=places,
     )
@@ -199,6 +201,11 @@ def _accepted_changes(
     refuse_changes(changes, allow)
     refuse_other_model(saved.pop("model"), now.pop("model"), allow)
     refuse_other_data(saved, now, allow=allow, explained_by=changes)
+    before, after = checkpoint.facts.get("micro_batch_tokens"), planned.plan.layout.micro_batch_tokens
+    if before not in (None, after) and not any(change.key == "batch.micro_batch_tokens" for change in changes):
+        why = "the memory of this machine allows other micro-batches, which changes rounding and dropout masks"
+        planned_change = Change("micro-batch tokens", before, after, "rounding", why)
+        tracker.event("changed", {"setting": str(planned_change)})
     for change in changes:
         tracker.event("changed", {"setting": str(change)})
     return changes

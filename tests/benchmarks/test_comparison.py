@@ -232,6 +232,7 @@ def test_an_unknown_row_is_one_line(capsys, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_tiny_row_is_measured_from_the_command_line(tmp_path):
     gate = tmp_path / "parity.json"
     gate.write_text(json.dumps({"green": {"bf16": True}}))

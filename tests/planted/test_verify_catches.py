@@ -39,6 +39,7 @@ def failed(rows: dict[str, dict[str, Any]]) -> set[str]:
     return {case for case, row in rows.items() if row["verdict"] == "FAIL"}
 
 
+@pytest.mark.exhaustive
 def test_mean_of_means_is_seen_where_there_are_several_micro_batches(tiny: Any, tmp_path: Path) -> None:
     code, rows = verify_with([KNOWN["mean of means"]], tiny, tmp_path)
     assert code == 5
@@ -64,6 +65,7 @@ def test_an_all_ones_mask_while_packing_is_seen_wherever_samples_meet(tiny: Any,
     assert rows["each sample alone"]["verdict"] == "ok"
 
 
+@pytest.mark.exhaustive
 def test_a_failed_self_test_is_a_row_of_the_table(tiny: Any, tmp_path: Path) -> None:
     code, rows = verify_with([KNOWN["documents see each other"]], tiny, tmp_path)
     assert code == 5

@@ -163,7 +163,7 @@ def test_the_choice_is_told(tmp_path: Path) -> None:
     assert "0.0 GiB free" in told.lines[1]
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("adamw8bit", marks=pytest.mark.exhaustive), "sgd"])
 def test_memory_got_ahead_is_enough_for_the_first_save(name: str) -> None:
     """Sizes from just under to just over those of blocks, so that a wrong order or a block too small would show."""
     megabyte = 2**20 // 4

@@ -178,6 +178,21 @@ def test_a_changed_setting_is_refused_and_can_be_allowed(uninterrupted: tuple[An
     assert not torch.equal(*(next(iter(weights(folder).values())) for folder in (run_dir, result.folder)))
 
 
+def test_a_resume_with_other_planned_micro_batches_says_so(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU whose free memory differs; the settings are the same."""
+    batch = {"micro_batch_tokens": None, "max_steps": 4}
+    config = tiny.config(tmp_path / "run", batch=batch, checkpoint={"every_steps": 2, "keep": 20})
+    train(config)
+    for num_tokens, is_said in ((8192, False), (1000, True)):
+        forget_after(tmp_path / "run", 2)
+        monkeypatch.setattr("flatout.plan.memory.budget.CPU_MICRO_BATCH_TOKENS", num_tokens)
+        train(config)
+        said = "micro-batch tokens: 8192 in the checkpoint, 1000 now"
+        assert (said in (tmp_path / "run" / "events.jsonl").read_text()) is is_said
+
+
 def test_other_data_is_refused(tiny: Any, tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     rows = tiny.chats.read_text().splitlines(keepends=True)
