@@ -1,5 +1,6 @@
 """Starting `flatout train` and waiting for it."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,15 @@ def launch(config: Any, folder: Path, **popen: Any) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     (folder / "run.yaml").write_text(dump_config(config))
     command = [sys.executable, "-m", "flatout", "train", str(folder / "run.yaml")]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **popen)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # a suite that runs in the background of a shell has this signal ignored, and children would inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **popen,
+    )
 
 
 def settings(tiny: Any, **more: Any) -> dict[str, Any]:
