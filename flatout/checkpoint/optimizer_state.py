@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flatout.checkpoint.read import CheckpointTensors
 from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError
-from flatout.optim.adamw_8bit import BLOCK_SIZE, LowBitAdamW
+from flatout.optim.adamw_8bit import BLOCK_SIZE, AdamW8bit
 from flatout.optim.flat import owners
 from flatout.parallel.shards import is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import PartitionedOptimizer
@@ -68,14 +68,14 @@ def load_optimizer_state(
     places = owners(named, optimizer)
     for name, state in states.items():
         (owner, offset), parameter = places[name], named[name]
-        if isinstance(optimizer, LowBitAdamW) and set(state) != set(optimizer.state_names(parameter)):
+        if isinstance(optimizer, AdamW8bit) and set(state) != set(optimizer.state_names(parameter)):
             raise CheckpointError(f"the saved optimizer keeps {', '.join(sorted(state))} for {name}; this one does not")
         for key in state:
             # read one at a time: the states of all parameters together may exceed the host's memory
             full_name = f"{name}/{key}"
             if key == "step":
                 # torch's fused AdamW and ours keep the step on the GPU, all others on the host
-                on_device = optimizer.defaults.get("fused") or isinstance(optimizer, LowBitAdamW)
+                on_device = optimizer.defaults.get("fused") or isinstance(optimizer, AdamW8bit)
                 device = parameter.device if on_device else "cpu"
                 optimizer.state[owner][key] = tensors[full_name].to(device, copy=True)
             elif isinstance(tensors, CheckpointTensors) and is_sharded(parameter):

@@ -105,10 +105,10 @@ def _build(args: argparse.Namespace) -> None:
         def progress(done: int, total: int | None) -> None:
             bar.update(task, completed=done, total=total, rate=f"{bar.tasks[0].speed or 0:,.0f} rows/s")
 
-        def say(text: str) -> None:
+        def log(text: str) -> None:
             console.print(text, markup=False, highlight=False)
 
-        store = open_or_build(config, args.tokenizer, replaces=args.replace, progress=progress, say=say)
+        store = open_or_build(config, args.tokenizer, replaces=args.replace, progress=progress, log=log)
     if args.print_samples:
         tokenizer = load_tokenizer(store.meta.tokenizer)
         print(f"\n{_WIDE}\nSAMPLE TEXTS FROM PROCESSED DATASET:\n{_WIDE}")

@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
 def _plain_values(
     report: PlanReport, strategy: str, decision: MemoryDecision, longest_document: int | None
 ) -> dict[str, Any]:
-    """Return the report with its shares and the memory's total, and for a GPU what was decided for it."""
-    values = asdict(report) | {"label_share": report.label_share, "padding_avoided": report.padding_avoided}
+    """Return the report with the memory's total, and for a GPU what was decided for it."""
+    values = asdict(report)
     values["strategy"] = strategy
     if report.memory:
         values["memory"]["total_bytes"] = report.memory.total_bytes

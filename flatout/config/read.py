@@ -269,7 +269,13 @@ def _describe(item: Any) -> str:
             "set strategy: fsdp (or zero3) and start one process a GPU; flatout chat has --device-map for answers"
         )
     if item["type"] == "extra_forbidden":
-        return f"{name}: unknown key{_did_you_mean(name)}"
+        names = list(dotted_names())
+        last = name.rsplit(".", 1)[-1]
+        near = [OF_OTHERS[last]] if last in OF_OTHERS else difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+        near = near or [full for full in names if full.rsplit(".", 1)[-1] == last]
+        near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else "`flatout init` writes all known keys"
+        return f"{name}: unknown key; {hint}"
     if item["type"] == "missing":
         return f"{name}: missing; every run needs it"
     message = str(item["msg"]).removeprefix("Value error, ")
@@ -281,12 +287,3 @@ def _describe(item: Any) -> str:
     shown = repr(item["input"])
     got = "" if isinstance(item["input"], dict) else f", got {shown if len(shown) <= 100 else shown[:97] + '...'}"
     return f"{where}{message[:1].lower()}{message[1:]}{got}"
-
-
-def _did_you_mean(name: str) -> str:
-    names = list(dotted_names())
-    last = name.rsplit(".", 1)[-1]
-    near = [OF_OTHERS[last]] if last in OF_OTHERS else difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    near = near or [full for full in names if full.rsplit(".", 1)[-1] == last]
-    near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else "; `flatout init` writes all known keys"

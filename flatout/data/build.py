@@ -33,7 +33,7 @@ from flatout.io.redact import printable, redacted
 
 Progress = Callable[[int, int | None], None]
 """Called with the number of rows done and of all rows (None if not known)."""
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 """Called with one sentence for the console."""
 Readers = Sequence[tuple[RowSource, RowParser]]
 """Each source with the parser that was chosen from its first rows."""
@@ -54,7 +54,7 @@ def _quiet(*_: object) -> None:
 
 
 def open_or_build(
-    config: DataConfig, tokenizer_name: str, *, replaces: bool = True, progress: Progress = _quiet, say: Say = _quiet
+    config: DataConfig, tokenizer_name: str, *, replaces: bool = True, progress: Progress = _quiet, log: Log = _quiet
 ) -> TokenStore:
     """Open the data set of `config` if one with the same fingerprint exists; otherwise build it, replacing any other.
 
@@ -69,7 +69,7 @@ def open_or_build(
     sources = [open_source(source) for source in config.sources]
     meta = _describe(config, name, tokenizer, sources)
     folder = registry.built_dir(config.root, config.name)
-    with locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}", say):
+    with locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}", log):
         store = None
         if folder.exists():
             try:
@@ -84,9 +84,9 @@ def open_or_build(
                     f"data set {config.name!r} is there already: {change}; give another --name, or --replace"
                 )
             reused = f"Reusing {folder}: same content, tokenizer, template and settings"
-            say(reused if store else f"Building {config.name!r} again: {change}")
+            log(reused if store else f"Building {config.name!r} again: {change}")
         if store is None:
-            _build(config, sources, tokenizer, meta, folder, progress, say)
+            _build(config, sources, tokenizer, meta, folder, progress, log)
             store = TokenStore.open(folder, verify=False)
         entry = registry.Entry(
             name=config.name,
@@ -172,7 +172,7 @@ def _build(
     meta: StoreMeta,
     folder: Path,
     progress: Progress,
-    say: Say,
+    log: Log,
 ) -> None:
     template, args = meta.template_text if meta.template else None, tuple(config.template_args.items())
     policies = config.model_dump(include={"empty_reasoning", "loss_type", "max_tokens", "too_long", "special_tokens"})
@@ -180,29 +180,29 @@ def _build(
     to_tokens, report = SampleTokenizer(options, tokenizer), BuildReport(config)
     notes: list[str] = []
 
-    def note(text: str) -> None:
+    def log_note(text: str) -> None:
         notes.append(printable(redacted(text)))
-        say(notes[-1])
+        log(notes[-1])
 
     num_procs = usable_procs(config.num_procs)
     if config.num_procs not in (None, num_procs):
-        note(f"num_procs: {config.num_procs} lowered to {num_procs}; more processes than cores only take memory")
+        log_note(f"num_procs: {config.num_procs} lowered to {num_procs}; more processes than cores only take memory")
     with new_store(folder) as writer:
-        parsers = [_choose_parser(s, c) for s, c in zip(sources, config.sources, strict=True)]
-        readers = list(zip(sources, parsers, strict=True))
+        readers = _choose_parsers(sources, config.sources)
         for source, parser in readers:
-            note(f"{source.name}: {parser.summary}")
+            log_note(f"{source.name}: {parser.summary}")
         copies, total = _count_rows(config, readers)
         start_s = told_s = time.monotonic()
         files: dict[str, int] = {}
-        for chunk, done in tokenize_chunks(_chunks(readers, copies, report.bad_row, note), to_tokens, config.num_procs):
+        chunks = _chunks(readers, copies, report.bad_row, log_note)
+        for chunk, done in tokenize_chunks(chunks, to_tokens, config.num_procs):
             report.add(chunk, done, _write(writer, chunk, done, files))
             num_rows, now_s = report.counts["rows"], time.monotonic()
             progress(num_rows, total)
             if now_s - told_s >= TOLD_EVERY_S:
                 told_s, per_s = now_s, num_rows / (now_s - start_s)
                 left = f" of about {total:,}, {max(total - num_rows, 0) / per_s:,.0f} s left" if total else ""
-                say(f"tokenized {num_rows:,} rows{left}, {per_s:,.0f} rows/s")
+                log(f"tokenized {num_rows:,} rows{left}, {per_s:,.0f} rows/s")
         report.close(writer.num_samples)
         meta = replace(
             meta, files=tuple(map(redacted, files)), counts=dict(report.counts), max_token_id=writer.max_token_id
@@ -210,23 +210,28 @@ def _build(
         if report.counts["conversations"]:
             meta = replace(meta, end_of_turn=to_tokens.masker.end_of_turn())
             for text in to_tokens.notes():
-                note(text)
+                log_note(text)
         else:
             meta = replace(meta, template="", template_text="")
         for text in report.notes():
-            note(text)
+            log_note(text)
         writer.finish(meta, redacted(report.report(notes)))
 
 
-def _choose_parser(source: RowSource, config: SourceConfig) -> RowParser:
-    """Return a parser of the format that the first rows show."""
-    problem: DataError | None = None
-    for row in islice(source.rows(_quiet), _ROWS_TO_DETECT):
-        try:
-            return make_parser(config, row)
-        except DataError as error:  # a null in one row does not rule out the others
-            problem = problem or error
-    raise problem or DataError(f"{source.name}: no rows")
+def _choose_parsers(sources: Sequence[RowSource], configs: Sequence[SourceConfig]) -> Readers:
+    """Pair each source with a parser of the format that its first rows show."""
+    readers = []
+    for source, config in zip(sources, configs, strict=True):
+        problem: DataError | None = None
+        for row in islice(source.rows(_quiet), _ROWS_TO_DETECT):
+            try:
+                readers.append((source, make_parser(config, row)))
+                break
+            except DataError as error:  # a null in one row does not rule out the others
+                problem = problem or error
+        else:
+            raise problem or DataError(f"{source.name}: no rows")
+    return readers
 
 
 def _count_rows(config: DataConfig, readers: Readers) -> tuple[list[NDArray[np.int32]] | None, int | None]:
@@ -245,9 +250,9 @@ def _count_rows(config: DataConfig, readers: Readers) -> tuple[list[NDArray[np.i
     return copies, sum(int((uses > 0).sum()) for uses in copies)
 
 
-def _chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, bad_row: BadRow, note: Say) -> Iterator[Chunk]:
+def _chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, bad_row: BadRow, log: Log) -> Iterator[Chunk]:
     for index, (source, parser) in enumerate(readers):
-        rows = parser.gather(source.rows(bad_row), bad_row, note)
+        rows = parser.gather(source.rows(bad_row), bad_row, log)
         uses: Iterable[int] = repeat(1) if copies is None else copies[index]
         used = ((row, int(count)) for row, count in zip(rows, uses, strict=False) if count)
         while batch := list(islice(used, ROWS_PER_CHUNK)):

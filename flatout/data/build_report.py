@@ -38,6 +38,7 @@ class BuildReport:
         # row numbers by what happened, then by file
         self._listed: dict[str, dict[str, array[int]]] = {name: defaultdict(lambda: array("q")) for name in _LISTED}
         self._lengths = array("q")
+        self._percentiles: dict[str, int] = {}
         self._hashes = array("Q")
         self._read_since_problem = 0
 
@@ -72,7 +73,12 @@ class BuildReport:
 
     def close(self, num_samples: int) -> None:
         """Finish the counts after the last row. Raises DataError if too many rows were lost, or nothing is left."""
-        counts, config, rows, found = self.counts, self._config, self.counts["rows"], self._percentiles()
+        counts, config, rows = self.counts, self._config, self.counts["rows"]
+        if self._lengths:
+            # of the lengths before the length policy, in tokens
+            lengths, shares = np.frombuffer(self._lengths, dtype=np.int64), (50, 90, 95, 99, 100)
+            values = np.percentile(lengths, shares, method="higher").tolist()
+            self._percentiles = {f"p{share}": value for share, value in zip(shares, values, strict=True)}
         counts["duplicates"] = len(self._hashes) - len(np.unique(np.frombuffer(self._hashes, dtype=np.uint64)))
         counts["samples"] = num_samples
         self._check_special_tokens()
@@ -80,6 +86,7 @@ class BuildReport:
         if self.problems and strict:
             self._stop()
         if strict or not num_samples:
+            found = self._percentiles
             spread = f"95th percentile {found.get('p95')}, longest {found.get('p100')} tokens"
             if config.too_long == "error" and counts["too_long"]:
                 raise DataError(
@@ -138,18 +145,11 @@ class BuildReport:
         """Return the content of report.json."""
         return {
             "counts": dict(sorted(self.counts.items())),
-            "length_percentiles": self._percentiles(),
+            "length_percentiles": self._percentiles,
             "notes": notes,
             "bad_rows": self.problems,
             "rows": {name: {file: list(rows) for file, rows in files.items()} for name, files in self._listed.items()},
         }
-
-    def _percentiles(self) -> dict[str, int]:
-        """Return percentiles of the lengths before the length policy, in tokens."""
-        if not self._lengths:
-            return {}
-        lengths = np.frombuffer(self._lengths, dtype=np.int64)
-        return {f"p{q}": int(np.percentile(lengths, q, method="higher")) for q in (50, 90, 95, 99, 100)}
 
     def _check_special_tokens(self) -> None:
         counts = self.counts

@@ -49,7 +49,7 @@ class Encoder:
         self._plain.post_processor = processors.Sequence([])
         self._special = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._stand_ins = {token.content: _STAND_IN.format(i) for i, token in self._special.items()}
-        self._pattern = control_pattern(self._stand_ins)
+        self._pattern = control_pattern(tokenizer, markup=True)
 
     @cached_property
     def _cutting(self) -> tuple[Tokenizer, dict[int, int]]:

@@ -13,7 +13,7 @@ from flatout.data.conversation import Conversation, PlainText, Sample, is_empty
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
 from flatout.data.loss_mask.mask import Masker, complement
 from flatout.data.templates.template import ChatTemplate, choose_template
-from flatout.data.tokenizer import control_pattern, control_tokens, load_tokenizer
+from flatout.data.tokenizer import control_pattern, load_tokenizer
 from flatout.errors import DataError
 from flatout.io.template_limits import bounded
 
@@ -59,7 +59,7 @@ class SampleTokenizer:
         self.options = options
         self.tokenizer = load_tokenizer(options.tokenizer_name) if tokenizer is None else tokenizer
         self.encoder = Encoder(self.tokenizer)
-        self._control = control_pattern(control_tokens(self.tokenizer))
+        self._control = control_pattern(self.tokenizer)
         bos = self.tokenizer.bos_token_id
         # plain documents start with bos if the tokenizer itself starts every text with it
         self._bos = [int(bos)] if bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos] else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 import xxhash
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -49,17 +48,12 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return digest.hexdigest()
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return special tokens by text, which must stay text if a user types them; markup such as <think> is excluded."""
-    added = tokenizer.added_tokens_decoder
-    return {
-        token.content: token_id
-        for token_id, token in added.items()
-        if token.special and token.content and not _MARKUP.fullmatch(token.content)
-    }
+def control_pattern(tokenizer: PreTrainedTokenizerBase, *, markup: bool = False) -> re.Pattern[str] | None:
+    """Return a pattern of the special tokens, which must stay text if a user types them; None if there are none.
 
-
-def control_pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a pattern that matches any control token, longest first; None if there are none."""
+    The longest match first. Markup such as <think> is only included with `markup`.
+    """
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content}
+    tokens = [text for text in special if markup or not _MARKUP.fullmatch(text)]
     pattern = "|".join(re.escape(text) for text in sorted(tokens, key=len, reverse=True))
     return re.compile(pattern) if pattern else None

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeGuard
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -51,7 +52,7 @@ def packed_loss(
         raise UsageError(f"model type {model.config.model_type} has no output head; flatout trains causal LMs only")
     config = model.config.get_text_config()
     scale, softcap = logits_scale(config), getattr(config, "final_logit_softcapping", None)
-    if _is_plain_linear(head):
+    if _is_unhooked_linear(head):
         with record_function("flatout::head"):
             return LossSums(
                 *token_loss(
@@ -94,7 +95,7 @@ def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:
     It leaves no gradient, and does nothing for a head that is not fused, is sharded, or is not a plain linear layer.
     """
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Module) or not _is_plain_linear(head) or hasattr(head.weight, "to_local"):
+    if not isinstance(head, nn.Module) or not _is_unhooked_linear(head) or isinstance(head.weight, DTensor):
         return
     if not is_fused(model.device, _compute_dtype(head.weight)):
         return
@@ -106,7 +107,7 @@ def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:
         packed_loss(model, batch, decoder=lambda _, states=states: states, tile_rows=tile_rows)  # type: ignore[misc]
 
 
-def _is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
+def _is_unhooked_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
     # the exact type, as a subclass or a hook may compute something else
     return type(head) is nn.Linear and head.bias is None and not head._forward_hooks and not head._forward_pre_hooks
 

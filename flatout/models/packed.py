@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 TOKENS_MULTIPLE = 128
 BOUNDARIES_MULTIPLE = 64
+_TENSORS = ("token_ids", "position_ids", "cu_seqlens", "label_rows", "label_ids")
 SMALLEST_MAX_SEQLEN = 128
 
 
@@ -59,10 +60,6 @@ class PackedBatch:
     label_ids: torch.Tensor
 
     @property
-    def size(self) -> PackedSize:
-        return PackedSize(self.num_tokens, self.max_seqlen)
-
-    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
@@ -73,19 +70,16 @@ class PackedBatch:
     def to(self, device: torch.device) -> PackedBatch:
         """Return the batch on `device`. Copies to a GPU are from pinned memory and non-blocking."""
         pin = device.type == "cuda" and self.token_ids.device.type == "cpu"
-        tensors = self._tensors()
-        moved = {
-            name: (own.pin_memory() if pin else own).to(device, non_blocking=True) for name, own in tensors.items()
-        }
-        return replace(self, **moved)  # type: ignore[arg-type]  # every entry is a tensor field of this class
+        moved: dict[str, Any] = {}
+        for name in _TENSORS:
+            own = getattr(self, name)
+            moved[name] = (own.pin_memory() if pin else own).to(device, non_blocking=True)
+        return replace(self, **moved)
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
         """Keep the allocator from reusing these tensors' memory, once freed, before the work queued on `stream`."""
-        for tensor in self._tensors().values():
-            tensor.record_stream(stream)
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "max_seqlen"}
+        for name in _TENSORS:
+            getattr(self, name).record_stream(stream)
 
 
 def flatten_samples(

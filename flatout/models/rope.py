@@ -49,11 +49,20 @@ class DocumentRope(nn.Module):
         # for text, several axes of positions are identical
         positions = position_ids.reshape(-1, *position_ids.shape[-2:])[0]
         if kind == "longrope":
+            # the length of each token's document, on the device: int64 (..., T)
+            num_tokens = positions.shape[-1]
+            rows = torch.arange(num_tokens, device=positions.device).expand_as(positions)
+            starts = torch.where(positions == 0, rows, num_tokens)
+            # the first start at or after each token; shifted by one, the first start after it
+            at_or_after = starts.flip(-1).cummin(-1).values.flip(-1)
+            ends = torch.cat([at_or_after[..., 1:], torch.full_like(rows[..., :1], num_tokens)], dim=-1)
+            lengths = ends - (rows - positions)
             # if no document exceeds the limit, these equal the short frequencies
-            is_long = (_document_lengths(positions) > limit)[..., None]
+            is_long = (lengths > limit)[..., None]
             return _map(lambda one, other: torch.where(is_long, one, other), rotate(position_ids), short)
-        starts = positions[0].eq(0).nonzero().flatten().tolist()
-        for start, end in zip(starts, [*starts[1:], positions.shape[-1]], strict=True):
+        # this waits for the device
+        begins = positions[0].eq(0).nonzero().flatten().tolist()
+        for start, end in zip(begins, [*begins[1:], positions.shape[-1]], strict=True):
             if end - start > limit:
                 rotate(position_ids[..., :1])
                 alone = rotate(position_ids[..., start:end])
@@ -77,12 +86,6 @@ def scale_by_document(model: PreTrainedModel) -> str | None:
 def length_limits(model: nn.Module) -> set[int]:
     """Return the lengths, in tokens, beyond which rotary embeddings change their frequencies."""
     return {limit for module in model.modules() for _, limit in _limits(module).values()}
-
-
-def reads_lengths_on_host(model: nn.Module) -> bool:
-    """Whether a forward pass waits for the device to read document lengths."""
-    ropes = (module for module in model.modules() if isinstance(module, DocumentRope))
-    return any(kind == "dynamic" for rope in ropes for kind, _ in rope.limits.values())
 
 
 @contextmanager
@@ -113,17 +116,6 @@ def _limits(rotary: nn.Module) -> dict[str | None, tuple[str, int]]:
         elif isinstance(kind, str) and "dynamic" in kind:
             limits[layer_type] = ("dynamic", int(embedding.original_max_seq_len))
     return limits
-
-
-def _document_lengths(positions: Tensor) -> Tensor:
-    """Return the length of each token's document: int64 (..., T) from positions (..., T), on the device."""
-    num_tokens = positions.shape[-1]
-    rows = torch.arange(num_tokens, device=positions.device).expand_as(positions)
-    starts = torch.where(positions == 0, rows, num_tokens)
-    # the first start at or after each token; shifted by one, the first start after it
-    at_or_after = starts.flip(-1).cummin(-1).values.flip(-1)
-    ends = torch.cat([at_or_after[..., 1:], torch.full_like(rows[..., :1], num_tokens)], dim=-1)
-    return ends - (rows - positions)
 
 
 def _map(function: Callable[..., Tensor], one: Rotated, other: Rotated) -> Rotated:

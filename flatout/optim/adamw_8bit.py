@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,20 +24,27 @@ SMALLEST_8BIT = 4096
 _NAMES = ("exp_avg", "exp_avg_sq")
 _NAMES_8BIT = ("exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales")
 
+# once per device, and once per form of the update
+_one = cache(partial(torch.ones, (), dtype=torch.int64))
+_compiled = cache(partial(torch.compile, fullgraph=True, dynamic=True))
+
 
 class Factors(NamedTuple):
-    """The scalars of one step as 0-d CPU tensors, so that a new learning rate does not cause a recompilation."""
+    """The scalars of one step as 0-d CPU tensors, so that a new learning rate does not cause a recompilation.
 
-    keep: Tensor
-    rate: Tensor
-    root: Tensor
+    `decay` is 1 - lr * weight_decay; `step_size` lr / (1 - beta1^t); `inv_sqrt_bias2` 1 / sqrt(1 - beta2^t).
+    """
+
+    decay: Tensor
+    step_size: Tensor
+    inv_sqrt_bias2: Tensor
     beta1: Tensor
     beta2: Tensor
     eps: Tensor
 
 
 @dataclass(slots=True)
-class Target:
+class ParamPlan:
     """What all updates of one parameter share, cached because the host prepares several hundred updates per step.
 
     `parts` are flat slices of the weight and its moments. They are valid for the state with the tensor `step` and the
@@ -53,7 +60,7 @@ class Target:
     update: Callable[..., None]
 
 
-class LowBitAdamW(torch.optim.Optimizer):
+class AdamW8bit(torch.optim.Optimizer):
     """AdamW (arXiv:1711.05101) with fp32 arithmetic for weights of any dtype (fp64 for fp64 ones).
 
     bf16 weights are rounded stochastically, which preserves small updates on average; rounding to nearest would lose
@@ -76,12 +83,12 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
         held = [parameter for group in self.param_groups for parameter in group["params"]]
         self._index = {parameter: index for index, parameter in enumerate(held)}
-        self._targets: dict[Tensor, Target] = {}
+        self._plans: dict[Tensor, ParamPlan] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        counts = _one(next(iter(self._index)).device) if self.found_inf is None else (self.found_inf == 0).long()
+        counts = _one(device=next(iter(self._index)).device) if self.found_inf is None else (self.found_inf == 0).long()
         steps: list[Tensor] = []
         for group in self.param_groups:
             # shared, since the factors are the same for nearly all parameters and each needs a CPU tensor
@@ -89,23 +96,28 @@ class LowBitAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                target = self._target(parameter)
-                target.num_updates += 1
-                key = (target.num_updates, target.wide)
-                factors[key] = factors.get(key) or _factors(group, *key)
-                gradients = _slices(parameter.grad.reshape(-1), parameter.grad.numel())
-                for number, (part, (weight, *moments)) in enumerate(zip(gradients, target.parts, strict=True)):
-                    entropy = [self.seed, target.num_updates, self._index[parameter], number]
+                plan = self._plan(parameter)
+                plan.num_updates += 1
+                step, dtype = plan.num_updates, plan.wide
+                key = (step, dtype)
+                if key not in factors:
+                    beta1, beta2 = group["betas"]
+                    decay, step_size = 1 - group["lr"] * group["weight_decay"], group["lr"] / (1 - beta1**step)
+                    scalars = (decay, step_size, 1 / math.sqrt(1 - beta2**step), beta1, beta2, group["eps"])
+                    factors[key] = Factors(*(torch.tensor(scalar, dtype=dtype) for scalar in scalars))
+                gradients = parameter.grad.reshape(-1).split(SLICE_SIZE)
+                for number, (part, (weight, *moments)) in enumerate(zip(gradients, plan.parts, strict=True)):
+                    entropy = [self.seed, step, self._index[parameter], number]
                     draw = torch.tensor(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
-                    target.update(weight, part, *moments, *target.tables, draw, counts, factors[key])
-                steps.append(target.step)
+                    plan.update(weight, part.detach(), *moments, *plan.tables, draw, counts, factors[key])
+                steps.append(plan.step)
         if steps:
             # a list of one tensor, since a single tensor argument would be read by the host
             torch._foreach_add_(steps, [counts] * len(steps))
 
     def recount(self) -> None:
         """Read the number of updates from the state again; the next step waits for the device."""
-        self._targets.clear()
+        self._plans.clear()
 
     def state_names(self, parameter: Tensor) -> tuple[str, ...]:
         """Return the keys of a parameter's state."""
@@ -113,10 +125,10 @@ class LowBitAdamW(torch.optim.Optimizer):
         is_8bit = self.eight_bit and size >= SMALLEST_8BIT and size % BLOCK_SIZE == 0
         return ("step", *(_NAMES_8BIT if is_8bit else _NAMES))
 
-    def _target(self, parameter: Tensor) -> Target:
-        state, target = self.state[parameter], self._targets.get(parameter)
-        if target is not None and target.step is state.get("step") and target.address == parameter.data_ptr():
-            return target
+    def _plan(self, parameter: Tensor) -> ParamPlan:
+        state, plan = self.state[parameter], self._plans.get(parameter)
+        if plan is not None and plan.step is state.get("step") and plan.address == parameter.data_ptr():
+            return plan
         names = self.state_names(parameter)[1:]
         wide, size, device = torch.promote_types(parameter.dtype, torch.float32), parameter.numel(), parameter.device
         if not state:
@@ -130,8 +142,10 @@ class LowBitAdamW(torch.optim.Optimizer):
         is_8bit = names == _NAMES_8BIT
         update: Callable[..., None] = _update_8bit if is_8bit else _update_plain
         whole = [parameter.detach().view(-1), *(state[name].view(-1) for name in names)]
-        slices = [_slices(tensor, size) for tensor in whole]
-        self._targets[parameter] = target = Target(
+        # parts for SLICE_SIZE values each, though scales have one entry per block; detached, so that compiled calls
+        # neither check the view's base nor recompile for its shape
+        slices = [[part.detach() for part in each.split(SLICE_SIZE * each.numel() // size)] for each in whole]
+        self._plans[parameter] = plan = ParamPlan(
             step=state["step"],
             address=parameter.data_ptr(),
             num_updates=int(state["step"]),
@@ -140,39 +154,15 @@ class LowBitAdamW(torch.optim.Optimizer):
             tables=tuple(dynamic_table(signed, device) for signed in (True, False)) if is_8bit else (),
             update=_compiled(update) if parameter.is_cuda else update,
         )
-        return target
-
-
-def _factors(group: dict[str, Any], step: int, dtype: torch.dtype) -> Factors:
-    beta1, beta2 = group["betas"]
-    keep, rate = 1 - group["lr"] * group["weight_decay"], group["lr"] / (1 - beta1**step)
-    values = (keep, rate, 1 / math.sqrt(1 - beta2**step), beta1, beta2, group["eps"])
-    return Factors(*(torch.tensor(value, dtype=dtype) for value in values))
-
-
-@cache
-def _one(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.int64, device=device)
-
-
-@cache
-def _compiled(update: Callable[..., None]) -> Callable[..., None]:
-    return torch.compile(update, fullgraph=True, dynamic=True)
-
-
-def _slices(tensor: Tensor, size: int) -> list[Tensor]:
-    """Split a flat tensor (one entry per value or per block) into parts for SLICE_SIZE of the `size` values each."""
-    # detached, so that compiled calls neither check the view's base nor recompile for its shape
-    return [part.detach() for part in tensor.split(SLICE_SIZE * tensor.numel() // size)]
+        return plan
 
 
 def _update_plain(
     weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, key: Tensor, counts: Tensor, f: Factors
 ) -> None:
-    new_mean, new_square = _moments(gradient, mean, square, f)
+    new_mean, new_square = _update_weight(weight, gradient, mean, square, key, counts, f)
     _put(mean, new_mean, counts)
     _put(square, new_square, counts)
-    _apply(weight, new_mean, new_square, key, counts, f)
 
 
 def _update_8bit(
@@ -190,7 +180,7 @@ def _update_8bit(
 ) -> None:
     mean = dequantize_blocks(mean_codes, mean_scales, signed)
     square = dequantize_blocks(square_codes, square_scales, unsigned)
-    mean, square = _moments(gradient, mean, square, f)
+    mean, square = _update_weight(weight, gradient, mean, square, key, counts, f)
     codes, scales = quantize_blocks(mean, signed)
     _put(mean_codes, codes, counts)
     _put(mean_scales, scales, counts)
@@ -198,18 +188,19 @@ def _update_8bit(
     # a mean square rounded to 0 would leave only eps as the divisor, so use at least the smallest nonzero value
     _put(square_codes, codes.clamp(min=1), counts)
     _put(square_scales, scales, counts)
-    _apply(weight, mean, square, key, counts, f)
 
 
-def _moments(gradient: Tensor, mean: Tensor, square: Tensor, f: Factors) -> tuple[Tensor, Tensor]:
+def _update_weight(
+    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, key: Tensor, counts: Tensor, f: Factors
+) -> tuple[Tensor, Tensor]:
+    """Update the weight by the moments with this gradient, and return these moments."""
     gradient = gradient.to(mean.dtype)
-    return f.beta1 * mean + (1 - f.beta1) * gradient, f.beta2 * square + (1 - f.beta2) * gradient * gradient
-
-
-def _apply(weight: Tensor, mean: Tensor, square: Tensor, key: Tensor, counts: Tensor, f: Factors) -> None:
-    value = weight.to(mean.dtype) * f.keep - f.rate * mean / (square.sqrt() * f.root + f.eps)
+    mean = f.beta1 * mean + (1 - f.beta1) * gradient
+    square = f.beta2 * square + (1 - f.beta2) * gradient * gradient
+    value = weight.to(mean.dtype) * f.decay - f.step_size * mean / (square.sqrt() * f.inv_sqrt_bias2 + f.eps)
     rounded = round_to_bf16(value, random_bits(value, key)) if weight.dtype == torch.bfloat16 else value
     _put(weight, rounded, counts)
+    return mean, square
 
 
 def _put(held: Tensor, new: Tensor, counts: Tensor) -> None:
@@ -252,7 +243,7 @@ def dynamic_table(signed: bool, device: torch.device) -> Tensor:
     values = [0.0, 1.0]
     for decade in range(7):
         count = 2 ** (decade if signed else decade + 1)
-        centres = [(0.1 + 0.9 * (place + 0.5) / count) * 10.0 ** (decade - 6) for place in range(count)]
+        centres = [(0.1 + 0.9 * (index + 0.5) / count) * 10.0 ** (decade - 6) for index in range(count)]
         values += centres + [-centre for centre in centres] * signed
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 

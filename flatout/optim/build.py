@@ -11,7 +11,7 @@ from torch import nn
 
 from flatout.config.schema import OptimConfig
 from flatout.errors import UsageError
-from flatout.optim.adamw_8bit import LowBitAdamW
+from flatout.optim.adamw_8bit import AdamW8bit
 from flatout.optim.flat import FlatAdamW, FlatOptimizer, FlatSGD, flatten
 
 # transformers' rule (Trainer.get_decay_parameter_names): these names, and all of nn.LayerNorm
@@ -49,7 +49,7 @@ def make_optimizer(
     """Create the configured optimizer over the trained parameters.
 
     AdamW is decoupled (Loshchilov and Hutter 2019, arXiv:1711.05101) and fused on CUDA. For bf16 weights and for
-    adamw8bit it is LowBitAdamW, whose random rounding depends on `seed`. `layer_norms` are the model's
+    adamw8bit it is AdamW8bit, whose random rounding depends on `seed`. `layer_norms` are the model's
     `layer_norm_parameters`, which do not decay, like biases and other norms. `flat` moves the parameters of adamw and
     sgd into one tensor per dtype and decay (`flatten`), so that an update is one launch; their gradients must always
     exist. Raises UsageError for bf16 weights with sgd.
@@ -65,7 +65,7 @@ def make_optimizer(
             groups.append({"params": flatten(held) if flat and not is_low_bit else held, "weight_decay": decay})
     options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     if is_low_bit:
-        return LowBitAdamW(groups, eight_bit=config.name == "adamw8bit", seed=seed, **options)
+        return AdamW8bit(groups, eight_bit=config.name == "adamw8bit", seed=seed, **options)
     optimizer: torch.optim.Optimizer
     if config.name == "sgd":
         optimizer = (FlatSGD if flat else torch.optim.SGD)(groups, lr=config.lr, momentum=config.beta1)
@@ -73,5 +73,5 @@ def make_optimizer(
         on_gpu = all(parameter.is_cuda for parameter in named.values())
         optimizer = (FlatAdamW if flat else torch.optim.AdamW)(groups, fused=on_gpu, **options)
     if isinstance(optimizer, FlatOptimizer):
-        optimizer.places = [(each, each.grad) for each in named.values() if each.grad is not None]
+        optimizer.gradient_views = [(each, each.grad) for each in named.values() if each.grad is not None]
     return optimizer

@@ -30,9 +30,9 @@ def flatten(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         flat = nn.Parameter(torch.zeros(offsets[-1], dtype=dtype, device=group[0].device))
         flat.grad = torch.zeros_like(flat)
         for parameter, offset in zip(group, offsets[:-1], strict=True):
-            place = slice(offset, offset + parameter.numel())
-            parameter.data = flat.data[place].view(parameter.shape).copy_(parameter.data)
-            parameter.grad = flat.grad[place].view(parameter.shape)
+            span = slice(offset, offset + parameter.numel())
+            parameter.data = flat.data[span].view(parameter.shape).copy_(parameter.data)
+            parameter.grad = flat.grad[span].view(parameter.shape)
         flats.append(flat)
     return flats
 
@@ -41,7 +41,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     """An optimizer over flat parameters; gradients are views, so they are zeroed in place instead of set to None."""
 
     # the parameters whose gradients are views of the flat ones, and these views
-    places: Sequence[tuple[nn.Parameter, Tensor]] = ()
+    gradient_views: Sequence[tuple[nn.Parameter, Tensor]] = ()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set every gradient to zero; `set_to_none` is ignored."""
@@ -53,17 +53,17 @@ class FlatOptimizer(torch.optim.Optimizer):
 @contextmanager
 def foreach_accumulate(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Wrap a backward pass to add to flat gradients in one call; autograd would launch one kernel per parameter."""
-    places = optimizer.places if isinstance(optimizer, FlatOptimizer) else ()
-    for parameter, _ in places:
+    views = optimizer.gradient_views if isinstance(optimizer, FlatOptimizer) else ()
+    for parameter, _ in views:
         parameter.grad = None
     try:
         yield
-        found = [(place, parameter.grad) for parameter, place in places if parameter.grad is not None]
+        found = [(view, parameter.grad) for parameter, view in views if parameter.grad is not None]
         if found:
-            torch._foreach_add_([place for place, _ in found], [grad for _, grad in found])
+            torch._foreach_add_([view for view, _ in found], [grad for _, grad in found])
     finally:
-        for parameter, place in places:
-            parameter.grad = place
+        for parameter, view in views:
+            parameter.grad = view
 
 
 class FlatAdamW(FlatOptimizer, torch.optim.AdamW):
@@ -81,10 +81,10 @@ def owners(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) 
     """
     held: set[nn.Parameter] = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     flats = {flat.untyped_storage().data_ptr(): flat for flat in held.difference(named.values())}
-    places: dict[str, tuple[nn.Parameter, int]] = {}
+    found: dict[str, tuple[nn.Parameter, int]] = {}
     for name, parameter in named.items():
         if parameter in held:
-            places[name] = parameter, 0
+            found[name] = parameter, 0
         else:
-            places[name] = flats[parameter.untyped_storage().data_ptr()], int(parameter.storage_offset())
-    return places
+            found[name] = flats[parameter.untyped_storage().data_ptr()], int(parameter.storage_offset())
+    return found

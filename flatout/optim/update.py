@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.optim.adamw_8bit import LowBitAdamW
+from flatout.optim.adamw_8bit import AdamW8bit
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -19,8 +19,8 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer can skip an update by `found_inf`, as torch's fused ones and LowBitAdamW can."""
-    return isinstance(optimizer, LowBitAdamW) or getattr(optimizer, "_step_supports_amp_scaling", False)
+    """Return whether the optimizer can skip an update by `found_inf`, as torch's fused ones and AdamW8bit can."""
+    return isinstance(optimizer, AdamW8bit) or getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def set_found_inf(optimizer: Any, is_bad: Tensor) -> None:
@@ -35,7 +35,7 @@ def set_found_inf(optimizer: Any, is_bad: Tensor) -> None:
 def clear_found_inf(optimizer: Any) -> None:
     """Stop skipping updates."""
     optimizer.found_inf = None
-    if isinstance(optimizer, LowBitAdamW):
+    if isinstance(optimizer, AdamW8bit):
         optimizer.recount()
 
 

@@ -25,7 +25,8 @@ class Balance:
 class PlanReport:
     """What a run will do. Counts are over the whole run, but `num_samples` is the size of the data set.
 
-    `num_naive_tokens` is what a padding loader would compute for the same steps; `time_s` is None unless the throughput
+    `num_naive_tokens` is what a padding loader would compute for the same steps, `padding_avoided` the share of them
+    that is padding; `time_s` is None unless the throughput
     is known. Everything is exact except the balance at other numbers of ranks, taken from `NUM_BALANCE_STEPS` steps,
     and the memory, which is estimated.
     """
@@ -47,15 +48,8 @@ class PlanReport:
     memory: MemoryEstimate | None
     time_s: float | None
     fingerprint: str
-
-    @property
-    def label_share(self) -> float:
-        return self.num_label_tokens / self.num_tokens
-
-    @property
-    def padding_avoided(self) -> float:
-        """Share of the padding loader's tokens that are padding."""
-        return 1.0 - self.num_tokens / self.num_naive_tokens
+    label_share: float
+    padding_avoided: float
 
 
 def explain(
@@ -110,4 +104,6 @@ def explain(
         memory=memory_of(largest) if memory_of else None,
         time_s=num_tokens / tokens_per_s if tokens_per_s else None,
         fingerprint=plan.fingerprint,
+        label_share=num_labels / num_tokens,
+        padding_avoided=1.0 - num_tokens / num_naive,
     )

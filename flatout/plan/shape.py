@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,28 +71,25 @@ class ModelShape:
         return len(self.layers)
 
     def targeted(self, targets: str | Sequence[str], num_layers: int | None = None) -> list[Linear]:
-        """Return the linear layers of the first `num_layers` decoder layers (all by default) that LoRA targets."""
-        is_target = target_matcher(targets)
-        return [
-            linear
+        """Return the linear layers of the first `num_layers` decoder layers (all by default) that LoRA targets.
+
+        Targets are `all-linear`, a regex for the full module name, or a list of name endings.
+        """
+        linears = {
+            f"{self.layers_path}.{index}.{linear.name}": linear
             for index, layer in enumerate(self.layers[:num_layers])
             for linear in layer.linears
-            if is_target(f"{self.layers_path}.{index}.{linear.name}")
-        ]
+        }
+        if targets == "all-linear":
+            return list(linears.values())
+        if isinstance(targets, str):
+            return [linear for name, linear in linears.items() if re.fullmatch(targets, name)]
+        endings = tuple(f".{target}" for target in targets)
+        return [linear for name, linear in linears.items() if f".{name}".endswith(endings)]
 
     def num_lora_params(self, rank: int, targets: str | Sequence[str]) -> int:
         """Count the parameters of LoRA's A (rank, in) and B (out, rank) on the targeted linear layers."""
         return sum(rank * (linear.num_in + linear.num_out) for linear in self.targeted(targets))
-
-
-def target_matcher(targets: str | Sequence[str]) -> Callable[[str], bool]:
-    """Return a predicate on full module names: `all-linear`, a regex for the full name, or a list of name endings."""
-    if targets == "all-linear":
-        return lambda name: True
-    if isinstance(targets, str):
-        pattern = re.compile(targets)
-        return lambda name: pattern.fullmatch(name) is not None
-    return lambda name: any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def check_positions(shape: ModelShape, longest_sample: int, *, origin: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_shape, is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, connect
+from flatout.plan.memory.estimate import HEAD_TILE_ROWS
 from flatout.track.tracker import Tracker
 from flatout.train.clocks import BusyClock
 from flatout.train.feed import Feed
@@ -65,7 +66,7 @@ def build_run(
     if planned.eval_store is not None and planned.eval_plan is not None:
         counts = (len(batch.sample_ids) for batches in planned.eval_plan.ranks for batch in batches)
         eval_feed = Feed(planned.eval_store, device, max_documents=max(counts))
-    loss = PackedLoss(loaded.model, tile_rows=planned.memory.head_tile_rows)
+    loss = PackedLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute])
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, tracker)
     compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, tracker)
     named = trainable_parameters(loaded.model)
@@ -293,7 +294,7 @@ def compile_model(
         if num_graphs := prepare_attention(loaded.attention, sizes, feed.num_boundaries):
             tracker.stage("compile", f"{num_graphs} {loaded.attention} graphs for the plan's sizes")
         with torch.autocast(loaded.model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
-            prepare_head(loaded.model, planned.memory.head_tile_rows)
+            prepare_head(loaded.model, HEAD_TILE_ROWS[planned.memory.recompute])
     if recompute in ("selective", "budget") and not compiled.is_complete:
         apply_recompute(loaded.model, "full")
         tracker.stage("recompute", f"full instead of {recompute}, which needs compiled layers")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from flatout.config.schema import Config
 from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.packed import PackedSize, packed_size
-from flatout.models.rope import reads_lengths_on_host
+from flatout.models.rope import DocumentRope
 from flatout.plan.devices import nominal_peak
 from flatout.plan.schedule.run_plan import RunPlan
 from flatout.plan.shape import ModelShape
@@ -43,7 +43,8 @@ def plan_graphs(
         return "only on CUDA", ()
     if config.method != "lora" or config.optim.name == "adamw8bit" or planned.parallel_layout.lockstep:
         return "gradients have no fixed place", ()
-    if reads_lengths_on_host(model):
+    ropes = (module for module in model.modules() if isinstance(module, DocumentRope))
+    if any(kind == "dynamic" for rope in ropes for kind, _ in rope.limits.values()):
         return "rope reads the documents' lengths on the host", ()
     if config.lora.dropout or planned.memory.recompute not in ("none", "selective"):
         return "dropout and recompute need the host", ()

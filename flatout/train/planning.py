@@ -66,7 +66,7 @@ def plan_run(
     """
     origin = f"{config.model.name}/config.json"
     shape = read_shape(config.model.name, config.model.revision)
-    store = open_or_build(config.data, config.model.name, say=lambda text: tracker.stage("tokens", text))
+    store = open_or_build(config.data, config.model.name, log=lambda text: tracker.stage("tokens", text))
     num_tokens, num_labels = int(store.lengths.sum()), int(store.num_labels.sum())
     tracker.stage(
         "tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {num_labels / num_tokens:.0%} label"

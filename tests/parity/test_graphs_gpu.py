@@ -12,7 +12,7 @@ from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
-from flatout.models.packed import flatten_samples, packed_size, padded_num_boundaries
+from flatout.models.packed import PackedSize, flatten_samples, packed_size, padded_num_boundaries
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SHAPE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "max_position_embeddings": 4096}
@@ -62,7 +62,7 @@ def test_replays_equal_plain_passes(trained):
     assert not any(parameter.grad.any() for parameter in parameters)
     for lengths in [*LENGTHS, *LENGTHS[::-1]]:
         batch = batch_of(lengths, num_boundaries)
-        assert batch.size in decoder._recorded
+        assert PackedSize(batch.num_tokens, batch.max_seqlen) in decoder._recorded
         loss, truth = gradients_of(model, parameters, batch)
         replayed_loss, replayed = gradients_of(model, parameters, batch, decoder)
         assert replayed_loss == pytest.approx(loss, rel=1e-5)

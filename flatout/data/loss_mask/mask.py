@@ -69,9 +69,9 @@ class Masker:
         """Render and mask one conversation.
 
         Raises DataError with the row and the turn if the template refuses it or leaves out a message's text, or if the
-        place of a turn cannot be proved.
+        span of a turn cannot be proved.
         """
-        messages, raw = conversation.messages, self.template.raw_messages(conversation)
+        messages, raw = conversation.messages, self.template.raw_messages(conversation.messages)
         text = self._render(conversation.origin, raw, conversation.tools)
         rendering = Rendering(self.template, raw, conversation.tools, text)
         try:
@@ -84,8 +84,8 @@ class Masker:
                 spans = tuple((empty.end() if empty else start, end) for start, end, empty in found)
             typed: tuple[Span, ...] = ()  # control tokens that are part of the data: all those inside a part
             if self._control is not None and self._control.search(text):
-                places = [(start, end) for _, start, end in layout.places] if layout else []
-                typed = tuple(found.span() for place in places for found in self._control.finditer(text, *place))
+                parts = [(start, end) for _, start, end in layout.spans] if layout else []
+                typed = tuple(found.span() for part in parts for found in self._control.finditer(text, *part))
                 data = "" if layout else json.dumps([raw, conversation.tools], ensure_ascii=False)
                 if control := self._control.search(data):
                     raise UnprovenMaskError(f"the data holds {control[0]!r} and it acts on the text around; remove it")
@@ -132,17 +132,17 @@ class Masker:
 
     def _turn_spans(self, rendering: Rendering, layout: PartSpans | None, turns: Sequence[int]) -> list[Span]:
         text = rendering.text
-        runs = [(turn, list(run)) for turn, run in groupby(layout.places if layout else (), key=itemgetter(0))]
+        runs = [(turn, list(run)) for turn, run in groupby(layout.spans if layout else (), key=itemgetter(0))]
         firsts = [run[0][1] for _, run in runs] + [len(text)]
         lasts = [0] + [run[-1][2] for _, run in runs]
-        places = {turn: index for index, (turn, _) in enumerate(runs)}
+        run_of = {turn: index for index, (turn, _) in enumerate(runs)}
         spans = []
         for turn in turns:
-            if turn not in places:  # no part of it is in the layout
+            if turn not in run_of:  # no part of it is in the layout
                 spans.append(self._turns.span(rendering, turn))
                 continue
             # end of the part before the turn, its own first start and last end, start of the part after it
-            index = places[turn]
+            index = run_of[turn]
             before, start, end, after = lasts[index], firsts[index], lasts[index + 1], firsts[index + 1]
             key = (rendering.messages[turn]["role"], text[before:start], text[end:after])
             if (edges := self._edges.get(key)) is None:

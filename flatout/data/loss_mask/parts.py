@@ -2,7 +2,7 @@
 
 A part is text from the data that a template has to show: a message's text, its reasoning, a call's name and arguments,
 a tool's name. The row is rendered again with each part between two private-use characters. If removing them gives the
-first rendering, every place is exact, and a part whose marks are missing was left out. Plain rows with the same roles
+first rendering, every span is exact, and a part whose marks are missing was left out. Plain rows with the same roles
 and fields (a shape) share the text around their parts, so marks are rendered once per shape, not per row.
 
 A template's own `{% generation %}` marks are made visible in the same way, which gives the ranges with loss exactly.
@@ -41,13 +41,13 @@ _MAX_SHAPES = 4096
 
 @dataclass(frozen=True, slots=True)
 class PartSpans:
-    """`places` are (turn, start, end) of all parts in a rendered text, ascending; `lost` the parts that are not in it.
+    """`spans` are (turn, start, end) of all parts in a rendered text, ascending; `lost` the parts that are not in it.
 
     The turn is -1 if a part is not from a turn, or is repeated. `marked` are the ranges inside `{% generation %}`
     marks, empty without such marks.
     """
 
-    places: tuple[tuple[int, int, int], ...]
+    spans: tuple[tuple[int, int, int], ...]
     lost: tuple[Part, ...]
     marked: tuple[Span, ...]
 
@@ -65,20 +65,20 @@ class _Shape:
     signs: list[tuple[int, int, bool]]
 
     def fit(self, texts: Sequence[str], rendered: str) -> PartSpans | None:
-        """Return the layout of `rendered` if it has `texts` in the places of the parts, and is equal elsewhere."""
+        """Return the layout of `rendered` if it has `texts` as its parts, and is equal elsewhere."""
         pieces = [""] * (2 * len(texts) + 1)
         pieces[::2], pieces[1::2] = self.literals, texts
         if "".join(pieces) != rendered:
             return None
         starts = [0, *accumulate(map(len, pieces))]
-        places, seen = [], set[int]()
+        spans, seen = [], set[int]()
         for index, part in enumerate(self.order):
             turn = -1 if part in seen else self.parts[part][0]  # a template may repeat a call's name
             seen.add(part)
-            places.append((turn, starts[2 * index + 1], starts[2 * index + 2]))
+            spans.append((turn, starts[2 * index + 1], starts[2 * index + 2]))
         lost = tuple(part for index, part in enumerate(self.parts) if index not in seen)
         marked = paired((starts[2 * literal] + offset, begins) for literal, offset, begins in self.signs)
-        return PartSpans(tuple(places), lost, marked)
+        return PartSpans(tuple(spans), lost, marked)
 
 
 class PartFinder:
@@ -118,15 +118,16 @@ class PartFinder:
                 layout = found[0].fit(texts, text) or found[0].fit([text.strip() for text in texts], text)
         if layout is None and (found := self._rendered(messages, rendering.tools)):
             layout = found[0].fit(found[1], text)
-        turns = [turn for turn, _ in groupby(layout.places, key=itemgetter(0)) if turn >= 0] if layout else []
+        turns = [turn for turn, _ in groupby(layout.spans, key=itemgetter(0)) if turn >= 0] if layout else []
         return layout if turns == sorted(set(turns)) else None
 
     def lost(self, rendering: Rendering) -> Iterator[Part]:
         """Yield the parts whose replacement does not change the rendered text; this renders once per part."""
-        for index, part in enumerate(_Marker(None, replaced=-1).marked(rendering.messages, rendering.tools)[2]):
-            messages, tools, _ = _Marker(None, replaced=index).marked(rendering.messages, rendering.tools)
+        messages, tools = rendering.messages, rendering.tools
+        for index, part in enumerate(_Marked(messages, tools, None, replaced=-1).parts):
+            marked = _Marked(messages, tools, None, replaced=index)
             try:
-                if self._template.render(messages, tools) == rendering.text:
+                if self._template.render(marked.messages, marked.tools) == rendering.text:
                     yield part
             except RENDER_ERRORS:
                 continue  # the template needs this part
@@ -135,9 +136,9 @@ class PartFinder:
         self, messages: Sequence[RawMessage], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[_Shape, list[str]] | None:
         """Return the shape of a rendering with marks, and the texts of its parts."""
-        marked_messages, marked_tools, parts = _Marker(self._control).marked(messages, tools)
+        marked = _Marked(messages, tools, self._control)
         try:
-            text = self._template.render(marked_messages, marked_tools, source=self._source)
+            text = self._template.render(marked.messages, marked.tools, source=self._source)
         except RENDER_ERRORS:
             return None
         literals, texts, order, signs = [""], list[str](), list[int](), list[tuple[int, int, bool]]()
@@ -154,21 +155,23 @@ class PartFinder:
                 (texts if inside else literals).append("")
             else:
                 (texts if inside else literals)[-1] += piece
-        return None if inside else (_Shape(literals, order, parts, signs), texts)
+        return None if inside else (_Shape(literals, order, marked.parts, signs), texts)
 
 
-class _Marker:
-    """Puts the parts of a row between marks, or replaces one of them by a probe; numbers them in order."""
+class _Marked:
+    """A row with its parts between marks, or with one of them replaced by a probe; `parts` are in their order."""
 
-    def __init__(self, control: re.Pattern[str] | None, replaced: int | None = None) -> None:
+    def __init__(
+        self,
+        messages: Sequence[RawMessage],
+        tools: Sequence[Mapping[str, Any]],
+        control: re.Pattern[str] | None,
+        replaced: int | None = None,
+    ) -> None:
         self._control, self._replaced = control, replaced
-        self._parts: list[Part] = []
-
-    def marked(
-        self, messages: Sequence[RawMessage], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[RawMessage], list[Any], list[Part]]:
-        marked = [self._message(message, turn) for turn, message in enumerate(messages)]
-        return marked, [self._function(tool, -1, "tools") for tool in tools], self._parts
+        self.parts: list[Part] = []
+        self.messages = [self._message(message, turn) for turn, message in enumerate(messages)]
+        self.tools = [self._function(tool, -1, "tools") for tool in tools]
 
     def _message(self, message: RawMessage, turn: int) -> RawMessage:
         marked: RawMessage = {"role": message["role"]}
@@ -209,8 +212,8 @@ class _Marker:
         inner = text.strip()  # white space stays outside the marks: a template may trim it
         if not inner or (kind == "other" and not (self._control and self._control.search(text))):
             return text
-        self._parts.append((turn, kind))
-        number = len(self._parts) - 1
+        self.parts.append((turn, kind))
+        number = len(self.parts) - 1
         if self._replaced is not None:
             return PROBES[0] if number == self._replaced else text
         start = text.index(inner)

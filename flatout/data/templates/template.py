@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from flatout.data.conversation import Conversation, Message, ToolCall
+from flatout.data.conversation import Message, ToolCall
 from flatout.errors import DataError, reason_of
 
 OURS = ("chatml", "llama-3", "qwen3", "gemma", "mistral", "phi", "zephyr", "alpaca")
@@ -55,11 +55,12 @@ class ChatTemplate:
         # some templates paste tool arguments as text and need JSON text instead of objects
         call = Message("assistant", "", tool_calls=(ToolCall("f", {"a": 1}, "call00000"),))
         for arguments_as_text in (False, True):
+            template = cls(name, source, tokenizer, args, arguments_as_text)
             try:
-                tried.render([{"role": "user", "content": "a"}, _raw(call, arguments_as_text)])
+                template.render(template.raw_messages([Message("user", "a"), call]))
             except RENDER_ERRORS:
                 continue
-            return cls(name, source, tokenizer, args, arguments_as_text)
+            return template
         return tried  # the template accepts no tool calls at all; a row that has some gets the error
 
     def render(
@@ -83,20 +84,35 @@ class ChatTemplate:
             raise TypeError(f"the template rendered a {type(text).__name__}, not text")
         return text
 
-    def raw_messages(self, conversation: Conversation) -> list[RawMessage]:
-        """Return the messages in the form that templates read (OpenAI's, with arguments as objects)."""
-        return [_raw(message, self.arguments_as_text) for message in conversation.messages]
+    def raw_messages(self, messages: Sequence[Message]) -> list[RawMessage]:
+        """Return the messages in the form that templates read: OpenAI's, with arguments as objects or as JSON text."""
+        raws = []
+        for message in messages:
+            raw: RawMessage = {"role": message.role, "content": message.content}
+            if message.reasoning is not None:
+                # two names are in use: reasoning_content (Qwen, GLM, DeepSeek) and thinking (gpt-oss)
+                raw["reasoning_content"] = raw["thinking"] = message.reasoning
+            if message.tool_calls:
+                raw["tool_calls"] = []
+            for index, call in enumerate(message.tool_calls):
+                call_id = f"call{index:05d}" if call.call_id is None else call.call_id
+                arguments: Any = dict(call.arguments)
+                if self.arguments_as_text:
+                    arguments = json.dumps(call.arguments, ensure_ascii=False)
+                function = {"name": call.name, "arguments": arguments}
+                raw["tool_calls"].append({"type": "function", "id": call_id, "function": function})
+            if message.name is not None:
+                raw["name"] = message.name
+            if message.tool_call_id is not None:
+                raw["tool_call_id"] = message.tool_call_id
+            raws.append(raw)
+        return raws
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase, template: str | None, tokenizer_name: str) -> ChatTemplate:
     """Return `template` (one of OURS, or a .jinja file), else the tokenizer's own, checked. Raises DataError."""
     name, source = template_text(tokenizer, template, tokenizer_name)
     return ChatTemplate.checked(name, source, tokenizer)
-
-
-def named_template(name: str) -> str:
-    """Return the text of one of flatout's templates."""
-    return Path(__file__).with_name(f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def template_text(tokenizer: PreTrainedTokenizerBase, template: str | None, tokenizer_name: str) -> tuple[str, str]:
@@ -110,7 +126,7 @@ def template_text(tokenizer: PreTrainedTokenizerBase, template: str | None, toke
             "or to a .jinja file"
         )
     if template in OURS:
-        return template, named_template(template)
+        return template, Path(__file__).with_name(f"{template}.jinja").read_text(encoding="utf-8")
     path = Path(template)
     try:
         if path.suffix == ".jinja" and path.exists():
@@ -118,22 +134,3 @@ def template_text(tokenizer: PreTrainedTokenizerBase, template: str | None, toke
     except (OSError, ValueError) as error:
         raise DataError(f"data.template {template[:200]!r}: cannot be read: {reason_of(error)}") from error
     raise DataError(f"data.template {template!r} is neither one of {', '.join(OURS)} nor a .jinja file that exists")
-
-
-def _raw(message: Message, arguments_as_text: bool) -> RawMessage:
-    raw: RawMessage = {"role": message.role, "content": message.content}
-    if message.reasoning is not None:
-        # two names are in use: reasoning_content (Qwen, GLM, DeepSeek) and thinking (gpt-oss)
-        raw["reasoning_content"] = raw["thinking"] = message.reasoning
-    if message.tool_calls:
-        raw["tool_calls"] = []
-    for index, call in enumerate(message.tool_calls):
-        call_id = f"call{index:05d}" if call.call_id is None else call.call_id
-        arguments = json.dumps(call.arguments, ensure_ascii=False) if arguments_as_text else dict(call.arguments)
-        function = {"name": call.name, "arguments": arguments}
-        raw["tool_calls"].append({"type": "function", "id": call_id, "function": function})
-    if message.name is not None:
-        raw["name"] = message.name
-    if message.tool_call_id is not None:
-        raw["tool_call_id"] = message.tool_call_id
-    return raw

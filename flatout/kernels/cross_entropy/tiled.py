@@ -38,10 +38,8 @@ def tile_terms(logits: Tensor, targets: Tensor, scale: float, softcap: float | N
     return loss_sum, num_correct, gradient.to(logits.dtype)
 
 
-@cache
-def _compiled_tile_terms() -> Any:
-    """Return `tile_terms` compiled, once per process, dynamic in rows."""
-    return torch.compile(tile_terms, dynamic=True)
+# compiled once per process, dynamic in rows
+_compiled_tile_terms = cache(partial(torch.compile, tile_terms, dynamic=True))
 
 
 def _plain_terms(

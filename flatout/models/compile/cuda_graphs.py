@@ -29,23 +29,20 @@ class GraphedDecoder:
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(model.device)
         self._recorded: dict[PackedSize, _Recording] = {}
+        # tokens of the largest recorded size
+        self.largest_tokens = 0
         # autograd only calls backward if an input requires a gradient
         self._anchor = torch.zeros((), device=model.device, requires_grad=True)
 
     def __call__(self, batch: PackedBatch) -> Tensor:
         """Return the last hidden states (T, D) of a batch."""
-        recording = self._recorded.get(batch.size)
+        recording = self._recorded.get(PackedSize(batch.num_tokens, batch.max_seqlen))
         if recording is None or not torch.is_grad_enabled():
             return hidden_states(self._model, batch)
         for name in ("token_ids", "position_ids", "cu_seqlens"):
             getattr(recording.batch, name).copy_(getattr(batch, name), non_blocking=True)
         states: Tensor = _Replay.apply(self._anchor, recording)
         return states
-
-    @property
-    def largest_tokens(self) -> int:
-        """Tokens of the largest recorded size; 0 if there is none."""
-        return max((size.num_tokens for size in self._recorded), default=0)
 
     def record(self, size: PackedSize, num_boundaries: int) -> None:
         """Record forward and backward for batches of one size. Gradients do not change."""
@@ -74,6 +71,7 @@ class GraphedDecoder:
         with torch.cuda.graph(backward, **options):
             self._add_gradients(states, states_grad)
         self._recorded[size] = _Recording(batch, forward, backward, states.detach(), states_grad)
+        self.largest_tokens = max(self.largest_tokens, size.num_tokens)
         torch._foreach_copy_(self._gradients, before)
 
     def _add_gradients(self, states: Tensor, states_grad: Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flatout.errors import first_line
 from flatout.models.blocks import decoder_layers
@@ -54,8 +55,8 @@ def import_compiler() -> Thread:
 
 
 @contextmanager
-def report_compilations(tell: Callable[[float], None]) -> Iterator[None]:
-    """Call `tell` with the seconds of each compilation in this context; there should be none while steps run."""
+def report_compilations(log: Callable[[float], None]) -> Iterator[None]:
+    """Call `log` with the seconds of each compilation in this context; there should be none while steps run."""
     from torch._dynamo.callback import callback_handler
 
     started_s: list[float] = []
@@ -65,7 +66,7 @@ def report_compilations(tell: Callable[[float], None]) -> Iterator[None]:
 
     def end(_: object) -> None:
         if started_s:  # empty if another thread's compilation started before this context
-            tell(time.perf_counter() - started_s.pop())
+            log(time.perf_counter() - started_s.pop())
 
     callback_handler.register_start_callback(start)
     callback_handler.register_end_callback(end)
@@ -236,10 +237,10 @@ def _layer_calls(
     """Record what every layer is called with in one forward pass of the whole model."""
     calls: list[_LayerCall] = []
 
-    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append((layer, args, kwargs, torch.is_autocast_enabled(loaded.model.device.type)))
 
-    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
     with torch.no_grad(), _autocast(loaded, loaded.autocast):
         wrapper(batch)
     for hook in hooks:
@@ -278,14 +279,14 @@ def _gradients(
     output: torch.Tensor, inputs: Sequence[torch.Tensor], direction: torch.Tensor | None
 ) -> list[torch.Tensor | None]:
     """Return the gradients of `inputs`, of sharded ones this rank's shard; none stays in `.grad`."""
-    if not any(hasattr(tensor, "to_local") for tensor in inputs):
+    if not any(isinstance(tensor, DTensor) for tensor in inputs):
         return list(torch.autograd.grad(output, inputs, direction, allow_unused=True))
     # the graph only contains the gathered copy of a sharded weight; its own gradient comes from the strategy's hooks
     output.backward(direction)
     grads: list[Any] = [tensor.grad for tensor in inputs]
     for tensor in inputs:
         tensor.grad = None
-    return [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
 def _autocast(loaded: LoadedModel, enabled: bool) -> torch.autocast:

@@ -135,23 +135,22 @@ class ActivationOffload:
     def _pack(self, tensor: Tensor) -> Tensor | _Slot:
         if tensor.dim() != 3 or tensor.shape[-1] != self._width or not tensor.is_floating_point():
             return tensor
-        host = self._copy_to_host(tensor) if tensor.is_cuda else tensor.clone()
+        if tensor.is_cuda:
+            stream = self._copy_stream(tensor.device)
+            current = torch.cuda.current_stream(tensor.device)
+            if len(self._in_flight) == MAX_IN_FLIGHT:
+                # the memory may be reused after the copy, so the GPU waits, not the host
+                current.wait_event(self._in_flight.popleft()[1])
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                host.copy_(tensor, non_blocking=True)
+            self._in_flight.append((tensor, stream.record_event()))
+        else:
+            host = tensor.clone()
         slot = _Slot(len(self._slots), host, tensor.device)
         self._slots.append(slot)
         return slot
-
-    def _copy_to_host(self, tensor: Tensor) -> Tensor:
-        stream = self._copy_stream(tensor.device)
-        current = torch.cuda.current_stream(tensor.device)
-        if len(self._in_flight) == MAX_IN_FLIGHT:
-            # the memory may be reused after the copy, so the GPU waits, not the host
-            current.wait_event(self._in_flight.popleft()[1])
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            host.copy_(tensor, non_blocking=True)
-        self._in_flight.append((tensor, stream.record_event()))
-        return host
 
     def _unpack(self, packed: Tensor | _Slot) -> Tensor:
         if isinstance(packed, Tensor):

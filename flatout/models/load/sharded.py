@@ -32,11 +32,8 @@ class DeferredWeights:
         self._model, self._device = model, device
         files_dtype = model.dtype
         self._weights = {name: old.data for name, old in model.named_parameters(remove_duplicate=False)}
-
-        def empty(name: str, old: Tensor) -> Tensor:
-            return torch.empty_like(old, device="meta", dtype=dtype if old.dtype == files_dtype else old.dtype)
-
-        _replace(model, empty)
+        dtypes = {name: dtype if old.dtype == files_dtype else old.dtype for name, old in self._weights.items()}
+        _replace(model, lambda name, old: torch.empty_like(old, device="meta", dtype=dtypes[name]))
         for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(device))

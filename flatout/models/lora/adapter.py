@@ -14,6 +14,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
@@ -281,7 +282,7 @@ def _borrow_weights(plain: PreTrainedModel, model: PreTrainedModel) -> bool:
     wanted = [*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)]
     for name, tensor in wanted:
         own = live.get(name)
-        if own is None or hasattr(own, "to_local") or own.is_meta or own.shape != tensor.shape:
+        if own is None or isinstance(own, DTensor) or own.is_meta or own.shape != tensor.shape:
             return False
         if own.dtype != tensor.dtype and not (own.is_floating_point() and own.element_size() > 1):
             return False

@@ -49,17 +49,13 @@ class _FusedLora(torch.autograd.Function):
         x_grad = None
         if ctx.needs_input_grad[0]:
             x_grad = ctx.product.backward(grads, *storage) + low_grad @ narrow
-        narrow_grads = _outer(low_grad, x).to(ctx.dtype).split(ctx.ranks)
+        # summed over all tokens: (..., N), (..., K) to (N, K)
+        narrow_grads = (low_grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(ctx.dtype).split(ctx.ranks)
         wide_grads = (
-            _outer(grad, part).to(ctx.dtype) * ctx.scaling
+            (grad.flatten(0, -2).t() @ part.flatten(0, -2)).to(ctx.dtype) * ctx.scaling
             for grad, part in zip(grads, low.split(ctx.ranks, dim=-1), strict=True)
         )
         return x_grad, None, None, None, None, *(None,) * len(tensors), *narrow_grads, *wide_grads
-
-
-def _outer(left: Tensor, right: Tensor) -> Tensor:
-    """Return left.T @ right over all tokens: (..., N), (..., K) to (N, K)."""
-    return left.reshape(-1, left.shape[-1]).t() @ right.reshape(-1, right.shape[-1])
 
 
 class FusedLora(nn.Module):
@@ -156,12 +152,12 @@ def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool =
     # hold the tensors themselves, as the id of a freed one may be reused
     inputs: dict[str, Tensor | None] = {}
 
-    def note(name: str, x: Tensor) -> None:
+    def record(name: str, x: Tensor) -> None:
         # a layer that is called more than once is not fused
         inputs[name] = None if name in inputs else x
 
     hooks = [
-        layer.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
+        layer.register_forward_pre_hook(lambda _, args, name=name: record(name, args[0]))
         for name, layer in layers.items()
     ]
     batch = flatten_samples([(np.arange(16), np.ones(16, bool))]).to(model.device)

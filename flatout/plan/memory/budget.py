@@ -9,7 +9,7 @@ from flatout.config.schema import Config, Recompute
 from flatout.errors import ResourceError
 from flatout.plan.devices import GIB, Device
 from flatout.plan.layout import ALONE, ParallelLayout, resolve_layout
-from flatout.plan.memory.estimate import HEAD_TILE_ROWS, MemoryEstimate, MemoryModel, MicroBatchSize, Precision
+from flatout.plan.memory.estimate import MemoryEstimate, MemoryModel, MicroBatchSize, Precision
 from flatout.plan.schedule.run_plan import RunPlan
 from flatout.plan.shape import ModelShape
 
@@ -64,10 +64,6 @@ class MemoryDecision:
     model: MemoryModel | None = None
     budget_bytes: int | None = None
     accumulates: bool = True
-
-    @property
-    def head_tile_rows(self) -> int:
-        return HEAD_TILE_ROWS[self.recompute]
 
     @property
     def transposed_weights(self) -> bool:

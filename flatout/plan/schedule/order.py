@@ -49,21 +49,18 @@ def _rounds(values: NDArray[np.uint64], num_samples: int, bits: int, keys: NDArr
     modulus = np.uint64(-(-num_samples // (1 << bits)))
     left, right = values & mask, values >> shift
     for index, key in enumerate(keys):
+        mixed = (left if index % 2 else right) * _MULTIPLIERS[0]
+        mixed += key
+        mixed ^= mixed >> np.uint64(30)
+        mixed *= _MULTIPLIERS[1]
+        mixed ^= mixed >> np.uint64(27)
+        mixed *= _MULTIPLIERS[2]
+        mixed ^= mixed >> np.uint64(31)
         if index % 2 == 0:
-            left += _mix(right, key) & mask
+            left += mixed & mask
             left &= mask
         else:
             # the top 32 bits scaled into [0, b): no division (Lemire 2019, arXiv:1805.10941); bias below b / 2^32
-            right += ((_mix(left, key) >> np.uint64(32)) * modulus) >> np.uint64(32)
+            right += ((mixed >> np.uint64(32)) * modulus) >> np.uint64(32)
             np.subtract(right, modulus, out=right, where=right >= modulus)
     return (right << shift) | left
-
-
-def _mix(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    mixed = values * _MULTIPLIERS[0]
-    mixed += key
-    for shift, multiplier in ((30, _MULTIPLIERS[1]), (27, _MULTIPLIERS[2])):
-        mixed ^= mixed >> np.uint64(shift)
-        mixed *= multiplier
-    mixed ^= mixed >> np.uint64(31)
-    return mixed

@@ -73,8 +73,8 @@ def _best_exchange(
         wanted = weights[item] - half
         if abs(wanted) < best_distance:
             best_distance, best = abs(wanted), (item, None)
-        place = bisect_left(candidate_weights, wanted)
-        for index in range(max(0, place - 1), min(place + 1, len(candidates))):
+        nearest = bisect_left(candidate_weights, wanted)
+        for index in range(max(0, nearest - 1), min(nearest + 1, len(candidates))):
             distance = abs(wanted - candidate_weights[index])
             if distance < best_distance:
                 best_distance, best = distance, (item, candidates[index])

@@ -82,8 +82,8 @@ class RunPlan:
     def sampled_steps(self, max_steps: int) -> Iterator[StepPlan]:
         """Yield at most `max_steps` steps, evenly spaced from the first to the last."""
         count = min(max_steps, self.num_steps)
-        for place in range(count):
-            yield self.step(place * (self.num_steps - 1) // max(1, count - 1))
+        for index in range(count):
+            yield self.step(index * (self.num_steps - 1) // max(1, count - 1))
 
     def epoch_after(self, step: StepPlan) -> float:
         """Return the passes over the data, counted in samples, completed after this step."""
@@ -112,8 +112,8 @@ class RunPlan:
 
     def flops(self, step: StepPlan) -> float:
         """Return the FLOPs of one step by the cost model."""
-        places = self.samples.indices_of(step.sample_ids)
-        return float(self.layout.cost.flops(self.samples.lengths[places], self.samples.num_labels[places]).sum())
+        indices = self.samples.indices_of(step.sample_ids)
+        return float(self.layout.cost.flops(self.samples.lengths[indices], self.samples.num_labels[indices]).sum())
 
     def with_layout(self, micro_batch_tokens: int, cost: CostModel, *, lockstep: bool = False) -> RunPlan:
         """Return the same steps with another token budget and cost. Raises UsageError for a sample over the budget."""
@@ -125,8 +125,8 @@ class RunPlan:
 
         Samples, ranks and label counts do not change. Raises ValueError for a sample over the budget.
         """
-        place = {sample_id: index for index, sample_id in enumerate(step.sample_ids)}
-        ids = sorted((i for batch in step.ranks[rank] for i in batch.sample_ids), key=place.__getitem__)
+        position = {sample_id: index for index, sample_id in enumerate(step.sample_ids)}
+        ids = sorted((i for batch in step.ranks[rank] for i in batch.sample_ids), key=position.__getitem__)
         samples = self.samples.take(self.samples.indices_of(ids))
         return pack_micro_batches(samples.items(self.layout.cost), micro_batch_tokens)
 
@@ -188,10 +188,10 @@ def make_plan(
     """
     samples = select_samples(lengths, num_labels, sample_ids, micro_batch_tokens)
     layout = BatchLayout(num_ranks, micro_batch_tokens, cost)
-    steps_per_epoch = -(-len(samples) // batch.samples_per_step)
+    epoch = RunPlan(samples, batch, seed, layout, num_steps=0)
     # exact: in floating point, 1.1 epochs of 10 steps are 11.000000000000002, which would round up to 12
-    num_steps = batch.max_steps or -int(-Fraction(str(batch.epochs)) * steps_per_epoch // 1)
-    return RunPlan(samples, batch, seed, layout, num_steps)
+    num_steps = batch.max_steps or -int(-Fraction(str(batch.epochs)) * epoch.steps_per_epoch // 1)
+    return replace(epoch, num_steps=num_steps)
 
 
 def make_eval_plan(

@@ -69,12 +69,13 @@ class Samples:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def take(self, places: NDArray[np.int64]) -> Samples:
-        """Return the samples at these places, in this order."""
-        return Samples(self.lengths[places], self.num_labels[places], places if self.ids is None else self.ids[places])
+    def take(self, indices: NDArray[np.int64]) -> Samples:
+        """Return the samples at these indices, in this order."""
+        ids = indices if self.ids is None else self.ids[indices]
+        return Samples(self.lengths[indices], self.num_labels[indices], ids)
 
     def indices_of(self, ids: Sequence[int]) -> NDArray[np.int64]:
-        """Return the places of these ids; only if `self.ids` is ascending."""
+        """Return the indices of these ids; only if `self.ids` is ascending."""
         wanted = np.asarray(ids, dtype=np.int64)
         return wanted if self.ids is None else np.searchsorted(self.ids, wanted)
 
@@ -146,8 +147,8 @@ def pack_micro_batches(items: Sequence[Item], micro_batch_tokens: int, *, at_lea
 def check_fits(samples: Samples, micro_batch_tokens: int) -> None:
     """Raise UsageError if a sample is longer than a micro-batch may be, and DataError for impossible counts."""
 
-    def named(place: int) -> str:
-        return f"sample {place if samples.ids is None else samples.ids[place]}"
+    def named(index: int) -> str:
+        return f"sample {index if samples.ids is None else samples.ids[index]}"
 
     longest, shortest = int(np.argmax(samples.lengths)), int(np.argmin(samples.lengths))
     if samples.lengths[longest] > micro_batch_tokens:
@@ -161,10 +162,10 @@ def check_fits(samples: Samples, micro_batch_tokens: int) -> None:
         raise DataError(f"{named(shortest)} has no tokens; build the data again")
     wrong = np.flatnonzero((samples.num_labels < 0) | (samples.num_labels > samples.lengths))
     if wrong.size:
-        place = int(wrong[0])
+        first = int(wrong[0])
         raise DataError(
-            f"{named(place)} has {int(samples.num_labels[place])} label tokens of "
-            f"{int(samples.lengths[place])} tokens; build the data again"
+            f"{named(first)} has {int(samples.num_labels[first])} label tokens of "
+            f"{int(samples.lengths[first])} tokens; build the data again"
         )
 
 

@@ -339,7 +339,7 @@ def test_several_builders_build_once(maker: Maker) -> None:
     said: list[str] = []
     stores: list[TokenStore] = []
     builders = [
-        threading.Thread(target=lambda: stores.append(open_or_build(config, maker.tokenizer, say=said.append)))
+        threading.Thread(target=lambda: stores.append(open_or_build(config, maker.tokenizer, log=said.append)))
         for _ in range(3)
     ]
     for builder in builders:
@@ -481,7 +481,7 @@ def test_nulls_of_a_table_are_absent_keys(maker: Maker, small_tokenizer: PreTrai
 def test_joined_texts_are_told(maker: Maker) -> None:
     said: list[str] = []
     config = maker.config(maker.write([{"prompt": "2+2=", "completion": "4"}]), template=None)
-    open_or_build(config, maker.tokenizer, say=said.append)
+    open_or_build(config, maker.tokenizer, log=said.append)
     assert "joined as they are, without a chat template or a separator" in said[0]
 
 
@@ -515,7 +515,7 @@ def test_a_long_build_says_how_far_it_is(maker: Maker, monkeypatch: pytest.Monke
     said: list[str] = []
     seen: list[tuple[int, int | None]] = []
     config = maker.config(maker.write([chat("q", "a")] * 600))
-    open_or_build(config, maker.tokenizer, say=said.append, progress=lambda done, total: seen.append((done, total)))
+    open_or_build(config, maker.tokenizer, log=said.append, progress=lambda done, total: seen.append((done, total)))
     assert seen == [(256, 600), (512, 600), (600, 600)]
     assert re.fullmatch(r"tokenized 256 rows of about 600, [\d,]+ s left, [\d,]+ rows/s", said[1])
 
@@ -523,5 +523,5 @@ def test_a_long_build_says_how_far_it_is(maker: Maker, monkeypatch: pytest.Monke
 def test_more_processes_than_a_machine_has_room_for_are_lowered(maker: Maker) -> None:
     said: list[str] = []
     config = maker.config(maker.write([chat("q", "a")]), num_procs=100_000)
-    assert open_or_build(config, maker.tokenizer, say=said.append).num_samples == 1
+    assert open_or_build(config, maker.tokenizer, log=said.append).num_samples == 1
     assert re.match(r"num_procs: 100000 lowered to \d+; more processes than cores only take memory", said[0])

@@ -46,7 +46,7 @@ def test_equals_transformers_assistant_mask(name: str, chat: str, shared: Path, 
         return
     ours = Encoder(template.tokenizer).encode(masked.text, masked.spans)
     theirs = template.tokenizer.apply_chat_template(
-        template.raw_messages(conversation),
+        template.raw_messages(conversation.messages),
         tools=[dict(tool) for tool in conversation.tools] or None,
         chat_template=template.source,
         return_assistant_tokens_mask=True,
@@ -100,7 +100,7 @@ MARKED = (
 def test_white_space_around_marks_is_transformers_own(template_of: Callable[[str], ChatTemplate]) -> None:
     chat = Conversation((Message("user", "q"), Message("assistant", "r")), Origin("t", 1))
     masked = Masker(template_of(MARKED)).mask(chat)
-    assert masked.text == template_of(MARKED).render(template_of(MARKED).raw_messages(chat))
+    assert masked.text == template_of(MARKED).render(template_of(MARKED).raw_messages(chat.messages))
     assert [masked.text[a:b] for a, b in masked.spans] == ["r;\n"]
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from flatout.data.conversation import Conversation, Message, Origin, ToolCall
 from flatout.data.loss_mask.mask import Masker
 from flatout.data.loss_mask.turns import Rendering, TurnFinder
-from flatout.data.templates.template import OURS, ChatTemplate, choose_template, named_template
+from flatout.data.templates.template import OURS, ChatTemplate, choose_template, template_text
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.errors import DataError
 
@@ -128,7 +128,7 @@ def test_turns_found_by_their_parts_are_those_that_are_proved(
             turns.append(Message("assistant", _text(rng), reasoning=reasoning))
         chat = _chat(*turns, tools=TOOLS if takes_calls and rng.random() < 0.5 else ())
         masked = masker.mask(chat)
-        rendering = Rendering(template, template.raw_messages(chat), chat.tools, masked.text)
+        rendering = Rendering(template, template.raw_messages(chat.messages), chat.tools, masked.text)
         answers = [k for k, message in enumerate(turns) if message.role == "assistant"]
         assert list(masked.spans) == [finder.span(rendering, k) for k in answers]
 
@@ -151,6 +151,7 @@ def test_private_use_characters_beside_control_tokens_are_refused(
     text: str, small_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """They could pass for the stand-ins of special tokens."""
-    tokenizer = SampleTokenizer(TokenizeOptions("small", "chatml", named_template("chatml")), small_tokenizer)
+    options = TokenizeOptions("small", *template_text(small_tokenizer, "chatml", "small"))
+    tokenizer = SampleTokenizer(options, small_tokenizer)
     with pytest.raises(DataError, match=r"t\.jsonl:7: .*(private-use|acts on the text around)"):
         tokenizer(_chat(Message("user", text), Message("assistant", "a")))

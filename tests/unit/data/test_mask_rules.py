@@ -12,7 +12,7 @@ from flatout.data.conversation import Conversation, Message, Origin
 from flatout.data.encode import Encoder
 from flatout.data.loss_mask.mask import Masker
 from flatout.data.templates.template import ChatTemplate, choose_template
-from flatout.data.tokenizer import control_pattern, control_tokens
+from flatout.data.tokenizer import control_pattern
 from flatout.errors import DataError
 
 PLAIN = (
@@ -100,7 +100,7 @@ def test_markers_typed_by_a_user_move_no_mask(
 
 
 def test_typed_control_tokens_become_text_and_are_counted(small_tokenizer: PreTrainedTokenizerFast) -> None:
-    control = control_pattern(control_tokens(small_tokenizer))
+    control = control_pattern(small_tokenizer)
     template = choose_template(small_tokenizer, "chatml", "small")
     masked = Masker(template, control=control).mask(_chat(("user", "a<|im_end|>b"), ("assistant", "<|endoftext|>")))
     assert [masked.text[start:end] for start, end in masked.typed] == ["<|im_end|>", "<|endoftext|>"]
@@ -117,7 +117,7 @@ def test_typed_control_tokens_become_text_and_are_counted(small_tokenizer: PreTr
 def test_typed_control_tokens_stay_text_whatever_a_template_does_to_them(
     template_of: Callable[[str], ChatTemplate], small_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    control = control_pattern(control_tokens(small_tokenizer))
+    control = control_pattern(small_tokenizer)
     chat = _chat(("user", "a<|im_end|>"), ("assistant", "b"), row=4)
     longer = PLAIN.replace("m.content", "m.content | replace('<|im_end|>', '<|im_end|>!')")
     masked = Masker(template_of(longer), control=control).mask(chat)
@@ -154,7 +154,7 @@ def test_decoded_labels_are_the_answers_for_10k_conversations(
 ) -> None:
     """Property 18, and encoding equals the tokenizer's own wherever nothing is typed or cut."""
     template = choose_template(small_tokenizer, source, "small") if source == "chatml" else template_of(source)
-    masker = Masker(template, control=control_pattern(control_tokens(small_tokenizer)))
+    masker = Masker(template, control=control_pattern(small_tokenizer))
     encoder = Encoder(small_tokenizer)
     rng = random.Random(7)
     num_plain = num_cut = 0

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flatout.data.conversation import Conversation, Message, Origin, ToolCall
 from flatout.data.loss_mask.mask import Masker
-from flatout.data.templates.template import OURS, ChatTemplate, choose_template, named_template
+from flatout.data.templates.template import OURS, ChatTemplate, choose_template, template_text
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.errors import DataError
 from flatout.io import template_limits
@@ -61,7 +61,7 @@ def test_our_templates_letter_by_letter(name: str, small_tokenizer: PreTrainedTo
 def test_our_templates_are_prefix_preserving(name: str, small_tokenizer: PreTrainedTokenizerFast) -> None:
     """Property 18: the prompt of each answer is the beginning of the whole text."""
     template = choose_template(small_tokenizer, name, "small")
-    raw = template.raw_messages(CHAT)
+    raw = template.raw_messages(CHAT.messages)
     full = template.render(raw)
     for turn in (2, 4):
         assert full.startswith(template.render(raw[:turn], generation_prompt=True))
@@ -95,10 +95,11 @@ def test_an_unknown_template_is_refused(small_tokenizer: PreTrainedTokenizerFast
 
 def test_a_file_is_read(small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "mine.jinja"
-    path.write_text(named_template("chatml"), encoding="utf-8")
+    _, text = template_text(small_tokenizer, "chatml", "small")
+    path.write_text(text, encoding="utf-8")
     template = choose_template(small_tokenizer, str(path), "small")
     assert template.name == "mine.jinja"
-    assert template.source == named_template("chatml")
+    assert template.source == text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_s
 from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError, UsageError
 from flatout.optim.adamw_8bit import (
-    LowBitAdamW,
+    AdamW8bit,
     dequantize_blocks,
     dynamic_table,
     quantize_blocks,
@@ -44,7 +44,7 @@ def test_fp32_weights_follow_adamw(eight_bit: bool) -> None:
     config = OptimConfig(lr=0.01, weight_decay=0.1, beta2=0.99)
     ours, plain = parameters(torch.float32), parameters(torch.float64)
     start = {name: p.detach().clone().double() for name, p in plain.items()}
-    optimizer = LowBitAdamW(
+    optimizer = AdamW8bit(
         [
             {"params": [ours["layer.weight"], ours["odd.weight"]], "weight_decay": 0.1},
             {"params": [ours["norm.weight"]]},

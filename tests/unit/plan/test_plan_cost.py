@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.config.read import make_config
 from flatout.plan.cost import ATTENTION_BACKWARD, CostModel, make_cost
-from flatout.plan.shape import target_matcher
 from flatout.train.model_shape import make_shape
 
 NUM_TOKENS = 24
@@ -133,11 +132,10 @@ def test_active_experts_only():
     assert cost.per_token / 6 == pytest.approx(2.73e9, rel=0.01)
 
 
-def test_target_matcher():
-    name = "model.layers.3.self_attn.q_proj"
-    assert target_matcher("all-linear")(name)
-    assert target_matcher(["q_proj"])(name)
-    assert target_matcher(["self_attn.q_proj"])(name)
-    assert not target_matcher(["proj"])(name)
-    assert target_matcher(r".*\.3\..*")(name)
-    assert not target_matcher("q_proj")(name)
+def test_targets_are_a_regex_for_the_full_name_or_name_endings():
+    shape = make_shape(tiny("qwen3").to_dict())
+    assert len(shape.targeted("all-linear")) == 3 * 7
+    assert [linear.name for linear in shape.targeted(["q_proj"])] == ["self_attn.q_proj"] * 3
+    assert shape.targeted(["self_attn.q_proj"]) == shape.targeted(["q_proj"])
+    assert shape.targeted(["proj"]) == shape.targeted("q_proj") == []
+    assert len(shape.targeted(r".*\.2\..*")) == 7

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from flatout.cli import merge as merge_cli
-from flatout.data.templates.template import named_template
+from flatout.data.templates.template import template_text
 from flatout.data.token_store import TokenStore
 from flatout.errors import UsageError
 from flatout.train.run import train
@@ -35,8 +35,9 @@ def test_the_trained_template_is_the_exported_tokenizers(tiny: Any, tmp_path: Pa
     store = TokenStore.open(manifest.parent)
     rows = [json.loads(line)["messages"] for line in tiny.chats.read_text().splitlines()]
     for folder in folders:
-        assert (folder / "chat_template.jinja").read_bytes() == named_template("alpaca").encode()
         tokenizer = AutoTokenizer.from_pretrained(folder)
+        _, template = template_text(tokenizer, "alpaca", "tiny")
+        assert (folder / "chat_template.jinja").read_bytes() == template.encode()
         for index in range(store.num_samples):
             rendered = tokenizer.apply_chat_template(rows[store.rows[index] - 1], return_dict=True)["input_ids"]
             assert rendered == store.sample(index)[0].tolist()

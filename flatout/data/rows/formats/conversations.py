@@ -63,7 +63,7 @@ def parse_chat(row: Mapping[str, Any], origin: Origin, reading: Reading, *, role
         answers = row[answer] if isinstance(row[answer], list) else [row[answer]]
         messages += _read_turns(answers, answer, reading, *keys)
     _check_answers(messages, column)
-    return Conversation(_with_system(messages, row, reading), origin, _tools(row, reading))
+    return Conversation(_completed(messages, row, reading), origin, _tools(row, reading))
 
 
 def parse_alpaca(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Conversation:
@@ -81,8 +81,7 @@ def parse_alpaca(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Co
         messages.append(Message("user", text_at(pair[0], f"{history}[{index}][0]")))
         messages.append(Message("assistant", text_at(pair[1], f"{history}[{index}][1]")))
     messages += [Message("user", question), Message("assistant", text_at(row.get(output), output))]
-    messages = [_without_loss_if_empty(message) for message in messages]
-    return Conversation(_with_system(messages, row, reading), origin)
+    return Conversation(_completed(messages, row, reading), origin)
 
 
 def parse_prompt_completion(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Conversation | PlainText:
@@ -107,13 +106,14 @@ def parse_prompt_completion(row: Mapping[str, Any], origin: Origin, reading: Rea
         raise FieldError(f"{completion} is empty; there is nothing to learn")
     messages += _read_turns(answered, completion, reading, *keys)
     _check_answers(messages, prompt)
-    return Conversation(_with_system(messages, row, reading), origin, _tools(row, reading))
+    return Conversation(_completed(messages, row, reading), origin, _tools(row, reading))
 
 
-def _with_system(messages: list[Message], row: Mapping[str, Any], reading: Reading) -> tuple[Message, ...]:
+def _completed(messages: list[Message], row: Mapping[str, Any], reading: Reading) -> tuple[Message, ...]:
     """Put the row's system column in front, else the source's `system` if the chat has no system turn.
 
-    A null or empty column means none. Raises FieldError if column and chat both have a system prompt.
+    A null or empty column means none. An answer without content, which would only teach its end of turn, gets no loss
+    unless it has `train: true`. Raises FieldError if column and chat both have a system prompt.
     """
     column = reading.name("system")
     has_system = any(message.role == "system" for message in messages)
@@ -122,7 +122,11 @@ def _with_system(messages: list[Message], row: Mapping[str, Any], reading: Readi
         raise FieldError(f"{column} is given, but the conversation has a system turn too; keep one")
     if prompt is None and not has_system:
         prompt = reading.system
-    return tuple(messages) if prompt is None else (Message("system", prompt), *messages)
+    completed = [] if prompt is None else [Message("system", prompt)]
+    for message in messages:
+        teaches_nothing = message.role == "assistant" and message.train is None and is_empty(message)
+        completed.append(replace(message, train=False) if teaches_nothing else message)
+    return tuple(completed)
 
 
 def _tools(row: Mapping[str, Any], reading: Reading) -> tuple[Mapping[str, Any], ...]:
@@ -143,16 +147,7 @@ def _tools(row: Mapping[str, Any], reading: Reading) -> tuple[Mapping[str, Any],
 
 def _read_turns(turns: list[Any], place: str, reading: Reading, role_key: str, content_key: str) -> list[Message]:
     """Return one message per turn. Raises FieldError with the turn's index, counted from 0 as in JSON."""
-    return [
-        _without_loss_if_empty(_read_turn(turn, f"{place}[{index}]", reading, role_key, content_key))
-        for index, turn in enumerate(turns)
-    ]
-
-
-def _without_loss_if_empty(message: Message) -> Message:
-    """Mask an answer without content, which would only teach its end of turn, unless it has `train: true`."""
-    teaches_nothing = message.role == "assistant" and message.train is None and is_empty(message)
-    return replace(message, train=False) if teaches_nothing else message
+    return [_read_turn(turn, f"{place}[{index}]", reading, role_key, content_key) for index, turn in enumerate(turns)]
 
 
 def _check_answers(messages: Sequence[Message], place: str) -> None:

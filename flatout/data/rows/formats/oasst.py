@@ -32,13 +32,13 @@ def is_tree(value: object) -> bool:
     return isinstance(value, Mapping) and "replies" in value
 
 
-def thread(rows: Iterable[RawRow], reading: Reading, bad_row: BadRow, note: Callable[[str], None]) -> Iterator[RawRow]:
+def thread(rows: Iterable[RawRow], reading: Reading, bad_row: BadRow, log: Callable[[str], None]) -> Iterator[RawRow]:
     """Yield one row of messages for each root-to-leaf path that ends in a reply; the whole source is held in memory.
 
     All paths are kept, so no reply is lost; the best-ranked child goes first (null ranks last, then file order). A
     message that several paths share carries loss only in the first of them (`train: false` in the others), so none is
     learned twice. A path is cut after its last reply. Deleted messages, messages whose parent is not in the data, and
-    everything below either are left out and reported by `note`. A row's origin is its last message's. Malformed rows,
+    everything below either are left out and reported by `log`. A row's origin is its last message's. Malformed rows,
     duplicate ids and cycles go to `bad_row`.
     """
     nodes = _read_nodes(rows, reading, bad_row)
@@ -71,7 +71,7 @@ def thread(rows: Iterable[RawRow], reading: Reading, bad_row: BadRow, note: Call
         num_paths += 1
         yield RawRow(leaf.origin, {"messages": turns})
     num_deleted = sum(node.deleted for node in nodes.values())
-    note(
+    log(
         f"oasst: {len(nodes)} messages in {len(children[None])} trees make {num_paths} conversations; left out: "
         f"{num_deleted} deleted, {len(nodes) - num_deleted - len(ordered)} whose parent is deleted or not in the data, "
         f"{len(ordered) - len(taught)} questions without a reply"

@@ -100,13 +100,13 @@ class RowParser:
         return f"{self.format} rows ({', '.join(name for name, _ in self.kinds)}){unread}{_JOINED if joined else ''}"
 
     def gather(
-        self, rows: Iterable[RawRow], bad_row: BadRow = raise_error, note: Callable[[str], None] = lambda _: None
+        self, rows: Iterable[RawRow], bad_row: BadRow = raise_error, log: Callable[[str], None] = lambda _: None
     ) -> Iterator[RawRow]:
         """Yield the rows to parse: the source's own, except that OASST rows are first threaded into conversations.
 
-        Call it once over the whole source. `note` gets one sentence on what threading made and left out.
+        Call it once over the whole source. `log` gets one sentence on what threading made and left out.
         """
-        return thread(rows, self.reading, bad_row, note) if self.threads else iter(rows)
+        return thread(rows, self.reading, bad_row, log) if self.threads else iter(rows)
 
     def parse(self, raw: RawRow) -> Sample:
         """Return the common form of one row. Raises DataError with file, row, field, what was found and what to do."""
