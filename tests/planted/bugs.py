@@ -182,7 +182,8 @@ def is_caught(bug: Bug) -> bool:
         copy = Path(folder)
         for name in ("flatout", "tests", "pyproject.toml"):
             source = ROOT / name
-            shutil.copytree(source, copy / name) if source.is_dir() else shutil.copy(source, copy)
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, copy / name, ignore=ignore) if source.is_dir() else shutil.copy(source, copy)
         plant(bug, copy)
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         if bug.test.endswith("]"):
@@ -190,7 +191,7 @@ def is_caught(bug: Bug) -> bool:
         else:
             test, _, wanted = bug.test.partition("::")
             command += [test, "-k", wanted] if wanted else [test]
-        environment = {**os.environ, "PYTHONPATH": str(copy)}
+        environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode in (0, 1), done.stdout[-3000:]
         return done.returncode == 1
