@@ -101,10 +101,10 @@ def fill(config: Settings, *, num_ranks: int, precision: str) -> dict[str, Any]:
     values |= {name: value for name, value in defaults.items() if _get(filled, name) is None}
     for name, value in values.items():
         *sections, last = name.split(".")
-        place = filled
+        holder = filled
         for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
+            holder = holder.setdefault(section, {})
+        holder[last] = value
     return filled
 
 
@@ -209,10 +209,10 @@ def _contradiction(name: str, value: Any, ours: str, expected: Any) -> str:
 
 def _get(content: Mapping[str, Any], name: str) -> Any:
     """Return the value at a dotted name, or None."""
-    place: Any = content
+    value: Any = content
     for part in name.split("."):
-        place = place.get(part) if isinstance(place, Mapping) else None
-    return place
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _without_auto(content: Mapping[str, Any]) -> dict[str, Any]:

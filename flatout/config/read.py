@@ -212,7 +212,7 @@ def _read_deepspeed(name: str, folder: Path) -> dict[str, Any]:
     """Read the JSON file of that name in the working directory, else the one in `folder`."""
     path = Path(name)
     with contextlib.suppress(OSError):  # a name that is too long is reported below
-        path = next((place for place in (path, folder / name) if place.is_file()), path)
+        path = next((file for file in (path, folder / name) if file.is_file()), path)
     try:
         values = read_json(path, UsageError, max_bytes=MAX_FILE_BYTES)
     except UsageError as error:
@@ -250,13 +250,13 @@ def _apply_override(values: dict[str, Any], text: str) -> str | None:
     except (yaml.YAMLError, ValueError):
         return f"{name}: the value {raw!r:.200} is not valid YAML"
     *sections, last = name.split(".")
-    place = values
+    holder = values
     for section in sections:
-        inner = place.setdefault(section, {})
+        inner = holder.setdefault(section, {})
         if not isinstance(inner, dict):
             return f"{name}: {section} is a value, not a section"
-        place = inner
-    place[last] = value
+        holder = inner
+    holder[last] = value
     return None
 
 

@@ -103,8 +103,8 @@ def upsert(root: Path, entry: Entry) -> None:
     file = root / FILE_NAME
     with locked(root / ".data_config.lock", "the process that writes the registry"):
         raws = _read(file)
-        place = next((index for index, raw in enumerate(raws) if raw.get("name") == entry.name), len(raws))
-        raws[place : place + 1] = [asdict(entry)]
+        index = next((i for i, raw in enumerate(raws) if raw.get("name") == entry.name), len(raws))
+        raws[index : index + 1] = [asdict(entry)]
         DurableIO().write_json(file, raws)
 
 

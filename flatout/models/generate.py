@@ -62,7 +62,7 @@ def answer(
     device = model.get_input_embeddings().weight.device
     if device.type == "meta":
         # offloaded embeddings are copied to the first GPU of the device map
-        device = torch.device(next(place for place in model.hf_device_map.values() if place not in ("cpu", "disk")))
+        device = torch.device(next(used for used in model.hf_device_map.values() if used not in ("cpu", "disk")))
     with library_errors("the tokenizer or its chat template cannot render the messages"):
         with bounded("the tokenizer's chat template"):
             inputs = tokenizer.apply_chat_template(

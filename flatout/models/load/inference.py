@@ -114,8 +114,8 @@ def load_for_inference(
     check_source(name, revision)
     config = read_config(name, revision)
     with library_errors(CANNOT_BUILD.format(name), CHOOSE_ANOTHER):
-        places = {"": device} if device_map is None else read_device_map(device_map, config)
-        model, _ = load_pretrained(name, revision, config, {"dtype": dtype or "auto"}, places)
+        devices = {"": device} if device_map is None else read_device_map(device_map, config)
+        model, _ = load_pretrained(name, revision, config, {"dtype": dtype or "auto"}, devices)
     return model.requires_grad_(False).eval()
 
 
@@ -166,6 +166,6 @@ def _device(device: Any, where: str) -> str | int:
 
 def describe_devices(model: PreTrainedModel) -> str:
     """Describe how many modules are on each device, such as `cuda:0: 19 modules, cuda:1: 18 modules`."""
-    places = getattr(model, "hf_device_map", {"": model.device})
-    counts = Counter(f"cuda:{place}" if isinstance(place, int) else str(place) for place in places.values())
+    devices = getattr(model, "hf_device_map", {"": model.device}).values()
+    counts = Counter(f"cuda:{device}" if isinstance(device, int) else str(device) for device in devices)
     return ", ".join(f"{device}: {count} module{'s' if count > 1 else ''}" for device, count in sorted(counts.items()))

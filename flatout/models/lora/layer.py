@@ -34,7 +34,7 @@ class LoraLinear(nn.Module):
         self.base = base.requires_grad_(False)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.rank, self.scaling, self.dropout = config.rank, lora_scaling(config), config.dropout
-        # the `FusedLora` that computes this layer, and the layer's place in it
+        # the `FusedLora` that computes this layer, and the layer's index in it
         self.computed_by: tuple[Any, int] | None = None
         # a quantized layer dequantizes `weight` at each access
         self.compute_dtype = base.weight.dtype if isinstance(base, nn.Linear) else base.dtype
