@@ -72,8 +72,8 @@ def secret_of_nodes(env: Mapping[str, str]) -> str:
     secret = env.get(SECRET, "")
     if len(secret) < MIN_SECRET or not (secret.isascii() and secret.isalnum()):
         raise UsageError(
-            f"several nodes know each other by {SECRET}, which is missing or weak here; export the same one on every "
-            f"node, at least {MIN_SECRET} letters and digits, such as `openssl rand -hex 32` prints"
+            f"nodes authenticate each other with {SECRET}, which is missing or weak here; export the same secret on "
+            f"every node, at least {MIN_SECRET} letters and digits, such as the output of `openssl rand -hex 32`"
         )
     return secret
 
@@ -123,6 +123,6 @@ def keep_compiled_kernels() -> str:
         # private: anyone who can write here could make this user run other code
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        return f"temporary files, as {folder} cannot be written ({error.strerror})"
+        return f"temporary files, because {folder} is not writable ({error.strerror})"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     return str(folder)

@@ -96,15 +96,15 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, UnicodeError):
-        return "it is no UTF-8 text"
+        return "it is not valid UTF-8"
     if isinstance(error, MemoryError | OverflowError):
-        return "a number or a text in it is far too large"
+        return "a number or string in it is far too large"
     if isinstance(error, KeyError) and error.args:
         return f"{error.args[0]!r:.200} is unknown or missing"
     if isinstance(error, AttributeError) and error.name and not isinstance(error.obj, _PLAIN):
         return f"{error.name!r:.200} is unknown or missing"
     if isinstance(error, AttributeError | IndexError | TypeError):
-        return "a value has another type, or another number of parts, than expected"
+        return "a value has an unexpected type or number of parts"
     text = _TYPE.sub(r"\1", _CLASS_NAME.sub("", _LINK.sub("", " ".join(str(error).split()))))
     text = text.replace("NoneType", "null")
     return text[:300] or "no reason was given"

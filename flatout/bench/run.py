@@ -31,9 +31,9 @@ def measured_config(config: Config, folder: Path, num_steps: int) -> tuple[Confi
     If the configuration's data set has been built, it is used; otherwise one of chat-like lengths is written to
     `folder`. Raises DataError if a built one does not fit the settings.
     """
-    data, what = config.data.model_copy(update={"sources": []}), f"{config.data.name}, as it was built"
+    data, what = config.data.model_copy(update={"sources": []}), f"{config.data.name}, as built"
     if data.name not in registry.load(data.root):
-        what, tokenizer = "random ids of chat-like lengths", str(folder / "tokenizer")
+        what, tokenizer = "random token ids with chat-like lengths", str(folder / "tokenizer")
         vocab_size = read_shape(config.model.name, config.model.revision).vocab_size
         num_groups = -(-num_steps * config.batch.samples_per_step // SAMPLES_PER_GROUP)
         samples = chat_samples(num_groups, vocab_size, min(MAX_TOKENS, data.max_tokens or MAX_TOKENS))

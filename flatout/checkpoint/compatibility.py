@@ -43,7 +43,7 @@ def config_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
     before, after = dict(_leaves(saved)), dict(_leaves(now))
     changes = []
     for key in sorted(before.keys() | after.keys()):
-        effect, why = RESUME_EFFECTS.get(key, ("numerics", "a setting this flatout does not know"))
+        effect, why = RESUME_EFFECTS.get(key, ("numerics", "a setting that this flatout does not know"))
         changes.append(Change(key, before.get(key, ABSENT), after.get(key, ABSENT), effect, why))
     return [change for change in changes if change.saved != change.now]
 
@@ -63,7 +63,7 @@ def refuse_without_effect(changes: Sequence[Change], folder: Path) -> None:
     lines = "".join(f"\n  - {change}" for change in changes if change.effect == "numerics")
     if lines:
         raise CheckpointError(
-            f"{folder} holds a finished run of other settings; choose another run_dir to train with these:{lines}"
+            f"{folder} is a finished run with different settings; choose a different run_dir for these:{lines}"
         )
 
 
@@ -73,12 +73,14 @@ def refuse_other_model(saved: Mapping[str, str], now: Mapping[str, str], allow: 
     `saved` and `now` map the model's files to their hashes.
     """
     refused = [
-        Change(f"model: {name}", saved.get(name, ABSENT), now.get(name, ABSENT), "numerics", "other weights or config")
+        Change(
+            f"model: {name}", saved.get(name, ABSENT), now.get(name, ABSENT), "numerics", "changes weights or config"
+        )
         for name in sorted(saved.keys() | now.keys())
         if saved.get(name) != now.get(name) and not _allowed("model", allow)
     ]
     if refused:
-        _refuse("the base model's files are not those that the checkpoint was trained on", refused, allow_key="model")
+        _refuse("the base model's files differ from those the checkpoint was trained on", refused, allow_key="model")
 
 
 def refuse_other_data(
@@ -96,20 +98,20 @@ def refuse_other_data(
     """
     explained = any(change.effect != "harmless" for change in explained_by) or _allowed("data", allow)
     refused = [
-        Change(key, saved.get(key, ABSENT), now.get(key, ABSENT), "numerics", "other samples or another order of them")
+        Change(key, saved.get(key, ABSENT), now.get(key, ABSENT), "numerics", "changes the samples or their order")
         for key in sorted(saved.keys() | now.keys())
         if saved.get(key) != now.get(key) and not _allowed(key, allow) and not (key == "plan" and explained)
     ]
     if refused:
-        _refuse("the data is not what the checkpoint was trained on", refused)
+        _refuse("the data differs from what the checkpoint was trained on", refused)
 
 
 def _refuse(what: str, refused: Sequence[Change], allow_key: str | None = None) -> None:
     lines = "".join(f"\n  - {change}" for change in refused)
     keys = allow_key or ",".join(change.key for change in refused)
     raise CheckpointError(
-        f"{what}; put {'it' if len(refused) == 1 else 'them'} back, choose another run_dir to start anew, or go on all "
-        f"the same with checkpoint.allow_change=[{keys}]:{lines}"
+        f"{what}; restore {'it' if len(refused) == 1 else 'them'}, choose a different run_dir to start over, or resume "
+        f"anyway with checkpoint.allow_change=[{keys}]:{lines}"
     )
 
 

@@ -56,8 +56,8 @@ def publish(
                 # libraries written in Rust raise their own errors for a full disk
                 if isinstance(error, SafetensorError) or "(os error " in str(error):
                     raise ResourceError(
-                        f"cannot write {folder}: {error}; the checkpoint is untouched: free some space, then the same "
-                        "command exports it"
+                        f"cannot write {folder}: {error}; the checkpoint is intact: free some space, then run the same "
+                        "command to export it"
                     ) from error
                 raise
         files = {name: digest(half_done / name) for name in durable_io.sync_tree(half_done)}
@@ -71,7 +71,7 @@ def publish(
         for path in aside.iterdir():
             if path.name not in results and not (folder / path.name).exists():
                 durable_io.rename(path, folder / path.name)
-    tell("kept", {"path": str(aside), "why": f"what {folder.name}/ held before is never removed"})
+    tell("kept", {"path": str(aside), "why": f"the previous content of {folder.name}/, which is kept"})
 
 
 def fallback_folders(name: str) -> list[Path]:

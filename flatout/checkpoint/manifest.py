@@ -78,17 +78,17 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     if not path.exists():
-        raise CheckpointError(f"{folder}: {MANIFEST_NAME} is missing; the folder is no complete checkpoint")
+        raise CheckpointError(f"{folder}: {MANIFEST_NAME} is missing; the folder is not a complete checkpoint")
     body = read_json(path)
     if not isinstance(body, dict):
         raise CheckpointError(f"{path}: found a {type(body).__name__}, expected an object")
     found = body.pop("xxh3", None)
     if found != _hash(body):
-        raise CheckpointError(f"{path}: xxh3: its own hash does not match; the file was damaged or edited")
+        raise CheckpointError(f"{path}: xxh3: the manifest's own hash does not match; the file was damaged or edited")
     if (found := body.get("format_version")) != FORMAT_VERSION:
         raise OtherFormatError(
-            f"{path}: format_version: another flatout wrote this checkpoint (format {found!r}, this one reads "
-            f"{FORMAT_VERSION}); go on with that flatout, or choose another run_dir to start anew"
+            f"{path}: format_version: a different flatout wrote this checkpoint (format {found!r}, this one reads "
+            f"{FORMAT_VERSION}); resume with that version, or choose a different run_dir to start over"
         )
     return validated(_ADAPTER, body, str(path))
 
@@ -104,7 +104,7 @@ def verify_files(folder: Path, manifest: Manifest, rank: Rank) -> None:
         try:
             found = digest(path)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: the file is missing; the checkpoint is not resumable without it") from error
+            raise CheckpointError(f"{path}: the file is missing; the checkpoint is not usable without it") from error
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
         if found == facts:
@@ -117,7 +117,7 @@ def verify_files(folder: Path, manifest: Manifest, rank: Rank) -> None:
         if identity is not None:
             refuse_other_save(path, identity, manifest)
         if found.size_bytes != facts.size_bytes:
-            why = f"found {found.size_bytes:,} bytes, expected {facts.size_bytes:,}; it was cut off or replaced"
+            why = f"found {found.size_bytes:,} bytes, expected {facts.size_bytes:,}; it was truncated or replaced"
         else:
             why = f"its content does not match its hash (found xxh3 {found.xxh3}, expected {facts.xxh3})"
         raise CheckpointError(f"{path}: {why}")
@@ -141,7 +141,7 @@ def refuse_other_save(path: Path, identity: Any, manifest: Manifest) -> None:
     if isinstance(identity, Mapping):
         identity = {key: identity.get(key) for key in expected}
     if identity != expected:
-        raise CheckpointError(f"{path}: it is of another save: found {identity}, expected {expected}")
+        raise CheckpointError(f"{path}: it belongs to a different save: found {identity}, expected {expected}")
 
 
 def run_identity(run_dir: Path, durable_io: DurableIO) -> str:
@@ -160,8 +160,8 @@ def run_identity(run_dir: Path, durable_io: DurableIO) -> str:
     orphans = sorted(run_dir.glob(f"checkpoints/step-*/{MANIFEST_NAME}"))
     if orphans:
         raise CheckpointError(
-            f'{path}: missing, though there are checkpoints; put back {{"run_id": the run_id in {orphans[-1]}}}, '
-            "or move the checkpoints folder away to start anew"
+            f'{path}: missing, though there are checkpoints; restore it as {{"run_id": the run_id in {orphans[-1]}}}, '
+            "or move the checkpoints folder away to start over"
         )
     run_id = secrets.token_hex(8)
     write_identity(run_dir, run_id, durable_io)

@@ -69,7 +69,7 @@ def load_optimizer_state(
     for name, state in states.items():
         (owner, offset), parameter = places[name], named[name]
         if isinstance(optimizer, AdamW8bit) and set(state) != set(optimizer.state_names(parameter)):
-            raise CheckpointError(f"the saved optimizer keeps {', '.join(sorted(state))} for {name}; this one does not")
+            raise CheckpointError(f"the saved optimizer has {', '.join(sorted(state))} for {name}; this one does not")
         for key in state:
             # read one at a time: the states of all parameters together may exceed the host's memory
             full_name = f"{name}/{key}"

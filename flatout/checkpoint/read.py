@@ -62,7 +62,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
         for name, shape in self._shapes.items():
             held = sum(torch.Size(piece.shape).numel() for piece in self._pieces[name])
             if held != torch.Size(shape).numel():
-                raise CheckpointError(f"{folder}: {name} of shape {shape} is there in parts of {held:,} values only")
+                raise CheckpointError(f"{folder}: {name} of shape {shape} is incomplete: only {held:,} values found")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -105,7 +105,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
         if self.shape(name) != tuple(parameter.shape):
             raise CheckpointError(
                 f"{name} has shape {self.shape(name)}, its parameter {tuple(parameter.shape)}; such a state only loads "
-                "under a strategy that does not cut it: set strategy: ddp"
+                "under a strategy that does not shard it: set strategy: ddp"
             )
         tensor = torch.empty_like(parameter.detach(), dtype=self.dtype(name))
         self.copy_into(name, tensor)

@@ -40,8 +40,8 @@ def refuse_drift(state: Mapping[str, Mapping[str, Tensor]], group: ControlGroup)
         name = next(name for name, a, b in zip(copied, reference, other, strict=True) if a != b)
         who = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} differ"
         raise CheckpointError(
-            f"replicas have drifted apart: {who} in {name}, so this state was not saved; start the run again from its "
-            "newest checkpoint, and look at that host's memory (ECC errors, nvidia-smi -q) if it happens again"
+            f"replicas have diverged: {who} in {name}, so this state was not saved; restart the run from its "
+            "newest checkpoint; if it happens again, check that host's memory (ECC errors, nvidia-smi -q)"
         )
 
 

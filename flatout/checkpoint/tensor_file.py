@@ -53,7 +53,7 @@ def encode_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -
     for name in order:
         tensor = tensors[name]
         if tensor.dtype not in _DTYPE_NAMES:
-            raise TypeError(f"tensor {name!r} has dtype {tensor.dtype}, which safetensors cannot hold")
+            raise TypeError(f"tensor {name!r} has dtype {tensor.dtype}, which safetensors does not support")
         begin, end = end, end + tensor.nbytes
         entries[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],
@@ -63,7 +63,7 @@ def encode_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     if len(header) > MAX_HEADER_BYTES:
-        raise ValueError(f"{len(tensors):,} tensors need a header of {len(header):,} bytes, over {MAX_HEADER_BYTES:,}")
+        raise ValueError(f"{len(tensors):,} tensors need a header of {len(header):,} bytes; limit {MAX_HEADER_BYTES:,}")
     head = struct.pack("<Q", len(header)) + header
 
     def chunks() -> Iterator[memoryview]:
@@ -86,12 +86,12 @@ def open_tensor_file(path: Path) -> Any:
         with path.open("rb") as file:
             head = file.read(8)
         if len(head) < 8:
-            raise CheckpointError(f"{path}: {size_bytes} bytes is too short for a safetensors file; it was cut off")
+            raise CheckpointError(f"{path}: {size_bytes} bytes is too short for a safetensors file; it was truncated")
         header_bytes: int = struct.unpack("<Q", head)[0]
         limit_bytes = min(size_bytes - 8, MAX_HEADER_BYTES)
         if header_bytes > limit_bytes:
             raise CheckpointError(
-                f"{path}: its header claims {header_bytes:,} bytes; at most {limit_bytes:,} are possible"
+                f"{path}: its header claims {header_bytes:,} bytes, but at most {limit_bytes:,} are possible"
             )
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

@@ -144,7 +144,7 @@ class Checkpoints:
         """
         reasons: list[str] = []
         for path in self._debris():
-            self._on_event("unfinished", {"path": str(path), "why": "a save or removal did not finish; not used"})
+            self._on_event("unfinished", {"path": str(path), "why": "not used: a save or removal did not finish"})
         # only one rank lists the folder: the others may see it at a different moment
         for name in self.group.run_on_first_rank(lambda: [path.name for path in self._folders()]):
             path = self.folder / name
@@ -162,8 +162,8 @@ class Checkpoints:
         if reasons:
             lines = "".join(f"\n  - {reason}" for reason in reasons)
             raise CheckpointError(
-                f"{self.folder}: none of {len(reasons)} checkpoints is valid; restore one from a copy, or move the "
-                f"folder away to start anew:{lines}"
+                f"{self.folder}: none of {len(reasons)} checkpoints is valid; restore one from a backup, or move the "
+                f"folder away to start over:{lines}"
             )
         return None
 
@@ -203,13 +203,13 @@ class Checkpoints:
         run_id = self._identity()
         if manifest.run_id != run_id:
             raise CheckpointError(
-                f"{path}: it belongs to run {manifest.run_id}, this folder to run {run_id}; move a run by copying its "
-                "whole folder"
+                f"{path}: it belongs to run {manifest.run_id}, but this folder to run {run_id}; move a run by copying "
+                "its whole folder"
             )
         kinds = {kind_of(name.removesuffix(TENSOR_SUFFIX)) for name in manifest.files}
         required = (*REQUIRED_KINDS, STATE_NAME)
         if missing := [name + TENSOR_SUFFIX * (name in REQUIRED_KINDS) for name in required if name not in kinds]:
-            raise CheckpointError(f"{path / MANIFEST_NAME}: files: {', '.join(missing)} missing; not resumable without")
+            raise CheckpointError(f"{path / MANIFEST_NAME}: files: {', '.join(missing)} missing; not usable without")
         return manifest
 
     def _begin(self, snapshot: Snapshot) -> dict[str, str]:
@@ -218,13 +218,13 @@ class Checkpoints:
         if missing := [kind for kind in REQUIRED_KINDS if kind not in kinds]:
             raise ValueError(f"the snapshot of step {snapshot.step} lacks {', '.join(missing)}")
         if self._verified and not self.folder.exists():
-            self._on_event("recreated", {"path": str(self.folder), "why": "it was deleted while the run went on"})
+            self._on_event("recreated", {"path": str(self.folder), "why": "it was deleted during the run"})
             self._verified.clear()
         self._durable_io.make_dir(self.folder)
         if self._run_id and not (self._run_dir / RUN_NAME).exists():
             write_identity(self._run_dir, self._run_id, self._durable_io)
         for path in self._debris():
-            self._on_event("removed", {"path": str(path), "why": "left by a save or removal that did not finish"})
+            self._on_event("removed", {"path": str(path), "why": "left over from an unfinished save or removal"})
             self._discard(path)
         return {"run_id": self._identity(), "save_id": secrets.token_hex(8), "step": str(snapshot.step)}
 
@@ -292,7 +292,7 @@ class Checkpoints:
             else:
                 self._durable_io.remove_tree(path)
         except ResourceError as error:
-            self._on_event("not removed", {"path": str(path), "why": str(error), "next": "tried again at next save"})
+            self._on_event("not removed", {"path": str(path), "why": str(error), "next": "retried at the next save"})
 
     def _identity(self) -> str:
         if self._run_id is None:

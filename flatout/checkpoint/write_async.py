@@ -144,7 +144,7 @@ class Staging:
                 block = torch.empty(max(block_bytes, needed), dtype=torch.uint8, pin_memory=self._is_pinned)
             except RuntimeError as error:
                 raise ResourceError(
-                    f"no {max(block_bytes, needed):,} bytes of host memory to copy the state to; "
+                    f"no {max(block_bytes, needed):,} bytes of host memory for a copy of the state; "
                     "set checkpoint.asynchronous: false"
                 ) from error
             self.blocks.append(block)
@@ -279,13 +279,13 @@ def choose_saver(
     copies of all ranks take. `available_bytes` is the host's free memory (None: unknown).
     """
     world = checkpoints.group.rank.world
-    size = f"{num_bytes / 2**30:.1f} GiB of host memory a rank"
+    size = f"{num_bytes / 2**30:.1f} GiB of host memory per rank"
     if wanted == "auto" and device.type != "cuda":
-        wanted, why = False, "training runs on the CPU itself"
+        wanted, why = False, "training runs on the CPU"
     elif wanted == "auto" and available_bytes is not None and 2 * world * num_bytes > available_bytes:
-        wanted, why = False, f"a copy needs {size}, and the host has {available_bytes / 2**30:.1f} GiB free"
+        wanted, why = False, f"a copy needs {size}, but the host has {available_bytes / 2**30:.1f} GiB free"
     else:
-        why = f"from a copy in {size}" if wanted else "as asked"
+        why = f"from a copy in {size}" if wanted else "as configured"
     tracker.stage("checkpoint", f"{'asynchronous' if wanted else 'training waits for each save'}: {why}")
     if not wanted:
         return Saver(checkpoints, tracker)

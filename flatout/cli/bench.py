@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     target = "a YAML file, a .py file (which runs as code), or a hub id or folder with config.json: random weights"
     parser.add_argument("target", metavar="CONFIG|MODEL", help=target)
-    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="such as base.storage=fp8")
-    parser.add_argument("--steps", type=int, default=13, metavar="N", help="optimizer steps, the first 3 left out (13)")
+    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="e.g. base.storage=fp8")
+    parser.add_argument("--steps", type=int, default=13, metavar="N", help="steps; the first 3 are warm-up (13)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
 
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from flatout.launch.launch_mode import RunHere, choose_launch_mode
 
     if args.steps <= WARMUP_STEPS:
-        raise UsageError(f"--steps is {args.steps}; the first {WARMUP_STEPS} are left out, so take more")
+        raise UsageError(f"--steps is {args.steps}; the first {WARMUP_STEPS} are warm-up and not timed, so use more")
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as place:
         if Path(args.target).suffix in (".yaml", ".yml", ".py"):
             config = load_config(Path(args.target), args.overrides)
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         mode = choose_launch_mode(environment(), gpus=config.gpus, on_cpu=config.device == "cpu", nodes=None)
         if not isinstance(mode, RunHere):
             raise UsageError(
-                f"gpus: {config.gpus}: one command measures one GPU; for several start "
+                f"gpus: {config.gpus}: this command benchmarks one GPU; for several run "
                 f"`torchrun --nproc-per-node={mode.num_procs} -m flatout bench ...` without gpus"
             )
         set_environment({**expandable_segments_env(environment()), **mode.environment})
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts))
         return 0
-    weights = "random weights" if facts["weights"] == "random" else "its own weights"
+    weights = "random weights" if facts["weights"] == "random" else "pretrained weights"
     lines = {
         "model": f"{facts['model']}, {weights}",
         "data": data_name,
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         "label tokens/s": f"{facts['label_tokens_per_s']:,.0f}",
         "step time": f"p50 {facts['step_p50_s']:.3f} s, p95 {facts['step_p95_s']:.3f} s",
         "peak memory": f"{facts['peak_memory_bytes'] / 2**30:.2f} GiB",
-        "MFU": "not known for this device" if facts["mfu"] is None else f"{facts['mfu']:.1%}",
+        "MFU": "unknown for this device" if facts["mfu"] is None else f"{facts['mfu']:.1%}",
         "first step": f"{facts['launch_to_first_step_s']:.1f} s after the launch",
     }
     print(rows(lines.items()))

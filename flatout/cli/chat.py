@@ -20,15 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
     add("target", metavar="RUN_OR_ADAPTER_OR_MODEL", help="run, adapter or model folder, or hub id")
-    add("--prompt", help="answer this once and leave; without it the chat is interactive")
+    add("--prompt", help="answer this prompt and exit; without it the chat is interactive")
     add("--system", help="system prompt")
-    add("--max-new-tokens", type=int, default=512, help="longest answer in tokens (512)")
-    add("--temperature", type=float, help="0: the likeliest token (the model's generation_config)")
-    add("--top-p", type=float, help="likeliest tokens up to this probability (generation_config)")
-    add("--top-k", type=int, help="so many of the likeliest tokens (generation_config)")
-    add("--seed", type=int, default=0, help="seed of the sampling (0)")
-    add("--base", help="base model (folder or hub id) instead of the one the adapter names")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    add("--max-new-tokens", type=int, default=512, help="maximum answer length in tokens (512)")
+    add("--temperature", type=float, help="sampling temperature; 0: greedy (the model's generation_config)")
+    add("--top-p", type=float, help="nucleus sampling: keep tokens up to this total probability (generation_config)")
+    add("--top-k", type=int, help="sample from this many of the likeliest tokens (generation_config)")
+    add("--seed", type=int, default=0, help="sampling seed (0)")
+    add("--base", help="base model (folder or hub id) to use instead of the adapter's own")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if available")
     spread = "spread the model over all GPUs: auto, balanced, sequential, or a JSON file of module names to devices"
     add("--device-map", metavar="MAP", help=spread)
 
@@ -84,7 +84,7 @@ def _check(args: argparse.Namespace) -> None:
     if not 0 <= args.seed < 2**63:
         raise UsageError(f"--seed is {args.seed}; expected 0 to 2**63 - 1")
     if args.prompt is not None and any("\ud800" <= letter <= "\udfff" for letter in args.prompt):
-        raise UsageError("--prompt: it is no UTF-8 text; check the terminal's encoding")
+        raise UsageError("--prompt: it is not valid UTF-8; check the terminal's encoding")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise UsageError(f"--top-p is {args.top_p:g}; expected more than 0, at most 1")
     if args.top_k is not None and args.top_k < 1:

@@ -19,33 +19,39 @@ _WIDE = "=" * 80
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options; the defaults are those of the configuration's `data` section."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    add = actions.add_parser("build", help="tokenize sources into a data set with a name").add_argument
+    add = actions.add_parser("build", help="tokenize sources into a named data set").add_argument
     add("paths", nargs="+", metavar="PATH_OR_ID", help="files, folders, globs or hub ids")
     add("--tokenizer", required=True, help="hub id or folder of the tokenizer")
     add("--name", required=True, help="name of the data set")
-    add("-n", "--num-samples", type=int, help="use only so many rows, drawn by --seed")
-    add("--split", help="split of a hub data set, or of a folder whose file names tell splits (train)")
-    add("--seed", type=int, help="seed of drawing rows (3407)")
+    add("-n", "--num-samples", type=int, help="use only this many rows, drawn with --seed")
+    add("--split", help="split of a hub data set, or of a folder with it in file names (train)")
+    add("--seed", type=int, help="seed for drawing rows (3407)")
     add("--subset", help="configuration name of a hub data set")
     add("--revision", help="commit or tag of a hub data set")
     add("--format", help="row format (auto)")
     add("--column", action="append", default=[], metavar="OURS=YOURS", help="rename a column; repeatable")
-    add("--weight", action="append", default=[], type=float, help="share of a source in the mix; once for each source")
+    add("--weight", action="append", default=[], type=float, help="weight of a source in the mix; one per source")
     add("--template", help="chat template: a name or a .jinja file (the tokenizer's own)")
-    add("--template-arg", action="append", default=[], metavar="NAME=VALUE", help="variable of it; repeatable")
+    add(
+        "--template-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="template variable; repeatable",
+    )
     add("--empty-reasoning", help="train or mask: an empty <think></think> before an answer")
-    add("--special-tokens", help="keep or text: special tokens that stand in plain text")
+    add("--special-tokens", help="keep or text: how to read special tokens in plain text")
     add("--loss-type", help="response_only or all")
-    add("--max-tokens", type=int, help="longest sample in tokens (2048); 0: no limit")
+    add("--max-tokens", type=int, help="maximum tokens per sample (2048); 0: no limit")
     add("--too-long", help="auto, error, drop, truncate or split")
     add("--on-bad-row", help="error or skip")
     add("--print-samples", action="store_true", help="print the first samples as text")
-    add("--num-procs", type=int, help="processes that tokenize")
-    add("--replace", action="store_true", help="build anew where another data set of that name is there")
+    add("--num-procs", type=int, help="tokenizer processes")
+    add("--replace", action="store_true", help="replace an existing data set of the same name")
     add("--root", type=Path, help="folder of the registry and the built data sets (data)")
-    show = actions.add_parser("show", help="print samples, what carries loss in color, and the statistics")
+    show = actions.add_parser("show", help="print samples, with tokens in the loss in color, and statistics")
     show.add_argument("name", help="name of a built data set")
-    show.add_argument("-n", type=int, default=3, help="samples to print (3)")
+    show.add_argument("-n", type=int, default=3, help="number of samples to print (3)")
     for command in (show, actions.add_parser("list", help="print the registry")):
         command.add_argument("--root", type=Path, default=Path("data"), help="folder of the registry (data)")
 
@@ -151,7 +157,7 @@ def _show(args: argparse.Namespace) -> None:
     loss_type, max_tokens = (meta.settings.get(name) for name in ("loss_type", "max_tokens"))
     print(printable(f"loss on {loss_type}; max_tokens {max_tokens}; end of turn {meta.end_of_turn or 'none'!r}"))
     print("\n".join(statistics_lines(store)))
-    print(f"every row left out or cut is listed in {store.folder / 'report.json'}")
+    print(f"{store.folder / 'report.json'} lists every row that was dropped or truncated")
 
 
 def _list(args: argparse.Namespace) -> None:

@@ -11,8 +11,8 @@ from flatout.cli.screen import quiet_transformers
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="FOLDER", help="where all files go (demo)")
-    parser.add_argument("--seed", type=int, default=42, help="seed of data, weights and order (42)")
+    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="FOLDER", help="output folder (demo)")
+    parser.add_argument("--seed", type=int, default=42, help="seed for data, weights and sample order (42)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,19 +38,19 @@ def run(args: argparse.Namespace) -> int:
     for item in marked:
         for message in item.prompt:
             console.print(f"  {message['role']:>9}: {message['content']}", markup=False)
-        console.print(f"  {'answer':>9}: {item.answer}   ({'right' if item.right else 'WRONG'})\n", markup=False)
+        console.print(f"  {'answer':>9}: {item.answer}   ({'correct' if item.right else 'WRONG'})\n", markup=False)
     halved, progress = loss_halved(result), result.progress
     assert progress.first_eval_loss is not None
     assert progress.last_eval_loss is not None
     table = Table(title="flatout demo", show_header=False, title_justify="left")
-    table.add_row("loss on held-out, before", f"{progress.first_eval_loss:.4f}")
+    table.add_row("held-out loss before", f"{progress.first_eval_loss:.4f}")
     verdict = "" if halved else "  [red](did not halve)[/]"
-    table.add_row("loss on held-out, after", f"{progress.last_eval_loss:.4f}{verdict}")
-    table.add_row("held-out prompts answered right", f"{sum(item.right for item in marked)}/{len(marked)}")
-    table.add_row("useful tokens/s", f"{result.tokens_per_s:,.0f}")
-    table.add_row("padding avoided against naive batching", f"{result.padding_avoided:.0%}")
+    table.add_row("held-out loss after", f"{progress.last_eval_loss:.4f}{verdict}")
+    table.add_row("held-out prompts answered correctly", f"{sum(item.right for item in marked)}/{len(marked)}")
+    table.add_row("tokens/s", f"{result.tokens_per_s:,.0f}")
+    table.add_row("padding avoided vs. naive batching", f"{result.padding_avoided:.0%}")
     table.add_row("steps", f"{progress.step:,}, {progress.num_tokens:,} tokens in {progress.elapsed_s:.0f} s")
-    table.add_row("whole demo", f"{time.perf_counter() - started:.0f} s")
+    table.add_row("total time", f"{time.perf_counter() - started:.0f} s")
     table.add_row("run folder", str(result.folder))
     console.print(table)
     console.print(f"\nTalk to it: flatout chat {result.folder}")

@@ -18,9 +18,9 @@ from flatout.parallel.rank import Rank
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    config_help = "also look at this run's model, folder and disks (a .py file runs as code)"
+    config_help = "also check this run's model, folder and disks (a .py file runs as code)"
     parser.add_argument("config", type=Path, nargs="?", help=config_help)
-    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="such as run_dir=/data/run")
+    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="e.g. run_dir=/data/run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
 
 

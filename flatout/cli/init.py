@@ -24,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
     add("path", nargs="?", type=Path, help=f"file to write ({DEFAULT_PATH}); never overwritten")
-    data_help = "a data set built before, or a file, folder, glob or hub id (the demo's conversations)"
+    data_help = "name of a built data set, or a file, folder, glob or hub id (the demo's data)"
     add("--data", metavar="NAME", help=data_help)
     add("--model", metavar="M", help="hub id or folder of the model (the demo's tiny one)")
-    add("--all", action="store_true", help="every setting with its help, not only those of a first run")
-    add("--schema", action="store_true", help="print the JSON schema for editors instead, or write it")
+    add("--all", action="store_true", help="write every setting with its help, not only the common ones")
+    add("--schema", action="store_true", help="print the JSON schema for editors, or write it to the given path")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
             _write_new(args.path, text)
         return 0
     if args.model == "" or args.data == "":
-        raise UsageError(f"--{'model' if args.model == '' else 'data'} is empty; leave it out for the demo's")
+        raise UsageError(f"--{'model' if args.model == '' else 'data'} is empty; omit it to use the demo's")
     path, model = args.path or DEFAULT_PATH, args.model
     if model is None and args.data is not None:
         # the model whose tokenizer the data set was built with
@@ -49,32 +49,32 @@ def run(args: argparse.Namespace) -> int:
         entry = registry.load(root).get(args.data)
         if entry is None:
             raise UsageError(
-                f"--data {args.data}: also give --model; only a data set in {root / registry.FILE_NAME} names its own"
+                f"--data {args.data}: also give --model; only data sets in {root / registry.FILE_NAME} record a model"
             )
         model = entry.tokenizer
     config = starting_config(_as_name(path.stem, "run"), data=args.data, model=model)
     intro = [
-        "Written by `flatout init`; `--all` writes every setting. [] says what a setting may be.",
-        "Where a comment names no default, the value is the default and the line may be deleted.",
-        f"  flatout plan {path}      what the run will do, before a GPU is held",
-        f"  flatout train {path}     train; the same command goes on after an interruption",
+        "Written by `flatout init`; `--all` writes every setting. [] shows the allowed values.",
+        "Where a comment names no default, the value is the default and you can delete the line.",
+        f"  flatout plan {path}      print what the run will do, without a GPU",
+        f"  flatout train {path}     train; run the same command again to resume",
         f"  flatout train {path} optim.lr=1e-4 batch.epochs=2     change settings for one run",
     ]
     if model is None:
         back = [f"{name}: {default}" for name, default in changed_settings(config) if not name.startswith(OF_ANY_MODEL)]
         intro += [
-            "As it is, it trains the demo's tiny model from random weights. For a real one set model.name (such as",
-            f"Qwen/Qwen3-0.6B) and go back to the defaults: {', '.join(back)}.",
+            "This file trains the demo's tiny model from random weights. For a real model, set model.name (such as",
+            f"Qwen/Qwen3-0.6B) and restore the defaults: {', '.join(back)}.",
         ]
     if args.data is None:
-        intro.append("For your own data set data.name and data.sources.")
+        intro.append("To use your own data, set data.name and data.sources.")
     _write_new(path, render_template(config, intro, everything=args.all))
     print(f"wrote {path}; next: flatout plan {path}, then flatout train {path}")
     if args.data is None and not ((DEMO_DIR / TRAIN_FILE).exists() and (DEMO_DIR / MODEL_DIR).exists()):
         from flatout.demo.write import write_demo
 
         write_demo(DEMO_DIR, seed=42)
-        print(f"wrote {DEMO_DIR}/: a small chat data set and a tiny model to try it on")
+        print(f"wrote {DEMO_DIR}/: a small chat data set and a tiny model to try it with")
     return 0
 
 
@@ -103,9 +103,9 @@ def _write_new(path: Path, text: str) -> None:
         DurableIO().create(path, [content], len(content))
     except ResourceError as error:
         if isinstance(error.__cause__, FileExistsError):
-            raise UsageError(f"{path}: exists and is left as it is; name another file, or remove it") from None
+            raise UsageError(f"{path}: already exists; choose a different file, or remove it") from None
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            raise UsageError(f"{path}: there is no folder {path.parent}; make it, or name another file") from None
+            raise UsageError(f"{path}: there is no folder {path.parent}; create it, or choose another") from None
         raise
 
 

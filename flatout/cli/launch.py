@@ -16,23 +16,23 @@ from flatout.launch.slurm import sbatch_script
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    config_help = "the run's YAML file (a .py file runs as code), at the path the cluster sees"
+    config_help = "the run's YAML file (a .py file runs as code), at its path on the cluster"
     parser.add_argument("config", type=Path, help=config_help)
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--slurm", action="store_true", help="an sbatch script")
-    where.add_argument("--kubernetes", action="store_true", help="a PyTorchJob, or with --train-job a TrainJob")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where it is written; without it, it is printed")
-    parser.add_argument("--name", help="the job's name (the run's)")
-    parser.add_argument("--nodes", type=int, default=1, help="how many nodes (1)")
-    parser.add_argument("--gpus-per-node", type=int, default=None, metavar="N", help="GPUs a node (as in gpus, or 1)")
-    parser.add_argument("--partition", help="Slurm's partition")
-    parser.add_argument("--account", help="Slurm's account")
-    parser.add_argument("--time", default="24:00:00", help="Slurm's time limit (24:00:00)")
-    parser.add_argument("--image", default="flatout:latest", help="Kubernetes: the container image")
-    parser.add_argument("--claim", default="work", help="Kubernetes: the volume claim with data and runs")
-    parser.add_argument("--mount", default="/work", help="Kubernetes: where the claim is mounted (/work)")
-    parser.add_argument("--train-job", action="store_true", help="Kubernetes: a TrainJob of the newer trainer")
-    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="as for flatout train")
+    where.add_argument("--slurm", action="store_true", help="write an sbatch script")
+    where.add_argument("--kubernetes", action="store_true", help="write a PyTorchJob, or a TrainJob with --train-job")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; without it, print to stdout")
+    parser.add_argument("--name", help="job name (the run's name)")
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes (1)")
+    parser.add_argument("--gpus-per-node", type=int, default=None, metavar="N", help="GPUs per node (as in gpus, or 1)")
+    parser.add_argument("--partition", help="Slurm: partition")
+    parser.add_argument("--account", help="Slurm: account")
+    parser.add_argument("--time", default="24:00:00", help="Slurm: time limit (24:00:00)")
+    parser.add_argument("--image", default="flatout:latest", help="Kubernetes: container image (flatout:latest)")
+    parser.add_argument("--claim", default="work", help="Kubernetes: volume claim that holds data and runs (work)")
+    parser.add_argument("--mount", default="/work", help="Kubernetes: mount path of the claim (/work)")
+    parser.add_argument("--train-job", action="store_true", help="Kubernetes: write a TrainJob (Kubeflow Trainer v2)")
+    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="same as for flatout train")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--nodes {args.nodes} and --gpus-per-node {gpus} must be at least 1")
     words = ["train", str(args.config), *args.overrides]
     if args.out is not None and args.out.exists():
-        raise UsageError(f"--out {args.out} exists already; remove it, or choose another name")
+        raise UsageError(f"--out {args.out} already exists; remove it, or choose a different name")
     if args.slurm:
         folder, submit = Path.cwd(), "sbatch"
         text = sbatch_script(
@@ -63,5 +63,5 @@ def run(args: argparse.Namespace) -> int:
         print(text, end="")
         return 0
     DurableIO().write_bytes(args.out, text.encode())
-    print(f"{args.out} is written and nothing is submitted; read it, then: {submit} {args.out}")
+    print(f"wrote {args.out}; nothing was submitted. Check it, then run: {submit} {args.out}")
     return 0

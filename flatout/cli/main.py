@@ -15,17 +15,17 @@ from flatout.track.tolerant_stream import tolerant_output
 
 # verb -> what it does; flatout/cli/<verb>.py has add_arguments(parser) and run(args) -> exit code
 VERBS = {
-    "demo": "make a data set and a tiny model, train, evaluate, answer: the whole road in minutes",
+    "demo": "generate data and a tiny model, train, evaluate and chat, in minutes",
     "init": "write a commented configuration that runs unmodified",
     "data": "build, show or list tokenized data sets",
-    "plan": "print what a run will do, step by step, before any GPU is held",
-    "verify": "prove that packing, accumulation, ranks and strategies leave this run's step as it is",
-    "doctor": "look at the machine, the run folder and the disks before anything is held",
+    "plan": "print what a run will do, without a GPU",
+    "verify": "prove that packing, accumulation, ranks and strategies do not change this run's step",
+    "doctor": "check the machine, the run folder and the disks before a run",
     "train": "fine-tune",
-    "launch": "write an sbatch script or a Kubernetes manifest for a run, to read and submit",
-    "bench": "measure tokens a second and memory of a configuration or model on this machine",
-    "chat": "talk to a run, an adapter or a model",
-    "merge": "fold an adapter into its base model's weights",
+    "launch": "write an sbatch script or a Kubernetes manifest for a run",
+    "bench": "measure tokens per second and memory of a configuration or model on this machine",
+    "chat": "chat with a run, an adapter or a model",
+    "merge": "merge an adapter into its base model's weights",
 }
 WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "bench")
 LONGEST_LINE = 700

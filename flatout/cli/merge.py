@@ -13,9 +13,9 @@ from flatout.io.durable_io import DurableIO
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("target", metavar="RUN_OR_ADAPTER", help="run folder, or adapter folder in PEFT's format")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist or be empty")
-    parser.add_argument("--base", help="base model (folder or hub id) instead of the one the adapter names")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to add the weights (cpu)")
+    parser.add_argument("--out", type=Path, required=True, help="output folder; must be empty or not exist")
+    parser.add_argument("--base", help="base model (folder or hub id) to use instead of the adapter's own")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device to merge on (cpu)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,14 +28,14 @@ def run(args: argparse.Namespace) -> int:
     quiet_transformers()
     try:
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-            raise ResourceError(f"--out: {args.out} exists and is not empty; give another folder")
+            raise ResourceError(f"--out: {args.out} already exists and is not empty; choose a different folder")
     except OSError as error:
-        raise UsageError(f"--out: {args.out}: {reason_of(error)}; give another folder") from error
+        raise UsageError(f"--out: {args.out}: {reason_of(error)}; choose a different folder") from error
     # fail before the model is loaded if the folder cannot be created
     DurableIO().make_dir(args.out)
     trained = resolve_model_paths(args.target, base=args.base)
     if trained.adapter is None:
-        raise UsageError(f"{args.target} has no adapter: it is a plain model already; copy it instead")
+        raise UsageError(f"{args.target} has no adapter to merge: it is already a plain model; copy it instead")
     model, tokenizer = load_trained(trained, device=torch.device(args.device))
     num_layers = merge(model)
     publish_model(model, tokenizer, args.out)

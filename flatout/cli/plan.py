@@ -27,13 +27,11 @@ MAX_RANKS = 100_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("config", type=Path, help="a YAML file, or a .py file that sets `config` (which runs as code)")
-    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="such as batch.samples_per_step=64")
+    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="e.g. batch.samples_per_step=64")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="plan for N GPUs (default 1)")
     parser.add_argument("--tokens-per-s", type=float, metavar="X", help="tokens/s over all ranks; adds a time estimate")
-    parser.add_argument(
-        "--device", metavar="GPU", help="plan the memory of this GPU: h200, h100, a100-80, 4090, t4 ..."
-    )
-    parser.add_argument("--step", type=int, metavar="I", help="print step I (from 0): its ranks and micro-batches")
+    parser.add_argument("--device", metavar="GPU", help="plan memory for this GPU: h200, h100, a100-80, 4090, t4 ...")
+    parser.add_argument("--step", type=int, metavar="I", help="print the ranks and micro-batches of step I (from 0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -44,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.ranks <= MAX_RANKS:
         raise UsageError(f"--ranks is {args.ranks:,}; expected 1 to {MAX_RANKS:,}")
     if args.tokens_per_s is not None and not 0 < args.tokens_per_s < math.inf:
-        raise UsageError(f"--tokens-per-s is {args.tokens_per_s:g}; expected more than 0, and finite")
+        raise UsageError(f"--tokens-per-s is {args.tokens_per_s:g}; expected a finite number above 0")
     if args.device is not None and args.device.lower() not in DEVICES:
         raise UsageError(f"--device is {args.device}; expected one of {', '.join(DEVICES)}")
     device = DEVICES[args.device.lower()] if args.device is not None else None
@@ -102,14 +100,14 @@ def _plain_values(
 def report_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     """Yield the report as pairs of name and text."""
     held_out = f", {report.num_held_out:,} held out" if report.num_held_out else ""
-    each_step = f"{report.num_micro_batches / report.num_steps:.1f} a step"
-    largest = f"the largest {report.max_micro_batch_tokens:,} tokens"
-    naive = f"{report.num_naive_tokens:,} tokens of a loader that pads each batch to its longest sample"
+    each_step = f"{report.num_micro_batches / report.num_steps:.1f} per step"
+    largest = f"at most {report.max_micro_batch_tokens:,} tokens each"
+    naive = f"{report.num_naive_tokens:,} tokens of batches padded to their longest sample"
     yield "steps", f"{report.num_steps:,}"
     yield "samples", f"{report.num_samples:,}{held_out}, {report.epochs:.4g} epochs"
-    yield "tokens", f"{report.num_tokens:,}, of them {report.label_share:.1%} label tokens"
+    yield "tokens", f"{report.num_tokens:,}, {report.label_share:.1%} of them label tokens"
     yield "micro-batches", f"{report.num_micro_batches:,} on {_ranks(report.num_ranks)}, {each_step}, {largest}"
-    yield "padding avoided", f"{report.padding_avoided:.1%} of the {naive}, at the same budget"
+    yield "padding avoided", f"{report.padding_avoided:.1%} of the {naive} at the same budget"
     for balance in report.balances:
         mark = " (this run)" if balance.num_ranks == report.num_ranks else ""
         text = f"mean {balance.mean:.3f}, worst step {balance.worst:.3f} of planned FLOPs{mark}"
@@ -120,7 +118,7 @@ def report_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
         parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working")
         sizes = {name: getattr(memory, f"{name}_bytes") for name in parts}
         detail = ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in sizes.items() if num_bytes)
-        yield "memory, a rank", f"about {_size(memory.total_bytes)} (estimate: {detail})"
+        yield "memory per rank", f"about {_size(memory.total_bytes)} (estimate: {detail})"
     if report.time_s is not None:
         minutes, seconds = divmod(round(report.time_s), 60)
         hours, minutes = divmod(minutes, 60)

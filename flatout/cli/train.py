@@ -41,15 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
     add("config", type=Path, help="a YAML file, or a .py file that sets `config` (which runs as code)")
-    profile = "profile N steps (default 3) after the warm-up: a table of where time went, profile.json and a trace"
+    profile = "profile N steps (default 3) after warm-up; prints where time went, and writes profile.json and a trace"
     add("--profile", nargs="?", type=int, const=3, metavar="N", help=profile)
-    add("--nnodes", default=None, metavar="N", help="nodes of the run, or fewest:most; needs --rdzv")
-    add("--node-rank", type=int, default=0, metavar="R", help="number of this node, from 0")
-    add("--rdzv", metavar="HOST:PORT", help="where node 0 is reached by all, the same on every node")
-    add("--tmux", metavar="NAME", help="in a tmux session NAME, with a window NAME_gpu_N for each GPU")
-    add("--dry-run", action="store_true", help="with --tmux: print the commands, run none")
+    add("--nnodes", default=None, metavar="N", help="number of nodes, or MIN:MAX; needs --rdzv")
+    add("--node-rank", type=int, default=0, metavar="R", help="index of this node, from 0")
+    add("--rdzv", metavar="HOST:PORT", help="address of node 0, the same on every node")
+    add("--tmux", metavar="NAME", help="run in a tmux session NAME, with a window NAME_gpu_N per GPU")
+    add("--dry-run", action="store_true", help="with --tmux: print the commands without running them")
     add("--device-map", help=argparse.SUPPRESS)
-    add("overrides", nargs="*", metavar="section.name=value", help="such as lora.rank=32 optim.lr=1e-4")
+    add("overrides", nargs="*", metavar="section.name=value", help="e.g. lora.rank=32 optim.lr=1e-4")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,15 +61,15 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--profile is {args.profile}; expected at least 1 step")
     if args.device_map is not None:
         raise UsageError(
-            "--device-map splits a model for answers (`flatout chat --device-map auto`); in training all but one GPU "
-            "would wait at any time: set strategy=fsdp, which cuts the model over gpus=[0,1,...] and uses them all"
+            "--device-map is for `flatout chat`, which puts whole layers on GPUs; in training, all but one GPU would "
+            "wait: set strategy=fsdp, which shards the model over gpus=[0,1,...] and keeps them all busy"
         )
     if args.nnodes is None and (args.rdzv is not None or args.node_rank):
-        raise UsageError("--rdzv and --node-rank need --nnodes, the number of nodes")
+        raise UsageError("--rdzv and --node-rank need --nnodes (the number of nodes)")
     config = load_config(args.config, args.overrides)
     nodes = parse_nodes(args.nnodes, args.node_rank, args.rdzv) if args.nnodes else None
     if args.dry_run and args.tmux is None:
-        raise UsageError("--dry-run is only for --tmux; `flatout plan` shows what a run will do")
+        raise UsageError("--dry-run needs --tmux; use `flatout plan` to see what a run will do")
     place = choose_launch_mode(environment(), gpus=config.gpus, on_cpu=config.device == "cpu", nodes=nodes)
     profile = [] if args.profile is None else [f"--profile={args.profile}"]
     words = ["train", str(args.config), *args.overrides, *profile]

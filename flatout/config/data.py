@@ -22,57 +22,57 @@ class SourceConfig(Section):
     hub: bool | None = None
     """true: `path` is a hub id; false: a local path; null: a hub id unless a local file or folder has that name."""
     split: str | None = None
-    """Split of a hub data set, or of a local folder or glob whose file names contain the split; null: train."""
+    """Split of a hub data set, or of a local folder or glob whose file names contain it; null: train."""
     subset: str | None = None
     """Configuration name of a hub data set."""
     revision: str | None = None
     """Commit or tag of a hub data set; pin it to make the run repeatable."""
     format: Format = "auto"
-    """Row format; auto detects it from the first row and reports which one it chose."""
+    """Row format; auto detects it from the first row and prints it."""
     columns: dict[str, str] = {}
-    """Column names, the format's to yours: {instruction: question}."""
+    """Maps the format's column names to yours: {instruction: question}."""
     roles: dict[str, str] = {}
-    """Additional role names, yours to flatout's, e.g. {Agent: assistant}."""
+    """Maps your role names to flatout's, e.g. {Agent: assistant}."""
     system: str | None = None
-    """System prompt for conversations without one."""
+    """System prompt for conversations that have none."""
     weight: float = Field(default=1.0, gt=0, le=1e6)
-    """Share in a mix: 2.0 uses every row twice, 0.5 half of them (chosen by `data.seed`)."""
+    """Weight in the mix: 2.0 uses every row twice, 0.5 uses half of them (drawn with `data.seed`)."""
 
 
 class DataConfig(Section):
     """Training data: the name of a data set that is already built, or sources that are built on first use."""
 
     name: Name = "default"
-    """Name in the registry `<root>/data_config.json`, and of the folder under `<root>/built_dataset/`."""
+    """Name of the data set in the registry `<root>/data_config.json` and of its folder in `<root>/built_dataset/`."""
     root: Path = Path("data")
-    """Folder of the registry and the built data sets."""
+    """Folder that holds the registry and the built data sets."""
     sources: list[SourceConfig] = []
-    """Sources to build from; if empty, `name` must have been built with `flatout data build`."""
+    """Sources to build from; if empty, build `name` first with `flatout data build`."""
     tokenizer: str | None = None
     """Hub id or folder of the tokenizer; null: the model's."""
     template: str | None = None
     """Chat template: chatml, llama-3, qwen3, gemma, mistral, phi, zephyr, alpaca or a .jinja file; null: the
     tokenizer's own."""
     template_args: dict[str, bool | int | float | str] = {}
-    """Variables for the chat template, such as {enable_thinking: false}; one that it does not read is an error."""
+    """Variables for the chat template, such as {enable_thinking: false}; a variable it does not read is an error."""
     empty_reasoning: Literal["train", "mask"] = "train"
-    """An empty <think></think> that the template puts before an answer: train on it, or mask it (no loss)."""
+    """Empty <think></think> that the template puts before an answer: train on it, or mask it (no loss)."""
     special_tokens: Literal["keep", "text"] | None = None
     """Special tokens spelled out in plain text (text, prompt/completion): keep them as tokens, or tokenize them as
     text, as in chats; null: text, but the build stops if too many rows contain them."""
     loss_type: Literal["response_only", "all"] = "response_only"
-    """What carries loss. response_only: every assistant turn with its end-of-turn token; all: every token."""
+    """Tokens in the loss. response_only: each assistant turn with its end-of-turn token; all: every token."""
     max_tokens: int | None = Field(default=2048, ge=2)
     """Maximum tokens per sample; null: no limit."""
     too_long: Literal["auto", "error", "drop", "truncate", "split"] = "auto"
-    """What to do with samples over `max_tokens` (always counted); auto: split plain documents, truncate all others."""
+    """What to do with samples over `max_tokens` (always counted); auto: split plain documents, truncate the rest."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """error: stop the build at the first bad rows, with file, row and field; skip: leave out, count and list them."""
+    """error: stop the build at the first bad rows and name file, row and field; skip: drop, count and list them."""
     num_samples: int | None = Field(default=None, ge=1)
-    """Use only this many rows, drawn by `seed`; null: all."""
+    """Use only this many rows, chosen as `shuffle` says; null: all."""
     shuffle: bool = True
-    """Draw `num_samples` at random (by `seed`) instead of taking the first ones."""
+    """Draw the `num_samples` rows at random (with `seed`) instead of taking the first ones."""
     seed: int = Field(default=3407, ge=0)
-    """Seed for drawing and mixing rows."""
+    """Seed for sampling and mixing rows."""
     num_procs: int | None = Field(default=None, ge=1)
-    """Processes that tokenize; null: one per core, at most 16. The maximum is 16, or the number of cores if larger."""
+    """Tokenizer processes; null: one per core, at most 16. The maximum is 16 or the number of cores, if larger."""

@@ -11,16 +11,16 @@ DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 2}}
 # DeepSpeed features that replace flatout's own, or change the planned steps: dotted name -> what to do instead
 _REFUSED = {
     "activation_checkpointing": "set recompute instead",
-    "autotuning": "leave it out; micro-batches are planned from memory",
-    "compression_training": "leave it out",
-    "curriculum_learning": "leave it out; the order of samples is batch.shuffle's",
-    "data_efficiency": "leave it out; the order of samples is batch.shuffle's",
-    "expert_parallel": "leave it out",
-    "pipeline": "leave it out",
-    "sequence_parallel_size": "leave it out",
-    "tensor_parallel": "leave it out",
+    "autotuning": "remove it; micro-batches are planned from memory",
+    "compression_training": "remove it",
+    "curriculum_learning": "remove it; batch.shuffle sets the order of samples",
+    "data_efficiency": "remove it; batch.shuffle sets the order of samples",
+    "expert_parallel": "remove it",
+    "pipeline": "remove it",
+    "sequence_parallel_size": "remove it",
+    "tensor_parallel": "remove it",
     "compile": "set compile instead",
-    "zero_optimization.zenflow": "leave it out; its updates come later than their step",
+    "zero_optimization.zenflow": "remove it; it delays updates past their step",
 }
 _SECTIONS = (
     "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "optimizer",
@@ -63,7 +63,7 @@ def check(config: Settings) -> None:
     if config.strategy != "deepspeed":
         raise ValueError(f"deepspeed needs strategy: deepspeed; got {config.strategy}")
     if config.sharding != type(config.sharding)():
-        raise ValueError("sharding is not for strategy: deepspeed; say it in the DeepSpeed JSON")
+        raise ValueError("sharding has no effect with strategy: deepspeed; set it in the DeepSpeed JSON")
     precision = config.model.precision
     if precision == "fp64":
         raise ValueError("strategy: deepspeed keeps fp32 weights; set model.precision: fp32 or bf16")
@@ -149,7 +149,7 @@ def _problems(given: Mapping[str, Any], owned: list[Owned], precision: str) -> I
         yield f"zero_optimization.stage is {stage!r}; write 1, 2 or 3, or set strategy: ddp"
     for name, remedy in _REFUSED.items():
         if _get(given, name) not in (None, False, {}, 1):
-            yield f"{name} is not for flatout; {remedy}"
+            yield f"{name} is not supported; {remedy}"
     for entry in owned:
         value = _get(given, entry.name)
         if value in (None, AUTO, *entry.same):
@@ -157,7 +157,7 @@ def _problems(given: Mapping[str, Any], owned: list[Owned], precision: str) -> I
         if entry.same:
             yield _contradiction(entry.name, value, entry.ours, entry.shown)
         else:
-            yield f'{entry.name} is {value!r}, but {entry.ours} decides it; write "auto", or leave it out'
+            yield f'{entry.name} is {value!r}, but {entry.ours} sets it; write "auto", or remove it'
     if _get(given, "torch_autocast.enabled"):
         dtype = str(_get(given, "torch_autocast.dtype")).removeprefix("torch.")
         if precision != "bf16" or dtype not in ("bfloat16", "bf16"):
@@ -186,7 +186,7 @@ def _section_problems(given: Mapping[str, Any], config: Settings) -> Iterator[st
         yield _contradiction("scheduler.type", kind, "schedule.kind", schedule.kind)
     params = {
         "warmup_max_lr": ("optim.lr", optim.lr),
-        "warmup_min_lr": ("the warm-up's start", 0),
+        "warmup_min_lr": ("the start of warm-up", 0),
         "warmup_num_steps": ("schedule.warmup_steps", schedule.warmup_steps),
         "total_num_steps": ("batch.max_steps", config.batch.max_steps),
         "warmup_type": ("the warm-up", "linear"),
@@ -204,7 +204,7 @@ def _param_problems(
 
 
 def _contradiction(name: str, value: Any, ours: str, expected: Any) -> str:
-    return f'{name} is {value!r}, but {ours} is {expected!r}; write "auto", or leave it out'
+    return f'{name} is {value!r}, but {ours} is {expected!r}; write "auto", or remove it'
 
 
 def _get(content: Mapping[str, Any], name: str) -> Any:

@@ -16,24 +16,24 @@ class OptimConfig(Section):
     """The optimizer."""
 
     name: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
-    """adamw is fused on CUDA; adamw8bit keeps its moments in 8 bits."""
+    """adamw is fused on CUDA; adamw8bit stores its moments in 8 bits."""
     lr: Annotated[float, Field(gt=0, le=1e30), WithJsonSchema(_LR_SCHEMA)] = LR_OF_METHOD["lora"]
-    """Peak learning rate; auto or left out: 2e-4 for method: lora, 1e-5 for method: full."""
+    """Peak learning rate; auto or unset: 2e-4 for method: lora, 1e-5 for method: full."""
     beta1: Share = 0.9
-    """Decay of the running mean of gradients (AdamW); momentum (SGD)."""
+    """Decay rate of the first moment (AdamW); momentum (SGD)."""
     beta2: Share = 0.999
-    """Decay of the running mean of squared gradients (AdamW)."""
+    """Decay rate of the second moment (AdamW)."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator (AdamW)."""
     weight_decay: float = Field(default=0.0, ge=0, le=1e6)
     """Decoupled weight decay; never applied to norms and biases."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Clip gradients to this global L2 norm; null: never clip."""
+    """Clip gradients to this global L2 norm; null: no clipping."""
 
     @model_validator(mode="after")
     def _sgd_has_no_second_moment(self) -> Self:
         if self.name == "sgd":
-            refuse_unused(self, ("beta2", "eps"), "optim.name: sgd, which keeps no squared gradients")
+            refuse_unused(self, ("beta2", "eps"), "optim.name: sgd, which has no second moment")
         return self
 
 
@@ -43,20 +43,20 @@ class ScheduleConfig(Section):
     kind: Literal["constant", "linear", "cosine", "wsd"] = "linear"
     """Shape after the warm-up; wsd holds the peak, then decays linearly over the last `decay_ratio` of the run."""
     warmup_steps: int | None = Field(default=None, ge=0)
-    """Steps of linear warm-up; give this or `warmup_ratio`."""
+    """Steps of linear warm-up; set this or `warmup_ratio`."""
     warmup_ratio: Share | None = None
     """Warm-up as a share of all steps; 0.03 when neither is given."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Lowest learning rate of the decay, as a share of the peak."""
+    """Final learning rate of the decay, as a share of the peak."""
     decay_ratio: float = Field(default=0.1, gt=0.0, le=1.0)
-    """wsd: share of the run in which the rate decays."""
+    """wsd: share of the run over which the learning rate decays."""
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Self:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError("warmup_steps and warmup_ratio are both given; keep one")
         if self.kind != "wsd":
-            refuse_unused(self, ("decay_ratio",), f"schedule.kind: {self.kind}, which decays to the end; set kind: wsd")
+            refuse_unused(self, ("decay_ratio",), f"schedule.kind: {self.kind}; set kind: wsd")
         if self.kind == "constant":
-            refuse_unused(self, ("min_lr_ratio",), "schedule.kind: constant, which has no floor")
+            refuse_unused(self, ("min_lr_ratio",), "schedule.kind: constant, which never decays")
         return self

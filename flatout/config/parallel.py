@@ -53,18 +53,18 @@ class ShardingConfig(Section):
     more communication. auto: false for zero1 and zero2; true for zero3, fsdp and hsdp, but false for full fine-tuning
     if memory allows."""
     prefetch: int = Field(default=1, ge=0)
-    """Layers to gather ahead while an earlier one computes; each takes the memory of one layer's weights."""
+    """Layers to gather ahead of the one that computes; each needs the memory of one layer's weights."""
     offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory, and update there."""
+    """Keep weights, gradients and optimizer state in host memory, and run the optimizer there."""
     replicas: int | None = Field(default=None, ge=1)
-    """hsdp: number of copies of the state over all ranks; null: one per node."""
+    """hsdp: number of replicas of the state over all ranks; null: one per node."""
 
 
 class CommConfig(Section):
     """Communication between ranks."""
 
     compress: Literal["none", "bf16"] = "none"
-    """bf16: sum gradients over ranks in bf16, which halves the traffic and rounds the sums."""
+    """bf16: all-reduce gradients in bf16, which halves the traffic and rounds the sums."""
 
 
 class FaultsConfig(Section):
@@ -78,8 +78,8 @@ class FaultsConfig(Section):
     stall_s: float = Field(default=1800.0, ge=1.0)
     """Seconds without progress in a step after which the rank furthest behind counts as lost."""
     long_phase_s: float = Field(default=7200.0, ge=1.0, le=21600.0)
-    """The same limit while a rank loads, evaluates, saves or finishes, which can take long while the others wait."""
+    """The same limit while a rank loads, evaluates, saves or finishes, since the others may wait long for it."""
     join_s: float = Field(default=900.0, ge=1.0)
-    """Seconds that ranks and nodes wait for missing ones at the start."""
+    """Seconds that ranks and nodes wait for each other at the start."""
     min_ranks: int | None = Field(default=None, ge=1)
-    """Elastic: fewest ranks to continue with after the same rank was lost twice in a row; null: never with fewer."""
+    """Elastic: fewest ranks to continue with after the same rank was lost twice in a row; null: not elastic."""

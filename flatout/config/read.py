@@ -88,16 +88,16 @@ class _StrictLoader(yaml.SafeLoader):
         before = self._num_values
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise SecurityError(f"line {line}: more than {MAX_DEPTH} levels, one in the other; settings need few")
+            raise SecurityError(f"line {line}: nested more than {MAX_DEPTH} levels deep; settings need few")
         node = super().compose_node(parent, index)
         self._depth -= 1
         if node is None:
             return None
         if is_alias and node not in self._sizes:
-            raise UsageError(f"line {line}: an alias stands inside of what it names; write the values out")
+            raise UsageError(f"line {line}: an alias refers to a value that contains it; write the values out")
         self._num_values += self._sizes[node] if is_alias else 1
         if self._num_values > MAX_VALUES:
-            raise SecurityError(f"line {line}: aliases make more than {MAX_VALUES:,} values; write the values out")
+            raise SecurityError(f"line {line}: aliases expand to more than {MAX_VALUES:,} values; write the values out")
         self._sizes.setdefault(node, self._num_values - before)
         return node
 
@@ -141,7 +141,7 @@ def make_config(
         merged["deepspeed"] = _read_deepspeed(name, folder)
     for setting, names in RENAMED_VALUES.items():
         if new := names.get(str(old := merged.get(setting))):
-            _log.warning(f"{setting}: {old} is called {new} now; write {setting}: {new}")
+            _log.warning(f"{setting}: {old} was renamed; write {setting}: {new}")
             merged[setting] = new
     try:
         config = Config.model_validate(merged)
@@ -179,7 +179,7 @@ def _read_text(path: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        found = next((kind for start, kind in _OTHER_FILES.items() if content.startswith(start)), "it is no UTF-8")
+        found = next((kind for start, kind in _OTHER_FILES.items() if content.startswith(start)), "it is not UTF-8")
         raise UsageError(f"{path}:{line}: cannot be read as a configuration: {found}; save it as UTF-8 text") from error
 
 
@@ -232,7 +232,7 @@ def _run_python(path: Path, overrides: Sequence[str]) -> Config:
         line = error.lineno if isinstance(error, SyntaxError) else line
         raise UsageError(
             f"{path}{f':{line}' if line else ''}: the configuration's own code failed with {type(error).__name__}: "
-            f"{error}; mend it, or write the settings as YAML"
+            f"{error}; fix it, or write the settings as YAML"
         ) from error
     if not isinstance(found, Config):
         raise UsageError(f"{path}: must set `config` to a flatout.config.schema.Config, found {_kind(found)}")
@@ -242,7 +242,7 @@ def _run_python(path: Path, overrides: Sequence[str]) -> Config:
 def _apply_override(values: dict[str, Any], text: str) -> str | None:
     name, equals, raw = text.partition("=")
     if not equals or not name:
-        return f"{text!r} is no override; write section.name=value, such as lora.rank=32"
+        return f"{text!r} is not an override; write section.name=value, such as lora.rank=32"
     try:
         value = yaml.load(raw, Loader=_StrictLoader)
     except (UsageError, SecurityError) as error:
@@ -265,8 +265,8 @@ def _describe(item: Any) -> str:
     name = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden" and item["loc"][-1] == "device_map":
         return (
-            f"{name}: training does not place a model's layers on GPUs one by one, since all but one GPU would wait; "
-            "set strategy: fsdp (or zero3) and start one process a GPU; flatout chat has --device-map for answers"
+            f"{name}: training does not spread a model's layers over GPUs, since all but one GPU would wait; "
+            "set strategy: fsdp (or zero3) and start one process per GPU; --device-map is for flatout chat"
         )
     if item["type"] == "extra_forbidden":
         names = list(dotted_names())
@@ -280,7 +280,7 @@ def _describe(item: Any) -> str:
         return f"{name}: missing; every run needs it"
     message = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "model_type":
-        message = f"expected settings of its own under it{', such as model.name' if name == 'model' else ''}"
+        message = f"expected a section with settings{', such as model.name' if name == 'model' else ''}"
     elif item["type"] == "path_type":
         message = "expected a path"
     where = f"{name}: " if name else ""

@@ -30,7 +30,7 @@ class ModelConfig(Section):
     revision: str | None = None
     """Commit or tag of a hub model."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """random: initialize weights from the folder's config.json and `seed` (to train from scratch or test speed)."""
+    """random: build the model from config.json and initialize it with `seed` (to train from scratch or test speed)."""
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"
     """Dtype of forward and backward; auto: bf16 on GPUs that support it, else fp32. Trained weights are kept in fp32
     (fp64 with fp64), or in bf16 only with `full.weights: bf16`."""
@@ -44,10 +44,10 @@ class BaseConfig(Section):
     """The frozen base weights (method: lora)."""
 
     storage: Literal["model", "fp8", "nf4"] = "model"
-    """Storage format: model (in model.precision), fp8 (e4m3, one scale per row), nf4 (4-bit, double quantized as in
-    bitsandbytes; checkpoints already in this format are loaded as they are)."""
+    """Storage format: model (model.precision), fp8 (e4m3, one scale per row), nf4 (4-bit, double quantized as in
+    bitsandbytes; checkpoints already in this format load unchanged)."""
     compute: Literal["auto", "model", "fp8"] = "auto"
-    """Matrix products with these weights: model (in model.precision) or fp8, both forward and backward; auto: fp8 with
+    """Precision of matmuls with these weights, forward and backward: model (model.precision) or fp8; auto: fp8 with
     fp8 storage, which requires it, else model."""
 
     @model_validator(mode="after")
@@ -55,7 +55,7 @@ class BaseConfig(Section):
         if self.storage == "model" and self.compute == "fp8":
             raise ValueError("compute fp8 needs storage fp8 or nf4")
         if self.storage == "fp8" and self.compute == "model":
-            raise ValueError("storage fp8 has only fp8 products; set compute auto, or storage nf4")
+            raise ValueError("storage fp8 supports only fp8 matmuls; set compute: auto, or storage: nf4")
         return self
 
     @property
@@ -68,11 +68,11 @@ class FullConfig(Section):
     """Full fine-tuning (method: full)."""
 
     weights: Literal["fp32", "bf16"] = "fp32"
-    """fp32 masters, or bf16 only, updated with stochastic rounding: a third of the memory of masters and copies."""
+    """fp32 master weights, or bf16 only with stochastic rounding: a third of the memory of masters and copies."""
     compute: Literal["model", "fp8"] = "model"
     """fp8: run all linear layers except the head through torchao's Float8Linear (needs torchao and compile)."""
     update: Literal["step", "backward"] = "step"
-    """backward: update each weight as soon as its gradient is ready, so that gradients are never all in memory; needs
+    """backward: update each weight as soon as its gradient is ready, so gradients are never all in memory; needs
     one micro-batch per step and no clipping (optim.max_grad_norm: null)."""
 
 
@@ -80,13 +80,13 @@ class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), fp32 master weights, no bias."""
 
     rank: int = Field(default=16, ge=1)
-    """Width of the adapter; its memory grows linearly with it."""
+    """Rank of the adapter; its memory grows linearly with the rank."""
     alpha: float = Field(default=32.0, gt=0)
-    """The adapter's output is multiplied by alpha / rank (alpha / sqrt(rank) with rslora)."""
+    """Scales the adapter's output by alpha / rank (alpha / sqrt(rank) with rslora)."""
     dropout: Share = 0.0
     """Dropout on the adapter's input."""
     targets: str | list[str] = "all-linear"
-    """all-linear (all linear layers but the head), modules such as [q_proj, v_proj], or one regex over full names."""
+    """all-linear (every linear layer except the head), modules such as [q_proj, v_proj], or one regex on full names."""
     rslora: bool = False
     """Rank-stabilized scaling (Kalajdzievski 2023, arXiv:2312.03732)."""
     dora: bool = False
@@ -100,7 +100,7 @@ class LoraConfig(Section):
             try:
                 re.compile(self.targets)
             except re.error as error:
-                raise ValueError(f"targets is no regular expression: {error}") from error
+                raise ValueError(f"targets is not a valid regular expression: {error}") from error
         if self.targets == []:
             raise ValueError("targets is empty; name modules or use all-linear")
         return self
@@ -112,21 +112,21 @@ class BatchConfig(Section):
     samples_per_step: int = Field(default=32, ge=1)
     """Samples (conversations) per optimizer step, over all ranks."""
     micro_batch_tokens: int | None = Field(default=None, ge=2)
-    """Maximum tokens in one forward pass on one rank; the plan makes as few micro-batches as fit, of about equal size.
+    """Maximum tokens in one forward pass on one rank; the plan uses as few micro-batches as possible, of similar size.
     null: as many tokens as fit in `memory` (8,192 on a CPU)."""
     epochs: float = Field(default=1.0, gt=0)
     """Passes over the data."""
     max_steps: int | None = Field(default=None, ge=1, le=10_000_000)
     """Stop after this many optimizer steps; overrides `epochs` and repeats the data as often as needed."""
     shuffle: bool = True
-    """Use a new order each epoch, a pure function of (seed, epoch)."""
+    """Shuffle samples in each epoch; the order depends only on (seed, epoch)."""
 
 
 class EvalConfig(Section):
     """Evaluation: the same token-weighted loss, without dropout, on rows that are never trained on."""
 
     fraction: float = Field(default=0.0, ge=0.0, le=0.5)
-    """Share of the data set held out for evaluation, chosen by `seed`."""
+    """Share of the data set held out for evaluation, drawn with `seed`."""
     data: Name | None = None
     """Name of a built data set to evaluate on instead of a held-out share."""
     every_steps: int | None = Field(default=None, ge=1)
@@ -134,7 +134,7 @@ class EvalConfig(Section):
     patience: int | None = Field(default=None, ge=1)
     """Stop early after this many evaluations without a new best loss."""
     min_delta: float = Field(default=0.0, ge=0)
-    """How much lower a loss must be to count as a new best."""
+    """Minimum improvement in loss that counts as a new best."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -143,7 +143,7 @@ class EvalConfig(Section):
         if self.patience and not self.every_steps:
             raise ValueError("patience needs every_steps")
         if not (self.fraction or self.data):
-            why = "an evaluation without rows; set eval.fraction or eval.data"
+            why = "there are no rows to evaluate on; set eval.fraction or eval.data"
             refuse_unused(self, ("every_steps", "patience", "min_delta"), why)
         return self
 
@@ -152,16 +152,16 @@ class CheckpointConfig(Section):
     """Resumable checkpoints in `<run_dir>/checkpoints/step-N/`."""
 
     every_steps: int | None = Field(default=500, ge=1)
-    """Steps between saves; null: save only at the end and when the run is asked to stop."""
+    """Steps between saves; null: save only at the end and on a stop signal."""
     keep: int = Field(default=2, ge=1)
-    """Number of newest checkpoints to keep, in addition to the best one; the newest verified one is never deleted."""
+    """Number of newest checkpoints to keep besides the best one; the newest verified one is never deleted."""
     resume: Literal["auto", "never"] = "auto"
     """auto: resume from the newest valid checkpoint in the run folder; never: refuse a folder that has checkpoints."""
     asynchronous: Literal["auto"] | bool = "auto"
     """true: save in the background from a copy of the state in host memory; only the next update waits for the copy (on
     a CPU, training waits); auto: true on a GPU whose host has enough memory for the copy."""
     allow_change: list[str] = []
-    """Settings that may differ from the checkpoint's even though they change the numerics, such as optim.lr."""
+    """Settings that may differ from the checkpoint's although they change the numerics, such as optim.lr."""
 
 
 class Config(Section):
@@ -170,11 +170,11 @@ class Config(Section):
     name: Name = "run"
     """Name of the run."""
     run_dir: Path | None = None
-    """Folder for everything that the run writes; null: runs/<name>."""
+    """Folder for all files that the run writes; null: runs/<name>."""
     seed: int = Field(default=42, ge=0)
     """Seed of initial weights, sample order and dropout: the same seed gives the same run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU if there is one."""
+    """auto: a GPU if available, else the CPU."""
     gpus: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
     """GPUs to train on, one process each, such as [0, 1]; with device: cpu, this many CPU processes. null: one process,
     or the ranks that a launcher started."""
@@ -183,26 +183,26 @@ class Config(Section):
     deterministic: bool = False
     """Make CUDA runs bitwise reproducible (deterministic kernels, slower attention backward); CPU runs always are."""
     freeze: list[str] = []
-    """method: full: regexes over names of parameters that stay frozen."""
+    """method: full: regexes on the names of parameters to freeze."""
     compile: Literal["auto", "off"] = "auto"
-    """auto: on CUDA, compile each decoder layer into one graph if its gradients prove equal to the eager ones."""
+    """auto: on CUDA, compile each decoder layer into one graph if its gradients equal the eager ones."""
     cuda_graphs: Literal["auto", "off"] = "auto"
-    """auto: record CUDA graphs for models so small that the host cannot launch kernels fast enough."""
+    """auto: use CUDA graphs for models so small that the host cannot launch kernels fast enough."""
     memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
-    """GPU memory in GiB that training may plan with; auto: what is free at the start."""
+    """GPU memory budget in GiB; auto: the memory free at the start."""
     recompute: Literal["auto", Recompute] = "auto"
     """Activations to recompute in the backward pass instead of keeping them: none; selective (norm outputs and the
-    MLP's product, hardly slower); budget (the compiler's choice, down to half of the memory); full (all except each
-    layer's input); offload (full, with these inputs kept in host memory). auto: the first that fits in `memory`."""
+    MLP's product, hardly slower); budget (chosen by the compiler, down to half of the memory); full (all except each
+    layer's input); offload (full, with these inputs in host memory). auto: the first that fits in `memory`."""
     strategy: Literal["auto", StrategyName] = "auto"
-    """How several ranks share the work: ddp (each holds everything), zero1 (optimizer state is sharded), zero2
+    """How ranks share the state: ddp (each holds all of it), zero1 (optimizer state is sharded), zero2
     (gradients too), zero3 or fsdp (weights too), hsdp (fsdp in groups that are replicas), deepspeed; auto: ddp if the
     state fits, else fsdp or hsdp."""
     deepspeed: dict[str, Any] | None = None
     """For strategy: deepspeed: path of a DeepSpeed JSON, or its content; null: {zero_optimization: {stage: 2}}.
     flatout's settings replace "auto" and fill in what is missing."""
     log_every_steps: int = Field(default=1, ge=1)
-    """Steps between two lines in metrics.jsonl. Above 1 the console prints each of them, otherwise about 20 per run."""
+    """Steps between lines in metrics.jsonl. Above 1 the console prints each of them, otherwise about 20 per run."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     lora: LoraConfig = LoraConfig()
@@ -221,7 +221,7 @@ class Config(Section):
     @classmethod
     def _gpus_are_unique(cls, value: list[int] | None) -> list[int] | None:
         if value is not None and len(set(value)) < len(value):
-            raise ValueError("a GPU is named twice; name each once")
+            raise ValueError("a GPU is listed twice; list each once")
         return value
 
     @field_validator("compile", "cuda_graphs", mode="before")
@@ -252,7 +252,7 @@ class Config(Section):
         alone = self.lora.dropout or self.lora.dora
         if self.base.storage == "nf4" and self.base.computes_in_fp8 and alone:
             raise ValueError(
-                "base.compute: fp8 over nf4 multiplies layers together, which lora.dropout and lora.dora keep apart; "
+                "base.compute: fp8 over nf4 fuses layers, which lora.dropout and lora.dora do not allow; "
                 "set base.compute: model"
             )
         if self.method == "lora" and self.full != FullConfig():
@@ -271,11 +271,11 @@ class Config(Section):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"freeze: {pattern!r} is no regular expression: {error}") from error
+                raise ValueError(f"freeze: {pattern!r} is not a valid regular expression: {error}") from error
         known = {"data", "model", *RESUME_EFFECTS, *(name.partition(".")[0] for name in RESUME_EFFECTS)}
         if unknown := sorted(set(self.checkpoint.allow_change) - known):
             raise ValueError(
-                f"checkpoint.allow_change: {unknown[0]!r} is no setting; name one such as optim.lr, or a section"
+                f"checkpoint.allow_change: {unknown[0]!r} is not a setting; name one such as optim.lr, or a section"
             )
         return self
 
@@ -287,7 +287,7 @@ class Config(Section):
         # abspath, because resolve() would access the disk
         folder, *taken = (Path(os.path.abspath(path)) for path in paths)  # noqa: PTH100
         if folder in taken or folder.is_relative_to(taken[0] / "built_dataset"):
-            raise ValueError(f"run_dir: {self.folder} holds the run's model or data; choose a folder of its own")
+            raise ValueError(f"run_dir: {self.folder} holds the run's model or data; choose a separate folder")
         return self
 
     @model_validator(mode="after")
@@ -302,9 +302,9 @@ class Config(Section):
             deepspeed.check(self)
         if traits and not shards:
             unused = ("reshard_after_forward", "prefetch")
-            refuse_unused(self.sharding, unused, f"strategy: {self.strategy}, which cuts no state")
+            refuse_unused(self.sharding, unused, f"strategy: {self.strategy}, which does not shard state")
         if self.strategy == "single" and self.comm != CommConfig():
-            raise ValueError("comm.compress has no effect with strategy: single, which sends nothing")
+            raise ValueError("comm.compress has no effect with strategy: single, which does not communicate")
         if self.sharding.offload and not shards:
             raise ValueError(f"sharding.offload needs strategy: zero2, zero3, fsdp or hsdp; got {self.strategy}")
         return self
@@ -313,11 +313,11 @@ class Config(Section):
     def reason_against_sharding(self) -> str | None:
         """The setting that needs unsharded weights or optimizer state on every rank, or None."""
         if self.model.precision == "fp16":
-            return "model.precision: fp16, whose loss scaling looks at whole gradients"
+            return "model.precision: fp16, whose loss scaling needs unsharded gradients"
         if self.base.storage == "nf4" and self.base.compute == "fp8":
-            return "base.compute: fp8 over nf4, which multiplies layers together"
+            return "base.compute: fp8 over nf4, which fuses layers"
         if self.optim.name == "adamw8bit" or self.full.weights == "bf16":
-            return "adamw8bit and full.weights: bf16, whose updates are made over whole tensors"
+            return "adamw8bit and full.weights: bf16, whose updates need whole tensors"
         if self.full.compute == "fp8" or self.full.update == "backward":
             return "full.compute: fp8 and full.update: backward"
         return None

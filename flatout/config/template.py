@@ -93,7 +93,7 @@ def _setting(section: BaseModel, name: str, depth: int) -> Iterator[str]:
     yield from _comment(f"{text}{separator}[{facts}]", depth)
     if name == "sources":
         # a source's settings are not in the file while the list is empty
-        lines = ["A source is written `- path: rows.jsonl`, with any of these under it:"]
+        lines = ["Write a source as `- path: rows.jsonl`, with any of these below it:"]
         for key, field in SourceConfig.model_fields.items():
             default = _plain_default(SourceConfig, key)
             shown = "" if field.is_required() else f"; default {_scalar(default)}"

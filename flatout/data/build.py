@@ -76,15 +76,15 @@ def open_or_build(
                 found = TokenStore.open(folder)
                 if found.meta.fingerprint == meta.fingerprint:
                     store = found
-                change = _change(found.meta, meta) or "its rows, or how they are read, have changed"
+                change = _change(found.meta, meta) or "its rows or the way they are read changed"
             except DataError as error:
                 change = str(error)
             if store is None and not replaces:
                 raise UsageError(
-                    f"data set {config.name!r} is there already: {change}; give another --name, or --replace"
+                    f"data set {config.name!r} already exists and differs: {change}; use another --name, or --replace"
                 )
             reused = f"Reusing {folder}: same content, tokenizer, template and settings"
-            log(reused if store else f"Building {config.name!r} again: {change}")
+            log(reused if store else f"Rebuilding {config.name!r}: {change}")
         if store is None:
             _build(config, sources, tokenizer, meta, folder, progress, log)
             store = TokenStore.open(folder, verify=False)
@@ -148,20 +148,20 @@ def _open_built(config: DataConfig, name: str) -> TokenStore:
         settings={key: value for key, value in config if key in SETTINGS and key in config.model_fields_set},
     )
     if change := _change(store.meta, wanted):
-        raise DataError(f"data set {config.name!r} was built with {change}; build it again, or fit the settings")
+        raise DataError(f"data set {config.name!r} was built with {change}; rebuild it, or adapt the settings")
     return store
 
 
 def _change(built: StoreMeta, wanted: StoreMeta) -> str:
-    """Describe how the settings of two data sets differ ("max_tokens=2048, now 4096 is asked for"); empty if equal."""
+    """Describe how the settings of two data sets differ ("max_tokens=2048, but 4096 is configured"); empty if equal."""
     changes = []
     if built.tokenizer_digest != wanted.tokenizer_digest:
-        changes.append(f"tokenizer {built.tokenizer!r}, now {wanted.tokenizer!r} is asked for")
+        changes.append(f"tokenizer {built.tokenizer!r}, but {wanted.tokenizer!r} is configured")
     if built.template_text and built.template_text != wanted.template_text:
-        changes.append(f"chat template {built.template!r}, now {wanted.template!r} is asked for")
+        changes.append(f"chat template {built.template!r}, but {wanted.template!r} is configured")
     for name, asked in wanted.settings.items():
         if (had := built.settings.get(name, "not recorded")) != asked:
-            changes.append(f"{name}={had}, now {asked} is asked for")
+            changes.append(f"{name}={had}, but {asked} is configured")
     return "; ".join(changes)
 
 
@@ -186,7 +186,7 @@ def _build(
 
     num_procs = usable_procs(config.num_procs)
     if config.num_procs not in (None, num_procs):
-        log_note(f"num_procs: {config.num_procs} lowered to {num_procs}; more processes than cores only take memory")
+        log_note(f"num_procs: {config.num_procs} lowered to {num_procs}; more processes than cores only waste memory")
     with new_store(folder) as writer:
         readers = _choose_parsers(sources, config.sources)
         for source, parser in readers:

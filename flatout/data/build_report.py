@@ -95,12 +95,12 @@ class BuildReport:
                 )
             if counts["no_labels"] > _MAX_NO_LABELS * rows:
                 raise DataError(
-                    f"{counts['no_labels']} of {rows} rows have nothing to learn (no answer, an empty one, or "
+                    f"{counts['no_labels']} of {rows} rows have no label tokens (no answer, an empty one, or "
                     f"train: false): {self._some('no_labels')}; remove them, or set data.on_bad_row: skip"
                 )
             if counts["lost_labels"] > _MAX_LOST_LABELS * rows:
                 raise DataError(
-                    f"{counts['lost_labels']} of {rows} rows lose every label at max_tokens={config.max_tokens} "
+                    f"{counts['lost_labels']} of {rows} rows lose all labels at max_tokens={config.max_tokens} "
                     f"({spread}): {self._some('lost_labels')}; raise data.max_tokens, set data.too_long: drop, "
                     "or data.on_bad_row: skip"
                 )
@@ -108,7 +108,7 @@ class BuildReport:
             raise DataError(
                 f"data set {config.name!r} is empty: of {rows} rows {counts['bad']} were bad, "
                 f"{counts['no_labels']} had no labels, {counts['too_long']} were too long, "
-                f"{counts['lost_labels']} lost all labels when cut"
+                f"{counts['lost_labels']} lost all labels when truncated"
                 + (f"; the first: {self.problems[0]}" if self.problems else "")
                 + f"; read from {', '.join(source.path for source in config.sources)}"
             )
@@ -119,13 +119,13 @@ class BuildReport:
         told = {
             "bad": "bad rows were skipped",
             "too_long": "rows were dropped: too long",
-            "no_labels": "rows were dropped: nothing to learn in them",
-            "lost_labels": "rows were dropped: cutting left no label",
-            "truncated": f"rows were cut at {self._config.max_tokens} tokens",
+            "no_labels": "rows were dropped: no label tokens",
+            "lost_labels": "rows were dropped: truncation left no label",
+            "truncated": f"rows were truncated to {self._config.max_tokens} tokens",
             "split": f"rows were split into windows of {self._config.max_tokens} tokens",
-            "typed_control": "rows hold control tokens as text; they were encoded as text",
-            "reasoning_dropped": "turns lost their reasoning: the chat template leaves it out",
-            "empty_answers": "answers are empty; they carry no loss",
+            "typed_control": "rows contain control tokens as text; they were encoded as text",
+            "reasoning_dropped": "turns lost their reasoning: the chat template drops it",
+            "empty_answers": "answers are empty; they do not contribute to the loss",
             "duplicates": "samples are duplicates; they are kept",
         }
         notes = []
@@ -155,9 +155,9 @@ class BuildReport:
         counts = self.counts
         if self._config.special_tokens is None and counts["typed_documents"] > _MAX_TYPED * counts["documents"]:
             raise DataError(
-                f"{counts['typed_documents']} of {counts['documents']} texts hold special tokens of the tokenizer "
-                f"({self._some('typed_control')}): they look like text that went through a chat template; set "
-                "data.special_tokens: keep to read them as tokens, or text to spell them out"
+                f"{counts['typed_documents']} of {counts['documents']} texts contain special tokens of the tokenizer "
+                f"({self._some('typed_control')}): they look already formatted with a chat template; set "
+                "data.special_tokens: keep to read them as tokens, or text to encode them as text"
             )
 
     def _some(self, name: str) -> str:
@@ -168,6 +168,6 @@ class BuildReport:
     def _stop(self) -> None:
         lines = "".join(f"\n  - {problem}" for problem in self.problems[:MAX_PROBLEMS])
         raise DataError(
-            f"data set {self._config.name!r}: bad rows, so nothing was built (data.on_bad_row: skip leaves them out)"
+            f"data set {self._config.name!r}: bad rows, so nothing was built (set data.on_bad_row: skip to drop them)"
             f"{lines}"
         )

@@ -86,7 +86,7 @@ class Encoder:
         self, text: str, edges: Sequence[int], typed: Sequence[Span]
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         if found := _RESERVED.search(text):
-            raise UnencodableError(f"the text holds the private-use character U+{ord(found[0]):X}; remove it")
+            raise UnencodableError(f"the text contains the private-use character U+{ord(found[0]):X}; remove it")
         specials = [found.span() for found in self._pattern.finditer(text)] if self._pattern else []
         specials = [span for span in specials if not any(a < span[1] and span[0] < b for a, b in typed)]
         cuts = [edge for edge in edges if not any(edge in span for span in specials)]

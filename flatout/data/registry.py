@@ -44,8 +44,8 @@ def built_dir(root: Path, name: str) -> Path:
     """
     if re.fullmatch(NAME_PATTERN, name) is None:
         raise SecurityError(
-            f"data set name {name[:80]!r} is refused: use letters, digits, dot, dash and underscore, "
-            f"64 at most, starting with a letter or digit"
+            f"data set name {name[:80]!r} is invalid: use letters, digits, dot, dash and underscore, "
+            f"at most 64, starting with a letter or digit"
         )
     return _inside(root, f"built_dataset/{name}", name)
 
@@ -57,7 +57,7 @@ def entry_dir(root: Path, entry: Entry) -> Path:
 
 def _inside(root: Path, path: str, name: str) -> Path:
     if "\0" in path or not (root / path).resolve().is_relative_to(root.resolve()):
-        raise SecurityError(f"data set {name!r}: path {path!r} leads out of {root}; only folders inside it are used")
+        raise SecurityError(f"data set {name!r}: path {path!r} is outside {root}; only folders inside it are allowed")
     return root / path
 
 
@@ -86,7 +86,7 @@ def find(root: Path, name: str) -> Entry:
     if name in entries:
         return entries[name]
     if not entries:
-        raise DataError(f"no data set {name!r}: {root / FILE_NAME} has none; build it with `flatout data build`")
+        raise DataError(f"no data set {name!r}: {root / FILE_NAME} has none; run `flatout data build`")
     near = difflib.get_close_matches(name, entries, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise DataError(f"no data set {name!r} in {root / FILE_NAME}; {hint}known: {', '.join(entries)}")
@@ -110,7 +110,7 @@ def upsert(root: Path, entry: Entry) -> None:
 
 def _read(file: Path) -> list[dict[str, Any]]:
     if file.parent.exists() and not file.parent.is_dir():
-        raise DataError(f"{file.parent}: is a file, and no folder of data sets")
+        raise DataError(f"{file.parent}: is a file, not a folder of data sets")
     if not file.exists():
         return []
     raws = read_json(file, DataError)
@@ -118,5 +118,5 @@ def _read(file: Path) -> list[dict[str, Any]]:
         raise DataError(f"{file}: expected a list of entries; repair it by hand, or move it away and build again")
     for number, raw in enumerate(raws, start=1):
         if not isinstance(raw, dict):
-            raise DataError(f"{file}: entry {number} is no object with a name; remove it")
+            raise DataError(f"{file}: entry {number} is not an object with a name; remove it")
     return raws

@@ -15,12 +15,12 @@ _LABELS = {
     "truncated": "truncated",
     "split": "split into windows",
     "too_long": "dropped: too long",
-    "lost_labels": "dropped: no label left after cutting",
-    "no_labels": "dropped: nothing to learn",
+    "lost_labels": "dropped: no label left after truncation",
+    "no_labels": "dropped: no label tokens",
     "duplicates": "duplicates",
     "typed_control": "rows with control tokens as text",
-    "empty_answers": "empty answers, without loss",
-    "reasoning_dropped": "turns whose reasoning the template left out",
+    "empty_answers": "empty answers, not in the loss",
+    "reasoning_dropped": "turns whose reasoning the template dropped",
 }
 
 
@@ -35,7 +35,7 @@ def statistics_lines(store: TokenStore) -> list[str]:
         f"samples {store.num_samples:,}  tokens {num_tokens:,}  "
         f"label tokens {num_labels:,} ({num_labels / num_tokens:.1%})",
         f"length in tokens: {spread}",
-        f"padding that a naive loader would pay: {padding}; here: none",
+        f"padding with naive batching: {padding}; with flatout: none",
     ]
     powers = np.ceil(np.log2(lengths)).astype(np.int64)
     counts = np.bincount(powers)

@@ -21,7 +21,7 @@ from flatout.io.json_file import encode_json, read_json
 
 VERSION = 2
 _MANIFEST = "manifest.json"
-_AGAIN = "build the data set again"
+_AGAIN = "rebuild the data set"
 _HEADER_BYTES = 128
 _TYPES = {
     "token_ids": np.dtype(np.int32),  # [all tokens]
@@ -125,11 +125,11 @@ class TokenStore:
         """
         path = folder / _MANIFEST
         if not path.exists():
-            raise DataError(f"{folder} holds no built data set ({_MANIFEST} is missing); run flatout data build")
+            raise DataError(f"{folder} is not a built data set ({_MANIFEST} is missing); run flatout data build")
         raw = read_json(path, DataError)
         version = raw.get("version") if isinstance(raw, dict) else None
         if version != VERSION:
-            raise DataError(f"{path}: format version {version}, this flatout reads {VERSION}; {_AGAIN}")
+            raise DataError(f"{path}: found format version {version}, but this flatout reads {VERSION}; {_AGAIN}")
         try:
             manifest = TypeAdapter(_Manifest).validate_json(encode_json(raw))
         except ValidationError as error:
@@ -145,7 +145,7 @@ class TokenStore:
             in_range = bool(store.files.min() >= 0 and store.files.max() < len(store.meta.files))
             fits = ends and in_range and bool((store.lengths > 0).all())
         if not fits:
-            raise DataError(f"{folder}: the arrays do not fit together; {_AGAIN}")
+            raise DataError(f"{folder}: the arrays have inconsistent lengths; {_AGAIN}")
         return store
 
 
@@ -159,9 +159,9 @@ def _open_array(folder: Path, name: str, facts: Mapping[str, _ArrayFacts], verif
     except (ValueError, KeyError, EOFError, OverflowError, SyntaxError, TokenError) as error:
         raise DataError(f"{path}: damaged or missing: {error}; {_AGAIN}") from error
     if array.dtype != dtype or array.shape != (expected.length,):
-        raise DataError(f"{path}: holds {array.dtype} {array.shape}, expected {dtype} ({expected.length},); {_AGAIN}")
+        raise DataError(f"{path}: found {array.dtype} {array.shape}, expected {dtype} ({expected.length},); {_AGAIN}")
     if verify and xxhash.xxh3_128_hexdigest(array.view(np.uint8).data) != expected.xxh3_128:
-        raise DataError(f"{path}: the content does not fit its hash (damaged file); {_AGAIN}")
+        raise DataError(f"{path}: the content does not match its hash (damaged file); {_AGAIN}")
     return array
 
 

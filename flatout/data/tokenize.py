@@ -86,11 +86,11 @@ class SampleTokenizer:
             return []
         end, name = self.masker.end_of_turn(), self.masker.template.name
         if not end:
-            return [f"chat template {name!r} trains no end-of-turn token: the model will not learn when to stop"]
+            return [f"chat template {name!r} has no end-of-turn token in the loss: the model will not learn to stop"]
         num_tokens = len(self.encoder.encode(end, ()).token_ids)
         if num_tokens <= 1:
             return []
-        return [f"the end of turn {end!r} of chat template {name!r} is {num_tokens} tokens of this tokenizer, not one"]
+        return [f"the end of turn {end!r} of chat template {name!r} is {num_tokens} tokens in this tokenizer, not one"]
 
     def __call__(self, sample: Sample) -> TokenizedSample:
         """Tokenize one sample; its first token never carries loss, since nothing predicts it. Raises DataError."""
@@ -113,13 +113,13 @@ class SampleTokenizer:
         ids, labels = sample.token_ids, sample.loss_mask
         if len(ids) != len(labels):
             raise DataError(
-                f"{sample.origin}: {len(ids)} token ids but {len(labels)} label flags; they must be as many"
+                f"{sample.origin}: {len(ids)} token ids but {len(labels)} label flags; the counts must match"
             )
         bad = next((i for i, token in enumerate(ids) if not 0 <= token < self._num_ids), None)
         if bad is not None:
             raise DataError(
                 f"{sample.origin}: token id {ids[bad]} at position {bad} is outside 0..{self._num_ids - 1} "
-                f"of tokenizer {self.options.tokenizer_name!r}; another one made it"
+                f"of tokenizer {self.options.tokenizer_name!r}; the row comes from a different tokenizer"
             )
         return self._fit(TokenizedText(np.array(ids, np.int32), np.array(labels, np.bool_)))
 
@@ -135,7 +135,7 @@ class SampleTokenizer:
         body = self.encoder.encode(text, spans, typed)
         if (eos := self.tokenizer.eos_token_id) is None:
             raise DataError(
-                f"tokenizer {self.options.tokenizer_name!r} has no eos token, so a plain document cannot be ended; "
+                f"tokenizer {self.options.tokenizer_name!r} has no eos token to end plain documents; "
                 "set eos_token in it"
             )
         # a text that already has its bos and eos does not get them again

@@ -29,7 +29,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     except Exception as error:
         raise DataError(
             f"tokenizer {name!r} (revision {revision or 'main'}): cannot be loaded: {reason_of(error)}; "
-            "give a hub id or a folder with tokenizer.json (offline: only what is in the cache)"
+            "give a hub id or a folder with tokenizer.json (offline, only cached tokenizers work)"
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.is_fast:
         raise DataError(

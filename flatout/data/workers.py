@@ -168,8 +168,8 @@ def _in_processes(
         first = waiting[0][0] if waiting else chunk
         rows = f"rows {first.rows[0].origin} to {chunk.rows[-1].origin}" if first and chunk else "the first rows"
         raise ResourceError(
-            f"a tokenizing process died (killed, or out of memory) in {rows}; "
-            "set data.num_procs lower, or look for a huge row there"
+            f"a tokenizer process died (killed, or out of memory) in {rows}; "
+            "lower data.num_procs, or look for a huge row there"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -45,8 +45,8 @@ def write_demo(folder: Path, seed: int, *, num_train: int = 5000, num_held_out: 
             durable_io.write_bytes(file, text.encode())
         elif file.read_text(encoding="utf-8") != text:
             raise UsageError(
-                f"{file}: holds other conversations than this demo writes (another seed or version of flatout); "
-                f"remove {folder}, or choose another folder"
+                f"{file}: holds different conversations from this demo's (another seed or version of flatout); "
+                f"remove {folder}, or choose a different folder"
             )
     # with the role names, since the chat template writes them
     texts = (

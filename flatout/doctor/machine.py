@@ -79,9 +79,9 @@ def check_torch(wanted: str) -> Iterator[Finding]:
         elif num_gpus > 1:
             yield fail("NCCL", "torch has none", "install a torch with NCCL, or train on one GPU")
     elif smi_rows("gpu", ("index",)):
-        why = "torch is a CPU build" if torch.version.cuda is None else f"the driver does not serve CUDA {cuda}"
-        got = f"GPUs are there, but {why}"
-        yield ok("CUDA", got) if wanted == "cpu" else fail("CUDA", got, "install a torch that fits the driver")
+        why = "torch is a CPU build" if torch.version.cuda is None else f"the driver does not support CUDA {cuda}"
+        got = f"this machine has GPUs, but {why}"
+        yield ok("CUDA", got) if wanted == "cpu" else fail("CUDA", got, "install a torch build that matches the driver")
     elif wanted == "cuda":
         yield fail("CUDA", "no GPU", "set device: cpu, or use a machine with a GPU")
     else:
@@ -98,11 +98,11 @@ def _check_packages() -> Iterator[Finding]:
             continue
         found = _version(requirement.name)
         if found is None or not requirement.specifier.contains(found, prereleases=True):
-            wrong.append(f"{requirement.name} {found or 'is missing'}, {requirement.specifier} needed")
+            wrong.append(f"{requirement.name} {found or 'is missing'}, needs {requirement.specifier}")
     if wrong:
-        yield fail("packages", "; ".join(wrong), "pip install -U these packages")
+        yield fail("packages", "; ".join(wrong), "upgrade these packages with pip install -U")
     else:
-        yield ok("packages", "all required ones at their versions or newer")
+        yield ok("packages", "all required packages are recent enough")
     described = (f"{package} {_version(package) or 'not installed'} ({use})" for package, use in OPTIONAL.items())
     yield ok("optional", "; ".join(described))
     if not torch.cuda.is_available():
@@ -113,7 +113,7 @@ def _check_packages() -> Iterator[Finding]:
     if triton is None:
         yield warn("triton", "not installed", "install triton, or set compile: off")
     elif compiler is None:
-        do = "install gcc: Triton compiles its launchers with it; or set compile: off"
+        do = "install gcc, which Triton needs, or set compile: off"
         yield warn("triton", f"{triton}, but no C compiler", do)
     else:
         yield ok("triton", f"{triton}, compiler {compiler}")
@@ -143,7 +143,7 @@ def judge_gpus(gpus: Sequence[Mapping[str, str]], processes: Sequence[Mapping[st
             gib = f" {int(of_process) / 1024:.1f} GiB" if of_process.isdigit() else ""
             described.append(f"pid {process['pid']} ({user}, {Path(process['process_name']).name}){gib}")
         who = ", ".join(described) or "processes that this container cannot see"
-        yield warn(f"GPU {gpu['index']}", f"{got}; held by {who}", "wait, stop them, or choose other GPUs")
+        yield warn(f"GPU {gpu['index']}", f"{got}; used by {who}", "wait, stop them, or use other GPUs")
 
 
 def _check_links() -> Iterator[Finding]:
@@ -156,7 +156,7 @@ def _check_links() -> Iterator[Finding]:
         speeds = {pair: _bandwidth(*pair) for pair in pairs}
     except RuntimeError as error:
         # a GPU is full or has failed; the message says which
-        yield warn("links", f"could not be measured: {first_line(error)}", "free the GPUs and look again")
+        yield warn("links", f"could not be measured: {first_line(error)}", "free the GPUs and run doctor again")
         return
     finally:
         torch.cuda.empty_cache()
@@ -171,9 +171,9 @@ def judge_links(num_gpus: int, num_apart: int, speeds: Mapping[tuple[int, int], 
         f"{speeds[slowest] / 1e9:.0f} to {max(speeds.values()) / 1e9:.0f} GB/s (slowest {slowest[0]} to {slowest[1]})"
     )
     if num_apart:
-        return warn("links", got, "copies go through the host: look at `nvidia-smi topo -m`, ACS and IOMMU settings")
+        return warn("links", got, "copies go through the host: check `nvidia-smi topo -m`, ACS and IOMMU settings")
     if speeds[slowest] < SLOW_BYTES_PER_S:
-        return warn("links", got, "look at `nvidia-smi topo -m`; full fine-tuning over these GPUs will wait for them")
+        return warn("links", got, "check `nvidia-smi topo -m`; these links will limit full fine-tuning")
     return ok("links", got)
 
 

@@ -61,14 +61,14 @@ def _check_node(config: Config | None, rank: Rank) -> list[Finding]:
             for finding in check:
                 found.append(finding)
         except FlatoutError as error:
-            found.append(fail(what, str(error), "do what the line says"))
+            found.append(fail(what, str(error), "see the message above"))
     return found
 
 
 def _check_model(config: Config) -> Iterator[Finding]:
     """Check that the model's folder or hub id exists, is complete, and contains only data."""
     check_source(config.model.name, config.model.revision, needs_weights=config.model.init == "pretrained")
-    yield ok("model", f"{config.model.name}: config.json and weights are there")
+    yield ok("model", f"{config.model.name}: found config.json and weights")
 
 
 def _check_run_folder(config: Config) -> Iterator[Finding]:
@@ -76,7 +76,7 @@ def _check_run_folder(config: Config) -> Iterator[Finding]:
     folder, was_there = config.folder, config.folder.exists()
     try:
         with RunLock(folder):
-            yield ok("run folder", f"{folder.absolute()}: writable, locked by nobody")
+            yield ok("run folder", f"{folder.absolute()}: writable and not locked")
             yield check_space(config)
             yield _rehearse(folder)
     finally:
@@ -119,7 +119,8 @@ def _rehearse(folder: Path) -> Finding:
         bytes_per_s = REHEARSAL_BYTES / (time.perf_counter() - started)
         snapshot = checkpoints.newest()
     if snapshot is None or not torch.equal(snapshot.tensors["model"]["weights"], weights):
-        return fail("rehearsal", "what was saved is not what was loaded", "do not trust this disk; set another run_dir")
+        do = "do not trust this disk; set run_dir on a different one"
+        return fail("rehearsal", "the loaded checkpoint differs from the saved one", do)
     got = f"saved, verified and loaded {REHEARSAL_BYTES >> 20} MiB at {bytes_per_s / 2**20:,.0f} MiB/s"
     if bytes_per_s < SLOW_DISK_BYTES_PER_S:
         return warn("rehearsal", got, "checkpoints will be slow: raise checkpoint.every_steps, or use a faster disk")
@@ -175,6 +176,6 @@ def _check_shared_folder(folder: Path, group: ControlGroup, hosts: Sequence[str]
     if group.rank.is_first:
         DurableIO().remove_tree(path if was_there else folder)
     if blind:
-        got = f"{folder.absolute()} is another folder on {', '.join(blind)}"
-        return fail("shared folder", got, "set run_dir on a disk that all nodes have")
-    return ok("shared folder", f"all {len(hosts)} ranks see the run folder of the first one")
+        got = f"{folder.absolute()} is a different folder on {', '.join(blind)}"
+        return fail("shared folder", got, "set run_dir on a disk that all nodes share")
+    return ok("shared folder", f"all {len(hosts)} ranks see the same run folder")

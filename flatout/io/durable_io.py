@@ -113,7 +113,7 @@ class DurableIO:
                     self._disk.unlink(path)
                 raise
         if num_bytes != size_bytes:
-            raise ValueError(f"{path}: {num_bytes} bytes written, {size_bytes} announced")
+            raise ValueError(f"{path}: wrote {num_bytes} bytes, expected {size_bytes}")
         return FileFacts(num_bytes, hasher.hexdigest())
 
     def open_new(self, path: Path) -> BinaryIO:
@@ -132,7 +132,7 @@ class DurableIO:
                 for name in sorted(names + [name for name in folders if Path(parent, name).is_symlink()]):
                     path = Path(parent, name)
                     if not stat.S_ISREG(path.lstat().st_mode):
-                        raise SecurityError(f"{path}: found a link or a special file; only plain files belong there")
+                        raise SecurityError(f"{path}: found a link or a special file, expected a regular file")
                     fd = self._disk.open(path)
                     try:
                         self._disk.sync(fd)
@@ -144,7 +144,7 @@ class DurableIO:
 
     def make_dir(self, path: Path) -> None:
         """Create a folder and its missing parents durably; an existing folder is left unchanged."""
-        with self.resource_errors("make the folder", path):
+        with self.resource_errors("create the folder", path):
             missing = [folder for folder in (path, *path.parents) if not folder.exists()]
             for folder in reversed(missing):
                 with suppress(FileExistsError):  # another process made it first
@@ -194,7 +194,7 @@ class DurableIO:
 
     def require_free(self, folder: Path, needed_bytes: int) -> None:
         """Raise ResourceError, with needed and free bytes, if the folder's disk lacks space for `needed_bytes`."""
-        with self.resource_errors("look at", folder, needed_bytes):
+        with self.resource_errors("access", folder, needed_bytes):
             if self._disk.free_bytes(folder) < needed_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -211,7 +211,7 @@ class DurableIO:
                     raise ResourceError(f"disk or quota full: {why}") from error
                 raise ResourceError(
                     f"disk or quota full: {path} needs {needed_bytes:,} bytes, {free} are free on its disk; free some "
-                    "space or lower checkpoint.keep; older checkpoints are untouched"
+                    "space or lower checkpoint.keep; older checkpoints are intact"
                 ) from error
             too_large = error.errno == errno.EFBIG
             remedy = "raise the limit (ulimit -f)" if too_large else "check that the folder is writable"
@@ -225,11 +225,13 @@ def open_own(path: Path, flags: int) -> int:
         fd = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise SecurityError(f"{path} is a symbolic link, which is never written through; remove it") from error
+            raise SecurityError(
+                f"{path} is a symbolic link; flatout does not write through links: remove it"
+            ) from error
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise SecurityError(f"{path} is no plain file; remove it")
+        raise SecurityError(f"{path} is not a regular file; remove it")
     return fd
 
 

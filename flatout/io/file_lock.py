@@ -26,7 +26,7 @@ def open_lock(path: Path) -> int:
         return open_own(path, os.O_RDWR)
     except OSError as error:
         raise ResourceError(
-            f"cannot open {path}: {error.strerror}; make the folder writable, or choose another one"
+            f"cannot open {path}: {error.strerror}; make the folder writable, or choose a different one"
         ) from error
 
 
@@ -38,7 +38,7 @@ def take_lock(fd: int, path: Path) -> bool:
         return False
     except OSError as error:
         raise ResourceError(
-            f"cannot lock {path}: {error.strerror}; choose a folder on a disk that has file locks"
+            f"cannot lock {path}: {error.strerror}; choose a folder on a file system that supports locks"
         ) from error
     return True
 
@@ -81,7 +81,7 @@ class RunLock:
         try:
             if not take_lock(fd, self._path):
                 raise ResourceError(
-                    f"{self._run_dir} is locked by {_holder(fd)}; wait for that run, stop it, or choose another run_dir"
+                    f"{self._run_dir} is locked by {_holder(fd)}; wait for it, stop it, or choose a different run_dir"
                 )
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": now_utc()}
             probe = self._run_dir / ".write-probe"
@@ -109,7 +109,7 @@ class RunLock:
         try:
             self.__enter__()
         except ResourceError as error:
-            raise ResourceError(f"{self._run_dir} was deleted while this run went on, and now {error}") from error
+            raise ResourceError(f"{self._run_dir} was deleted during this run, and now {error}") from error
 
     def __exit__(self, *error: object) -> None:
         if self._fd is not None:
@@ -131,7 +131,7 @@ def _holder(fd: int) -> str:
             os.kill(pid, 0)
         except ProcessLookupError:
             # forked children inherit the lock, so a child may hold it after the run has ended
-            return f"{text} (that process is gone, but a child of it still holds the lock)"
+            return f"{text} (that process has exited, but one of its children still holds the lock)"
         except PermissionError:
             pass  # the process belongs to another user
     return text

@@ -27,7 +27,7 @@ def hub_source(name: str, revision: str | None) -> tuple[str, str | None]:
         files = [file for file in Path(name).iterdir() if file.suffix in (".json", ".jinja", ".safetensors")]
         if odd := [file for file in files if not file.is_file()]:
             # transformers would silently ignore such a file
-            raise UsageError(f"{odd[0]} is a folder or a link to nothing; download or copy it again")
+            raise UsageError(f"{odd[0]} is a folder or a broken link; download or copy it again")
         return name, revision
     from huggingface_hub import constants, get_session, snapshot_download
     from huggingface_hub.errors import OfflineModeIsEnabled
@@ -70,14 +70,14 @@ def hub_errors(name: str) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:
-        raise UsageError(f"there is no folder {name}, and it is no hub id such as org/model") from error
+        raise UsageError(f"there is no folder {name}, and it is not a hub id such as org/model") from error
     except (HfHubHTTPError, httpx.HTTPError, LocalEntryNotFoundError) as error:
         response = getattr(error, "response", None)
         if response is not None and response.status_code < 500 and response.status_code != 429:
             reason = str(error).strip().splitlines()[-1]
-            raise UsageError(f"there is no folder {name}, and the hub refuses it: {reason}") from error
+            raise UsageError(f"there is no folder {name}, and the hub rejects it: {reason}") from error
         if constants.HF_HUB_OFFLINE:
-            problem = "HF_HUB_OFFLINE is set and the hub's cache does not have it"
+            problem = "HF_HUB_OFFLINE is set and it is not in the hub cache"
             raise UsageError(f"there is no folder {name}, and {problem}; correct the path, or go online") from error
         problem = f"{constants.ENDPOINT} does not answer within {constants.HF_HUB_ETAG_TIMEOUT} s (HF_HUB_ETAG_TIMEOUT)"
         raise ResourceError(f"there is no folder {name}, and {problem}; correct the path, or try again") from error

@@ -96,7 +96,7 @@ def _explained(error: json.JSONDecodeError) -> JSONSyntaxError:
     elif error.msg.startswith("Illegal trailing") or (
         error.doc[error.pos : error.pos + 1] in ("}", "]") and error.doc[: error.pos].rstrip().endswith(",")
     ):
-        what += "; the comma before is one too many"
+        what += "; remove the comma before it"
     if error.pos >= len(error.doc.rstrip()):
         what += "; the text ends here"
     return JSONSyntaxError(what, error.lineno, error.colno, at_second_value=error.msg == "Extra data")
@@ -110,7 +110,7 @@ def _refused_at(text: str, found: str) -> JSONSyntaxError:
         what = f"key {found} is given twice in one object"
     else:
         position = next((match.start() for match in _NOT_NUMBER.finditer(text) if match[1]), 0)
-        what = f"{found} is no JSON value; write null or a number"
+        what = f"{found} is not valid JSON; write null or a number"
     line_start = text.rfind("\n", 0, position) + 1
     return JSONSyntaxError(what, text.count("\n", 0, position) + 1, position - line_start + 1)
 
@@ -131,7 +131,7 @@ def read_json(path: Path, error: type[FlatoutError] = CheckpointError, *, max_by
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
         if len(content) > max_bytes:
-            raise error(f"{path}: {path.stat().st_size:,} bytes of JSON is over the limit of {max_bytes:,}")
+            raise error(f"{path}: {path.stat().st_size:,} bytes of JSON exceed the limit of {max_bytes:,}")
         value = parse_json(content)
         # half of a surrogate pair is valid JSON, but cannot be encoded as UTF-8 again
         json.dumps(value, ensure_ascii=False).encode()
@@ -141,9 +141,9 @@ def read_json(path: Path, error: type[FlatoutError] = CheckpointError, *, max_by
     except OSError as cause:
         raise error(f"{path}: cannot be read: {cause.strerror}") from cause
     except UnicodeDecodeError as cause:
-        raise error(f"{path}: not readable as JSON: no text from byte {cause.start} on; write it as UTF-8") from cause
+        raise error(f"{path}: not readable as JSON: not UTF-8 from byte {cause.start} on; write it as UTF-8") from cause
     except UnicodeEncodeError as cause:
-        raise error(f"{path}: not readable as JSON: it holds half of a surrogate pair, which is no text") from cause
+        raise error(f"{path}: not readable as JSON: it contains half of a surrogate pair") from cause
     except ValueError as cause:
         raise error(f"{path}: not readable as JSON: {cause}") from cause
 

@@ -62,7 +62,7 @@ class PeerConnection:
             self.is_open = False
         *lines, self._received = self._received.split(b"\n")
         if len(self._received) > MAX_LINE_BYTES:
-            raise ValueError("a line without end")
+            raise ValueError("a line over the size limit")
         return [parse_object(line) for line in lines]
 
     def close(self) -> None:
@@ -142,11 +142,11 @@ class PeerListener:
             secret, _, hello = first.partition(b" ")
             # nothing is parsed before this comparison, which takes constant time
             if not hmac.compare_digest(secret, self._secret) or not newline or rest:
-                raise ValueError("it did not show the secret of this run")
+                raise ValueError("it did not send the secret of this run")
             values = parse_object(hello)
         except BlockingIOError:
             if self._clock() - came_at > HANDSHAKE_S:
-                self._reject_pending(connection, f"it said nothing for {HANDSHAKE_S:.0f} s")
+                self._reject_pending(connection, f"it sent nothing for {HANDSHAKE_S:.0f} s")
             return None
         except (OSError, ValueError) as error:
             self._reject_pending(connection, str(error))
@@ -163,7 +163,7 @@ class PeerListener:
         connection.close()
 
     def _report(self, connection: socket.socket, why: str) -> None:
-        address = "an address that is gone"
+        address = "a closed connection"
         with suppress(OSError):
             address = str(connection.getpeername()[0])
         if address not in self._reported and len(self._reported) < MAX_REPORTED:
@@ -184,10 +184,10 @@ def connect_to_peer(
             while not answer.endswith(b"\n"):
                 # byte by byte, since what follows the answer is for the PeerConnection
                 if not (byte := connection.recv(1)) or len(answer) > MAX_HANDSHAKE_BYTES:
-                    raise OSError("it closed the connection: is FLATOUT_SECRET the same there?")
+                    raise OSError("it closed the connection: check that FLATOUT_SECRET is the same there")
                 answer += byte
             if "accepted" not in parse_object(answer):
-                raise OSError("it does not answer as a rank of this program")
+                raise OSError("it does not answer like a flatout rank")
             return PeerConnection(connection)
         except (OSError, ValueError) as error:
             if connection is not None:

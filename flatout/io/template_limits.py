@@ -28,7 +28,7 @@ def bounded(what: str) -> Iterator[None]:
     """
 
     def stop(*_: object) -> NoReturn:
-        raise TemplateLimitError(f"{what} took more than {MAX_SECONDS} s; it may loop for ever: use another template")
+        raise TemplateLimitError(f"{what} took more than {MAX_SECONDS} s; it may loop forever; change the template")
 
     with _LIMITS:
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -44,7 +44,7 @@ def bounded(what: str) -> Iterator[None]:
             yield
         except MemoryError:
             raise TemplateLimitError(
-                f"{what} took more than {MAX_BYTES >> 30} GiB of memory; use another template, or look for a huge row"
+                f"{what} took more than {MAX_BYTES >> 30} GiB of memory; change the template, or look for a huge row"
             ) from None
         finally:
             resource.setrlimit(resource.RLIMIT_AS, old)

@@ -96,7 +96,7 @@ def classify_attempt(reports: Sequence[RankReport], *, out_of_memory: bool = Fal
         return AttemptOutcome(first.exit_code, culprit, first.error or f"exit code {first.exit_code}", crashed_after)
     for report in reports:
         if report.exit_code == PreemptedError.exit_code:
-            return AttemptOutcome(report.exit_code, report.rank, report.error or "asked to stop and saved")
+            return AttemptOutcome(report.exit_code, report.rank, report.error or "stop requested; saved")
     told = [report for report in by_end if report.exit_code == PeerLostError.exit_code]
     killed = {report.rank: report for report in reports if report.exit_code is None}
     if not told and not killed:
@@ -109,5 +109,5 @@ def classify_attempt(reports: Sequence[RankReport], *, out_of_memory: bool = Fal
         by_kernel = out_of_memory and lost.killed_by == signal.SIGKILL
         is_crash = by_kernel or lost.killed_by in CRASH_SIGNALS
         name = signal.Signals(lost.killed_by).name
-        why += f"; rank {rank} was ended by {name}" + (", as this machine or container ran out of memory" * by_kernel)
+        why += f"; rank {rank} was killed by {name}" + (" as this machine or container ran out of memory" * by_kernel)
     return AttemptOutcome(PeerLostError.exit_code, rank, why, told[0].step if told and is_crash else None)

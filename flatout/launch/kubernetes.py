@@ -43,7 +43,7 @@ def manifest(job: KubernetesJob) -> str:
     """
     for option, text in (("--name", job.name), ("--claim", job.claim)):
         if not LABEL.fullmatch(text):
-            raise UsageError(f"{option} {text!r}: Kubernetes takes lower-case letters, digits and -, at most 50")
+            raise UsageError(f"{option} {text!r}: Kubernetes allows at most 50 lower-case letters, digits and -")
     if not IMAGE.fullmatch(job.image):
         raise UsageError(f"--image {job.image!r}: expected a container image, such as registry.example/flatout:1.0")
     if not job.mount.startswith("/"):

@@ -99,16 +99,16 @@ def parse_nodes(nnodes: str, node_rank: int, rdzv: str | None) -> Nodes:
     """Parse --nnodes (`2` or `1:2`), --node-rank and --rdzv (HOST:PORT of node 0). Raises UsageError."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
     if match is None:
-        raise UsageError(f"--nnodes is {nnodes!r}; expected a number such as 2, or fewest:most such as 1:2")
+        raise UsageError(f"--nnodes is {nnodes!r}; expected a number such as 2, or MIN:MAX such as 1:2")
     num_min, num_max = int(match[1]), int(match[2] or match[1])
     if not 1 <= num_min <= num_max:
-        raise UsageError(f"--nnodes is {nnodes}; expected at least 1 node and fewest:most in this order")
+        raise UsageError(f"--nnodes is {nnodes}; expected at least 1 node, and MIN:MAX with MIN at most MAX")
     if not 0 <= node_rank < num_max:
         raise UsageError(f"--node-rank is {node_rank}; expected 0 to {num_max - 1} with --nnodes {nnodes}")
     if num_max == 1:
         return Nodes()
     if rdzv is None:
-        raise UsageError("--rdzv is missing; with several nodes give HOST:PORT of node 0, the same on every node")
+        raise UsageError("--rdzv is missing; with several nodes, give HOST:PORT of node 0, the same on every node")
     found = ENDPOINT.fullmatch(rdzv)
     if found is None or not 0 < int(found["port"]) < 65536:
         raise UsageError(f"--rdzv is {rdzv!r}; expected HOST:PORT of node 0, such as 10.0.0.1:{DEFAULT_PORT}")
@@ -163,8 +163,8 @@ def visible_devices(env: Mapping[str, str], *, gpus: Sequence[int] | None, on_cp
     for gpu in gpus:
         if gpu >= len(names):
             raise ResourceError(
-                f"gpus names GPU {gpu}, but CUDA_VISIBLE_DEVICES={shown} shows {len(names)}, which are numbered from "
-                "0; name others, or change that variable"
+                f"gpus names GPU {gpu}, but CUDA_VISIBLE_DEVICES={shown} shows {len(names)} GPUs, numbered from "
+                "0; change gpus or that variable"
             )
     return tuple(names[gpu] for gpu in gpus)
 

@@ -105,13 +105,13 @@ def count_gpus(limit_s: float, setting: str) -> int:
     asked = subprocess.Popen([sys.executable, "-c", COUNT_GPUS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         while asked.poll() is None:
-            wait.pause("the GPU driver of this node", "nvidia-smi may tell more")
+            wait.pause("the GPU driver of this node", "run nvidia-smi for details")
         answer = asked.communicate()[0]
     finally:
         asked.kill()
     count = int(answer) if asked.returncode == 0 else 0
     if count == 0:
-        raise ResourceError("no GPU is visible here; set gpus to those of this node, or device: cpu")
+        raise ResourceError("no GPU is visible on this node; set gpus to existing GPUs, or device: cpu")
     return count
 
 

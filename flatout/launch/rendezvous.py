@@ -64,7 +64,7 @@ class HostRendezvous(Rendezvous):
             listener = listen(_bindable(nodes), nodes.port)
         except OSError as error:
             raise ResourceError(
-                f"--rdzv {nodes.endpoint}: node 0 cannot listen there ({error}); give an address of this node and a "
+                f"--rdzv {nodes.endpoint}: node 0 cannot listen there ({error}); use an address of this node and a "
                 "free port"
             ) from error
         self._listener = PeerListener(listener, secret, lambda peer, why: notify(f"rejected {peer}: {why}"))
@@ -150,7 +150,7 @@ class ClientRendezvous(Rendezvous):
                         return RendezvousInfo(first_rank, world, str(host), port, interface=interface_of(str(own)))
                 except (OSError, ValueError, KeyError, TypeError):
                     self._connection.close()
-                wait.pause(f"the nodes for which {what} waits")
+                wait.pause(f"the other nodes, which {what} also waits for")
 
     def membership_changed(self) -> bool:
         if self._connection is None or not self._connection.is_open:

@@ -36,7 +36,7 @@ def sbatch_script(
         if text is not None and not PLAIN.fullmatch(text):
             raise UsageError(f"{option} {text!r}: expected letters, digits, dot, _ and -")
     if not TIME.fullmatch(time):
-        raise UsageError(f"--time {time!r}: expected Slurm's form, such as 12:00:00 or 2-00:00:00")
+        raise UsageError(f"--time {time!r}: expected Slurm's format, such as 12:00:00 or 2-00:00:00")
     options = {
         "job-name": name,
         "nodes": nodes,
@@ -56,17 +56,17 @@ def sbatch_script(
 
 set -u
 cd -- {shlex.quote(str(folder))} || exit 2
-# Slurm makes no folder for its own log, so this script does
+# Slurm does not create the folder of its log, so this script does
 logs={shlex.quote(str(log_dir))}
 mkdir -p -- "$logs" || exit 6
 echo "the log is $logs/slurm-$SLURM_JOB_ID.log"
 exec >>"$logs/slurm-$SLURM_JOB_ID.log" 2>&1
-# ranks know each other by it; nothing keeps it
+# ranks authenticate each other with it; it is not stored
 FLATOUT_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 export FLATOUT_SECRET
 srun --kill-on-bad-exit=1 -- {shlex.join([python, "-m", "flatout", *words])}
 code=$?
-# 75: stopped and saved; 7: a rank was lost; both go on from the newest checkpoint
+# 75: stopped and saved; 7: a rank was lost; both resume from the newest checkpoint
 if [ "$code" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 if [ "$code" -eq 7 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_restarts} ]; then
   scontrol requeue "$SLURM_JOB_ID"

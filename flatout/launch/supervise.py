@@ -86,11 +86,11 @@ class Supervisor:
             if self._signal is not None:
                 return outcome.exit_code if outcome.exit_code == PreemptedError.exit_code else self._stopped()
             if membership_changed:
-                self._notify(f"another node has come: all start again, logs in {folder}")
+                self._notify(f"a node joined: all nodes restart, logs in {folder}")
                 continue
             is_over = outcome.exit_code not in RESTARTABLE or num_restarts == self._faults.max_restarts
             if outcome.crashed_after is not None and outcome.crashed_after == crashed_before:
-                self._notify(f"step {crashed_before + 1} crashed again after a restart, which cures nothing here")
+                self._notify(f"step {crashed_before + 1} crashed again after a restart: restarting does not help")
                 is_over = True
             if is_over:
                 self._show_end(outcome, folder)
@@ -163,7 +163,7 @@ class Supervisor:
                 wait = wait or BoundedWait(self._faults.long_phase_s, "faults.long_phase_s", self._notify)
                 left = ", ".join(str(rank) for rank, code in codes.items() if code is None)
                 try:
-                    wait.check(f"rank {left} to end")
+                    wait.check(f"rank {left} to exit")
                 except PeerLostError as error:
                     self._notify(str(error))
                     failed_at = time.monotonic() - GRACE_S
@@ -183,7 +183,7 @@ class Supervisor:
 
     def _stopped(self) -> int:
         assert self._signal is not None
-        self._notify("stopped at once; steps since the last checkpoint are lost" if self._is_killed else "stopped")
+        self._notify("killed; steps since the last checkpoint are lost" if self._is_killed else "stopped")
         return SIGNAL_EXIT_CODE + self._signal
 
     def _show_end(self, outcome: AttemptOutcome, folder: Path) -> None:

@@ -29,7 +29,7 @@ def commands(
     """
     if not SESSION.fullmatch(name):
         raise UsageError(
-            f"--tmux {name!r}: a name is up to 64 letters, digits, _ and -, and begins with a letter or digit"
+            f"--tmux {name!r}: expected up to 64 letters, digits, _ and -, starting with a letter or digit"
         )
     variables = []
     for key, value in sorted(env.items()):
@@ -51,13 +51,13 @@ def commands(
 def start(made: Sequence[Sequence[str]], name: str) -> None:
     """Run the commands. Raises ResourceError without tmux, and UsageError when the session already exists."""
     if shutil.which("tmux") is None:
-        raise ResourceError("--tmux needs tmux, which is not installed here; install it, or leave --tmux out")
+        raise ResourceError("--tmux needs tmux, which is not installed here; install it, or remove --tmux")
     if subprocess.run(["tmux", "has-session", "-t", f"={name}"], capture_output=True, check=False).returncode == 0:
-        raise UsageError(f"tmux has a session {name} already; attach with `tmux attach -t {name}`, or choose a name")
+        raise UsageError(f"tmux session {name} exists already; attach with `tmux attach -t {name}`, or rename")
     for command in made:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise ResourceError(f"{shlex.join(command[:2])} failed: {done.stderr.strip()}; nothing more was started")
+            raise ResourceError(f"{shlex.join(command[:2])} failed: {done.stderr.strip()}; nothing else was started")
 
 
 def _escaped(word: str) -> str:

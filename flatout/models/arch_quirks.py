@@ -31,14 +31,14 @@ def check_packable(config: Any) -> None:
     kinds = getattr(config, "layer_types", None) or ()
     stateful = sorted({kind for kind in kinds if any(part in kind for part in _STATEFUL_LAYERS)})
     if config.model_type in STATEFUL:
-        reason = "its recurrent or convolution state runs on from one packed document into the next"
+        reason = "its recurrent or convolution state leaks from one packed document into the next"
     elif stateful:
-        reason = f"its {', '.join(stateful)} layers carry a state from one packed document into the next"
+        reason = f"its {', '.join(stateful)} layers carry state from one packed document into the next"
     else:
         return
     raise UsageError(
         f"model type {config.model_type} cannot be trained on packed documents: {reason}; "
-        "choose a model whose layers are all softmax attention"
+        "choose a model with only softmax attention layers"
     )
 
 

@@ -56,16 +56,16 @@ def choose_attention(
     if wanted != "auto":
         problem = None if wanted == "plain" else _problem(wanted, config, device, dtype)
         if problem:
-            raise UsageError(f"model.attention: {wanted} does not serve this model: {problem}; use auto")
-        return AttentionChoice(wanted, "as asked")
+            raise UsageError(f"model.attention: {wanted} does not support this model: {problem}; use auto")
+        return AttentionChoice(wanted, "as configured")
     passed_over: list[str] = []
     for name in KERNELS:
         problem = _problem(name, config, device, dtype)
         hidden_size = getattr(config, "hidden_size", 0)
         if name in ("fa4", "fa3") and hidden_size < MIN_FLASH_HIDDEN_SIZE and flash_problem(name, device) is None:
-            problem = f"{name} costs more host time than a model of hidden size {hidden_size} can hide"
+            problem = f"{name} launches too slowly for a model of hidden size {hidden_size}"
         if problem is None:
-            kernel = "torch's FlashAttention kernel" if name == "varlen" else "as exact as torch's kernel here"
+            kernel = "torch's FlashAttention kernel" if name == "varlen" else "as accurate as torch's kernel here"
             return AttentionChoice(name, "; ".join([kernel, *passed_over]))
         passed_over.append(problem)
     no_kernel, no_sdpa = passed_over[-1], _problem("sdpa", config, device, dtype)
@@ -85,9 +85,9 @@ def _problem(name: Implementation, config: Any, device: torch.device, dtype: tor
     if problem := varlen_problem(device, dtype, max(_head_dim(layer) or 0 for layer in layers) or None):
         return problem
     if getattr(config, "attention_dropout", 0.0):
-        return f"the {name} kernel has no attention dropout"
+        return f"the {name} kernel does not support attention dropout"
     if getattr(layers[0], "v_head_dim", None) is not None:
-        return f"the {name} kernel needs keys and values of one size"
+        return f"the {name} kernel needs keys and values of equal size"
     if name not in _PACKAGES:
         return None
     sizes = ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -105,7 +105,7 @@ def _disproof(name: Implementation, config: Any, device: torch.device, dtype: to
     """Compare a package's attention with torch's kernel; return why it is rejected, or None."""
     num_heads, size = getattr(config, "num_attention_heads", None), _head_dim(config)
     if num_heads is None or size is None:
-        return f"{name} cannot be proved: the model's config names no heads"
+        return f"{name} cannot be checked: the model's config does not name its heads"
     heads = (num_heads, getattr(config, "num_key_value_heads", None) or num_heads, size)
     window = getattr(config, "sliding_window", None)
     try:
@@ -113,7 +113,7 @@ def _disproof(name: Implementation, config: Any, device: torch.device, dtype: to
         problem = flash_disagreement(form, rival, heads=heads, window=window, device=device, dtype=dtype)
     except Exception as error:  # noqa: BLE001  (a package that compiles its kernels may raise anything; it is reported)
         problem = f"{type(error).__name__}: {first_line(error)}"
-    return None if problem is None else f"{name} fails its proof: {problem}"
+    return None if problem is None else f"{name} fails its check: {problem}"
 
 
 def register(implementation: Implementation = "varlen") -> None:
@@ -172,23 +172,23 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
         **_: Any,
     ) -> tuple[Tensor, None]:
         if attention_mask is not None and (attention_mask.numel() or sliding_window is None):
-            asked = "a mask of its own" if attention_mask.numel() else "a local window through its mask only"
+            asked = "a custom mask" if attention_mask.numel() else "a local window that only its mask sets"
             raise UsageError(
-                f"{type(module).__name__} asks for {asked}, which packed attention cannot honour; "
-                "set batch.micro_batch_tokens to at most the window, or choose another model"
+                f"{type(module).__name__} uses {asked}, which packed attention does not support; "
+                "set batch.micro_batch_tokens to at most the window, or choose a different model"
             )
         if query.shape[0] != 1:
-            raise UsageError(f"packed attention got {query.shape[0]} rows; a packed batch is one row of tokens")
+            raise UsageError(f"packed attention got {query.shape[0]} rows; expected one row of packed tokens")
         if cu_seq_lens_q is None or max_length_q is None:
             raise UsageError(
-                f"{type(module).__name__} calls packed attention without documents: to generate, load the model with "
-                "sdpa; if this is training, its layers do not hand documents on and another model has to be chosen"
+                f"{type(module).__name__} calls packed attention without document boundaries: to generate, load the "
+                "model with sdpa; in training, its layers do not pass the boundaries on: choose a different model"
             )
         given = {"softcap": softcap, "sinks": s_aux, "dropout": dropout or None}
         options = {variant: setting for variant, setting in given.items() if setting is not None}
         if missing := [variant for variant in options if variant not in variants]:
             # not visible in the config when the attention was chosen
-            raise UsageError(f"packed attention: {name} has no {', '.join(missing)}; set model.attention: plain")
+            raise UsageError(f"packed attention: {name} lacks {', '.join(missing)}; set model.attention: plain")
         lower = torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64
         dtype = torch.get_autocast_dtype(query.device.type) if lower else value.dtype
         tensors = [tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value)]

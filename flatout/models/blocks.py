@@ -29,7 +29,7 @@ def layer_list(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
                 if isinstance(decoder, PreTrainedModel) and decoder is not model:
                     return decoder, ".".join(parts[start:])
     raise UsageError(
-        f"model type {model.config.model_type} has no list of {num_layers} decoder layers; choose another model"
+        f"model type {model.config.model_type} has no list of {num_layers} decoder layers; choose a different model"
     )
 
 

@@ -75,7 +75,7 @@ def publish_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
             try:
                 save_model(model, tokenizer, new)
             except SafetensorError as error:
-                remedy = "free some space or give another folder"
+                remedy = "free some space or choose a different folder"
                 raise ResourceError(f"cannot write {folder}: {error}; {remedy}") from error
         durable_io.sync_tree(new)
         durable_io.remove_tree(empty)

@@ -34,7 +34,7 @@ class Sampling:
         """Return one line with the effective values, including the model's own."""
         options = self.options(model)
         if not options["do_sample"]:
-            return "greedy: the likeliest token each time"
+            return "greedy: the most likely token each time"
         values = {name: options.get(name, getattr(model.generation_config, name, None)) for name in asdict(self)}
         return "sampled: " + ", ".join(f"{name} {value:g}" for name, value in values.items() if value is not None)
 
@@ -71,7 +71,7 @@ def answer(
         inputs = inputs.to(device)
     if inputs["input_ids"].numel() == 0:
         raise UsageError("the tokenizer's chat template renders nothing; use the one saved in the run's final/ folder")
-    with library_errors("the model's generation_config.json or its tokenizer has a value that cannot be used"):
+    with library_errors("the model's generation_config.json or its tokenizer has an invalid value"):
         stop_ids = stop_token_ids(model, tokenizer)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)

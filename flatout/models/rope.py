@@ -80,7 +80,7 @@ def scale_by_document(model: PreTrainedModel) -> str | None:
         if module in ropes:
             replace_module(model, name, ropes[module])
     described = sorted({f"{kind} beyond {limit}" for rope in ropes.values() for kind, limit in rope.limits.values()})
-    return f"rope {', '.join(described)} tokens: by each document's own length" if ropes else None
+    return f"rope {', '.join(described)} tokens: chosen per document by its length" if ropes else None
 
 
 def length_limits(model: nn.Module) -> set[int]:

@@ -61,7 +61,7 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
         # what transformers' own code raises if it cannot handle several documents in one row
         raise UsageError(
             f"model type {model.config.model_type} fails on packed documents ({type(error).__name__}: "
-            f"{first_line(error)}); choose another model"
+            f"{first_line(error)}); choose a different model"
         ) from error
     finally:
         model.train(was_training)
@@ -80,8 +80,8 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
     error = _error(ours, alone, experts, _LENGTHS)
     if error > tolerance:
         raise UsageError(
-            f"model type {kind}: packed logits differ from each document alone by {error:.1e} (limit {tolerance:.1e}) "
-            f"with attention {loaded.attention}; {remedy}choose another model"
+            f"model type {kind}: packed logits differ from those of single documents by {error:.1e} "
+            f"(limit {tolerance:.1e}) with attention {loaded.attention}; {remedy}choose a different model"
         )
     num_embeddings = model.get_input_embeddings().weight.shape[0]
     lengths = torch.tensor(_LENGTHS, device=batch.token_ids.device)
@@ -94,8 +94,8 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
         leak = max(leak, float(changes.median() if experts else changes.max()))
     if leak > (tolerance if experts else 0.0):
         raise UsageError(
-            f"model type {kind}: a packed document changes another one's logits by {leak:.1e} with attention "
-            f"{loaded.attention}; {remedy}choose another model"
+            f"model type {kind}: one packed document changes the logits of another by {leak:.1e} with attention "
+            f"{loaded.attention}; {remedy}choose a different model"
         )
     loss = float(packed_loss(model, batch).loss_sum)
     truth = float(F.cross_entropy(ours[batch.label_rows], batch.label_ids, reduction="sum"))
@@ -103,7 +103,7 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
     if not abs(loss - truth) <= limit * max(abs(truth), 1.0):
         raise UsageError(
             f"model type {kind}: the head's loss is {loss:.6f}, but cross-entropy over its logits is {truth:.6f}; "
-            "it changes its logits in a way flatout does not know; choose another model"
+            "it transforms the logits in a way that flatout does not support; choose a different model"
         )
     return error, tolerance
 
@@ -127,9 +127,9 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
     tolerance = max(3 * tolerance, 1e-6)
     if error > tolerance:
         raise UsageError(
-            f"model type {model.config.model_type}: a packed document of {num_tokens} tokens differs from the same one "
-            f"alone by {error:.1e} (limit {tolerance:.1e}) with attention {loaded.attention}; set model.attention: "
-            f"plain, or data.max_tokens to at most {limits[0]}"
+            f"model type {model.config.model_type}: a packed document of {num_tokens} tokens differs from the same "
+            f"document alone by {error:.1e} (limit {tolerance:.1e}) with attention {loaded.attention}; set "
+            f"model.attention: plain, or data.max_tokens to at most {limits[0]}"
         )
     return f"; beyond {limits[-1]:,} tokens within {error:.1e}"
 

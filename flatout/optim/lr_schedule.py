@@ -23,7 +23,7 @@ def check_warmup(schedule: ScheduleConfig, num_updates_total: int) -> None:
     if num_warmup_updates(schedule, num_updates_total) > num_updates_total:
         raise UsageError(
             f"schedule.warmup_steps: {schedule.warmup_steps:,} is longer than the run of {num_updates_total:,} steps, "
-            "which would never reach optim.lr; set fewer, or schedule.warmup_ratio"
+            "so it would never reach optim.lr; lower it, or set schedule.warmup_ratio"
         )
 
 

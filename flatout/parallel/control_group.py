@@ -44,7 +44,7 @@ class ControlGroup:
             parts = self._gather(padded)
         except RuntimeError as error:
             raise errors.PeerLostError(
-                f"rank {self.rank.index}: another rank is gone ({errors.first_line(error)}); start the run again"
+                f"rank {self.rank.index}: lost another rank ({errors.first_line(error)}); restart the run"
             ) from error
         return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 

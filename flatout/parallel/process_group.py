@@ -29,7 +29,7 @@ def choose_device(wanted: str, rank: Rank) -> torch.device:
         return torch.device("cpu")
     if rank.local_index >= num_gpus:
         raise ResourceError(
-            f"rank {rank.index} needs GPU {rank.local_index}, {num_gpus} visible; start fewer processes"
+            f"rank {rank.index} needs GPU {rank.local_index}, but {num_gpus} are visible; start fewer processes"
         )
     device = torch.device("cuda", rank.local_index)
     torch.cuda.set_device(device)
@@ -61,7 +61,7 @@ def join_group(
             socket.create_connection((host, port), timeout=CONNECT_S).close()
             break
         except OSError as error:
-            reason = f"{error}; check MASTER_ADDR and MASTER_PORT, and that rank 0 was started"
+            reason = f"{error}; check MASTER_ADDR and MASTER_PORT, and that rank 0 is running"
             wait.pause(f"rank 0 at {host}:{port}", reason)
     timeout, own_fd = timedelta(seconds=max(1.0, wait.left_s)), fd if is_host else None
     try:
@@ -71,11 +71,11 @@ def join_group(
         store.set(f"met/{rank.index}", socket.gethostname())
         for other in range(rank.world):
             while not store.check([f"met/{other}"]):
-                wait.pause(f"rank {other} of {rank.world}", "see its log; it may still read its data, or have ended")
+                wait.pause(f"rank {other} of {rank.world}", "see its log; it may still read its data, or have exited")
         on_met(store)
     except dist.DistError as error:
         why = first_line(error)
-        raise PeerLostError(f"rank {rank.index} lost rank 0 before all ranks had met ({why}); see its log") from error
+        raise PeerLostError(f"rank {rank.index} lost rank 0 before all ranks joined ({why}); see its log") from error
     on_gpu = device.type == "cuda"
     # device_id binds the group to this rank's GPU; otherwise collectives have to guess it
     dist.init_process_group(

@@ -61,7 +61,7 @@ def local_shard_of(tensor: Tensor) -> LocalShard:
             is_copy = is_copy or coordinate[axis] > 0
             continue
         if any(isinstance(other, Shard) and other.dim == placement.dim for other in tensor.placements[:axis]):
-            raise NotImplementedError(f"dimension {placement.dim} is sharded over two mesh axes")
+            raise NotImplementedError(f"dimension {placement.dim} is sharded over two mesh dimensions")
         # as in torch.chunk, all shards but the last ones have the same length
         longest = -(-shape[placement.dim] // tensor.device_mesh.size(axis))
         offset[placement.dim] = min(coordinate[axis] * longest, shape[placement.dim])

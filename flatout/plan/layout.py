@@ -55,7 +55,7 @@ def resolve_layout(
     if num_ranks == 1:
         return ParallelLayout(reason="single: one rank" + (f", so not {strategy}" if strategy != "single" else ""))
     if strategy == "single":
-        raise UsageError(f"strategy: single is for one rank; got {num_ranks}, set strategy: auto or start one process")
+        raise UsageError(f"strategy: single is for one rank; got {num_ranks}; set strategy: auto or start one process")
     reason = f"{strategy} over {num_ranks} ranks: {why}"
     if strategy == "ddp":
         return ParallelLayout("ddp", 1, num_ranks, reason=reason)
@@ -78,11 +78,11 @@ def resolve_layout(
         num_replicas = config.sharding.replicas or num_nodes
         if num_replicas < 2 or num_ranks % num_replicas or num_ranks == num_replicas:
             raise UsageError(
-                f"strategy: hsdp cuts {num_ranks} ranks into at least two replicas of equal size, with at least two "
-                f"ranks each; got {num_replicas}, set sharding.replicas to a divisor up to {num_ranks // 2}, or "
+                f"strategy: hsdp splits {num_ranks} ranks into at least two replicas of equal size, with at least two "
+                f"ranks each; got {num_replicas}; set sharding.replicas to a divisor up to {num_ranks // 2}, or "
                 "strategy: fsdp"
             )
-        reason += f"; {num_replicas} replicas of {num_ranks // num_replicas} parts"
+        reason += f"; {num_replicas} replicas of {num_ranks // num_replicas} shards"
     asked = config.sharding.reshard_after_forward
     return ParallelLayout(
         strategy,

@@ -102,8 +102,8 @@ def check_positions(shape: ModelShape, longest_sample: int, *, origin: str) -> d
         return {}
     if shape.has_position_table:
         raise UsageError(
-            f"{origin}: the model has {limit:,} positions, the longest sample {longest_sample:,} tokens; set "
-            f"data.max_tokens: {limit} and build the data again"
+            f"{origin}: the model has {limit:,} positions, but the longest sample has {longest_sample:,} tokens; set "
+            f"data.max_tokens: {limit} and rebuild the data"
         )
-    what = "samples are longer than the model was trained for: lower data.max_tokens, or go on if that is meant"
+    what = "samples are longer than the model was trained for: lower data.max_tokens, unless this is intended"
     return {"longest_sample": longest_sample, "max_position_embeddings": limit, "what": what}

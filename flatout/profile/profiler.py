@@ -147,11 +147,11 @@ def operators_of(profile: torch.profiler.profile) -> list[Event]:
 def render(breakdown: Breakdown, usual_step_s: float | None = None) -> list[str]:
     """Return the table as lines; `usual_step_s` is a step's time without the overhead of profiling."""
     usual = "" if usual_step_s is None else f" ({usual_step_s * 1e3:,.1f} ms before profiling)"
-    lines = [f"{breakdown.num_steps} steps of {breakdown.step_s * 1e3:,.1f} ms{usual}; a step's time went to"]
+    lines = [f"{breakdown.num_steps} steps of {breakdown.step_s * 1e3:,.1f} ms{usual}; time per step"]
     rows = [(row.category, row.step_s, f"{row.num_kernels:,.0f} kernels") for row in breakdown.rows]
-    rest = ("idle", breakdown.idle_s, ""), ("at once on several streams", -breakdown.overlap_s, "")
+    rest = ("idle", breakdown.idle_s, ""), ("overlap of streams", -breakdown.overlap_s, "")
     rows += [row for row in rest if abs(row[1]) > 1e-4 * breakdown.step_s]
-    rows.append(("host blocked for data", breakdown.data_wait_s, "within idle, if at all"))
+    rows.append(("host blocked for data", breakdown.data_wait_s, "part of idle"))
     return lines + [
         f"  {name:<28}{seconds * 1e3:>10,.2f} ms {seconds / breakdown.step_s:>7.1%}  {note}".rstrip()
         for name, seconds, note in rows

@@ -66,9 +66,9 @@ class RunFolderTracker:
         if file.trouble:
             self._num_lost += 1
             if self._num_lost == 1:
-                self._warn(f"{trouble}; lines are lost until it can be written, training goes on")
+                self._warn(f"{trouble}; training continues, but lines are lost until it can be written")
         elif self._num_lost and trouble is None:
-            self._warn(f"{self._folder}: written again; {self._num_lost} lines were lost")
+            self._warn(f"{self._folder}: writable again; {self._num_lost} lines were lost")
             self._num_lost = 0
 
 

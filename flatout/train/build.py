@@ -59,7 +59,7 @@ def build_run(
     loaded = load_trainable(config, planned, device, tracker)
     fused = fuse_adapters(loaded, config, planned, tracker)
     if apply_recompute(loaded.model, planned.memory.recompute):
-        tracker.stage("recompute", "the embedding waits on the host")
+        tracker.stage("recompute", "the embedding table is in host memory")
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, size_buckets=size_buckets)
     eval_feed = None
@@ -115,7 +115,7 @@ def load_trainable(config: Config, planned: PlannedRun, device: torch.device, tr
     torch.use_deterministic_algorithms(is_deterministic)
     importing = None
     if device.type == "cuda" and config.compile != "off":
-        tracker.stage("compile", f"kernels are kept in {keep_compiled_kernels()}")
+        tracker.stage("compile", f"kernels are cached in {keep_compiled_kernels()}")
         importing = import_compiler()
     waits = weights_wait_in_files(config, planned, device)
     loaded = load_model(
@@ -177,11 +177,11 @@ def make_trainable(loaded: LoadedModel, config: Config, tracker: Tracker) -> Non
         # refuse an adapter that PEFT cannot read now, not after the last step
         spelled = adapter_config(model, config.lora, base_name=config.model.name)
         if by_weight := spelled["target_parameters"]:
-            text = f"{len(by_weight)} layers are exported as target_parameters, as PEFT reads this model"
+            text = f"{len(by_weight)} layers are exported as target_parameters, which PEFT needs for this model"
             tracker.stage("lora", text)
         if config.lora.continue_from is not None:
             load_adapter(model, config.lora.continue_from)
-            tracker.stage("lora", f"goes on from {config.lora.continue_from}")
+            tracker.stage("lora", f"continues from {config.lora.continue_from}")
     elif config.freeze:
         tracker.stage("freeze", freeze(model, config.freeze))
     if unreached := freeze_unreached(model):
@@ -195,7 +195,7 @@ def fuse_adapters(loaded: LoadedModel, config: Config, planned: PlannedRun, trac
     if config.method == "full":
         return FusedLayers([])
     if planned.parallel_layout.lockstep:
-        tracker.stage("fused", f"off: {planned.parallel_layout.strategy} shards each layer's weights for itself")
+        tracker.stage("fused", f"off: {planned.parallel_layout.strategy} shards each layer's weights separately")
         return FusedLayers([])
     fused = fuse_layers(loaded.model, fp8=config.base.computes_in_fp8, transposed=planned.memory.transposed_weights)
     tracker.stage("fused", fused.report)

@@ -94,7 +94,7 @@ class Feed:
             # the loss is divided by the plan's count, so a different mask would rescale every gradient
             raise DataError(
                 f"{self.store.folder}: samples {list(micro_batch.sample_ids)[:8]} have {batch.num_label_tokens:,} "
-                f"label tokens, the plan counts {micro_batch.num_label_tokens:,}; build the data set again"
+                f"label tokens, but the plan counts {micro_batch.num_label_tokens:,}; rebuild the data set"
             )
         if self._copies is None:
             return batch.to(self._device), None

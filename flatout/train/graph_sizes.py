@@ -38,11 +38,11 @@ def plan_graphs(
 ) -> tuple[str | None, tuple[int, ...]]:
     """Return why this run records no graphs, or None and the rank's size buckets for them."""
     if config.cuda_graphs == "off":
-        return "as asked", ()
+        return "as configured", ()
     if device.type != "cuda":
         return "only on CUDA", ()
     if config.method != "lora" or config.optim.name == "adamw8bit" or planned.parallel_layout.lockstep:
-        return "gradients have no fixed place", ()
+        return "gradients have no fixed address", ()
     ropes = (module for module in model.modules() if isinstance(module, DocumentRope))
     if any(kind == "dynamic" for rope in ropes for kind, _ in rope.limits.values()):
         return "rope reads the documents' lengths on the host", ()

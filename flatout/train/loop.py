@@ -78,7 +78,7 @@ def finish_step(run: Run, meter: Meter, step: StepPlan, pending: Pending) -> Non
     outcome = pending()
     if outcome is None:
         save(run, required=True)
-        raise PreemptedError(f"asked to stop: saved {run.progress.step} steps; the same command goes on from there")
+        raise PreemptedError(f"stop requested: saved at step {run.progress.step}; run the same command to resume")
     run.progress.advance(step, updated=outcome.skipped is None, num_naive_tokens=run.plan.naive_tokens(step))
     if outcome.skipped:
         run.tracker.event("skipped", {"step": step.index + 1, "why": outcome.skipped})

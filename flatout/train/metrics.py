@@ -32,7 +32,7 @@ class Meter:
         self._run = run
         self._peak = device_peak(run)
         if self._peak is not None:
-            run.tracker.stage("mfu", f"MFU against {self._peak.describe()}; recomputation does not count")
+            run.tracker.stage("mfu", f"MFU against {self._peak.describe()}; recomputation not counted")
         self._clock = StepClock(run.device)
         self._stragglers, self._memory = Stragglers(run.tracker.event), PeakMemoryReporter(run)
         self._steps: list[StepPlan] = []

@@ -49,12 +49,12 @@ def make_shape(values: Mapping[str, Any], *, origin: str = "config.json") -> Mod
         kinds = set(getattr(text, "layer_types", None) or ())
         if kinds - _PLANNED_ATTENTION:
             raise UsageError(
-                f"{origin}: layer_types has {min(kinds - _PLANNED_ATTENTION)!r}; flatout plans full and sliding "
-                "attention only, choose another model"
+                f"{origin}: layer_types has {min(kinds - _PLANNED_ATTENTION)!r}; flatout supports full and sliding "
+                "attention only; choose a different model"
             )
         return _shape_of(model, text)
     except _REFUSALS as error:
-        raise UsageError(f"{origin}: transformers refuses it: {reason_of(error)}") from error
+        raise UsageError(f"{origin}: transformers rejects it: {reason_of(error)}") from error
 
 
 def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:

@@ -77,7 +77,7 @@ def plan_run(
     if max_id >= num_rows:
         raise DataError(
             f"the data has token ids {num_rows}..{max_id}, but the model has {num_rows} embedding rows "
-            f"(0..{num_rows - 1}); build with this model's own tokenizer, or resize the model"
+            f"(0..{num_rows - 1}); rebuild the data with this model's tokenizer, or resize the model"
         )
     if beyond := check_positions(shape, int(store.lengths.max()), origin=origin):
         tracker.event("positions", beyond)
@@ -176,8 +176,8 @@ def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:
     """
     if rank.world > 1:
         raise UsageError(
-            f"full.update: backward updates before ranks could sum gradients; got {rank.world} ranks, "
-            "use one or full.update: step"
+            f"full.update: backward updates before ranks can sum gradients; got {rank.world} ranks, "
+            "use one rank or full.update: step"
         )
     if config.model.precision == "fp16":
         raise UsageError("full.update: backward cannot unscale gradients; got model.precision fp16, use bf16 or fp32")
@@ -188,8 +188,8 @@ def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:
     for step in plan.steps():
         if (num_batches := len(step.ranks[0])) > 1:
             raise UsageError(
-                f"full.update: backward needs one micro-batch a step; step {step.index + 1} has {num_batches} of "
-                f"{step.num_tokens:,} tokens together; raise batch.micro_batch_tokens to that, lower "
+                f"full.update: backward needs one micro-batch per step; step {step.index + 1} has {num_batches} of "
+                f"{step.num_tokens:,} tokens in total; raise batch.micro_batch_tokens to that, lower "
                 "batch.samples_per_step, or use full.update: step"
             )
 
@@ -226,8 +226,8 @@ def weakest_gpu(config: Config, rank: Rank, meet: Callable[[], ControlGroup]) ->
     if config.model.precision == "auto" and 0 < len(without) < len(gpus):
         index = without[0]
         raise UsageError(
-            f"rank {index} on {gathered[index][0]} has a {gpus[index].name}, which has no bf16 in hardware, and other "
-            "ranks' GPUs have it: set model.precision: fp16 or fp32, or leave that GPU out"
+            f"rank {index} on {gathered[index][0]} has a {gpus[index].name}, which has no bf16 hardware, but other "
+            "ranks' GPUs have it: set model.precision: fp16 or fp32, or exclude that GPU"
         )
     return weakest(gpus)
 
@@ -252,15 +252,15 @@ def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -
             change for change in config_changes(first["config"], other["config"]) if change.key not in NODE_LOCAL
         ]
         if changes:
-            said = "; ".join(f"{change.key} is {change.now!r}, on rank 0 {change.saved!r}" for change in changes)
-            raise UsageError(f"{who} was started with other settings: {said}; start every node with the same ones")
+            said = "; ".join(f"{change.key} is {change.now!r}, but {change.saved!r} on rank 0" for change in changes)
+            raise UsageError(f"{who} has different settings: {said}; start every node with the same settings")
         if other["data"] != first["data"]:
             raise DataError(
-                f"{who} has other data than rank 0 on {first['host']}: {other['data']}, not {first['data']}; build it "
-                "once, in a folder that all nodes see, or copy the built one"
+                f"{who} has different data from rank 0 on {first['host']}: {other['data']}, not {first['data']}; "
+                "build it once, in a folder that all nodes share, or copy the built data set"
             )
         if other["split"] != first["split"]:
             raise UsageError(
-                f"{who} cuts the same steps otherwise: {other['split']}, rank 0 on {first['host']} {first['split']}; "
-                "install the same flatout on every node"
+                f"{who} splits the same steps differently: {other['split']}, but rank 0 on {first['host']} "
+                f"{first['split']}; install the same version of flatout on every node"
             )

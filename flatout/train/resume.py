@@ -134,7 +134,7 @@ def _require_finite(run: Run, tensors: Mapping[str, Tensor]) -> None:
         where = f"{names[0]} ({num_bad} tensors)" if names else f"{num_bad} tensors of other ranks"
         raise NumericError(
             f"after step {run.progress.step}: {where} is not finite, so this state was not saved; earlier checkpoints "
-            "are whole; lower optim.lr, or go on from one of them"
+            "are intact; lower optim.lr, or resume from one of them"
         )
 
 
@@ -152,15 +152,15 @@ def find_checkpoint(
     if checkpoint is None:
         if checkpoints.group.run_on_first_rank(lambda: final_dir.exists() and any(final_dir.iterdir())):
             raise CheckpointError(
-                f"{final_dir} holds results and there is no checkpoint to go on from: training again would replace "
-                "them; choose another run_dir, or move that folder away"
+                f"{final_dir} holds results, but there is no checkpoint to resume from: training again would overwrite "
+                "them; choose a different run_dir, or move that folder away"
             )
-        tracker.stage("resume", "nothing to resume: from step 0")
+        tracker.stage("resume", "no checkpoint: start at step 0")
         return None, None
     if config.checkpoint.resume == "never":
         raise CheckpointError(
-            f"{checkpoints.folder} holds a checkpoint of step {checkpoint.step}, and checkpoint.resume is never; "
-            "choose another run_dir or set checkpoint.resume=auto"
+            f"{checkpoints.folder} holds a checkpoint of step {checkpoint.step}, but checkpoint.resume is never; "
+            "choose a different run_dir, or set checkpoint.resume=auto"
         )
     changes = _accepted_changes(config, planned, checkpoint, tracker)
     tracker.stage("resume", f"from step {checkpoint.step}")
@@ -236,14 +236,14 @@ def restore_weights(run: Run, saved: SavedCheckpoint) -> None:
     weights = saved.tensors["model"]
     if odd := sorted(set(weights) ^ set(run.named_parameters)):
         raise CheckpointError(
-            f"the checkpoint of step {saved.step} trains other parameters than this run, such as {odd[0]} "
-            f"({len(odd)} differ); use the settings it was made with, or another run_dir"
+            f"the checkpoint of step {saved.step} trains different parameters from this run, such as {odd[0]} "
+            f"({len(odd)} differ); use the checkpoint's settings, or a different run_dir"
         )
     for name, parameter in run.named_parameters.items():
         if weights.shape(name) != (shape := global_shape(parameter)):
             raise CheckpointError(
                 f"{name} has shape {weights.shape(name)} in the checkpoint of step {saved.step}, "
-                f"{shape} in this run; use the settings it was made with, or another run_dir"
+                f"{shape} in this run; use the checkpoint's settings, or a different run_dir"
             )
         if isinstance(run.optimizer, PartitionedOptimizer):
             run.optimizer.set_weight(parameter, weights[name])

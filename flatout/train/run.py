@@ -67,8 +67,8 @@ def train(config: Config, *, trackers: Sequence[Tracker] = (), on_peer_lost: OnP
     rank = Rank.from_env()
     if rank == Rank() and len(config.gpus or ()) > 1:
         raise UsageError(
-            f"gpus: {config.gpus} takes a process a GPU, and train() is one process; run the configuration with "
-            "`flatout train`, which starts them, or set gpus to one of them"
+            f"gpus: {config.gpus} needs one process per GPU, but train() runs in one process; use "
+            "`flatout train`, which starts them, or set gpus to one GPU"
         )
     # taking the lock also detects a folder that is not writable, before anything slow happens
     with RunLock(config.folder) if rank.is_first else nullcontext() as lock:
@@ -143,7 +143,7 @@ def finish(run: Run, final_dir: Path) -> None:
                 reasons.append(str(too_small))
             else:
                 raise ResourceError(f"{error}; the final weights are kept in {folder}") from error
-        raise ResourceError(f"{error}; the final weights fit nowhere: {'; '.join(reasons)}") from error
+        raise ResourceError(f"{error}; the final weights could not be saved anywhere: {'; '.join(reasons)}") from error
     export(run, final_dir)
     run.tracker.stage("final", f"{run.config.method} weights of step {run.progress.step} in {final_dir}")
     best_step = run.progress.best_step

@@ -151,7 +151,7 @@ def lower_cap(run: Run, step: StepPlan, taken: Sequence[MicroBatch], *, failed: 
     if cap_tokens >= max(batch.num_tokens for batch in taken):
         raise ResourceError(
             f"step {step.index + 1}: out of GPU memory with a micro-batch of {failed.num_tokens:,} tokens, which "
-            "cannot be split further, since samples stay whole; set recompute: offload, lower "
+            "cannot be split further because samples stay whole; set recompute: offload, lower "
             "data.max_tokens, set base.storage: nf4 (lora) or optim.name: adamw8bit (full), or free GPU memory"
         )
     run.state.micro_batch_cap = cap_tokens
@@ -265,12 +265,12 @@ def require_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> N
         DurableIO().write_json(dump, facts)
         written = f"written to {dump}"
     except ResourceError as error:
-        written = f"could not be written down: {error}"
+        written = f"they could not be written: {error}"
     raise NumericError(
         f"step {step.index + 1}: loss {loss}, gradient norm {grad_norm}"
         f"{f'; first non-finite gradient: {bad}' if bad else ''}; the weights were not updated; samples {shown}"
-        f"{f' and {num_more} more' if num_more > 0 else ''}; {written}; look at these rows, or lower optim.lr or use "
-        "model.precision=fp32"
+        f"{f' and {num_more} more' if num_more > 0 else ''}; {written}; check these rows, lower optim.lr or set "
+        "model.precision: fp32"
     )
 
 
@@ -310,8 +310,8 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
     grad_norm = update.finish().item()
     if not math.isfinite(grad_norm):
         raise NumericError(
-            f"step {step.index + 1}: gradient norm {grad_norm}, found after its updates (full.update: backward); go on "
-            "from the newest checkpoint, with a lower optim.lr or with full.update: step, which stops before an update"
+            f"step {step.index + 1}: gradient norm {grad_norm}, found after the update (full.update: backward); resume "
+            "from the newest checkpoint with a lower optim.lr, or full.update: step, which checks before it updates"
         )
     outcome = StepOutcome(loss_sum / step.num_label_tokens, num_correct / step.num_label_tokens, grad_norm, lr)
     return lambda: outcome

@@ -45,8 +45,8 @@ def require_equal(rows: Sequence[Row]) -> None:
     where = f" in {worst.worst_parameter}" if worst.worst_parameter else ""
     why = worst.note or f"differs by {worst.largest:.1e} (limit {worst.limit:.0e}){where}"
     raise NumericError(
-        f"verify: {len(failed)} of {len(rows)} ways of computing this step are not the plain one, such as {worst.case} "
-        f"on {worst.num_ranks} rank(s): {why}; do not train with it"
+        f"verify: {len(failed)} of {len(rows)} ways to compute this step do not match the reference, such as "
+        f"{worst.case} on {worst.num_ranks} rank(s): {why}; do not train with them"
     )
 
 
@@ -66,7 +66,7 @@ def verify(
     """
     device = choose_device(config.wanted_device, Rank())
     if device.type == "cuda" and num_ranks > torch.cuda.device_count():
-        raise ResourceError(f"--ranks is {num_ranks}, {torch.cuda.device_count()} GPU(s) visible; ask for fewer")
+        raise ResourceError(f"--ranks is {num_ranks}, but {torch.cuda.device_count()} GPU(s) are visible; use fewer")
     limit = LIMITS[exact] if tolerance is None else tolerance
     DurableIO().make_dir(config.folder)
     rows: list[Row] = []
@@ -103,17 +103,17 @@ def exact_config(config: Config, exact: Exact, folder: Path) -> Config:
 
 
 def _notes(config: Config, exact: Exact, device: torch.device) -> Iterator[str]:
-    yield f"reference: transformers' own forward pass, one sample at a time, in {exact} on {device.type}"
+    yield f"reference: transformers' forward pass, one sample at a time, in {exact} on {device.type}"
     if config.method == "lora":
-        yield "LoRA's products by PEFT; B of a fresh adapter is moved from zero, where A would have no gradient"
+        yield "PEFT computes LoRA; B of a new adapter is moved away from zero, or A would have no gradient"
         if config.lora.dropout:
-            yield "lora.dropout is 0 here: with dropout a step has no one right answer"
+            yield "lora.dropout is 0 here: with dropout, a step has no single correct result"
     if config.comm.compress != "none":
         yield f"comm.compress is none here: sums in {config.comm.compress} are rounded"
     if config.sharding.offload:
-        yield "sharding.offload is false here: where state waits changes no sum"
+        yield "sharding.offload is false here: it does not change the sums"
     if config.base.storage == "fp8" and config.method == "lora":
-        yield f"float8 products are not exact: rows in {exact} have the weights as they are in the files"
+        yield f"float8 matmuls are not exact: rows in {exact} use the weights as stored in the files"
 
 
 def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.device, num_ranks: int) -> Iterator[Row]:
@@ -122,7 +122,7 @@ def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.d
     planned = plan_quietly(config, Rank())
     step = next((step for step in planned.plan.steps() if step.num_label_tokens), None)
     if step is None:
-        raise UsageError("verify: no step of this run has a label token")
+        raise UsageError("verify: no step of this run has label tokens; check the data")
     tokens = planned.plan.layout.micro_batch_tokens
     if device.type == "cpu":
         tokens = max(tokens, min(step.num_tokens, CPU_TOKENS))

@@ -217,7 +217,7 @@ def find_drift(strategy: str, group: ControlGroup) -> None:
         refuse_drift(state, group)
         return
     # of two copies nobody knows which one is right
-    with pytest.raises(CheckpointError, match=rf"drifted apart: ranks \d, {last} differ in model embed\.weight"):
+    with pytest.raises(CheckpointError, match=rf"diverged: ranks \d, {last} differ in model embed\.weight"):
         refuse_drift(state, group)
 
 

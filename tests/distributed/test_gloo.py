@@ -134,7 +134,7 @@ def test_a_rank_whose_memory_flips_a_bit_is_named_at_the_next_save(tiny: Any, tm
     # one that is slow to leave may hear first that another one has left
     assert 4 in codes, outputs
     assert set(codes) <= {4, 7}, outputs
-    assert any("error: replicas have drifted apart: rank 1 differs in model " in output for output in outputs)
+    assert any("error: replicas have diverged: rank 1 differs in model " in output for output in outputs)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
     assert finish(start(config, tmp_path, 1)) == [0]
 
@@ -143,10 +143,10 @@ def test_a_rank_whose_memory_flips_a_bit_is_named_at_the_next_save(tiny: Any, tm
 def test_ranks_that_mean_other_runs_say_so_and_train_nothing(tiny: Any, tmp_path: Path, what: str) -> None:
     config = tiny.config(tmp_path / "run")
     if what == "settings":
-        code, said = 2, "rank 1 on .* was started with other settings: optim.lr is 0.5, on rank 0 "
+        code, said = 2, "rank 1 on .* has different settings: optim.lr is 0.5, but "
         last = config.model_copy(update={"optim": config.optim.model_copy(update={"lr": 0.5})})
     else:
-        code, said = 3, "rank 1 on .* has other data than rank 0 on "
+        code, said = 3, "rank 1 on .* has different data from rank 0 on "
         fewer = tmp_path / "chats.jsonl"
         fewer.write_text("".join(tiny.chats.read_text().splitlines(keepends=True)[:100]))
         values = config.data.model_dump(mode="json") | {

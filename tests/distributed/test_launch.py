@@ -124,7 +124,7 @@ def test_one_machine_listens_on_loopback_and_strangers_end_nothing(tiny: Any, tm
         wait_for_steps(run_dir, num_steps_told(run_dir) + 5)
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     (dropped,) = (event for event in events if event["kind"] == "rejected_connection")
-    assert (dropped["address"], dropped["why"]) == ("127.0.0.1", "it did not show the secret of this run")
+    assert (dropped["address"], dropped["why"]) == ("127.0.0.1", "it did not send the secret of this run")
     process.terminate()
     output = process.communicate(timeout=DEADLINE_S)[0]
     assert process.returncode == 75, output
@@ -215,4 +215,4 @@ def test_a_second_signal_ends_ranks_at_once(tiny: Any, tmp_path: Path) -> None:
         process.terminate()
     output = process.communicate(timeout=DEADLINE_S)[0]
     assert process.returncode == 128 + signal.SIGTERM, output
-    assert output.endswith("stopped at once; steps since the last checkpoint are lost\n")
+    assert output.endswith("killed; steps since the last checkpoint are lost\n")

@@ -104,7 +104,7 @@ def test_a_tolerance_below_rounding_fails_with_exit_code_5(
     code, report = run_verify(tiny.config(tmp_path / "run"), tmp_path, "--ranks", "1", "--tolerance", "1e-12")
     assert (code, report["passed"]) == (5, False)
     told = capsys.readouterr()
-    assert "do not train with it" in told.err
+    assert "do not train with them" in told.err
     assert "limit 1e-12; worst gradient: model.layers" in told.out
     assert max(map(len, told.out.replace(str(tmp_path), "").splitlines())) <= 80
 

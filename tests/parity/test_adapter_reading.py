@@ -126,7 +126,7 @@ def test_what_peft_cannot_read_is_refused_before_training(tiny, tmp_path):
         train(tiny.config(tmp_path / "run", model=model, data=data))
     assert not (tmp_path / "run" / "checkpoints").exists()
     ours, config = adapted("qwen3_moe", settings={"dora": True}, **EXPERT_NAMES["qwen3_moe"])
-    with pytest.raises(UsageError, match=r"set lora\.dora: false, or lora\.targets to what leaves these down_proj"):
+    with pytest.raises(UsageError, match=r"set lora\.dora: false, or lora\.targets so that it excludes down_proj"):
         save_adapter(ours, tmp_path / "adapter", base_name="tiny", config=config)
 
 
@@ -154,7 +154,7 @@ def test_an_adapter_on_the_head_from_peft_goes_on(tmp_path):
     load_adapter(ours, tmp_path)
     torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-5, rtol=1e-5)
     save_file({**stored, base: stored[base] + 1}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(UsageError, match=r"is not the base model's own lm_head\.weight"):
+    with pytest.raises(UsageError, match=r"differs from the base model's lm_head\.weight"):
         load_adapter(ours, tmp_path)
 
 

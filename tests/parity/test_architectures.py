@@ -62,7 +62,7 @@ REFUSED = {
     "recurrent_gemma": "linear_attention",
     "modernbert-decoder": "head's loss",
     "mpt": "fails on packed documents",
-    "stablelm": "without documents",
+    "stablelm": "without document boundaries",
 }
 # too large, or random in themselves, whatever the configuration
 _LEFT_OUT = {"blt", "reformer"}

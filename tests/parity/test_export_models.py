@@ -264,7 +264,7 @@ def test_a_merge_that_finds_no_room_says_so_and_leaves_nothing(run_dir, tmp_path
 
 def test_a_merge_into_a_place_that_cannot_be_made_is_refused_before_loading(run_dir, tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ResourceError, match="cannot make the folder"):
+    with pytest.raises(ResourceError, match="cannot create the folder"):
         merge_to(run_dir, tmp_path / "file" / "merged")
 
 

@@ -173,7 +173,7 @@ def test_the_run_keeps_weights_turned_where_the_plan_says(tmp_path):
 
 def test_4_bit_weights_in_float8_products_are_close_to_dense_ones(tmp_path):
     (loss, truth), (fused_loss, fused), kinds = stored_model(tmp_path, Nf4Linear.from_dense, fp8=True)
-    assert kinds == {"4-bit, float8 products"}
+    assert kinds == {"4-bit, float8 matmuls"}
     assert fused_loss == pytest.approx(loss, rel=0.02)
     assert torch.nn.functional.cosine_similarity(truth, fused, dim=0) > 0.9
 

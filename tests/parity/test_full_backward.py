@@ -88,7 +88,7 @@ def test_a_loss_that_is_not_finite_stops_before_any_update(tiny: Any, tmp_path: 
 def test_a_gradient_that_is_not_finite_names_the_way_back(tiny: Any, tmp_path: Path) -> None:
     run = make_run(full_config(tiny, tmp_path, "backward"))
     run.parameters[3].register_hook(lambda gradient: gradient * float("inf"))
-    with pytest.raises(NumericError, match=r"step 1: gradient norm (inf|nan), found after its updates.*newest checkp"):
+    with pytest.raises(NumericError, match=r"step 1: gradient norm (inf|nan), found after the update.*newest checkp"):
         step_launcher(run)(run, run.plan.step(0))
 
 
@@ -101,5 +101,5 @@ def test_what_cannot_be_updated_in_backward_is_refused_by_the_plan(tiny: Any, tm
     half = fits.model_copy(update={"model": fits.model.model_copy(update={"precision": "fp16"})})
     with pytest.raises(UsageError, match=r"got model\.precision fp16"):
         check_backward_update(half, plan, Rank())
-    with pytest.raises(UsageError, match=r"step \d+ has [2-9] of [\d,]+ tokens together; raise batch\.micro_batch"):
+    with pytest.raises(UsageError, match=r"step \d+ has [2-9] of [\d,]+ tokens in total; raise batch\.micro_batch"):
         train(full_config(tiny, tmp_path, "backward", batch={"micro_batch_tokens": 700}))

@@ -172,7 +172,7 @@ def test_fp8_products_learn_as_bf16_ones_do(tmp_path: Path, weights: str) -> Non
         loaded = load(tmp_path, weights=weights, compute=compute)
         if compute == "fp8":
             line = convert_to_float8(loaded.model, compile_mode="auto")
-            assert line == "14 linear layers compute in fp8, one scale a tensor"
+            assert line == "14 linear layers compute in fp8, one scale per tensor"
         assert compile_layers(loaded, "auto", num_boundaries=padded_num_boundaries(100), fp8=True).is_complete
         named = dict(loaded.model.named_parameters())
         grads = torch.autograd.grad(loss_of(loaded, batches(1)[0]), list(named.values()))

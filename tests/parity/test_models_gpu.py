@@ -138,7 +138,7 @@ def test_norms_gradients_of_any_size_are_one_graph(tmp_path):
 def test_compile_is_off_where_it_cannot_be(tmp_path):
     loaded = load(tmp_path, "qwen3_moe")
     assert "expert routing" in compile_layers(loaded, "auto", num_boundaries=64).line
-    assert compile_layers(loaded, "off", num_boundaries=64).line == "off: as asked"
+    assert compile_layers(loaded, "off", num_boundaries=64).line == "off: as configured"
 
 
 def test_compiled_layers_with_checkpointing_learn(tmp_path):

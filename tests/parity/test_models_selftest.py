@@ -79,7 +79,7 @@ def test_refuses_a_tiny_leak_that_the_tolerance_would_pass():
         return output + 1e-6 * value.mean(), None
 
     register("leaky", leaky)
-    with pytest.raises(UsageError, match="changes another one's logits"):
+    with pytest.raises(UsageError, match="changes the logits of another"):
         check_packing(loaded(tiny_model("llama", torch.float32, attention="leaky"), torch.float32))
 
 

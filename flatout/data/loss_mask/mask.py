@@ -88,12 +88,14 @@ class Masker:
                 typed = tuple(found.span() for part in parts for found in self._control.finditer(text, *part))
                 data = "" if layout else json.dumps([raw, conversation.tools], ensure_ascii=False)
                 if control := self._control.search(data):
-                    raise UnprovenMaskError(f"the data holds {control[0]!r} and it acts on the text around; remove it")
+                    raise UnprovenMaskError(
+                        f"the data contains {control[0]!r}, which acts on the text around it; remove it"
+                    )
         except UnprovenMaskError as error:
             raise DataError(f"{conversation.origin}: chat template {self.template.name!r}: {error}") from error
         flat = [position for span in spans for position in span]
         if flat != sorted(flat):
-            raise DataError(f"{conversation.origin}: the turns of the rendered text overlap; use another chat template")
+            raise DataError(f"{conversation.origin}: turns overlap in the rendered text; use a different template")
         return MaskedText(text, spans, typed, dropped)
 
     def _render(self, origin: Origin, raw: Sequence[RawMessage], tools: Sequence[Mapping[str, Any]]) -> str:
@@ -108,7 +110,7 @@ class Masker:
                         break
             raise DataError(
                 f"{origin}: messages[{turn}] ({raw[turn]['role']}): chat template {self.template.name!r} "
-                f"refuses it: {error}; fix the row, or set data.template"
+                f"rejects it: {error}; fix the row, or set data.template"
             ) from error
 
     def _spans(self, rendering: Rendering, layout: PartSpans | None, messages: Sequence[Message]) -> tuple[Span, ...]:
@@ -125,7 +127,7 @@ class Masker:
             return marked
         if len(marked) != len(answers):
             raise UnprovenMaskError(
-                f"{len(answers)} assistant turns but {len(marked)} marked ranges, so train: cannot be applied"
+                f"found {len(marked)} marked ranges for {len(answers)} assistant turns, so train: cannot be applied"
             )
         by_turn = dict(zip(answers, marked, strict=True))
         return tuple(by_turn.get(k) or self._turn_spans(rendering, layout, [k])[0] for k in wanted)
@@ -176,7 +178,7 @@ def _check_lost(conversation: Conversation, lost: Iterable[Part]) -> int:
             where = f"messages[{turn}] ({conversation.messages[turn].role})" if turn >= 0 else "tools"
             what = "them" if kind == "tools" else f"its {kind}"
             raise DataError(
-                f"{conversation.origin}: {where}: the chat template leaves {what} out; choose a template that has a "
-                "place for it (data.template), or remove it from the row"
+                f"{conversation.origin}: {where}: the chat template drops {what}; choose a template that "
+                "renders it (data.template), or remove it from the row"
             )
     return dropped

@@ -247,11 +247,11 @@ def with_visible_marks(template: ChatTemplate) -> str | None:
 def marked_spans(template: ChatTemplate, marked_source: str, rendering: Rendering) -> tuple[tuple[int, int], ...]:
     """Return the marked character ranges of a row. Raises UnprovenMaskError if marks are nested or change the text."""
     if BEGIN in rendering.text or END in rendering.text:
-        raise UnprovenMaskError("the row holds the private-use characters U+F5A01 or U+F5A02; remove them")
+        raise UnprovenMaskError("the row contains the private-use character U+F5A01 or U+F5A02; remove it")
     marked = template.render(rendering.messages, rendering.tools, source=marked_source)
     pieces = re.split(f"([{BEGIN}{END}])", marked)
     if "".join(pieces[::2]) != rendering.text:
-        raise UnprovenMaskError("the text changes when its generation marks are made visible; remove the marks")
+        raise UnprovenMaskError("its text changes when its generation marks are made visible; remove the marks")
     ends = accumulate(map(len, pieces[::2]))
     return paired((end, mark == BEGIN) for end, mark in zip(ends, pieces[1::2], strict=False))
 

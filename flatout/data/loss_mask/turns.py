@@ -57,8 +57,8 @@ class TurnFinder:
         stem = next((stem for stem in stems if asked.startswith(stem)), None)
         if stem is None:
             raise DataError(
-                f"chat template {template.name!r}: asking for an answer changes the text before it, so masks cannot be "
-                "proved; use a template with {% generation %} marks, or one of flatout's (data.template)"
+                f"chat template {template.name!r}: the generation prompt changes the text before it, so masks "
+                "cannot be proved; use a template with {% generation %} marks, or one of flatout's (data.template)"
             )
         self._prompt = asked[len(stem) :]
         # how assistant turns open: (length shared with the generation prompt, what is inserted after it)
@@ -93,7 +93,7 @@ class TurnFinder:
         # two rewrites are allowed: thinking written inside the content, and tool results written as JSON text
         holds = content in text or "</think>" in content or rendering.messages[turn]["role"] == "tool"
         if start > end or not holds:
-            raise UnprovenMaskError(f"messages[{turn}]: the range found for the turn does not hold its text")
+            raise UnprovenMaskError(f"messages[{turn}]: the range found for the turn does not contain its text")
         return start, end
 
     def _end_by_prefix(self, rendering: Rendering, turn: int, start: int) -> int | None:
@@ -125,7 +125,7 @@ class TurnFinder:
             if begin is not None:
                 return begin, len(rendering.text) - len(after) + len(rest.rstrip())
         raise UnprovenMaskError(
-            f"messages[{turn}] ({message['role']}): it rewrites the text around this turn, so the turn's place cannot "
+            f"messages[{turn}] ({message['role']}): it rewrites the text around this turn, so the turn's range cannot "
             "be proved; use a template with {% generation %} marks, or one of flatout's (data.template)"
         )
 

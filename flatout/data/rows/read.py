@@ -64,7 +64,7 @@ def read_rows(path: Path, bad_row: BadRow = raise_error) -> Iterator[RawRow]:
             start = file.read(6)
         for magic, ending in _MAGIC.items():
             if start.startswith(magic) and path.suffix.lower() != ending:
-                raise DataError(f"{path}: the content is {ending}, not what the name says; rename it to *{ending}")
+                raise DataError(f"{path}: the content is {ending}, unlike the name; rename it to *{ending}")
         with _UNPACKERS.get(path.suffix.lower(), Path.open)(path, mode="rb") as file:
             yield from _READERS[row_type(path) or ".jsonl"](path, file, bad_row)
     except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
@@ -72,7 +72,7 @@ def read_rows(path: Path, bad_row: BadRow = raise_error) -> Iterator[RawRow]:
         if isinstance(error, OSError) and (error.errno is not None or path.suffix.lower() not in _UNPACKERS):
             raise DataError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from error
         raise DataError(
-            f"{path}: the {path.suffix} file is damaged or cut short ({first_line(error)}); copy it again"
+            f"{path}: the {path.suffix} file is damaged or truncated ({first_line(error)}); copy it again"
         ) from error
 
 
@@ -129,7 +129,7 @@ def _lines(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[tuple[int, s
 def _whole_text(path: Path, file: BinaryIO, max_bytes: int) -> str:
     raw = file.read(max_bytes + 1)
     if len(raw) > max_bytes:
-        raise DataError(f"{path}: over {max_bytes >> 20} MiB in one piece; write it as JSON Lines, a row a line")
+        raise DataError(f"{path}: over {max_bytes >> 20} MiB in one piece; write it as JSON Lines, one row per line")
     return _decoded(raw, path, 1, 0)
 
 
@@ -190,11 +190,11 @@ def _read_csv(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
             return
         if len(header) == 1 and (found := re.search(r"[;|,]" if delimiter == "\t" else r"[;|\t]", header[0])):
             raise DataError(
-                f"{path}:1: the header has {found[0]!r} between its columns, not {delimiter!r}; convert the file"
+                f"{path}:1: the header separates columns with {found[0]!r}, not {delimiter!r}; convert the file"
             )
         twice = next((name for name in header if header.count(name) > 1), None)
         if twice is not None:
-            raise DataError(f"{path}:1: column {twice!r} is in the header twice")
+            raise DataError(f"{path}:1: column {twice!r} appears twice in the header")
         for number, fields in enumerate((fields for fields in reader if fields), start=1):
             if len(fields) == len(header):
                 # what pandas writes for a missing value is not text
@@ -202,7 +202,7 @@ def _read_csv(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
                 yield RawRow(Origin(str(path), number), dict(zip(header, values, strict=True)))
             else:
                 where = f"{path}:{number} (line {reader.line_num})"
-                bad_row(DataError(f"{where}: {len(fields)} fields, the header has {len(header)}; quote commas in text"))
+                bad_row(DataError(f"{where}: {len(fields)} fields, header has {len(header)}; quote commas in text"))
     except csv.Error as error:
         raise DataError(f"{path}: line {reader.line_num}: not readable as csv: {error}") from error
     finally:

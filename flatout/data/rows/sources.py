@@ -68,7 +68,7 @@ class RowSource:
             empty = False
             yield row
         if empty:
-            why = f"all {num_bad} of its rows are bad; the first: {first}" if num_bad else "every file of it is empty"
+            why = f"all {num_bad} rows are bad; the first: {first}" if num_bad else "all of its files are empty"
             raise DataError(f"{self.name}: no rows: {why}")
 
 
@@ -83,7 +83,7 @@ def open_source(source: SourceConfig) -> RowSource:
         for setting, value in (("subset", source.subset), ("revision", source.revision)):
             if value is not None:
                 raise DataError(
-                    f"{source.path}: {setting}: {value!r} is for a hub id, and these are local files; leave it out"
+                    f"{source.path}: {setting}: {value!r} is for hub ids, but these are local files; remove it"
                 )
         name, files = _of_split(source, found)
         counts = [count_rows(file) for file in files]
@@ -107,11 +107,11 @@ def _local_files(pattern: str) -> list[Path]:
         shown = (file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts))
         files = sorted(file for file in shown if file.name not in _DESCRIPTIONS and row_type(file) is not None)
         if not files:
-            raise DataError(f"{path}: no data files in this folder; known: {_TYPES}")
+            raise DataError(f"{path}: no data files in this folder; known types: {_TYPES}")
         return files
     if path.exists():
         if row_type(path) is None:
-            raise DataError(f"{path}: no data file by its name; known: {_TYPES}")
+            raise DataError(f"{path}: not a known file type; known types: {_TYPES}")
         return [path]
     # Path.glob does not accept absolute patterns
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207
@@ -133,8 +133,8 @@ def _of_split(source: SourceConfig, files: list[Path]) -> tuple[str, list[Path]]
     wanted = source.split or "train"
     chosen = [file for file, split in splits.items() if split == wanted]
     if not chosen:
-        found = f"its file names tell {', '.join(named)}" if named else "no file name in it tells a split"
-        raise DataError(f"{source.path}: no files of split {wanted!r}: {found}; set split to one that is there")
+        found = f"the file names contain {', '.join(named)}" if named else "no file name contains a split"
+        raise DataError(f"{source.path}: no files of split {wanted!r}: {found}; set split to one that exists")
     return f"{source.path}[{wanted}, {len(chosen)} of {len(files)} files]", chosen
 
 
@@ -149,9 +149,9 @@ def _split_of(path: Path) -> str | None:
 def _nothing_found(pattern: str) -> str:
     path = Path(pattern).expanduser()
     if glob.has_magic(pattern):
-        return f"{pattern}: no data file matches; known: {_TYPES}"
+        return f"{pattern}: no data file matches; known types: {_TYPES}"
     if path.is_symlink():
-        return f"{pattern}: a link to {path.readlink()}, which does not exist; mend the link, or name the file itself"
+        return f"{pattern}: a link to {path.readlink()}, which does not exist; fix the link, or name the file itself"
     beside = [child.name for child in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=1)
     hint = f"did you mean {path.parent / near[0]}?" if near else "give a file, a folder, a glob or a hub id (org/set)"
@@ -180,13 +180,13 @@ def _open_hub(source: SourceConfig) -> RowSource:
         raise DataError(
             f"hub data set {name} (revision {source.revision or 'main'}) cannot be loaded: "
             f"{' '.join(lines[:2]) or type(error).__name__} "
-            "Nothing local has that name either; check path, subset, split and revision, and log in for a private "
-            f"set. Offline: run `hf download {source.path} --repo-type dataset --local-dir DIR` where there is a "
-            "network and set path: DIR."
+            "There is no local file or folder of that name; check path, subset, split and revision, and log in for a "
+            f"private set. If offline, run `hf download {source.path} --repo-type dataset --local-dir DIR` on a "
+            "machine with a network and set path: DIR."
         ) from error
     files = {f"{name}/{index}": _digest(Path(file["filename"])) for index, file in enumerate(loaded.cache_files)}
     if not files:
-        raise DataError(f"{name}: `datasets` kept this set in memory only; save it to a parquet file and name that")
+        raise DataError(f"{name}: `datasets` keeps this data set only in memory; save it to a parquet file and use it")
 
     def read(bad_row: BadRow) -> Iterator[RawRow]:
         # as arrow tables: images and audio stay undecoded, and it is many times faster than reading row by row

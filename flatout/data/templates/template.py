@@ -45,11 +45,11 @@ class ChatTemplate:
         args = args or {}
         for variable in args:
             if variable in _OURS_TO_GIVE or not re.search(rf"\b{re.escape(variable)}\b", source):
-                raise DataError(f"data.template_args: chat template {name!r} reads no variable {variable!r}; remove it")
+                raise DataError(f"data.template_args: chat template {name!r} does not read {variable!r}; remove it")
         tried = cls(name, source, tokenizer, args)
         try:
             if "hello" not in tried.render([{"role": "user", "content": "hello"}], generation_prompt=True):
-                raise ValueError("the content of a user's message is not in what it renders")
+                raise ValueError("its output lacks the content of the user's message")
         except RENDER_ERRORS as error:
             raise DataError(f"chat template {name!r} cannot render a single user turn: {reason_of(error)}") from error
         # some templates paste tool arguments as text and need JSON text instead of objects

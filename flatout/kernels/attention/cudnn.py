@@ -34,7 +34,7 @@ def cudnn_problem(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < _MIN_MAJOR:
         return "cudnn has no kernels for packed documents on this device"
     if (torch.backends.cudnn.version() or 0) < _MIN_BACKEND:
-        return f"cudnn needs cuDNN 9.6, torch has {torch.backends.cudnn.version()}"
+        return f"cudnn needs cuDNN 9.6, but torch has {torch.backends.cudnn.version()}"
     return None
 
 

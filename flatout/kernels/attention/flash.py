@@ -212,5 +212,5 @@ def flash_disagreement(
             error, allowed = ((tensor.double() - true).norm().item() for tensor in (mine, other))
             # `not <=` so that a NaN counts as a disagreement
             if not error <= times * allowed:
-                return f"its {what} err {error / allowed:.1f} times as much as torch's kernel"
+                return f"its {what} have {error / allowed:.1f} times the error of torch's kernel"
     return None

@@ -17,9 +17,9 @@ def has_fp8(device: torch.device) -> bool:
 def fp8_problem(device: torch.device, num_rows: int, num_columns: int) -> str | None:
     """Return why a weight (num_rows, num_columns) cannot be multiplied in float8 on this device (None if it can)."""
     if num_rows % MULTIPLE or num_columns % MULTIPLE:
-        return f"float8 products need sizes in multiples of {MULTIPLE}, not {num_rows} x {num_columns}"
+        return f"float8 matmuls need sizes in multiples of {MULTIPLE}, not {num_rows} x {num_columns}"
     if device.type == "cuda" and not has_fp8(device):
-        return f"{torch.cuda.get_device_name(device)} has no float8 arithmetic"
+        return f"{torch.cuda.get_device_name(device)} does not support float8"
     return None
 
 

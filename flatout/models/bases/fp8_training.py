@@ -23,7 +23,7 @@ def convert_to_float8(model: PreTrainedModel, *, compile_mode: Literal["auto", "
     """
     if compile_mode == "off":
         raise UsageError(
-            "full.compute: fp8 gains nothing uncompiled; got compile: off, use auto or full.compute: model"
+            "full.compute: fp8 gains nothing without compilation; got compile: off, use auto or full.compute: model"
         )
     if model.device.type != "cuda" or not has_fp8(model.device):
         raise ResourceError(
@@ -36,7 +36,7 @@ def convert_to_float8(model: PreTrainedModel, *, compile_mode: Literal["auto", "
     fitting, num_others = fitting_linears(model)
     if not fitting:
         raise UsageError(
-            f"full.compute: fp8 needs linear layers of widths in multiples of {MULTIPLE}; this model has none, "
+            f"full.compute: fp8 needs linear layers with widths in multiples of {MULTIPLE}; this model has none, "
             "use full.compute: model"
         )
     convert_to_float8_training(
@@ -44,8 +44,8 @@ def convert_to_float8(model: PreTrainedModel, *, compile_mode: Literal["auto", "
         module_filter_fn=lambda module, name: module in fitting,
         config=Float8LinearConfig.from_recipe_name("tensorwise"),
     )
-    left = f"; {num_others} of other widths stay" if num_others else ""
-    return f"{len(fitting)} linear layers compute in fp8, one scale a tensor{left}"
+    left = f"; {num_others} of other widths do not" if num_others else ""
+    return f"{len(fitting)} linear layers compute in fp8, one scale per tensor{left}"
 
 
 def fitting_linears(model: PreTrainedModel) -> tuple[set[nn.Linear], int]:

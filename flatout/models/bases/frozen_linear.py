@@ -72,7 +72,7 @@ def _nf4_matmul(sizes: list[int], in_features: int, *, fp8: bool = False) -> Fro
         scales = storage[0].split(sizes)
         return dense(storage[1:], torch.float8_e4m3fn, in_backward, scales=scales, transposed=in_backward)
 
-    return _fp8_products("4-bit, float8 products", sizes, in_float8) if fp8 else _dense_products("4-bit", sizes, dense)
+    return _fp8_products("4-bit, float8 matmuls", sizes, in_float8) if fp8 else _dense_products("4-bit", sizes, dense)
 
 
 def _dense_products(
@@ -254,7 +254,7 @@ def fuse_bases(
     dense_bases = [base for base in bases if isinstance(base, nn.Linear)]
     if len(bases) not in (len(fp8_bases), len(nf4_bases), len(dense_bases)):
         kinds = ", ".join(type(base).__name__ for base in bases)
-        raise UsageError(f"linear layers of one input have different storage ({kinds}); leave some out of lora.targets")
+        raise UsageError(f"linear layers of one input differ in storage ({kinds}); remove some from lora.targets")
     if nf4_bases:
         scales = [torch.cat([base.row_scale for base in nf4_bases])] if fp8 else []
         stored = [tensor.detach() for base in nf4_bases for tensor in base.stored]

@@ -217,17 +217,17 @@ def _compiler_settings() -> Iterator[None]:
 
 def _reason_against(loaded: LoadedModel, mode: Literal["auto", "off"]) -> str | None:
     if mode == "off":
-        return "as asked"
+        return "as configured"
     if loaded.model.device.type != "cuda":
         return "only on CUDA"
     if torch.are_deterministic_algorithms_enabled():
-        return "deterministic runs use no kernels that are chosen by timing"
+        return "deterministic runs cannot use autotuned kernels"
     if loaded.dtype not in _SMALLEST_COSINE:
         return f"not in {loaded.dtype}"
     if has_experts(loaded.model):
-        return "expert routing is no static graph"
+        return "expert routing is not a static graph"
     if loaded.attention in ("sdpa", "plain"):
-        return f"attention {loaded.attention} reads the documents' boundaries on the host"
+        return f"attention {loaded.attention} reads document boundaries on the host"
     return None
 
 

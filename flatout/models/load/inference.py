@@ -56,7 +56,7 @@ def resolve_model_paths(target: str, *, base: str | None = None) -> ModelPaths:
                 section = yaml.safe_load(file.read_text(encoding="utf-8"))["model"]
                 base, revision = section["name"], section.get("revision")
                 if not isinstance(base, str) or not isinstance(revision, str | None):
-                    raise TypeError("no text")
+                    raise TypeError("not text")
             except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(f"{file} does not name the run's model (model.name); give --base") from error
     if not (folder / ADAPTER_CONFIG).is_file():
@@ -67,7 +67,7 @@ def resolve_model_paths(target: str, *, base: str | None = None) -> ModelPaths:
         content = read_json(file)
         base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
         if not base or not isinstance(base, str):
-            raise UsageError(f"{file} names no base model; give it with --base, or copy the adapter again")
+            raise UsageError(f"{file} does not name a base model; give --base, or copy the adapter again")
     tokenizer = str(folder) if (folder / "tokenizer_config.json").is_file() else base
     return ModelPaths(base=base, revision=revision, adapter=folder, tokenizer=tokenizer)
 
@@ -84,8 +84,8 @@ def load_trained(
         # weights that are offloaded are copied to the device that computes with them in each pass
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ResourceError(
-                f"{trained.base} does not fit on these GPUs ({describe_devices(model)}), and an adapter needs its "
-                "weights in place; use more GPUs, or merge the adapter with flatout merge and chat with the result"
+                f"{trained.base} does not fit on these GPUs ({describe_devices(model)}), but the adapter needs all "
+                "weights on GPUs; use more GPUs, or merge it with flatout merge and chat with the result"
             )
         apply_adapter(model, trained.adapter)
         model.eval()
@@ -129,7 +129,7 @@ def read_device_map(wanted: str, model_config: Any) -> str | dict[str, str | int
         return wanted
     path = Path(wanted)
     if not path.is_file():
-        raise UsageError(f"--device-map: {path} is no file, and none of {', '.join(NAMED_MAPS)}")
+        raise UsageError(f"--device-map: {path} is neither a file nor one of {', '.join(NAMED_MAPS)}")
     entries = read_json(path, UsageError, max_bytes=MAX_FILE_BYTES)
     if not isinstance(entries, dict) or not entries:
         raise UsageError(f'--device-map: {path} must be an object such as {{"model.layers.0": 0}}')
@@ -138,15 +138,15 @@ def read_device_map(wanted: str, model_config: Any) -> str | dict[str, str | int
     example = next((name for name in modules if name.endswith(".layers.0")), next(iter(modules)) or "model")
     for name in entries:
         if name not in modules:
-            raise UsageError(f"{path}: {name!r} is no module of this model; names look like {example}")
+            raise UsageError(f"{path}: {name!r} is not a module of this model; names look like {example}")
         parts = name.split(".")
         if any(id(modules[".".join(parts[:end])]) in layers for end in range(1, len(parts))):
-            raise UsageError(f"{path}: {name!r} is a part of a decoder layer; map whole layers, such as {example}")
+            raise UsageError(f"{path}: {name!r} is part of a decoder layer; map whole layers, such as {example}")
     checked = {name: _device(device, f"{path}: {name!r}") for name, device in entries.items()}
     prefixes = tuple(f"{entry}." if entry else "" for entry in checked)
     uncovered = [name for name, _ in model.named_parameters() if not name.startswith(prefixes)]
     if uncovered:
-        raise UsageError(f"{path}: no entry covers {uncovered[0]} ({len(uncovered)} weights in all); add its module")
+        raise UsageError(f"{path}: no entry covers {uncovered[0]} ({len(uncovered)} weights in total); add its module")
     return checked
 
 
@@ -160,7 +160,7 @@ def _device(device: Any, where: str) -> str | int:
         raise UsageError(f"{where} is on {device!r}; expected cpu, a GPU's index, or cuda:INDEX")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= num_gpus:
-        raise UsageError(f"{where} is on GPU {index}, {num_gpus} visible")
+        raise UsageError(f"{where} is on GPU {index}, but {num_gpus} are visible")
     return index
 
 

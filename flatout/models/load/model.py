@@ -26,7 +26,7 @@ from flatout.models.rope import scale_by_document
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 CANNOT_BUILD = "model.name: {} cannot be built from its config.json, generation_config.json and weights"
-CHOOSE_ANOTHER = "; choose another model"
+CHOOSE_ANOTHER = "; choose a different model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def resolve_precision(name: Literal["auto", "bf16", "fp16", "fp32", "fp64"], dev
     if name == "auto":
         return torch.bfloat16 if has_bf16 else torch.float32
     if name == "bf16" and device.type == "cuda" and not has_bf16:
-        raise ResourceError("model.precision: bf16 is not in this GPU's hardware; use auto, fp16 or fp32")
+        raise ResourceError("model.precision: this GPU has no bf16 hardware; use auto, fp16 or fp32")
     return _DTYPES[name]
 
 
@@ -151,7 +151,7 @@ def read_config(name: str, revision: str | None, storage: str = "model") -> Any:
     Raises UsageError if transformers refuses it, and for quantized weights other than bitsandbytes' double quantized
     NF4 with `storage` nf4.
     """
-    with library_errors(f"{name}/config.json: transformers refuses it"):
+    with library_errors(f"{name}/config.json: transformers rejects it"):
         source, revision = hub_source(name, revision)
         with hub_errors(name):
             config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
@@ -171,12 +171,12 @@ def read_config(name: str, revision: str | None, storage: str = "model") -> Any:
     given = {"bnb_4bit_quant_storage": "uint8", **fields}
     if wrong := [f"{field}: {given.get(field)}" for field in wanted if given.get(field) != wanted[field]]:
         raise UsageError(
-            f"model.name: {name} has bitsandbytes weights with {', '.join(wrong)}; of 4-bit weights only nf4 with "
-            "double quantization is read: use such a checkpoint or the 16-bit model"
+            f"model.name: {name} has bitsandbytes weights with {', '.join(wrong)}; the only 4-bit format supported is "
+            "nf4 with double quantization: use such a checkpoint or the 16-bit model"
         )
     if storage != "nf4":
         raise UsageError(
-            f"model.name: {name} has bitsandbytes NF4 weights, which are only for method: lora with "
+            f"model.name: {name} has bitsandbytes NF4 weights, which need method: lora with "
             "base.storage: nf4; set that, or use the 16-bit model"
         )
     return config
@@ -227,13 +227,13 @@ def load_pretrained(
     except SafetensorError as error:
         # a local folder's files were checked before, so these are from the hub, and their download did not finish
         raise CheckpointError(
-            f"{name}: its downloaded weights are damaged ({error}); remove them from the hub's cache and load again"
+            f"{name}: its downloaded weights are damaged ({error}); remove them from the hub cache and load again"
         ) from error
     missing = sorted(map(str, loading["missing_keys"])) + sorted(map(str, loading["mismatched_keys"]))
     if missing:
         raise CheckpointError(
-            f"{name}: {len(missing)} weights are missing or have another shape ({', '.join(missing[:3])}); "
-            "they would be random: take the whole model, or set model.init: random"
+            f"{name}: {len(missing)} weights are missing or have a different shape ({', '.join(missing[:3])}); "
+            "they would be random: use the complete model, or set model.init: random"
         )
     return model, sorted(map(str, loading["unexpected_keys"]))
 
@@ -247,7 +247,7 @@ def _report(
         f"attention {choice.implementation}: {choice.reason}",
     ]
     if unused:
-        lines.append(f"{len(unused)} weights in the files are not used by this model: {', '.join(unused[:3])}")
+        lines.append(f"{len(unused)} weights in the files are unused by this model: {', '.join(unused[:3])}")
     if getattr(model.config.get_text_config(), "router_aux_loss_coef", None):
-        lines.append("experts: the router's balancing loss is not added; the loss is cross-entropy only")
+        lines.append("experts: no load-balancing loss is added; the loss is cross-entropy only")
     return lines

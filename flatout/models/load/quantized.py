@@ -85,8 +85,8 @@ def read_nf4(
     _fill(model, device, place, 0, take)
     if outside := sorted(quantized - taken):
         raise UsageError(
-            f"{name}: {outside[0]} is quantized but is no linear layer of the decoder ({len(outside)} such); "
-            "take a checkpoint that quantizes only those, or the 16-bit model"
+            f"{name}: {outside[0]} is quantized but is not a linear layer of the decoder ({len(outside)} such); "
+            "use a checkpoint that quantizes only those, or the 16-bit model"
         )
     _read_dense(model, name, files, taken)
     return model
@@ -100,9 +100,9 @@ def describe_storage(model: PreTrainedModel, storage: str) -> list[str]:
     size = f"{num_stored:,} weights in {num_bytes / 2**30:.2f} GiB"
     lines = [f"base {storage}: {len(stored)} linear layers of {size}"]
     if dense := sum(isinstance(module, nn.Linear) for layer in decoder_layers(model) for module in layer.modules()):
-        lines.append(f"{dense} linear layers of the decoder stay dense")
+        lines.append(f"{dense} linear layers of the decoder are not quantized")
     if slow := sum(isinstance(module, Nf4Linear) and bool(module.in_features % BLOCK) for module in stored):
-        lines.append(f"{slow} layers have rows that are no multiple of {BLOCK}: dequantized by plain torch, slowly")
+        lines.append(f"{slow} layers have rows that are not a multiple of {BLOCK}: torch dequantizes them, slowly")
     return lines
 
 
@@ -168,7 +168,7 @@ def _open_files(name: str, revision: str | None) -> dict[str, Any]:
 
 def _read(files: Mapping[str, Any], key: str) -> Any:
     if key not in files:
-        raise CheckpointError(f"{key} is missing in the model's files; download or copy them again")
+        raise CheckpointError(f"{key} is missing from the model's files; download or copy them again")
     return files[key].get_tensor(key)
 
 
@@ -180,11 +180,11 @@ def _read_linear(
     found = (state["blocksize"], state.get("nested_blocksize"), tuple(state["shape"]))
     if found != (wanted := (BLOCK, NESTED_BLOCK, tuple(linear.weight.shape))):
         raise CheckpointError(
-            f"{name} has (block size, nested block size, shape) {found}, this model needs {wanted}; "
-            "use another checkpoint or the 16-bit model"
+            f"{name} has (block size, nested block size, shape) {found}, but this model needs {wanted}; "
+            "use a different checkpoint or the 16-bit model"
         )
     if not torch.equal(levels, nf4_levels(levels.device)):
-        raise CheckpointError(f"{name} has levels that are not NF4's; use another checkpoint or the 16-bit model")
+        raise CheckpointError(f"{name} has levels that are not NF4's; use a different checkpoint or the 16-bit model")
     offset = torch.tensor(state["nested_offset"], dtype=torch.float32)
     stored = Nf4Weight(packed.view(-1), absmax, nested_absmax, nested_map, offset)
     bias = None if linear.bias is None else _read(files, name + ".bias").to(device, dtype)
@@ -208,6 +208,6 @@ def _read_dense(model: PreTrainedModel, name: str, files: Mapping[str, Any], tak
     unknown = sorted(key for key in set(files) - known if not key.endswith("rotary_emb.inv_freq"))
     if missing or unknown:
         raise CheckpointError(
-            f"{name}: {len(missing)} weights are missing or have another shape ({', '.join(missing[:3])}), "
-            f"{len(unknown)} are not this model's ({', '.join(unknown[:3])}); take the whole model, or the 16-bit one"
+            f"{name}: {len(missing)} weights are missing or have a different shape ({', '.join(missing[:3])}), "
+            f"{len(unknown)} are unknown ({', '.join(unknown[:3])}); use the complete model, or the 16-bit one"
         )

@@ -93,8 +93,8 @@ def compute_buffers(model: PreTrainedModel, empty: PreTrainedModel) -> None:
                 old, new = held.get_buffer(buffer), module.get_buffer(buffer)
                 if not torch.equal(new.to(old.dtype), old):
                     raise UsageError(
-                        f"model type {model.config.model_type}: {name}.{buffer} cannot be computed apart from its "
-                        "weights, which reading them in parts needs; set strategy: ddp or zero2"
+                        f"model type {model.config.model_type}: {name}.{buffer} cannot be computed without its "
+                        "weights, as loading in shards requires; set strategy: ddp or zero2"
                     )
                 setattr(held, buffer, new)
 

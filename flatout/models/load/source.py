@@ -51,10 +51,10 @@ def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
     if not is_folder(name) and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
         raise UsageError(f"model.name: there is no folder {name}; give a folder or a hub id such as org/model")
     if revision is not None and is_folder(name):
-        raise UsageError(f"model.revision: {revision!r:.100} is for a hub id, and {name} is a folder; leave it out")
+        raise UsageError(f"model.revision: {revision!r:.100} is for hub ids, but {name} is a folder; remove it")
     file = hub_file(name, "config.json", revision)
     if file is None and (folder / "adapter_config.json").is_file():
-        raise UsageError(f"{folder} is an adapter, not a model; give its base model, and the adapter as such")
+        raise UsageError(f"{folder} is an adapter, not a model; give its base model here, and the adapter separately")
     if file is None:
         raise UsageError(f"{name} has no config.json; give a folder or a hub id of a transformers model")
     config = _read_object(file)
@@ -63,8 +63,8 @@ def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
         is_interface = field.removeprefix("_").removesuffix("_internal") in _INTERFACE_FIELDS
         if asks_for_code or (is_interface and _names_a_kernel(value)):
             raise SecurityError(
-                f"{name}/config.json: {field} = {value!r} would run code from outside; flatout never does. "
-                "If transformers itself has this architecture, use a copy of the folder without that field"
+                f"{name}/config.json: {field} = {value!r} would run code from outside, which flatout never does. "
+                "If transformers has this architecture, use a copy of the folder without that field"
             )
     return config
 
@@ -86,8 +86,8 @@ def check_weights(folder: Path) -> None:
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
         if pickles:
             raise SecurityError(
-                f"{folder} has only pickled weights ({', '.join(pickles[:3])}), which run code when opened; convert "
-                "them where that is safe: torch.load(file, weights_only=True), then safetensors.torch.save_file"
+                f"{folder} has only pickled weights ({', '.join(pickles[:3])}), which can run code when loaded; "
+                "convert them safely: torch.load(file, weights_only=True), then safetensors.torch.save_file"
             )
         raise UsageError(f"{folder} has no *.safetensors weights; give a model folder or set model.init: random")
     index = folder / "model.safetensors.index.json"
@@ -102,19 +102,19 @@ def _check_index(index: Path) -> None:
     content = _read_object(index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(f"{index}: weight_map is no object of file names; download or copy it again")
+        raise CheckpointError(f"{index}: weight_map is not an object of file names; download or copy it again")
     if not weight_map:
-        raise CheckpointError(f"{index}: weight_map names no weights; download or copy it again")
+        raise CheckpointError(f"{index}: weight_map lists no weights; download or copy it again")
     for shard in sorted(set(weight_map.values())):
         if Path(shard).suffix in _PICKLES:
-            raise SecurityError(f"{index}: weight file {shard} is pickled, which runs code when opened")
+            raise SecurityError(f"{index}: weight file {shard} is pickled, which can run code when loaded")
         if not shard or Path(shard).name != shard:
-            raise SecurityError(f"{index}: weight file {shard!r} lies outside the folder; only plain names are read")
+            raise SecurityError(f"{index}: weight file {shard!r} is outside the folder; only plain names are allowed")
         if not (index.parent / shard).is_file():
             raise CheckpointError(f"{index}: weight file {shard} is missing; download or copy it again")
     # transformers requires it
     if not isinstance(content.get("metadata"), dict):
-        raise CheckpointError(f"{index}: metadata is no object; download or copy it again")
+        raise CheckpointError(f"{index}: metadata is not an object; download or copy it again")
 
 
 def check_safetensors(file: Path) -> None:
@@ -123,11 +123,11 @@ def check_safetensors(file: Path) -> None:
         with safe_open(file, framework="pt") as opened:
             kinds = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  (no mapping)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is no readable safetensors file ({error}); download or copy it again") from error
+        raise CheckpointError(f"{file} is not a valid safetensors file ({error}); download or copy it again") from error
     # quantized weights are bytes, I8 or U8; transformers would silently cast wider integers
     odd = [f"{name} is {kind}" for name, kind in kinds.items() if name.endswith(".weight") and kind in _WIDE_INTEGERS]
     if odd:
-        raise CheckpointError(f"{file}: {odd[0]}, and weights are floating point; download or copy it again")
+        raise CheckpointError(f"{file}: {odd[0]}, but weights must be floating point; download or copy it again")
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -137,13 +137,13 @@ def _read_object(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{file}: byte {error.start} is no UTF-8; download or copy it again") from error
+        raise UsageError(f"{file}: byte {error.start} is not UTF-8; download or copy it again") from error
     except RecursionError as error:
-        raise UsageError(f"{file}: is nested too deeply to be read; download or copy it again") from error
+        raise UsageError(f"{file}: nested too deeply to read; download or copy it again") from error
     except ValueError as error:
-        raise UsageError(f"{file} is no readable JSON ({error}); download or copy it again") from error
+        raise UsageError(f"{file} is not valid JSON ({error}); download or copy it again") from error
     if not isinstance(content, dict):
-        raise UsageError(f"{file} is no JSON object; download or copy it again")
+        raise UsageError(f"{file} is not a JSON object; download or copy it again")
     return content
 
 

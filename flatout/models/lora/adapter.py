@@ -111,7 +111,7 @@ def adapter_config(
     remedy = "lora.dora: false, or " if config.dora else ""
     raise UsageError(
         f"lora.targets: PEFT {peft.__version__} cannot read adapters of {min(misread)} ({len(misread)} layers) in "
-        f"model type {model.config.model_type}; set {remedy}lora.targets to what leaves these {', '.join(leaves)} out"
+        f"model type {model.config.model_type}; set {remedy}lora.targets so that it excludes {', '.join(leaves)} there"
     )
 
 
@@ -180,8 +180,8 @@ def read_back(
         proved = f"logits within {error:.0e}"
     if problems:
         raise CheckpointError(
-            f"{folder}: PEFT {peft.__version__} reads another adapter: {problems[0]} ({len(problems)} such); the "
-            "trained weights are in the run's checkpoints; report this"
+            f"{folder}: PEFT {peft.__version__} reads a different adapter: {problems[0]} ({len(problems)} such); the "
+            "trained weights are safe in the run's checkpoints; please report this"
         )
     return f"PEFT {peft.__version__} reads the same adapter: {len(lora_layers(model))} layers, {proved}"
 
@@ -204,20 +204,20 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     layers = lora_layers(model)
     problems = _disagreements(model, saved)
     if problems:
-        raise UsageError(f"{folder}: {'; '.join(problems)}; make the settings equal to the adapter's")
+        raise UsageError(f"{folder}: {'; '.join(problems)}; change the settings to match the adapter")
     for name, tensor in adapter_state(model).items():
         if tensors[name].shape != tensor.shape:
             raise UsageError(
-                f"{folder}: {name} has shape {tuple(tensors[name].shape)}, this model needs {tuple(tensor.shape)}; "
-                "the adapter belongs to another base model"
+                f"{folder}: {name} has shape {tuple(tensors[name].shape)}, but this model needs {tuple(tensor.shape)}; "
+                "the adapter belongs to a different base model"
             )
         tensor.copy_(tensors[name])
     for name, tensor in tensors.items():
         path, _, leaf = name.removeprefix(_PREFIX).partition(".base_layer.")
         if leaf and not _same(tensor, getattr(layers[path].base, leaf)):
             raise UsageError(
-                f"{folder}: {name} is not the base model's own {path}.{leaf}, and only the adapter is read; merge the "
-                "adapter with PEFT and train on from the merged model"
+                f"{folder}: {name} differs from the base model's {path}.{leaf}, but only the adapter would be loaded; "
+                "merge the adapter with PEFT and train from the merged model"
             )
 
 
@@ -323,11 +323,11 @@ def _disagreements(model: PreTrainedModel, saved: LoraConfig) -> list[str]:
     layer, scaling = next(iter(layers.values())), lora_scaling(saved)
     problems = []
     if layer.rank != saved.rank:
-        problems.append(f"lora.rank is {layer.rank}, the adapter's is {saved.rank}")
+        problems.append(f"lora.rank is {layer.rank}, but the adapter's is {saved.rank}")
     elif not math.isclose(layer.scaling, scaling):
-        problems.append(f"lora.alpha and lora.rslora scale by {layer.scaling:g}, the adapter by {scaling:g}")
+        problems.append(f"lora.alpha and lora.rslora scale by {layer.scaling:g}, but the adapter by {scaling:g}")
     if (layer.magnitude is not None) != saved.dora:
-        problems.append(f"lora.dora is {layer.magnitude is not None}, the adapter's is {saved.dora}")
+        problems.append(f"lora.dora is {layer.magnitude is not None}, but the adapter's is {saved.dora}")
     if odd := sorted(set(saved.targets) ^ set(layers)):
         problems.append(f"lora.targets and the adapter differ in {len(odd)} layers, such as {odd[0]}")
     return problems
@@ -357,7 +357,7 @@ def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
 def _read_adapter_config(file: Path, names: list[str]) -> LoraConfig:
     content = read_json(file)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is no JSON object; copy the adapter again")
+        raise CheckpointError(f"{file} is not a JSON object; copy the adapter again")
     try:
         kind = content.get("peft_type")
         odd = {
@@ -371,7 +371,7 @@ def _read_adapter_config(file: Path, names: list[str]) -> LoraConfig:
             raise CheckpointError(f"{file}: target_modules is {targets!r:.100}; copy the adapter again")
         if kind != "LORA" or odd:
             found = f"peft_type is {kind!r}" if kind != "LORA" else f"{odd} is not supported"
-            raise UsageError(f"{file}: {found}; only plain LoRA adapters of linear layers can be read")
+            raise UsageError(f"{file}: {found}; only plain LoRA adapters of linear layers are supported")
         content = {"lora_dropout": 0.0, "use_rslora": False, "use_dora": False, **content}
         return LoraConfig(targets=names, **{ours: content[theirs] for ours, theirs in _FIELDS.items()})
     except ValidationError as error:

@@ -107,7 +107,7 @@ class FusedLora(nn.Module):
             biased = (y if bias is None else y + bias for y, bias in zip(outputs, self.biases, strict=True))
             self.pending = (x, tuple(biased))
         if self.pending is None or self.pending[0] is not x:
-            raise UsageError("LoRA layers that shared an input at the start were given different ones; report this")
+            raise UsageError("LoRA layers that shared an input at the start got different inputs; please report this")
         part = self.pending[1][index]
         if index == len(self.ranks) - 1:
             self.pending = None
@@ -126,7 +126,7 @@ class FusedLayers:
         self._narrows = [narrow for group in fused for narrow in group.narrow.split(group.ranks)]
         self._wides = [wide for group in fused for wide in group.wides]
         kinds = {group.product.describe for group in fused}
-        self.report = f"{len(self._narrows)} layers run as {len(fused)} products ({', '.join(sorted(kinds))})"
+        self.report = f"{len(self._narrows)} layers run as {len(fused)} matmuls ({', '.join(sorted(kinds))})"
 
     def forget(self) -> None:
         """Drop unused outputs of a failed forward pass, which keep its whole graph alive."""

@@ -105,7 +105,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> list[s
     targets = _targets(model, config.targets)
     largest = max(min(linear.in_features, linear.out_features) for linear in targets.values())
     if config.rank > largest:
-        raise UsageError(f"lora.rank is {config.rank:,}, but no layer of lora.targets has a rank over {largest:,}")
+        raise UsageError(f"lora.rank is {config.rank:,}, but no layer in lora.targets has a rank above {largest:,}")
     model.requires_grad_(False)
     for name, linear in targets.items():
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
@@ -116,13 +116,11 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> list[s
     lines = [
         f"{'DoRA' if config.dora else 'LoRA'} rank {config.rank}, alpha {config.alpha:g}: "
         + ", ".join(f"{count} {name}" for name, count in counts.items())
-        + f"; {num_trainable:,} trained parameters ({num_trainable / num_weights(model):.2%})"
+        + f"; {num_trainable:,} trainable parameters ({num_trainable / num_weights(model):.2%})"
     ]
     # transformers keeps all experts of a layer in one 3-D parameter, which is not a linear layer
     if num_experts := sum(parameter.dim() == 3 for parameter in model.parameters()):
-        lines.append(
-            f"{num_experts} fused expert tensors stay frozen without an adapter: LoRA reaches linear layers only"
-        )
+        lines.append(f"{num_experts} fused expert tensors get no adapter: LoRA only supports linear layers")
     return lines
 
 
@@ -158,7 +156,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> str:
     num_trainable = sum(parameter.numel() for parameter in trainable_parameters(model).values())
     if not num_trainable:
         raise UsageError(f"freeze: {', '.join(patterns)} freeze every parameter; nothing is left to train")
-    return f"frozen parameters: {', '.join(counts)}; {num_trainable:,} values stay trained"
+    return f"frozen parameters: {', '.join(counts)}; {num_trainable:,} values are trained"
 
 
 def freeze_unreached(model: PreTrainedModel) -> str | None:
@@ -177,9 +175,9 @@ def freeze_unreached(model: PreTrainedModel) -> str | None:
     owners = sorted({".".join(name.split(".")[:2]) for name in unreached})
     if not trainable_parameters(model):
         raise UsageError(
-            f"nothing is left to train: text does not reach {', '.join(owners)}; choose other lora.targets"
+            f"nothing is left to train: text does not pass through {', '.join(owners)}; choose different lora.targets"
         )
-    return f"{len(unreached)} parameters of {', '.join(owners)} stay as they are: text does not reach them"
+    return f"{len(unreached)} parameters of {', '.join(owners)} stay frozen: text does not pass through them"
 
 
 def _targets(model: PreTrainedModel, wanted: str | list[str]) -> dict[str, FrozenLinear]:

@@ -167,7 +167,7 @@ class PeerWatch:
                 wait = BoundedWait(self._faults.hang_s + LEAVE_S, "faults.hang_s")
                 with suppress(PeerLostError):
                     while not self._lost.wait(0.1):
-                        wait.check("word which rank was lost, as a collective failed")
+                        wait.check("the name of the lost rank after a collective failed")
             if self._lost_error is not None and isinstance(error, Exception):
                 if is_collective:
                     raise self._lost_error from error
@@ -237,7 +237,7 @@ class PeerWatch:
         now_s = time.monotonic()
         still_s = now_s - max(changed_at for _, changed_at, _ in ranks.values())
         if still_s >= limit_s:
-            return PeerFailure(rank, host, status, f"has not moved for {still_s:.0f} s (faults.{setting})")
+            return PeerFailure(rank, host, status, f"has made no progress for {still_s:.0f} s (faults.{setting})")
         is_awaited = not status.waits and any(one.waits for one in statuses)
         is_late = now_s - changed_at >= max(bounded_wait.NOTICE_AFTER_S, USUAL_STEPS * self._step_s)
         if is_awaited and is_late and (status.step, status.phase) != self._last_notice:

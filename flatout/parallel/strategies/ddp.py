@@ -41,8 +41,8 @@ class DDP(Strategy):
             if self._buckets is None or not self._buckets.num_started:
                 raise
             raise ResourceError(
-                f"rank {self.rank.index}: out of GPU memory while gradients were being summed over ranks, so the step "
-                "cannot be taken again in smaller micro-batches; lower batch.micro_batch_tokens or memory, or set "
+                f"rank {self.rank.index}: out of GPU memory during the gradient all-reduce, so the step "
+                "cannot be repeated with smaller micro-batches; lower batch.micro_batch_tokens or memory, or set "
                 "recompute: full"
             ) from error
 

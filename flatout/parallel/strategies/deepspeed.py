@@ -45,7 +45,7 @@ class DeepSpeed(Strategy):
             import deepspeed
         except ImportError as error:
             raise UsageError(
-                f"strategy: deepspeed needs the package ({error}); install flatout[deepspeed], or set strategy: zero3"
+                f"strategy: deepspeed needs that package ({error}); install flatout[deepspeed], or set strategy: zero3"
             ) from error
         # DeepSpeed leaves buffers as they are: its stage 3 would gather frozen one-byte parameters (codes of quantized
         # weights), and gloo does not support float8

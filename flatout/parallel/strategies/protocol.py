@@ -115,8 +115,8 @@ def oom_as_resource_error(rank: Rank) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ResourceError(
-            f"rank {rank.index}: out of GPU memory in a pass that all ranks take together, so its samples cannot be "
-            "taken again in smaller micro-batches; lower batch.micro_batch_tokens or memory, or set recompute: full"
+            f"rank {rank.index}: out of GPU memory in a pass that all ranks run together, so it cannot be "
+            "repeated with smaller micro-batches; lower batch.micro_batch_tokens or memory, or set recompute: full"
         ) from error
 
 

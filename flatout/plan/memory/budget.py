@@ -105,7 +105,7 @@ def choose_micro_batch(
     if device is None:
         level = _levels(config, compiled=False)[0]
         num_tokens = given or max(CPU_MICRO_BATCH_TOKENS, tokens.longest_sample)
-        return MemoryDecision(num_tokens, level, f"{num_tokens:,} tokens a micro-batch, recompute {level}: no GPU")
+        return MemoryDecision(num_tokens, level, f"{num_tokens:,} tokens per micro-batch, recompute {level}: no GPU")
     model = memory_model(config, shape, device, parallel_layout)
     for level in _levels(config, compiled=model.compiled):
         decision, fits, enough = _decide(model, level, tokens, device)
@@ -120,7 +120,7 @@ def choose_micro_batch(
         raise ResourceError(
             f"{what} has {num_tokens:,} tokens, which need about {need / GIB:.1f} GiB with recompute: {level}, and "
             f"{device.name} may use {budget_bytes(config, device) / (1 - MARGIN) / GIB:.1f}; lower data.max_tokens, "
-            f"set {smaller}, or take a GPU with more memory"
+            f"set {smaller}, or use a GPU with more memory"
         )
     return decision
 
@@ -145,7 +145,7 @@ def spend_spare_memory(
         gain = f"fp8 weights transposed once, {model.transposable_bytes / GIB:.1f} GiB"
     elif frees and config.sharding.reshard_after_forward == "auto":
         other = replace(model, parallel_layout=replace(layout, reshard_after_forward=False))
-        gain = "gathered weights stay within a step"
+        gain = "gathered weights are kept within a step"
     else:
         return decision
 
@@ -173,11 +173,11 @@ def _decide(
     num_tokens = given or max(fits, tokens.longest_sample)
     budget = budget_bytes(config, device)
     reason = (
-        f"{num_tokens:,} tokens a micro-batch, recompute {level}: {budget / GIB:.1f} GiB of {device.name} hold "
-        f"{fits:,} tokens, a step has at most {tokens.rank_step_tokens:,} a rank"
+        f"{num_tokens:,} tokens per micro-batch, recompute {level}: {budget / GIB:.1f} GiB of {device.name} hold "
+        f"{fits:,} tokens, a step has at most {tokens.rank_step_tokens:,} per rank"
     )
     if level == "offload":
-        reason += f"; {model.inputs_bytes(num_tokens) / GIB:.1f} GiB wait in host memory"
+        reason += f"; {model.inputs_bytes(num_tokens) / GIB:.1f} GiB of layer inputs are kept in host memory"
     accumulates = num_tokens < tokens.rank_step_tokens
     return MemoryDecision(num_tokens, level, reason, model, budget, accumulates), fits, enough
 
@@ -193,9 +193,9 @@ def choose_parallel_layout(
     ranks = {"num_ranks": num_ranks, "num_nodes": num_nodes}
     if config.strategy != "auto" or num_ranks == 1:
         asked = "single" if config.strategy == "auto" else config.strategy
-        return resolve_layout(config, asked, **ranks, why="as asked")
+        return resolve_layout(config, asked, **ranks, why="as configured")
     if device is None:
-        return resolve_layout(config, "ddp", **ranks, why="no GPU whose memory could be short")
+        return resolve_layout(config, "ddp", **ranks, why="no GPU whose memory limits it")
     if why := config.reason_against_sharding:
         return resolve_layout(config, "ddp", **ranks, why=f"sharding does not work with {why}")
     model = memory_model(config, shape, device)
@@ -204,9 +204,9 @@ def choose_parallel_layout(
     facts = f"weights, gradients and optimizer take {state.state_bytes / GIB:.1f} GiB"
     beside = f"{enough:,} tokens on {device.name}"
     if largest_fit(model, "full", tokens, device, enough) >= enough:
-        return resolve_layout(config, "ddp", **ranks, why=f"{facts}, which fit beside {beside}")
+        return resolve_layout(config, "ddp", **ranks, why=f"{facts}, which fits with {beside}")
     even = num_nodes > 1 and num_ranks > num_nodes
-    return resolve_layout(config, "hsdp" if even else "fsdp", **ranks, why=f"{facts}, which do not fit beside {beside}")
+    return resolve_layout(config, "hsdp" if even else "fsdp", **ranks, why=f"{facts}, which does not fit with {beside}")
 
 
 def budget_bytes(config: Config, device: Device) -> int:

@@ -29,7 +29,7 @@ def permute(
     if not 0 < num_samples <= MAX_SAMPLES:
         raise ValueError(f"num_samples is {num_samples}; expected 1 to {MAX_SAMPLES}")
     if values.size and (values.min() < 0 or values.max() >= num_samples):
-        raise ValueError(f"a position lies outside [0, {num_samples})")
+        raise ValueError(f"a position is outside [0, {num_samples})")
     if num_samples == 1:
         return np.zeros(np.shape(positions), dtype=np.int64)
     digest = hashlib.shake_128(f"{purpose}:{seed}:{epoch}".encode()).digest(8 * NUM_ROUNDS)

@@ -246,11 +246,11 @@ def select_samples(
     if sample_ids is not None:
         ids = np.asarray(sample_ids, dtype=np.int64)
         if ids.ndim != 1 or (ids.size and (ids[0] < 0 or ids[-1] >= len(lengths))) or (np.diff(ids) <= 0).any():
-            raise DataError(f"sample ids must be ascending, each once, from 0 to {len(lengths) - 1}")
+            raise DataError(f"sample ids must be ascending and unique, from 0 to {len(lengths) - 1}")
         # giving all ids is the same as giving none
         samples = samples if len(ids) == len(lengths) else Samples(lengths[ids], num_labels[ids], ids)
     if not len(samples):
-        raise DataError("there is no sample to plan; the data set is empty")
+        raise DataError("the data set is empty; add rows")
     check_fits(samples, micro_batch_tokens)
     if not samples.num_labels.any():
         raise DataError(f"none of the {len(samples)} samples has a label token, so there is no loss to compute")

@@ -156,16 +156,16 @@ def check_fits(samples: Samples, micro_batch_tokens: int) -> None:
         raise UsageError(
             f"{named(longest)} has {int(samples.lengths[longest])} tokens, more than "
             f"batch.micro_batch_tokens={micro_batch_tokens} (too long: {num_over} of {len(samples)}); "
-            "raise batch.micro_batch_tokens, or lower data.max_tokens and build the data again"
+            "raise batch.micro_batch_tokens, or lower data.max_tokens and rebuild the data"
         )
     if samples.lengths[shortest] < 1:
-        raise DataError(f"{named(shortest)} has no tokens; build the data again")
+        raise DataError(f"{named(shortest)} has no tokens; rebuild the data")
     wrong = np.flatnonzero((samples.num_labels < 0) | (samples.num_labels > samples.lengths))
     if wrong.size:
         first = int(wrong[0])
         raise DataError(
             f"{named(first)} has {int(samples.num_labels[first])} label tokens of "
-            f"{int(samples.lengths[first])} tokens; build the data again"
+            f"{int(samples.lengths[first])} tokens; rebuild the data"
         )
 
 

@@ -57,7 +57,7 @@ def test_a_folder_with_only_a_config_is_measured_with_random_weights(tiny, scrat
     words = ["bench", str(folder), "--steps", "4", "device=cpu", "data.max_tokens=64", "batch.samples_per_step=4"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["weights"], found["data"]) == ("random", "random ids of chat-like lengths")
+    assert (found["weights"], found["data"]) == ("random", "random token ids with chat-like lengths")
     assert len(found["steps_s"]) == 4
     assert found["steps_s"][0] == pytest.approx(found["launch_to_first_step_s"], abs=1e-3)
     assert found["tokens_per_s"] == pytest.approx(4 * 64 / found["step_p50_s"], rel=0.2)
@@ -72,8 +72,8 @@ def test_a_configuration_is_measured_on_its_own_data_and_weights(tiny, scratch, 
     (scratch / "run.yaml").write_text(dump_config(config))
     assert main(["bench", str(scratch / "run.yaml"), "--steps", "5", "lora.rank=8"]) == 0
     told = capsys.readouterr()
-    assert "chats, as it was built" in told.out
-    assert "its own weights" in " ".join(told.out.split())
+    assert "chats, as built" in told.out
+    assert "pretrained weights" in " ".join(told.out.split())
     assert "5/5" in told.err
     assert "rank 8" in told.err
     assert max(map(len, told.out.splitlines())) <= 80

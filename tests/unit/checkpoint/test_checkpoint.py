@@ -280,7 +280,9 @@ def test_another_format_is_refused_not_passed_over(tmp_path: Path, events: Event
     for version in (1, 2, 4, None, "3"):
         other: Any = dataclasses.replace(manifest, format_version=version)  # type: ignore[arg-type]  # as a file may
         (path / "manifest.json").write_bytes(encode_manifest(other))
-        with pytest.raises(OtherFormatError, match=rf"step-2.*format {version!r}, this one reads 3\); go on with that"):
+        with pytest.raises(
+            OtherFormatError, match=rf"step-2.*format {version!r}, this one reads 3\); resume with that"
+        ):
             checkpoints(tmp_path, events).newest()
 
 
@@ -330,13 +332,13 @@ def test_files_of_two_saves_of_one_step_do_not_mix(tmp_path: Path, events: Event
     saves.save(snapshot_of(2, mark=1))
     # someone even made the manifest agree: the identity in the file's header still tells
     (path / "optimizer.safetensors").write_bytes(first)
-    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: it is of another save: found .*save_id"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: it belongs to a different save: .*save_id"):
         checkpoints(tmp_path, events).load(path)
     from flatout.io.durable_io import digest
 
     files = {**read_manifest(path).files, "optimizer.safetensors": digest(path / "optimizer.safetensors")}
     rewrite(path, files=files)
-    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: it is of another save"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: it belongs to a different save"):
         checkpoints(tmp_path, events).load(path)
 
 
@@ -346,7 +348,7 @@ def test_the_runs_identity_is_kept_and_never_made_up(tmp_path: Path, events: Eve
     assert run_identity(tmp_path, durable_io) == first
     checkpoints(tmp_path, events).save(snapshot_of(1))
     (tmp_path / "run.json").unlink()
-    with pytest.raises(CheckpointError, match=r"run\.json: missing, though there are checkpoints; put back"):
+    with pytest.raises(CheckpointError, match=r"run\.json: missing, though there are checkpoints; restore it"):
         checkpoints(tmp_path, events).newest()
     (tmp_path / "run.json").write_text('{"run_id": 3}')
     with pytest.raises(CheckpointError, match=r"run\.json: run_id: found 3, expected 8 to 32 hex digits"):

@@ -75,7 +75,7 @@ def test_a_file_of_the_older_save_is_recognised(run_dir: Path) -> None:
     folder = run_dir / "checkpoints"
     shutil.copyfile(folder / "step-1" / "optimizer.safetensors", folder / "step-2" / "optimizer.safetensors")
     _, events = load(run_dir)
-    assert "it is of another save: found {" in events[0][1]["why"]
+    assert "it belongs to a different save: found {" in events[0][1]["why"]
     assert "'step': '1'" in events[0][1]["why"]
 
 

@@ -64,7 +64,7 @@ def test_maths_changes_are_refused_by_key_both_values_and_remedy() -> None:
         "optim.lr: 0.0002 in the checkpoint, 0.0001 now",
         'lora.targets: all-linear in the checkpoint, ["q_proj"] now',
         "checkpoint.allow_change=[lora.targets,optim.lr]",
-        "another run_dir",
+        "a different run_dir",
     ):
         assert part in message
     assert "log_every_steps" not in message
@@ -94,8 +94,8 @@ def test_harmless_and_rounding_changes_pass_and_are_told() -> None:
     assert len(changes) == 9
     told = {change.key: str(change) for change in changes}
     assert told["batch.micro_batch_tokens"] == (
-        "batch.micro_batch_tokens: null in the checkpoint, 64 now (the same steps, summed in other pieces; "
-        "lora.dropout draws other masks)"
+        "batch.micro_batch_tokens: null in the checkpoint, 64 now (the same steps in different micro-batches; "
+        "lora.dropout masks change)"
     )
     assert told["run_dir"].startswith("run_dir: null in the checkpoint, /elsewhere/run now")
 
@@ -113,7 +113,7 @@ def test_unknown_keys_are_maths_on_either_side() -> None:
         ("gone.deep.x", 1, "(absent)"),
         ("optim.warp", 9, "(absent)"),
     ]
-    with pytest.raises(CheckpointError, match=r"optim\.warp: 9 in the checkpoint, \(absent\) now \(a setting this"):
+    with pytest.raises(CheckpointError, match=r"optim\.warp: 9 in the checkpoint, \(absent\) now \(a setting that"):
         refuse_changes(changes, [])
     with pytest.raises(CheckpointError, match=r"optim\.warp: \(absent\) in the checkpoint, 9 now"):
         refuse_changes(config_changes(new, old), ["gone"])

@@ -136,7 +136,7 @@ def test_precision_auto_is_decided_by_the_device() -> None:
     ("values", "named"),
     [
         ({"strategy": "ddp", "deepspeed": {}}, "deepspeed needs strategy: deepspeed"),
-        ({"strategy": "deepspeed", "sharding": {"prefetch": 2}}, "sharding is not for strategy: deepspeed"),
+        ({"strategy": "deepspeed", "sharding": {"prefetch": 2}}, "sharding has no effect with strategy: deepspeed"),
         ({"strategy": "deepspeed", "model": {"name": "m", "precision": "fp64"}}, "model.precision: fp32 or bf16"),
         ({"strategy": "deepspeed", "model": {"name": "m", "precision": "fp16"}}, "fp16"),
         ({"strategy": "deepspeed", "deepspeed": "nowhere.json"}, "nowhere.json: the file is missing"),

@@ -81,7 +81,7 @@ def test_init_refuses_to_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture
     path.write_text("mine")
     assert main(["init", str(path), "--data", "d", "--model", "m"]) == 2
     assert path.read_text() == "mine"
-    assert "exists and is left as it is" in capsys.readouterr().err
+    assert "already exists; choose a different file" in capsys.readouterr().err
     assert main(["init", str(tmp_path / "no" / "run.yaml"), "--data", "d", "--model", "m"]) == 2
 
 
@@ -149,7 +149,7 @@ def test_schema_is_the_models_own(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["init", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema == Config.model_json_schema()
-    assert schema["$defs"]["LoraConfig"]["properties"]["rank"]["description"].startswith("Width of the adapter")
+    assert schema["$defs"]["LoraConfig"]["properties"]["rank"]["description"].startswith("Rank of the adapter")
     assert main(["init", "--schema", str(tmp_path / "flatout.schema.json")]) == 0
     assert json.loads((tmp_path / "flatout.schema.json").read_text()) == schema
 

@@ -36,7 +36,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     text = MINIMAL + "lora: {rnak: 8, alpha: -1}\nbatch: {samples_per_step: 0}\n"
     assert problems_of(tmp_path, text, "nonsense", "optim.lr=fast") == [
-        "'nonsense' is no override; write section.name=value, such as lora.rank=32",
+        "'nonsense' is not an override; write section.name=value, such as lora.rank=32",
         "lora.alpha: input should be greater than 0, got -1",
         "lora.rnak: unknown key; did you mean lora.rank?",
         "batch.samples_per_step: input should be greater than or equal to 1, got 0",
@@ -52,14 +52,14 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         (MINIMAL + "schedule: {warmup_steps: 3, warmup_ratio: 0.1}\n", "keep one"),
         (MINIMAL + "freeze: [embed]\n", "freeze is only for method: full"),
         (MINIMAL + "base: {compute: fp8}\n", "compute fp8 needs storage fp8 or nf4"),
-        (MINIMAL + "base: {storage: fp8, compute: model}\n", "storage fp8 has only fp8 products"),
+        (MINIMAL + "base: {storage: fp8, compute: model}\n", "storage fp8 supports only fp8 matmuls"),
         (MINIMAL + "method: full\nbase: {storage: nf4}\n", "base is only for method: lora"),
         (MINIMAL + "full: {weights: bf16}\n", "full is only for method: full"),
         (MINIMAL + "method: full\nfull: {update: backward}\n", "set optim.max_grad_norm: null"),
         (MINIMAL + "base: {storage: nf4, compute: fp8}\nlora: {dropout: 0.1}\n", "set base.compute: model"),
         (MINIMAL + "memory: 0\n", "memory"),
         (MINIMAL + "recompute: some\n", "recompute"),
-        (MINIMAL + "method: full\nfreeze: ['(']\n", "no regular expression"),
+        (MINIMAL + "method: full\nfreeze: ['(']\n", "not a valid regular expression"),
         (MINIMAL + "lora: {targets: []}\n", "targets is empty"),
         (MINIMAL + "eval: {fraction: 0.1, data: other}\n", "keep one"),
         (MINIMAL + "eval: {patience: 2}\n", "patience needs every_steps"),
@@ -71,8 +71,8 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         (MINIMAL + 'name: "a\\0b"\n', "name: string should match pattern"),
         (MINIMAL + "lora: {rank: true}\n", "lora.rank: expected a number, got True"),
         (MINIMAL + "optim: {max_grad_norm: false}\n", "optim.max_grad_norm: expected a number, got False"),
-        ("model: tiny\n", "model: expected settings of its own under it, such as model.name, got 'tiny'"),
-        (MINIMAL + "lora: []\n", "lora: expected settings of its own under it, got []"),
+        ("model: tiny\n", "model: expected a section with settings, such as model.name, got 'tiny'"),
+        (MINIMAL + "lora: []\n", "lora: expected a section with settings, got []"),
         (MINIMAL + "run_dir: [a]\n", "run_dir: expected a path, got ['a']"),
     ],
 )
@@ -123,7 +123,7 @@ def test_resolved_config_reads_back_equal(tmp_path: Path) -> None:
         ("seed: " + "9" * 5000, UsageError, "4300 digits"),
         ("data: " + "[" * 30 + "]" * 30, SecurityError, "more than 20 levels"),
         ("data: " + "{a: " * 3000, SecurityError, "more than 20 levels"),
-        ("data: &a [*a]\n", UsageError, "an alias stands inside of what it names"),
+        ("data: &a [*a]\n", UsageError, "an alias refers to a value that contains it"),
     ],
 )
 def test_hostile_or_broken_files_are_refused(tmp_path: Path, text: str, error: type[UsageError], core: str) -> None:
@@ -136,7 +136,7 @@ def test_hostile_or_broken_files_are_refused(tmp_path: Path, text: str, error: t
     [
         (MINIMAL.encode("utf-16"), "it is UTF-16"),
         (gzip.compress(MINIMAL.encode()), "it is compressed"),
-        (MINIMAL.encode() + "name: \u00e9\n".encode("latin-1"), r"run\.yaml:2: .* it is no UTF-8"),
+        (MINIMAL.encode() + "name: \u00e9\n".encode("latin-1"), r"run\.yaml:2: .* it is not UTF-8"),
     ],
 )
 def test_other_encodings_are_named(tmp_path: Path, content: bytes, what: str) -> None:
@@ -236,7 +236,7 @@ SENSELESS = {
     "eval.every_steps=5": "eval: every_steps has no effect",
     "eval.min_delta=0.1": "eval: min_delta has no effect",
     "eval.fraction=0.999": "eval.fraction",
-    "checkpoint.allow_change=[foo]": "'foo' is no setting",
+    "checkpoint.allow_change=[foo]": "'foo' is not a setting",
     "strategy=ddp sharding.prefetch=3": "prefetch has no effect",
     "strategy=single sharding.reshard_after_forward=true": "reshard_after_forward has no effect",
     "strategy=ddp sharding.offload=true": "sharding.offload needs",

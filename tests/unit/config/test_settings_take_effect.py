@@ -83,28 +83,28 @@ TRAINS: dict[str, tuple[Any, dict[str, Any]]] = {
 # setting -> (its other value, the settings that it needs, what the run prints or is refused with)
 SAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "name": ("other", {}, "run: other|other: lora"),
-    "device": ("cuda", {}, "needs GPU 0, 0 visible"),
+    "device": ("cuda", {}, "needs GPU 0, but 0 are visible"),
     "model.name": ("/nowhere", {}, "there is no folder /nowhere"),
-    "model.revision": ("abc", {}, "model.revision: 'abc' is for a hub id"),
+    "model.revision": ("abc", {}, "model.revision: 'abc' is for hub ids"),
     "data.name": ("other", {}, "built_dataset/other"),
     "data.root": ("elsewhere", {}, "elsewhere/built_dataset/chats"),
     "data.tokenizer": ("/nowhere", {}, "there is no folder /nowhere"),
     "data.template_args": ({"enable_thinking": False}, QWEN, "'enable_thinking': False"),
-    "data.special_tokens": ("text", {}, "special_tokens=None, now text is asked for"),
+    "data.special_tokens": ("text", {}, "special_tokens=None, but text is configured"),
     "data.sources.path": ("/nowhere.jsonl", {}, "/nowhere.jsonl: no such file"),
     "data.sources.format": ("text", {}, "no column 'text'"),
     "data.sources.columns": ({"messages": "nothing"}, {}, "no column 'nothing'"),
     "data.sources.split": ("test", {}, "no files of split 'test'"),
-    "data.sources.subset": ("en", {}, "subset: 'en' is for a hub id"),
-    "data.sources.revision": ("abc", {}, "revision: 'abc' is for a hub id"),
+    "data.sources.subset": ("en", {}, "subset: 'en' is for hub ids"),
+    "data.sources.revision": ("abc", {}, "revision: 'abc' is for hub ids"),
     "data.sources.hub": (True, {}, "hub data set"),
     "lora.continue_from": ("/nowhere", {}, "/nowhere/adapter_config.json is missing"),
     "full.compute": ("fp8", FULL, "full.compute: fp8 needs a CUDA GPU"),
     "recompute": ("full", {}, "recompute full"),
-    "compile": ("off", {}, "compile +off: as asked"),
-    "cuda_graphs": ("off", {}, "graphs +off: as asked"),
+    "compile": ("off", {}, "compile +off: as configured"),
+    "cuda_graphs": ("off", {}, "graphs +off: as configured"),
     "strategy": ("ddp", {}, "one rank, so not ddp"),
-    "checkpoint.asynchronous": (False, {}, "training waits for each save: as asked"),
+    "checkpoint.asynchronous": (False, {}, "training waits for each save: as configured"),
     "eval.data": ("absent", {"eval": {"every_steps": 2}}, "absent"),
 }
 # what needs a GPU, several ranks or several runs, and the test that shows its effect
@@ -242,7 +242,7 @@ def test_deterministic_runs_are_equal_to_the_bit(tiny: Any, tmp_path: Path) -> N
 
 
 def test_several_gpus_are_refused_in_one_process(tiny: Any, tmp_path: Path) -> None:
-    assert "gpus: [0, 1] takes a process a GPU" in run(tiny, tmp_path, {"gpus": [0, 1]}).text
+    assert "gpus: [0, 1] needs one process per GPU" in run(tiny, tmp_path, {"gpus": [0, 1]}).text
 
 
 def test_a_folder_with_checkpoints_is_not_started_anew(tiny: Any, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ TEMPLATED = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nhello<|im_end
 
 def test_special_tokens_in_plain_text_are_asked_about(maker: Maker, small_tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"text": TEMPLATED}] * 3 + [{"text": "words"}]
-    with pytest.raises(DataError, match=r"3 of 4 texts hold special tokens.*rows\.jsonl:1.*data\.special_tokens: keep"):
+    with pytest.raises(DataError, match=r"3 of 4 texts contain special.*rows\.jsonl:1.*data\.special_tokens: keep"):
         maker.build(rows, on_bad_row="skip")
     kept = maker.build(rows, special_tokens="keep")
     assert texts(kept, small_tokenizer)[0] == TEMPLATED  # its own end, and no second one
@@ -141,16 +141,16 @@ def test_token_rows_are_checked(maker: Maker) -> None:
 LONG = chat("the question", "the answer is yes " * 20)
 CASES: list[tuple[str, list[Row], dict[str, Any], str]] = [
     ("C7 only prompts", [{"messages": [{"role": "user", "content": "q"}]}, chat("q", "a")], {},
-     r"1 of 2 rows have nothing to learn .*rows\.jsonl:1; remove them, or set data\.on_bad_row: skip"),
+     r"1 of 2 rows have no label tokens .*rows\.jsonl:1; remove them, or set data\.on_bad_row: skip"),
     ("C8 all labels cut off", [chat("the question " * 30, "a"), chat("q", "a")], {"max_tokens": 32},
-     r"1 of 2 rows lose every label at max_tokens=32 \(95th percentile \d+, longest \d+ tokens\): .*rows\.jsonl:1;"),
+     r"1 of 2 rows lose all labels at max_tokens=32 \(95th percentile \d+, longest \d+ tokens\): .*rows\.jsonl:1;"),
     ("C9 over-long", [LONG, chat("q", "a")], {"max_tokens": 32, "too_long": "error"},
      r"1 of 2 rows are over max_tokens=32 .*rows\.jsonl:1; raise data\.max_tokens, or set data\.too_long"),
     ("C11 nothing left", [LONG], {"max_tokens": 32, "too_long": "drop"},
      r"data set 'd' is empty: of 1 rows 0 were bad, 0 had no labels, 1 were too long"),
     ("C15 turn refused", [chat("q", "a"), {"messages": [{"role": "user", "content": "q"},
      {"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}]}], {"template": "gemma"},
-     r"rows\.jsonl:2: messages\[1\] \(system\): chat template 'gemma' refuses it"),
+     r"rows\.jsonl:2: messages\[1\] \(system\): chat template 'gemma' rejects it"),
     ("C17 no template", [chat("q", "a")], {"template": None},
      r"has no chat template; set data\.template to one of chatml"),
     ("C4 missing role", [chat("q", "a"), {"messages": [{"content": "q"}]}], {}, r"rows\.jsonl:2: .*role"),
@@ -306,7 +306,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(maker: Maker) -> None:
 def test_settings_that_a_built_set_does_not_have_are_refused(maker: Maker, setting: str, value: object) -> None:
     store = maker.build([chat("q", "a"), chat("r", "b")])
     config = DataConfig.model_validate({"name": "d", "root": maker.root / "data", setting: value})
-    with pytest.raises(DataError, match=f"'d' was built with {setting}={store.meta.settings[setting]}, now {value}"):
+    with pytest.raises(DataError, match=f"'d' was built with {setting}={store.meta.settings[setting]}, but {value}"):
         open_or_build(config, maker.tokenizer)
 
 
@@ -322,9 +322,9 @@ def test_without_sources_the_registry_is_asked(maker: Maker, shared: Path) -> No
     config = DataConfig(name="d", root=maker.root / "data")
     assert open_or_build(config, maker.tokenizer).meta == built.meta
     for wrong, message in (
-        ({"template": "zephyr"}, "chat template 'chatml', now 'zephyr' is asked for"),
-        ({"loss_type": "all"}, "loss_type=response_only, now all is asked for"),
-        ({"max_tokens": 7}, "max_tokens=None, now 7 is asked for"),
+        ({"template": "zephyr"}, "chat template 'chatml', but 'zephyr' is configured"),
+        ({"loss_type": "all"}, "loss_type=response_only, but all is configured"),
+        ({"max_tokens": 7}, "max_tokens=None, but 7 is configured"),
     ):
         with pytest.raises(DataError, match=message):
             open_or_build(DataConfig(name="d", root=maker.root / "data", **wrong), maker.tokenizer)  # type: ignore[arg-type]
@@ -408,7 +408,7 @@ def test_a_killed_worker_names_its_rows(maker: Maker, small_tokenizer_dir: Path)
             os.kill(child.pid, signal.SIGKILL)
 
     tokenizer = SampleTokenizer(TokenizeOptions(str(small_tokenizer_dir), "chatml", None))
-    with pytest.raises(ResourceError, match=r"a tokenizing process died .* in rows rows\.jsonl:\d+ to rows\.jsonl:40"):
+    with pytest.raises(ResourceError, match=r"a tokenizer process died .* in rows rows\.jsonl:\d+ to rows\.jsonl:40"):
         list(tokenize_chunks(chunks(), tokenizer, 2))
 
 
@@ -447,7 +447,7 @@ def test_empty_answers_carry_no_loss_and_are_counted(maker: Maker, small_tokeniz
     store = maker.build(rows, on_bad_row="skip")
     assert [labels(store, small_tokenizer, index) for index in range(2)] == ["a<|im_end|>", "b<|im_end|>"]
     assert (store.num_samples, store.meta.counts["empty_answers"], store.meta.counts["no_labels"]) == (2, 2, 1)
-    with pytest.raises(DataError, match="1 of 3 rows have nothing to learn"):
+    with pytest.raises(DataError, match="1 of 3 rows have no label tokens"):
         maker.build(rows)
 
 
@@ -456,7 +456,7 @@ def test_missing_values_of_csv_are_no_answers(maker: Maker) -> None:
     path.write_text("instruction,output\nq,a\nq,nan\nq,NaN\nq,\n")
     store = open_or_build(maker.config(str(path), on_bad_row="skip"), maker.tokenizer)
     assert (store.num_samples, store.meta.counts["bad"], store.meta.counts["no_labels"]) == (1, 2, 1)
-    assert "output is null, not a text" in read_json(store.folder / "report.json")["bad_rows"][0]
+    assert "output is null, not a string" in read_json(store.folder / "report.json")["bad_rows"][0]
 
 
 def test_nulls_of_a_table_are_absent_keys(maker: Maker, small_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -482,7 +482,7 @@ def test_joined_texts_are_told(maker: Maker) -> None:
     said: list[str] = []
     config = maker.config(maker.write([{"prompt": "2+2=", "completion": "4"}]), template=None)
     open_or_build(config, maker.tokenizer, log=said.append)
-    assert "joined as they are, without a chat template or a separator" in said[0]
+    assert "concatenated, without a chat template or separator" in said[0]
 
 
 def test_errors_cross_processes_as_they_are(maker: Maker) -> None:
@@ -524,4 +524,4 @@ def test_more_processes_than_a_machine_has_room_for_are_lowered(maker: Maker) ->
     said: list[str] = []
     config = maker.config(maker.write([chat("q", "a")]), num_procs=100_000)
     assert open_or_build(config, maker.tokenizer, log=said.append).num_samples == 1
-    assert re.match(r"num_procs: 100000 lowered to \d+; more processes than cores only take memory", said[0])
+    assert re.match(r"num_procs: 100000 lowered to \d+; more processes than cores only waste memory", said[0])

@@ -140,19 +140,19 @@ def test_another_set_of_that_name_is_replaced_only_when_asked(built: Path, capsy
     assert _build(built, "--name", "x", "--max-tokens=64") == 0
     capsys.readouterr()
     assert _build(built, "--name", "x", "--max_tokens=32", "--seed", "5") == 2
-    told = "max_tokens=64, now 32 is asked for; seed=3407, now 5 is asked for"
-    assert f"data set 'x' is there already: {told}; give another --name, or --replace" in capsys.readouterr().err
+    told = "max_tokens=64, but 32 is configured; seed=3407, but 5 is configured"
+    assert f"'x' already exists and differs: {told}; use another --name, or --replace" in capsys.readouterr().err
     assert _build(built, "--name", "x", "--max_tokens=32", "--seed", "5", "--replace") == 0
-    assert f"Building 'x' again: {told}" in capsys.readouterr().err
+    assert f"Rebuilding 'x': {told}" in capsys.readouterr().err
     Path("rows.json").write_text(json.dumps([{"instruction": "q", "output": "a"}]))
     assert _build(built, "--name", "x", "--max-tokens", "32", "--seed", "5") == 2
-    assert "its rows, or how they are read, have changed" in capsys.readouterr().err
+    assert "its rows or the way they are read changed" in capsys.readouterr().err
 
 
 def test_variables_of_the_template_reach_it(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     qwen = ["--template", "qwen3", "--empty-reasoning", "mask", "--template-arg", "enable_thinkin=false"]
     assert _build(built, "--name", "x", *qwen) == 3
-    assert "chat template 'qwen3' reads no variable 'enable_thinkin'" in capsys.readouterr().err
+    assert "chat template 'qwen3' does not read 'enable_thinkin'" in capsys.readouterr().err
     assert _build(built, "--name", "x", *qwen[:-2]) == 0
     settings = json.loads(Path("data/built_dataset/x/manifest.json").read_text())["meta"]["settings"]
     assert (settings["empty_reasoning"], settings["template_args"]) == ("mask", {})

@@ -248,4 +248,4 @@ def test_a_parser_is_a_value_that_other_processes_can_get() -> None:
     raw = RawRow(ORIGIN, {"messages": [QUESTION, ANSWER], "id": 3})
     parser = make_parser(SourceConfig(path="x.jsonl", roles={"Agent": "user"}), raw)
     assert pickle.loads(pickle.dumps(parser)).parse(raw) == parser.parse(raw)
-    assert parser.summary == "messages rows (messages); not read: id"
+    assert parser.summary == "messages rows (messages); ignored: id"

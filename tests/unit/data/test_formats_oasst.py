@@ -49,7 +49,7 @@ def test_each_path_to_a_last_reply_is_a_conversation_and_each_message_is_learned
     assert [c.origin.row_number for c in conversations] == [6, 7, 1, 4]
     assert bad == []
     assert notes == [
-        "oasst: 12 messages in 2 trees make 4 conversations; left out: 1 deleted, "
+        "oasst: 12 messages in 2 trees form 4 conversations; dropped: 1 deleted, "
         "2 whose parent is deleted or not in the data, 2 questions without a reply"
     ]
 
@@ -70,10 +70,10 @@ def test_bad_rows_are_named_and_the_rest_is_threaded() -> None:
     ]
     conversations, bad, _ = threaded(tree)
     assert [c.messages[-1].content for c in conversations] == ["reply"]
-    assert bad[0] == "t.jsonl:2: text is null, not a text"
+    assert bad[0] == "t.jsonl:2: text is null, not a string"
     assert bad[1] == "t.jsonl:3: message_id 'q' is given twice; first at t.jsonl:1"
     assert bad[2].startswith("t.jsonl:4: role 'judge' is unknown; allowed: system, developer, user, human, prompter")
-    assert bad[3] == "t.jsonl:5: rank is a text, not a number"
+    assert bad[3] == "t.jsonl:5: rank is a string, not a number"
 
 
 def test_circles_are_left_out_and_deep_trees_need_no_recursion() -> None:
@@ -107,4 +107,4 @@ def test_whole_trees_make_the_same_conversations() -> None:
     assert not bad
     torn = RawRow(Origin("t.jsonl", 9), {"prompt": roots[0] | {"replies": [5]}})
     list(parser.gather([torn], lambda error: bad.append(str(error))))
-    assert bad == ["t.jsonl:9: message_id is null, not a text"]
+    assert bad == ["t.jsonl:9: message_id is null, not a string"]

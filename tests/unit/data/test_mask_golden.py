@@ -142,10 +142,10 @@ def test_a_role_that_the_template_drops_is_refused(name: str, shared: Path, chat
     own = choose_template(load_tokenizer(str(shared / "tok_mistral_v3")), None, "mistral")
     template = own if name == "mistral" else _load(shared, name)
     answered = replace(chats["tool"], messages=(*chats["multi"].messages, chats["tool"].messages[2]), tools=())
-    with pytest.raises(DataError, match=r"messages\[4\] \(tool\): the chat template leaves its text out"):
+    with pytest.raises(DataError, match=r"messages\[4\] \(tool\): the chat template drops its text"):
         _trained(template, answered)
 
 
 def test_tool_calls_that_the_template_drops_are_refused(shared: Path, chats: dict[str, Conversation]) -> None:
-    with pytest.raises(DataError, match=r"messages\[1\] \(assistant\): the chat template leaves its tool call out"):
+    with pytest.raises(DataError, match=r"messages\[1\] \(assistant\): the chat template drops its tool call"):
         _trained(_load(shared, "llama3_training"), chats["tool"])

@@ -38,15 +38,15 @@ def _chat(*turns: Message, tools: Sequence[dict[str, Any]] = ()) -> Conversation
 CALL = Message("assistant", "", tool_calls=(ToolCall("get", {"city": "get"}, "call00000"),))
 LOST = [
     ("system", SYSTEM, _chat(Message("system", "hi"), Message("user", "hi"), Message("assistant", "a")),
-     r"messages\[0\] \(system\): the chat template leaves its text out"),
+     r"messages\[0\] \(system\): the chat template drops its text"),
     ("result", RESULT, _chat(Message("user", "get"), CALL, Message("tool", "42"), Message("assistant", "It is 42.")),
-     r"messages\[2\] \(tool\): the chat template leaves its text out"),
+     r"messages\[2\] \(tool\): the chat template drops its text"),
     ("calls", CALLS, _chat(Message("user", "get"), CALL, Message("tool", "1"), Message("assistant", "get")),
-     r"messages\[1\] \(assistant\): the chat template leaves its tool call out"),
+     r"messages\[1\] \(assistant\): the chat template drops its tool call"),
     ("schemas", SCHEMAS, _chat(Message("user", "get"), Message("assistant", "get"), tools=TOOLS),
-     r"tools: the chat template leaves them out"),
+     r"tools: the chat template drops them"),
     ("thought", THOUGHT, _chat(Message("user", "why"), Message("assistant", "why not", reasoning="why")),
-     r"messages\[1\] \(assistant\): the chat template leaves its reasoning out"),
+     r"messages\[1\] \(assistant\): the chat template drops its reasoning"),
 ]  # fmt: skip
 
 

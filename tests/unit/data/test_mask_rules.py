@@ -123,7 +123,7 @@ def test_typed_control_tokens_stay_text_whatever_a_template_does_to_them(
     masked = Masker(template_of(longer), control=control).mask(chat)
     assert [masked.text[start:end] for start, end in masked.typed] == ["<|im_end|>"]
     cutting = PLAIN.replace("m.content", "m.content.split('<|im_end|>')[0]")
-    with pytest.raises(DataError, match=r"t:4: .*holds '<\|im_end\|>' and it acts on the text around"):
+    with pytest.raises(DataError, match=r"t:4: .*contains '<\|im_end\|>', which acts on the text around"):
         Masker(template_of(cutting), control=control).mask(chat)
 
 

@@ -174,10 +174,10 @@ def test_a_folder_gives_the_split_that_is_asked_for(
 @pytest.mark.parametrize(
     ("path", "split", "message"),
     [
-        ("", None, r"no files of split 'train': its file names tell test, train_sft; set split to one that is there"),
-        ("", "dev", r"no files of split 'dev': its file names tell test, train_sft"),
-        ("test.jsonl", "train", r"no files of split 'train': its file names tell test"),
-        ("other/rows.jsonl", "test", r"no files of split 'test': no file name in it tells a split"),
+        ("", None, r"no files of split 'train': the file names contain test, train_sft; set split to one that exists"),
+        ("", "dev", r"no files of split 'dev': the file names contain test, train_sft"),
+        ("test.jsonl", "train", r"no files of split 'train': the file names contain test"),
+        ("other/rows.jsonl", "test", r"no files of split 'test': no file name contains a split"),
     ],
 )
 def test_a_split_that_is_not_there_is_named(tmp_path: Path, path: str, split: str | None, message: str) -> None:
@@ -209,38 +209,39 @@ UNREADABLE = [
     ("x.jsonl", b'{"a": 1\r\n{"a": 1}\n', ":1:8: expected ',' or '}'; the text ends here"),
     ("x.jsonl", b'{"a": 1}\n[1]\n', ":2: the row is a list, not an object of columns"),
     ("x.jsonl", b"null\n", ":1: the row is null, not an object of columns"),
-    ("x.jsonl", b'{"a": NaN}\n', ":1:7: NaN is no JSON value; write null or a number"),
+    ("x.jsonl", b'{"a": NaN}\n', ":1:7: NaN is not valid JSON; write null or a number"),
     ("x.json", b'[{"a": 1},\n {"a": 2\n]', ":3:1: expected ',' or '}'"),
     ("x.json", b'[{"a": 1}, 5]', ":2: the row is int, not an object of columns"),
     ("x.json", b'{"rows": []}', ': expected a list of rows or {"data": [rows]}, found an object with keys rows'),
     ("x.json", b'[{"a": "\n\xe9"}]',
      ":2: invalid UTF-8 at byte 9 of the file (hex e9: 'é' in Latin-1); convert the file to UTF-8"),
-    ("x.csv", b"a,b\n1,2\n3\n", ":2 (line 3): 1 fields, the header has 2; quote commas in text"),
-    ("x.csv", b"a,a\n1,2\n", ":1: column 'a' is in the header twice"),
+    ("x.csv", b"a,b\n1,2\n3\n", ":2 (line 3): 1 fields, header has 2; quote commas in text"),
+    ("x.csv", b"a,a\n1,2\n", ":1: column 'a' appears twice in the header"),
     ("x.csv", b'a\n"open\n', ": line 2: not readable as csv: unexpected end of data"),
     ("x.csv", b"a\nx\n\xff\n",
      ":3: invalid UTF-8 at byte 4 of the file (hex ff: 'ÿ' in Latin-1); convert the file to UTF-8"),
     ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 999, mtime=0)[:-9],
-     ": the .gz file is damaged or cut short "
+     ": the .gz file is damaged or truncated "
      "(Compressed file ended before the end-of-stream marker was reached); copy it again"),
     ("x.jsonl.xz", b"no xz at all",
-     ": the .xz file is damaged or cut short (Input format not supported by decoder); copy it again"),
-    ("x.jsonl", b"", ": no rows: every file of it is empty"),
-    ("x.jsonl", b"\n \r\n", ": no rows: every file of it is empty"),
-    ("x.json", b"[]", ": no rows: every file of it is empty"),
-    ("x.csv", b"a,b\n", ": no rows: every file of it is empty"),
+     ": the .xz file is damaged or truncated (Input format not supported by decoder); copy it again"),
+    ("x.jsonl", b"", ": no rows: all of its files are empty"),
+    ("x.jsonl", b"\n \r\n", ": no rows: all of its files are empty"),
+    ("x.json", b"[]", ": no rows: all of its files are empty"),
+    ("x.csv", b"a,b\n", ": no rows: all of its files are empty"),
     ("x.jsonl", '{"a": 1}'.encode("utf-16-le"), ":1: the file is UTF-16; convert it to UTF-8"),
     ("x.jsonl", b"{'a': 1}\n", ":1:2: expected a key in double quotes; single quotes are Python's, not JSON's"),
-    ("x.jsonl", b'{"a": 1,}\n', ":1:9: expected a key in double quotes; the comma before is one too many"),
-    ("x.jsonl", gzip.compress(b'{"a": 1}\n'), ": the content is .gz, not what the name says; rename it to *.gz"),
-    ("x.csv", b"a;b\n1;2\n", ":1: the header has ';' between its columns, not ','; convert the file"),
+    ("x.jsonl", b'{"a": 1,}\n', ":1:9: expected a key in double quotes; remove the comma before it"),
+    ("x.jsonl", gzip.compress(b'{"a": 1}\n'), ": the content is .gz, unlike the name; rename it to *.gz"),
+    ("x.csv", b"a;b\n1;2\n", ":1: the header separates columns with ';', not ','; convert the file"),
     ("x.csv.zst", b"no zst at all",
-     ": the .zst file is damaged or cut short (ZSTD decompress failed: Unknown frame descriptor); copy it again"),
+     ": the .zst file is damaged or truncated (ZSTD decompress failed: Unknown frame descriptor); copy it again"),
     ("x.jsonl.gz", gzip.compress(b"x" * (65 << 20)), ":1: the line is over 64 MiB; split the row"),
-    ("x.txt.gz", gzip.compress(b"x" * (65 << 20)), ": over 64 MiB in one piece; write it as JSON Lines, a row a line"),
+    ("x.txt.gz", gzip.compress(b"x" * (65 << 20)),
+     ": over 64 MiB in one piece; write it as JSON Lines, one row per line"),
     ("x.csv", b'a\n"' + (b"x" * (1 << 20) + b"\n") * 65 + b'"\n',
      ": line 65: not readable as csv: field larger than field limit (67108864)"),
-    ("x.txt", b"", ": no rows: every file of it is empty"),
+    ("x.txt", b"", ": no rows: all of its files are empty"),
 ]  # fmt: skip
 
 
@@ -271,9 +272,7 @@ def test_skipping_goes_on_after_each_bad_line_and_lists_it(tmp_path: Path) -> No
 
 def test_a_source_of_bad_rows_only_says_so(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b"[]\n[]\n")
-    with pytest.raises(
-        DataError, match=r"no rows: all 2 of its rows are bad; the first: .*x\.jsonl:1: the row is a list"
-    ):
+    with pytest.raises(DataError, match=r"no rows: all 2 rows are bad; the first: .*x\.jsonl:1: the row is a list"):
         list(opened(tmp_path / "x.jsonl").rows(lambda error: None))
 
 
@@ -297,11 +296,11 @@ def test_what_is_not_there_is_named_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"trian\.jsonl: no such file or folder; did you mean .*/train\.jsonl\?"):
         opened(tmp_path / "trian.jsonl")
-    with pytest.raises(DataError, match=r"\*\.csv: no data file matches; known: json, jsonl"):
+    with pytest.raises(DataError, match=r"\*\.csv: no data file matches; known types: json, jsonl"):
         opened(tmp_path / "*.csv")
-    with pytest.raises(DataError, match="no data files in this folder; known: json, jsonl"):
+    with pytest.raises(DataError, match="no data files in this folder; known types: json, jsonl"):
         opened(tmp_path / "empty")
-    with pytest.raises(DataError, match="no data file by its name; known: json, jsonl"):
+    with pytest.raises(DataError, match="not a known file type; known types: json, jsonl"):
         opened(tmp_path / "notes.md")
     with pytest.raises(DataError, match="org/set: no such file or folder"):
         opened("org/set", hub=False)

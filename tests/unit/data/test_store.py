@@ -87,13 +87,13 @@ def _pickle(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_flip_bit, r"token_ids\.npy: the content does not fit its hash"),
+        (_flip_bit, r"token_ids\.npy: the content does not match its hash"),
         (_cut, r"loss_mask\.npy: damaged or missing"),
         (_remove, r"offsets\.npy: damaged or missing"),
-        (_newer, r"manifest\.json: format version 99, this flatout reads 2"),
-        (_shorten, r"num_labels\.npy: holds int64 \(2,\), expected int64 \(3,\)"),
+        (_newer, r"manifest\.json: found format version 99, but this flatout reads 2"),
+        (_shorten, r"num_labels\.npy: found int64 \(2,\), expected int64 \(3,\)"),
         (_pickle, r"rows\.npy: damaged or missing"),
-        (lambda folder: (folder / "manifest.json").unlink(), r"holds no built data set \(manifest\.json is missing\)"),
+        (lambda folder: (folder / "manifest.json").unlink(), r"is not a built data set \(manifest\.json is missing\)"),
         (lambda folder: (folder / "manifest.json").write_text("{"), r"manifest\.json: not readable as JSON"),
     ],
 )
@@ -146,8 +146,8 @@ def _edit(folder: Path, **changes: object) -> None:
         ({"surprise": 1}, r"meta\.surprise: unexpected keyword argument"),
         ({"arrays": []}, r"manifest\.json: arrays: input should be an object"),
         ({"arrays": {"offsets": {"length": -1, "xxh3_128": ""}}}, r"arrays\.offsets\.length: input should be greater"),
-        ({"version": [2]}, r"format version \[2\], this flatout reads 2"),
-        ({"files": []}, r"the arrays do not fit together"),
+        ({"version": [2]}, r"found format version \[2\], but this flatout reads 2"),
+        ({"files": []}, r"the arrays have inconsistent lengths"),
     ],
 )
 def test_an_edited_manifest_is_refused_by_field(tmp_path: Path, changes: dict[str, object], message: str) -> None:

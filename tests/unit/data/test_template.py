@@ -116,7 +116,7 @@ def test_a_refused_turn_is_named(small_tokenizer: PreTrainedTokenizerFast) -> No
     masker = Masker(choose_template(small_tokenizer, "gemma", "small"))
     turns = (Message("user", "q"), Message("assistant", "a"), Message("system", "S"), Message("assistant", "b"))
     with pytest.raises(
-        DataError, match=r"t\.jsonl:57: messages\[2\] \(system\): chat template 'gemma' refuses it: Gemma"
+        DataError, match=r"t\.jsonl:57: messages\[2\] \(system\): chat template 'gemma' rejects it: Gemma"
     ):
         masker.mask(Conversation(turns, Origin("t.jsonl", 57)))
 
@@ -192,5 +192,5 @@ def test_variables_of_a_template_and_its_empty_reasoning(small_tokenizer: PreTra
     assert learned(empty_reasoning="mask") == "a<|im_end|>"
     assert learned(template_args=(("enable_thinking", False),)) == "a<|im_end|>"
     for wrong in ("enable_thinkin", "tools", "messages"):
-        with pytest.raises(DataError, match=f"chat template 'own' reads no variable '{wrong}'"):
+        with pytest.raises(DataError, match=f"chat template 'own' does not read '{wrong}'"):
             learned(template_args=((wrong, False),))

@@ -29,7 +29,7 @@ def test_an_untrained_model_fails_the_demo_and_says_so(tmp_path: Path, capsys: p
     out = capsys.readouterr().out
     assert "(WRONG)" in out
     assert "did not halve" in out
-    for row in ("answered right", "useful tokens/s", "padding avoided", "run folder", "flatout chat"):
+    for row in ("answered correctly", "tokens/s", "padding avoided", "run folder", "flatout chat"):
         assert row in out
     assert (tmp_path / "demo/run/final/model.safetensors").is_file()
     assert (tmp_path / "demo/run/metrics.jsonl").is_file()
@@ -61,4 +61,4 @@ def test_the_demo_evaluates_on_conversations_it_does_not_train_on(tmp_path: Path
 def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "taken").write_text("mine")
     assert main(["demo", "--out", str(tmp_path / "taken")]) == 6
-    assert f"cannot make the folder {tmp_path / 'taken'}" in capsys.readouterr().err
+    assert f"cannot create the folder {tmp_path / 'taken'}" in capsys.readouterr().err

@@ -160,7 +160,7 @@ def test_a_full_disk_says_path_needed_and_free_bytes(tmp_path: Path) -> None:
 
 def test_a_file_where_a_folder_should_be_is_told(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(ResourceError, match=r"make the folder .*run.*Not a directory"):
+    with pytest.raises(ResourceError, match=r"create the folder .*run.*Not a directory"):
         DurableIO().make_dir(tmp_path / "run")
     with pytest.raises(ResourceError, match="Not a directory"):
         DurableIO().make_dir(tmp_path / "run" / "checkpoints")
@@ -199,7 +199,7 @@ def test_broken_json_is_named(tmp_path: Path) -> None:
         "write it as UTF-8": b"\xff\xfe\x00",
         "surrogate": b'{"a": "\\ud800"}',
         "nested too deeply": b"[" * 100_000,
-        "Infinity is no JSON value": b'{"a": [Infinity]}',
+        "Infinity is not valid JSON": b'{"a": [Infinity]}',
         'key "a" is given twice': b'{"a": 1, "a": 2}',
     }
     for message, content in cases.items():
@@ -211,7 +211,7 @@ def test_broken_json_is_named(tmp_path: Path) -> None:
     path.touch()
     with path.open("r+b") as file:
         file.truncate(65 * 2**20)
-    with pytest.raises(CheckpointError, match="over the limit of 67,108,864"):
+    with pytest.raises(CheckpointError, match="exceed the limit of 67,108,864"):
         read_json(path)
     with pytest.raises(ValueError, match="JSON compliant"):
         DurableIO().write_json(path, {"loss": float("nan")})
@@ -275,9 +275,9 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     for open_file in (AppendFile, lambda path: locked(path, "nobody").__enter__()):
         link.symlink_to(outside)
-        with pytest.raises(SecurityError, match=r"link is a symbolic link, .*remove it"):
+        with pytest.raises(SecurityError, match=r"link is a symbolic link; .*remove it"):
             open_file(link)
-        with pytest.raises(SecurityError, match="pipe is no plain file"):
+        with pytest.raises(SecurityError, match="pipe is not a regular file"):
             open_file(pipe)
         link.unlink()
     link.symlink_to(outside)

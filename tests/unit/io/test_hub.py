@@ -70,7 +70,7 @@ def flatout(address: str, home: Path, *arguments: str) -> subprocess.CompletedPr
     [
         ("silent", 6, "does not answer within 1 s"),
         ("gone", 6, "does not answer within 1 s"),
-        ("refusing", 2, "the hub refuses it"),
+        ("refusing", 2, "the hub rejects it"),
     ],
 )
 def test_a_model_that_no_folder_and_no_hub_has_is_one_line(tmp_path: Path, kind: str, code: int, said: str) -> None:

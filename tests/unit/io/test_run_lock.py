@@ -51,7 +51,7 @@ def test_the_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
             pass
         message = str(raised.value)
         assert f"{run_dir} is locked by pid {child} on {socket.gethostname()} since 20" in message
-        assert "choose another run_dir" in message
+        assert "choose a different run_dir" in message
         assert "gone" not in message
         assert raised.value.exit_code == 6
     finally:
@@ -84,7 +84,7 @@ def test_a_child_that_outlives_its_run_is_told_apart(tmp_path: Path) -> None:
 
     kill(in_child(hold_and_fork))
     try:
-        with pytest.raises(ResourceError, match="that process is gone, but a child of it"), RunLock(tmp_path / "run"):
+        with pytest.raises(ResourceError, match="process has exited, but one of its"), RunLock(tmp_path / "run"):
             pass
     finally:
         os.kill(int(grandchildren.read_text()), signal.SIGKILL)
@@ -177,7 +177,7 @@ def test_a_run_whose_folder_another_one_took_must_stop(tmp_path: Path) -> None:
         shutil.rmtree(run_dir)
         child = in_child(lambda: RunLock(run_dir).__enter__() and None)
         try:
-            with pytest.raises(ResourceError, match=rf"was deleted while .* and now .* is locked by pid {child}"):
+            with pytest.raises(ResourceError, match=rf"was deleted during .* and now .* is locked by pid {child}"):
                 lock.keep()
         finally:
             kill(child)

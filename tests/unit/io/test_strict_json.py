@@ -18,8 +18,8 @@ BAD = [
     ('{"a": "tab\there"}', 1, 11, "control character inside a string; write it as an escape such as \\n"),
     ('{"a": 1}{"a": 2}', 1, 9, "expected the end of the value"),
     ('{"a": 1, "b": 2, "a": 3}', 1, 18, 'key "a" is given twice in one object'),
-    ('{"t": "NaN is fine here",\n "a": NaN}', 2, 7, "NaN is no JSON value; write null or a number"),
-    ('{"a": -Infinity}', 1, 7, "-Infinity is no JSON value; write null or a number"),
+    ('{"t": "NaN is fine here",\n "a": NaN}', 2, 7, "NaN is not valid JSON; write null or a number"),
+    ('{"a": -Infinity}', 1, 7, "-Infinity is not valid JSON; write null or a number"),
     ("[" * 100_000, 1, 1, "nested too deeply"),
     (
         '{"a": ' + "9" * 5000 + "}",

@@ -88,9 +88,9 @@ def test_the_verb_writes_and_submits_nothing(tmp_path: Path, capsys: pytest.Capt
     body = yaml.safe_load(out.read_text())
     assert body["metadata"]["name"] == "my-run"
     assert body["spec"]["nprocPerNode"] == "2"
-    assert "nothing is submitted" in capsys.readouterr().out
+    assert "nothing was submitted" in capsys.readouterr().out
     assert main(["launch", str(config), "--kubernetes", "--out", str(out), "--nodes", "2"]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert yaml.safe_load(out.read_text()) == body
     out.unlink()
     assert main(["launch", str(config), "--kubernetes", "--out", str(out), "--nodes", "2"]) == 0

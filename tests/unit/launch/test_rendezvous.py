@@ -140,8 +140,8 @@ def test_another_secret_lets_no_node_in_and_says_so() -> None:
         threads = Threads()
         threads.start(1, lambda: one.nodes[1].next_rendezvous(2))
         until(lambda: one.host.membership_changed() or threads.met)
-    assert "is FLATOUT_SECRET the same" in str(threads.join()[1])
-    assert one.said == ["rejected 127.0.0.1: it did not show the secret of this run"]
+    assert "check that FLATOUT_SECRET is the same" in str(threads.join()[1])
+    assert one.said == ["rejected 127.0.0.1: it did not send the secret of this run"]
 
 
 def test_a_taken_port_is_told() -> None:

@@ -81,7 +81,7 @@ def compiles_elsewhere():
 
 def test_off_on_the_cpu(loaded):
     assert compiling.compile_layers(loaded, "auto", num_boundaries=None).line == "off: only on CUDA"
-    assert compiling.compile_layers(loaded, "off", num_boundaries=None).line == "off: as asked"
+    assert compiling.compile_layers(loaded, "off", num_boundaries=None).line == "off: as configured"
 
 
 def test_layers_that_are_no_graph_run_eagerly_and_the_line_says_so(loaded):

@@ -46,11 +46,11 @@ def test_an_adapter_on_a_mapped_model_answers_as_on_one_device(
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ({"model.layer.0": "cpu"}, r"'model.layer.0' is no module .* look like model\.layers\.0"),
+        ({"model.layer.0": "cpu"}, r"'model.layer.0' is not a module .* look like model\.layers\.0"),
         ({"model.layers.0.mlp": "cpu"}, "part of a decoder layer; map whole layers"),
         ({"model": "disk"}, "'disk'; expected cpu, a GPU's index, or cuda:INDEX"),
         ({"model": True}, "True; expected cpu"),
-        ({"model": "cuda:77"}, "GPU 77, [0-9]+ visible"),
+        ({"model": "cuda:77"}, "GPU 77, but [0-9]+ are visible"),
         ({"model.layers": "cpu"}, r"no entry covers model\.embed_tokens\.weight \(2 weights"),
         ([], "must be an object"),
         ({}, "must be an object"),
@@ -63,7 +63,7 @@ def test_a_wrong_file_is_told_before_weights_are_read(tiny: Any, tmp_path: Path,
 
 
 def test_a_name_that_is_neither_a_file_nor_a_map_is_told(tiny: Any) -> None:
-    with pytest.raises(UsageError, match="none of auto, balanced, sequential"):
+    with pytest.raises(UsageError, match="nor one of auto, balanced, sequential"):
         read_device_map("balancd", AutoConfig.from_pretrained(tiny.model_dir))
 
 

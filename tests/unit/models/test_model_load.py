@@ -85,7 +85,7 @@ def test_hybrids_are_refused_by_name(family):
 def test_unknown_hybrids_are_refused_by_their_layers():
     config = tiny_config("llama")
     config.model_type, config.layer_types = "llama_next", ["full_attention", "linear_attention"]
-    with pytest.raises(UsageError, match="linear_attention layers carry a state"):
+    with pytest.raises(UsageError, match="linear_attention layers carry state"):
         check_packable(config)
 
 

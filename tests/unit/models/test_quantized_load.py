@@ -263,7 +263,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
     [
         (lambda t: t.pop(NAME + ".nested_absmax"), {}, CheckpointError, "nested_absmax is missing"),
         (lambda t: t.pop("model.norm.weight"), {}, CheckpointError, r"1 weights are missing .*model\.norm\.weight"),
-        (lambda t: t.update({"extra.weight": torch.ones(2)}), {}, CheckpointError, r"1 are not.*extra\.weight"),
+        (lambda t: t.update({"extra.weight": torch.ones(2)}), {}, CheckpointError, r"1 are unknown.*extra\.weight"),
         (lambda t: t.update({NAME + ".quant_map": torch.ones(16)}), {}, CheckpointError, "not NF4's"),
         (None, {"blocksize": 128}, CheckpointError, r"\(128, 256"),
         (None, {"shape": [8, 8]}, CheckpointError, r"\(8, 8\)"),
@@ -271,7 +271,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
             lambda t: t.update({"lm_head.weight.quant_state.bitsandbytes__nf4": torch.ones(4).byte()}),
             {},
             UsageError,
-            "lm_head is quantized but is no linear layer",
+            "lm_head is quantized but is not a linear layer",
         ),
     ],
 )

@@ -85,9 +85,9 @@ def test_memory_that_runs_out_is_final_where_other_ranks_cannot_follow(group: No
         run_out(replicated, last=False, model=model)
     with pytest.raises(torch.OutOfMemoryError):
         run_out(replicated, last=True)
-    with pytest.raises(ResourceError, match="while gradients were being summed"):
+    with pytest.raises(ResourceError, match="during the gradient all-reduce"):
         run_out(replicated, last=True, model=model)
     sharded = Sharded(Rank(), CPU, config, StrategyOptions("zero3"))
     sharded.prepare(model, list(model), lambda: torch.optim.SGD(model.parameters()))
-    with pytest.raises(ResourceError, match="that all ranks take together"):
+    with pytest.raises(ResourceError, match="that all ranks run together"):
         run_out(sharded, last=False)

@@ -71,7 +71,7 @@ def test_a_named_gpu_gets_a_decision_and_its_longest_document(run_file, capsys):
     text = capsys.readouterr().out
     assert "on RTX 4090" in text
     assert too_wide(text) == []
-    assert "tokens a micro-batch, recompute none: 21.5 GiB of RTX 4090 hold" in " ".join(text.split())
+    assert "tokens per micro-batch, recompute none: 21.5 GiB of RTX 4090 hold" in " ".join(text.split())
     assert "longest document" in text
     assert main(["plan", str(run_file), *settings, "memory=0.3", "--json"]) == 0
     small = json.loads(capsys.readouterr().out)
@@ -140,7 +140,9 @@ def test_samples_beyond_a_table_of_positions_are_refused(run_file, capsys):
     edit_model(run_file, max_position_embeddings=100, model_type="opt")
     assert main(["plan", str(run_file)]) == 2
     told = capsys.readouterr().err
-    assert re.search(r"config\.json: the model has 100 positions, the longest sample \d+ tokens; set data", told)
+    assert re.search(
+        r"config\.json: the model has 100 positions, but the longest sample has \d+ tokens; set data", told
+    )
     assert main(["train", str(run_file)]) == 2
     assert "the model has 100 positions" in capsys.readouterr().err
 
@@ -164,7 +166,7 @@ def test_transformers_ends_where_the_plan_says(model_type, refused):
     ("arguments", "message"),
     [
         (["--ranks", "0"], "--ranks is 0; expected 1 to 100,000"),
-        (["--tokens-per-s", "0"], "--tokens-per-s is 0; expected more than 0"),
+        (["--tokens-per-s", "0"], "--tokens-per-s is 0; expected a finite number above 0"),
         (["--step", "20"], "--step is 20; the run has steps 0 to 19"),
         (["--step", "-1"], "--step is -1"),
         (["batch.micro_batch_tokens=100"], "batch.micro_batch_tokens=100"),
@@ -181,8 +183,8 @@ def test_mistakes_exit_2_with_one_line(run_file, capsys, arguments, message):
     ("content", "message"),
     [
         (None, "has no config.json"),
-        ("{", "is no readable JSON"),
-        ("[]", "is no JSON object"),
+        ("{", "is not valid JSON"),
+        ("[]", "is not a JSON object"),
         (json.dumps({"model_type": "qwen3", "num_hidden_layers": None}), "num_hidden_layers"),
     ],
 )

@@ -199,7 +199,7 @@ def test_gathered_weights_stay_where_memory_is_left():
         before, after, plan, plan_after = decided(gib, parallel_layout=halves, **full)
         assert after.recompute == before.recompute
         kept[gib] = not after.model.parallel_layout.reshard_after_forward
-        assert ("gathered weights stay within a step" in after.reason) == kept[gib]
+        assert ("gathered weights are kept within a step" in after.reason) == kept[gib]
         assert kept[gib] or after is before
         num_micro_batches = [[len(step.ranks[0]) for step in one.steps()] for one in (plan, plan_after)]
         assert num_micro_batches[0] == num_micro_batches[1]

@@ -65,7 +65,7 @@ def test_text_holds_the_numbers(plan):
     assert seen == [MicroBatchSize(*largest)]
     text = "\n".join(f"{name} {value}" for name, value in report_rows(report))
     assert "60, 7 held out, 1.533 epochs" in text
-    assert f"{report.num_tokens:,}, of them {report.label_share:.1%} label tokens" in text
+    assert f"{report.num_tokens:,}, {report.label_share:.1%} of them label tokens" in text
     assert f"{report.padding_avoided:.1%} of the" in text
     assert (
         "about 16.50 GiB (estimate: weights 16.00 GiB, adapter 1.00 MiB, optimizer 2.00 MiB, activations 0.50 GiB"

@@ -28,11 +28,11 @@ def parallel_layout(device="h100", num_ranks=4, num_nodes=1, **sections):
 def test_auto_replicates_what_fits_and_cuts_what_does_not():
     assert parallel_layout(num_ranks=1).strategy == "single"
     assert parallel_layout().strategy == "ddp"
-    assert "which fit beside" in parallel_layout().reason
+    assert "which fits with" in parallel_layout().reason
     # 8.2 billion weights with two moments and gradients are 122 GiB in fp32
     full = parallel_layout(method="full")
     assert (full.strategy, full.num_shards, full.reshard_after_forward, full.lockstep) == ("fsdp", 4, True, True)
-    assert "do not fit beside" in full.reason
+    assert "does not fit with" in full.reason
     nodes = parallel_layout(method="full", num_ranks=16, num_nodes=2)
     assert (nodes.strategy, nodes.num_replicas, nodes.num_shards) == ("hsdp", 2, 8)
     assert parallel_layout(None, method="full").strategy == "ddp"

@@ -126,8 +126,8 @@ def test_sliding_windows_in_all_their_spellings():
     [
         ({}, "model_type is None"),
         ({**LLAMA, "model_type": "brand_new"}, "model_type is 'brand_new', which the installed transformers"),
-        ({**LLAMA, "hidden_size": "32"}, "config.json: transformers refuses it: .*hidden_size"),
-        ({**LLAMA, "num_attention_heads": 0}, "config.json: transformers refuses it"),
+        ({**LLAMA, "hidden_size": "32"}, "config.json: transformers rejects it: .*hidden_size"),
+        ({**LLAMA, "num_attention_heads": 0}, "config.json: transformers rejects it"),
         ({**TINY, "model_type": "qwen3_next"}, "layer_types has 'linear_attention'"),
     ],
 )

@@ -217,15 +217,15 @@ def test_a_sample_over_the_budget_names_the_settings():
 @pytest.mark.parametrize(
     ("lengths", "labels", "sample_ids", "message"),
     [
-        ([], [], None, "no sample to plan"),
-        ([3], [1], [], "no sample to plan"),
+        ([], [], None, "the data set is empty"),
+        ([3], [1], [], "the data set is empty"),
         ([3, 0], [1, 0], None, "sample 1 has no tokens"),
         ([3, 2], [1, 3], None, "sample 1 has 3 label tokens of 2 tokens"),
         ([3, 2], [1, -1], None, "sample 1 has -1 label tokens"),
         ([3, 2], [1], None, "equal 1-d shapes"),
         ([3, 2], [0, 0], None, "none of the 2 samples has a label token"),
-        ([3, 2], [1, 1], [0, 0], "ascending, each once"),
-        ([3, 2], [1, 1], [1, 0], "ascending, each once"),
+        ([3, 2], [1, 1], [0, 0], "ascending and unique"),
+        ([3, 2], [1, 1], [1, 0], "ascending and unique"),
         ([3, 2], [1, 1], [0, 2], "from 0 to 1"),
     ],
 )

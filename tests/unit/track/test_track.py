@@ -74,11 +74,11 @@ def test_a_disk_that_refuses_lines_is_told_once_and_once_it_is_over(tmp_path: Pa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, found)
     (first,) = told
-    assert "metrics.jsonl: File too large; lines are lost until it can be written, training goes on" in first
+    assert "metrics.jsonl: File too large; training continues, but lines are lost until it can be written" in first
     tracker.record(STEP)
     tracker.event("skipped", {})
     assert len(told) == 2
-    assert "written again; 12 lines were lost" in told[1]
+    assert "writable again; 12 lines were lost" in told[1]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
@@ -94,7 +94,7 @@ def test_a_folder_that_is_deleted_is_made_again_and_one_that_is_taken_is_left_al
             pass
         shutil.rmtree(folder)
         with RunLock(folder):
-            with pytest.raises(ResourceError, match=r"was deleted while this run went on, and now .* is locked by"):
+            with pytest.raises(ResourceError, match=r"was deleted during this run, and now .* is locked by"):
                 tracker.record(replace(STEP, step=3))
             tracker.event("stopped", {})
             assert [path.name for path in folder.iterdir()] == [".lock"]

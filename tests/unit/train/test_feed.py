@@ -208,6 +208,6 @@ def test_memory_is_not_given_out_again_while_a_late_kernel_reads_it() -> None:
 def test_a_mask_with_other_labels_than_the_plan_counts_is_refused() -> None:
     feed = make_feed(Store())
     planned = micro_batch(1, 2)
-    with pytest.raises(DataError, match=r"samples \[1, 2\] have \d+ label tokens, the plan counts"):
+    with pytest.raises(DataError, match=r"samples \[1, 2\] have \d+ label tokens, but the plan counts"):
         list(feed.batches([replace(planned, num_label_tokens=planned.num_label_tokens + 1)]))
     feed.close()

@@ -82,7 +82,7 @@ def test_other_settings_are_refused_by_name(
     assert main(command(run, tmp_path, *change.split())) == 4
     error = capsys.readouterr().err
     assert said in error
-    assert "choose another run_dir" in error
+    assert "choose a different run_dir" in error
     assert contents(run.folder / "final") == before
     assert main(command(run, tmp_path)) == 0
     assert "already complete after 4 steps" in capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_a_moved_model_is_the_same_one_and_another_is_refused(
     assert f"model.name: {run.model.name} in the checkpoint, {model} now" in capsys.readouterr().err
     allow = "checkpoint.allow_change=[model]"
     assert main(command(run, tmp_path, f"model.name={model}", allow)) == 4  # it would change nothing any more
-    assert "holds a finished run of other settings; choose another run_dir" in capsys.readouterr().err
+    assert "is a finished run with different settings; choose a different run_dir" in capsys.readouterr().err
 
 
 def test_one_flipped_bit_of_the_base_model_is_found(run: Any, tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_results_without_a_checkpoint_are_not_replaced(
     for change in ("seed=7", "lora.rank=2"):
         assert main(command(run, tmp_path, *change.split())) == 4
         error = capsys.readouterr().err
-        assert "holds results and there is no checkpoint" in error
-        assert "choose another run_dir" in error
+        assert "holds results, but there is no checkpoint" in error
+        assert "choose a different run_dir" in error
     assert contents(run.folder / "final") == before
 
 

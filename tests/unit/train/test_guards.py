@@ -162,7 +162,7 @@ def test_a_loss_alone_can_be_bad(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_does_not_hide_the_numeric_error(tmp_path: Path) -> None:
-    with pytest.raises(NumericError, match=r"step 1: .*; could not be written down: cannot write .*; look at"):
+    with pytest.raises(NumericError, match=r"step 1: .*; they could not be written: cannot write .*; check these rows"):
         require_finite(make_run(tmp_path / "gone"), make_step(3), math.nan, 0.0)
 
 

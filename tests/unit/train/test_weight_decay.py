@@ -88,7 +88,7 @@ def test_full_training_on_text_leaves_a_vision_tower_alone(
     seeing: Path, tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str
 ) -> None:
     config = run_on(seeing, tiny, tmp_path / "run", f"optim.name={optimizer}", method="full")
-    assert "stay as they are: text does not reach them" in capsys.readouterr().out
+    assert "stay frozen: text does not pass through them" in capsys.readouterr().out
     before = load_file(seeing / "model.safetensors")
     after = load_file(config.folder / "final" / "model.safetensors")
     assert before.keys() == after.keys()
@@ -107,7 +107,7 @@ def test_adapters_that_text_does_not_reach_do_not_decay(seeing: Path, tiny: Any,
     for name, tensor in without.items():
         if "lora_A" in name:
             assert torch.equal(tensor, with_decay[name]) == ("vision" in name), name
-    with pytest.raises(UsageError, match=r"nothing is left to train: text does not reach model\.vision_tower"):
+    with pytest.raises(UsageError, match=r"nothing is left to train: text does not pass through model\.vision_tower"):
         run_on(seeing, tiny, tmp_path / "blind", lora={"targets": r".*vision_tower.*fc1"})
 
 

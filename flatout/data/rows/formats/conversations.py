@@ -93,11 +93,11 @@ def parse_prompt_completion(row: Mapping[str, Any], origin: Origin, reading: Rea
     asked, answered = row.get(prompt), row.get(completion)
     if isinstance(asked, str) and isinstance(answered, str):
         if reading.system is not None:
-            raise FieldError(f"{prompt} is a text, not messages, so the source's system cannot apply; remove system")
+            raise FieldError(f"{prompt} is a string, not messages, so the source's system cannot apply; remove system")
         return PlainText(text_at(answered, completion), origin, prompt=text_at(asked, prompt))
     if not isinstance(asked, list) or not isinstance(answered, list):
         raise FieldError(
-            f"{prompt} is {kind(asked)} and {completion} is {kind(answered)}; give two texts or two lists of messages"
+            f"{prompt} is {kind(asked)} and {completion} is {kind(answered)}; give two strings or two lists of messages"
         )
     keys = (reading.name("role"), reading.name("content"))
     asked_turns = _read_turns(asked, prompt, reading, *keys)
@@ -119,7 +119,7 @@ def _completed(messages: list[Message], row: Mapping[str, Any], reading: Reading
     has_system = any(message.role == "system" for message in messages)
     prompt = optional_text(row.get(column), column) or None
     if prompt is not None and has_system:
-        raise FieldError(f"{column} is given, but the conversation has a system turn too; keep one")
+        raise FieldError(f"{column} is given, but the conversation also has a system turn; keep one")
     if prompt is None and not has_system:
         prompt = reading.system
     completed = [] if prompt is None else [Message("system", prompt)]
@@ -170,7 +170,7 @@ def _check_answers(messages: Sequence[Message], place: str) -> None:
         call_id, ids = message.tool_call_id, [call.call_id for call in caller.tool_calls]
         if call_id not in (None, *ids) and None not in ids:
             calls = ", ".join(map(repr, ids)) or "none"
-            raise FieldError(f"{place}[{index}].tool_call_id {call_id!r} answers no call; calls before it: {calls}")
+            raise FieldError(f"{place}[{index}].tool_call_id {call_id!r} matches no call; calls before it: {calls}")
 
 
 def _read_turn(turn: object, place: str, reading: Reading, role_key: str, content_key: str) -> Message:
@@ -186,10 +186,10 @@ def _read_turn(turn: object, place: str, reading: Reading, role_key: str, conten
     if len(turn) > 2:  # most turns only have a role and a text
         own = _same_in_all(turn, _REASONING, place, text_at)
         if reasoning is not None and own is not None:
-            raise FieldError(f"{place} has reasoning in its parts and beside them; keep one")
+            raise FieldError(f"{place} has reasoning both in its parts and next to them; keep one")
         reasoning = own if reasoning is None else reasoning
     if reasoning and role != "assistant":
-        raise FieldError(f"{place} has reasoning, but is a {role} turn; only an assistant turn reasons")
+        raise FieldError(f"{place} has reasoning, but is a {role} turn; only an assistant turn may have reasoning")
     if len(turn) == 2:
         return Message(cast(Role, role), content, reasoning, calls)
     return Message(
@@ -207,7 +207,7 @@ def _required(turn: Mapping[str, Any], place: str, key: str) -> Any:
     if turn.get(key) is not None:
         return turn[key]
     if key in turn:
-        raise FieldError(f"{place}.{key} is null, not a text")
+        raise FieldError(f"{place}.{key} is null, not a string")
     raise FieldError(f"{place}.{key} missing; keys: {', '.join(turn)}")
 
 
@@ -231,7 +231,7 @@ def _read_content(
         raise FieldError(f"{place}.{key} missing; keys: {', '.join(turn)}")
     if not isinstance(value, list):
         hint = "; only an assistant turn with tool_calls may have none" if value is None else ""
-        raise FieldError(f"{place}.{key} is {kind(value)}, not a text{hint}")
+        raise FieldError(f"{place}.{key} is {kind(value)}, not a string{hint}")
     text, reasoning, part_calls = _read_parts(value, f"{place}.{key}")
     if part_calls and role != "assistant":
         raise FieldError(f"{place}.{key} is a list in a {role} turn; only an assistant turn has tool calls")
@@ -241,7 +241,7 @@ def _read_content(
 def _read_parts(parts: list[Any], place: str) -> tuple[str, str | None, tuple[ToolCall, ...]]:
     """Read typed parts; texts are joined without a separator. Raises FieldError for other kinds or another order."""
     if not parts:
-        raise FieldError(f"{place} is an empty list, not a text")
+        raise FieldError(f"{place} is an empty list, not a string")
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -257,7 +257,7 @@ def _read_parts(parts: list[Any], place: str) -> tuple[str, str | None, tuple[To
                 f"{here}.type {found!r} cannot be trained on; only text, reasoning and tool_call parts can"
             )
         if _PART_ORDER[name] < last:
-            raise FieldError(f"{here} ({name}) comes too late; parts must be reasoning, then text, then tool calls")
+            raise FieldError(f"{here} ({name}) is out of order; parts must be reasoning, then text, then tool calls")
         last = _PART_ORDER[name]
         value = next((part[key] for key in ("value", "text", "thinking") if part.get(key) is not None), None)
         if name == "tool_call":
@@ -296,14 +296,14 @@ def _same_in_all(
     """Return the value that a turn has under any of several names, which must agree; None if it has none."""
     given = {key: read(turn[key], f"{place}.{key}") for key in keys if turn.get(key) is not None}
     if len(set(given.values())) > 1:
-        raise FieldError(f"{place} has {' and '.join(given)} that say different things; keep one")
+        raise FieldError(f"{place} has {' and '.join(given)} with different values; keep one")
     return next(iter(given.values()), None)
 
 
 def role_of(value: object, place: str, extra: Mapping[str, str]) -> str:
     """Return one of ROLE_TARGETS; the user's `extra` names come first, built-in ones match in any case."""
     if not isinstance(value, str):
-        raise FieldError(f"{place} is {kind(value)}, not a text")
+        raise FieldError(f"{place} is {kind(value)}, not a string")
     role = extra.get(value) or _KNOWN.get(value) or _KNOWN.get(value.lower())
     if role is None:
         raise FieldError(

@@ -37,25 +37,25 @@ def kind(value: object) -> str:
         return str(value)
     if isinstance(value, int | float):
         return f"a number ({value})"
-    names: dict[type, str] = {str: "a text", list: "a list", dict: "an object"}
+    names: dict[type, str] = {str: "a string", list: "a list", dict: "an object"}
     return names.get(type(value), type(value).__name__)
 
 
 def text_at(value: object, place: str) -> str:
     """Return a text that UTF-8 can encode, unchanged. Raises FieldError for another type, a NUL or a lone surrogate."""
     if not isinstance(value, str):
-        raise FieldError(f"{place} is {kind(value)}, not a text")
+        raise FieldError(f"{place} is {kind(value)}, not a string")
     if value.isascii() and "\0" not in value:
         return value
     if (at := value.find("\0")) >= 0:
-        raise FieldError(f"{place} holds NUL (U+0000) at character {at + 1}; remove it from the data")
+        raise FieldError(f"{place} contains NUL (U+0000) at character {at + 1}; remove it from the data")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(value[error.start])
         raise FieldError(
-            f"{place} holds the lone surrogate U+{code:04X} at character {error.start + 1}; "
-            f"half of a character was cut off when the data was written"
+            f"{place} contains the lone surrogate U+{code:04X} at character {error.start + 1}; "
+            f"half a character was lost when the data was written"
         ) from None
     return value
 
@@ -88,7 +88,7 @@ def unpacked(value: object, place: str) -> object:
     try:
         return parse_json(value)
     except JSONSyntaxError as error:
-        raise FieldError(f"{place} is no JSON: character {error.column}: {error.what}") from None
+        raise FieldError(f"{place} is not valid JSON: character {error.column}: {error.what}") from None
 
 
 def flag_at(value: object, place: str) -> bool:
@@ -96,5 +96,5 @@ def flag_at(value: object, place: str) -> bool:
     if not isinstance(value, int | float):
         raise FieldError(f"{place} is {kind(value)}; give true or false, or 1 or 0")
     if value not in (0, 1):
-        raise FieldError(f"{place} is {value}; only 0 (no loss) and 1 (loss) are possible")
+        raise FieldError(f"{place} is {value}; only 0 (no loss) and 1 (loss) are allowed")
     return bool(value)

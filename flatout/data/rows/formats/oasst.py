@@ -72,7 +72,7 @@ def thread(rows: Iterable[RawRow], reading: Reading, bad_row: BadRow, log: Calla
         yield RawRow(leaf.origin, {"messages": turns})
     num_deleted = sum(node.deleted for node in nodes.values())
     log(
-        f"oasst: {len(nodes)} messages in {len(children[None])} trees make {num_paths} conversations; left out: "
+        f"oasst: {len(nodes)} messages in {len(children[None])} trees form {num_paths} conversations; dropped: "
         f"{num_deleted} deleted, {len(nodes) - num_deleted - len(ordered)} whose parent is deleted or not in the data, "
         f"{len(ordered) - len(taught)} questions without a reply"
     )

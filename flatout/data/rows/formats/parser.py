@@ -30,10 +30,10 @@ from flatout.errors import DataError
 _QUESTIONS = ("instruction", "question", "query", "prompt", "input", "problem", "inputs")
 _ANSWERS = ("output", "answer", "response", "completion", "solution", "targets")
 _JOINED = (
-    "; both texts are joined as they are, without a chat template or a separator (format: alpaca with columns: "
-    "{instruction: prompt, output: completion} puts the chat template around them)"
+    "; prompt and completion are concatenated, without a chat template or separator (format: alpaca with columns: "
+    "{instruction: prompt, output: completion} applies the chat template)"
 )
-_ONE_SCHEMA = "one source holds one schema: list this file as a source of its own, or fix the row"
+_ONE_SCHEMA = "all rows of a source need one schema: list this file as a separate source, or fix the row"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class RowParser:
     @property
     def summary(self) -> str:
         """One line for the console: the format, its columns and the ignored columns."""
-        unread = f"; not read: {', '.join(self.unread)}" if self.unread else ""
-        joined = self.format == "prompt_completion" and all(kind == "a text" for _, kind in self.kinds)
+        unread = f"; ignored: {', '.join(self.unread)}" if self.unread else ""
+        joined = self.format == "prompt_completion" and all(kind == "a string" for _, kind in self.kinds)
         return f"{self.format} rows ({', '.join(name for name, _ in self.kinds)}){unread}{_JOINED if joined else ''}"
 
     def gather(
@@ -136,7 +136,7 @@ def make_parser(source: SourceConfig, first: RawRow) -> RowParser:
     for theirs, ours in source.roles.items():
         if ours not in ROLE_TARGETS:
             possible = ", ".join(ROLE_TARGETS)
-            raise DataError(f"{source.path}: roles: {theirs} is mapped to {ours!r}; possible: {possible}")
+            raise DataError(f"{source.path}: roles: {theirs} is mapped to {ours!r}; allowed: {possible}")
     _check_renames(source, first)
     reading = Reading(source.columns, source.roles, source.system)
     name = _detect(row, first.origin, reading) if source.format == "auto" else source.format
@@ -147,7 +147,7 @@ def make_parser(source: SourceConfig, first: RawRow) -> RowParser:
         hint = _near_miss(missing, row) or f"no column {missing[0]!r}, which format {name} needs"
         raise DataError(f"{first.origin}: {hint}; {_columns_found(row)}")
     if source.system is not None and name in ("text", "tokens"):
-        raise DataError(f"{first.origin}: system is set, but {name} rows hold no conversation; remove system")
+        raise DataError(f"{first.origin}: system is set, but {name} rows are not conversations; remove system")
     used = []
     for group in rule.required:  # one column per group, preferably one that is not null
         names = [column for column in map(reading.name, group) if column in row]
@@ -171,12 +171,12 @@ def _check_renames(source: SourceConfig, first: RawRow) -> None:
         if ours not in known:
             near = difflib.get_close_matches(ours, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-            raise DataError(f"{source.path}: columns: {ours!r} is no column of ours (format {source.format}); {hint}")
+            raise DataError(f"{source.path}: columns: {ours!r} is not a column of format {source.format}; {hint}")
         if theirs not in first.columns and ours not in in_turns:
             near = difflib.get_close_matches(theirs, list(first.columns), n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise DataError(
-                f"{first.origin}: no column {theirs!r}{hint}, which columns: {{{ours}: {theirs}}} names; "
+                f"{first.origin}: no column {theirs!r}{hint}, set by columns: {{{ours}: {theirs}}}; "
                 f"{_columns_found(first.columns)}"
             )
 
@@ -203,8 +203,8 @@ def _detect(row: Mapping[str, Any], origin: Origin, reading: Reading) -> str:
         known = "; ".join(f"{name}: {', '.join(group[0] for group in rule.required)}" for name, rule in RULES.items())
         missing = [name for rule in RULES.values() for name in _missing_columns(row, rule, reading)]
         hint = _near_miss(missing, row) or (
-            "no known format has these columns; name yours, such as columns: {instruction: question, output: answer}; "
-            f"known are {known}"
+            "no known format has these columns; map yours, such as columns: {instruction: question, output: answer}; "
+            f"known formats: {known}"
         )
     raise DataError(f"{origin}: {hint}; {_columns_found(row)}")
 
@@ -213,11 +213,11 @@ def _refusal(row: Mapping[str, Any], reading: Reading) -> str | None:
     """Return why a row must not be trained on as it is: it ranks answers, or marks this one as bad."""
     if row.get("rejected") is not None and "chosen" not in reading.columns.values():
         return (
-            "has a column 'rejected', so it is preference data, which is not trained on yet; to learn the chosen "
-            "answers alone, set columns: {completion: chosen}"
+            "has a column 'rejected', so it is preference data, which is not supported; to train on the chosen "
+            "answers only, set columns: {completion: chosen}"
         )
     if row.get("label") in (False, "false", "False") and isinstance(row["label"], bool | str):
-        return "label is false, so this answer is a bad example; keep the rows whose label is true"
+        return "label is false, so this answer is a bad example; keep only rows whose label is true"
     return None
 
 

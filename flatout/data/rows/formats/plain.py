@@ -52,11 +52,11 @@ def parse_tokens(row: Mapping[str, Any], origin: Origin, reading: Reading) -> To
     if row.get(attention) is not None:
         seen = _column(row, attention, column, num_tokens, flag_at)
         if not all(seen):
-            raise FieldError(f"{attention}[{seen.index(False)}] is 0: the row is padded; cut the padding off")
+            raise FieldError(f"{attention}[{seen.index(False)}] is 0: the row is padded; remove the padding")
     labels = reading.name("labels")
     masks = [name for name in (*map(reading.name, MASK_COLUMNS), labels) if row.get(name) is not None]
     if len(masks) > 1 and set(masks) != {reading.name(name) for name in _TRL_MASKS}:
-        raise FieldError(f"{' and '.join(masks)} both say which tokens carry loss; keep one")
+        raise FieldError(f"{' and '.join(masks)} both set which tokens carry loss; keep one")
     if not masks:
         return TokenRow(token_ids, (True,) * num_tokens, origin)
     if masks == [labels]:
@@ -64,8 +64,8 @@ def parse_tokens(row: Mapping[str, Any], origin: Origin, reading: Reading) -> To
         for index, (label, token_id) in enumerate(zip(wanted, token_ids, strict=True)):
             if label not in (_IGNORED_LABEL, token_id):
                 raise FieldError(
-                    f"{labels}[{index}] is {label}, {column}[{index}] is {token_id}; "
-                    f"a label is -100 or the token at the same place (not shifted)"
+                    f"{labels}[{index}] is {label}, but {column}[{index}] is {token_id}; "
+                    f"a label is -100 or the token at the same index (not shifted)"
                 )
         return TokenRow(token_ids, tuple(label != _IGNORED_LABEL for label in wanted), origin)
     flags = [_column(row, mask, column, num_tokens, flag_at) for mask in masks]
@@ -90,5 +90,5 @@ def _column(
 ) -> list[T]:
     values = list_at(row[name], name)
     if len(values) != num_tokens:
-        raise FieldError(f"{name} has {len(values)} values, {ids_name} has {num_tokens}; they must be equally long")
+        raise FieldError(f"{name} has {len(values)} values, but {ids_name} has {num_tokens}; the lengths must match")
     return [check(value, f"{name}[{index}]") for index, value in enumerate(values)]
