@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,16 +56,6 @@ def master() -> tuple[str, int]:
     return host, whole_number(os.environ, "MASTER_PORT", below=1 << 16)
 
 
-def store_socket() -> int | None:
-    """Return the listening socket that rank 0 inherited for its store; None if it opens its own on the master port."""
-    return whole_number(os.environ, STORE_SOCKET) if STORE_SOCKET in os.environ else None
-
-
-def new_secret() -> str:
-    """Return a random secret for the ranks of one machine; users never need to see it."""
-    return secrets.token_hex(32)
-
-
 def secret_of_nodes(env: Mapping[str, str]) -> str:
     """Return the secret shared by the nodes of a run. Raises UsageError if it is missing or too easy to guess."""
     secret = env.get(SECRET, "")
@@ -76,17 +65,6 @@ def secret_of_nodes(env: Mapping[str, str]) -> str:
             f"every node, at least {MIN_SECRET} letters and digits, such as the output of `openssl rand -hex 32`"
         )
     return secret
-
-
-def loopback_only() -> dict[str, str]:
-    """Return the variables that keep collectives' sockets on this machine, for runs on a single node."""
-    interface = "lo0" if sys.platform == "darwin" else "lo"
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-
-
-def has_agent_store() -> bool:
-    """Whether torch's launcher hosts the store, instead of rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def ask_for_deterministic_cublas() -> None:

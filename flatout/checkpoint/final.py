@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,13 +37,13 @@ def publish(
     folder: Path,
     write: Callable[[Path], None],
     progress: Mapping[str, Any],
-    tell: Callable[[str, Mapping[str, Any]], None],
+    on_event: Callable[[str, Mapping[str, Any]], None],
     durable_io: DurableIO | None = None,
 ) -> None:
     """Have `write` fill a new folder, and move it to `folder` atomically, with a manifest of its files.
 
     Nothing that was in `folder` is removed: files that are not results stay there, and earlier results are moved to a
-    sibling folder, which is reported to `tell`. Raises ResourceError when the disk is full or a write fails.
+    sibling folder, which is reported to `on_event`. Raises ResourceError when the disk is full or a write fails.
     """
     durable_io = durable_io or DurableIO()
     aside = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
@@ -67,28 +66,18 @@ def publish(
         return
     # move back the files that no export wrote; after a crash they stay in `aside`
     with suppress(CheckpointError):  # without a manifest, there is no telling which files are results
-        results = {name.partition("/")[0] for name in read_final_manifest(aside).files}
+        before = validated(_ADAPTER, read_json(aside / MANIFEST_NAME), str(aside / MANIFEST_NAME))
+        results = {name.partition("/")[0] for name in before.files}
         for path in aside.iterdir():
             if path.name not in results and not (folder / path.name).exists():
                 durable_io.rename(path, folder / path.name)
-    tell("kept", {"path": str(aside), "why": f"the previous content of {folder.name}/, which is kept"})
-
-
-def fallback_folders(name: str) -> list[Path]:
-    """Return new folders outside the run folder, for results that do not fit on its disk."""
-    places = (Path(tempfile.gettempdir()), Path.home(), Path.cwd())
-    return [place.absolute() / f"flatout-{name}-{secrets.token_hex(4)}" for place in places]
-
-
-def read_final_manifest(folder: Path) -> FinalManifest:
-    """Read and check the manifest of a results folder. Raises CheckpointError with file and field."""
-    path = folder / MANIFEST_NAME
-    return validated(_ADAPTER, read_json(path), str(path))
+    on_event("kept", {"path": str(aside), "why": f"the previous content of {folder.name}/, which is kept"})
 
 
 def verify_final(folder: Path) -> FinalManifest:
-    """Check the files that a results folder's manifest names. Raises CheckpointError with the first that changed."""
-    manifest = read_final_manifest(folder)
+    """Check a results folder's manifest and the files it names. Raises CheckpointError with the first that changed."""
+    path = folder / MANIFEST_NAME
+    manifest = validated(_ADAPTER, read_json(path), str(path))
     for name, facts in manifest.files.items():
         try:
             found = digest(folder / name)

@@ -164,10 +164,5 @@ def run_identity(run_dir: Path, durable_io: DurableIO) -> str:
             "or move the checkpoints folder away to start over"
         )
     run_id = secrets.token_hex(8)
-    write_identity(run_dir, run_id, durable_io)
+    durable_io.write_json(path, {"run_id": run_id, "created": now_utc()})
     return run_id
-
-
-def write_identity(run_dir: Path, run_id: str, durable_io: DurableIO) -> None:
-    """Write the run's id to `run_dir/run.json`. Raises ResourceError."""
-    durable_io.write_json(run_dir / RUN_NAME, {"run_id": run_id, "created": now_utc()})

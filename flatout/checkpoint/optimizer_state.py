@@ -13,7 +13,7 @@ from flatout.errors import CheckpointError
 from flatout.optim.adamw_8bit import BLOCK_SIZE, AdamW8bit
 from flatout.optim.flat import owners
 from flatout.parallel.shards import is_sharded, local_shard_of
-from flatout.parallel.strategies.protocol import PartitionedOptimizer
+from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
 
 
 def state_sizes(named: Mapping[str, nn.Parameter], config: OptimConfig) -> list[int]:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flatout.checkpoint.manifest import Manifest, refuse_other_save
-from flatout.checkpoint.tensor_file import DTYPES, TENSOR_SUFFIX, open_tensor_file
+from flatout.checkpoint.tensor_file import DTYPES, open_tensor_file
 from flatout.errors import CheckpointError
 from flatout.io.json_file import parse_json
 from flatout.parallel.shards import local_shard_of
@@ -38,13 +38,13 @@ class Piece(NamedTuple):
 class CheckpointTensors(Mapping[str, Tensor]):
     """The tensors of one kind ("model", "optimizer") of a checkpoint, read lazily.
 
-    As a mapping it returns whole tensors, copied into memory. Raises CheckpointError with the file for an invalid
-    safetensors file, and with the name for a tensor of which a shard is missing.
+    As a mapping it returns whole tensors, copied into memory; `shapes` are their shapes. Raises CheckpointError with
+    the file for an invalid safetensors file, and with the name for a tensor of which a shard is missing.
     """
 
     def __init__(self, folder: Path, names: Sequence[str], manifest: Manifest) -> None:
         self._pieces: dict[str, list[Piece]] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         for name in names:
             try:
                 file = open_tensor_file(folder / name)
@@ -54,30 +54,26 @@ class CheckpointTensors(Mapping[str, Tensor]):
                 for key in file.keys():  # noqa: SIM118  (a file is not a mapping)
                     shape = tuple(file.get_slice(key).get_shape())
                     whole, offset = places.get(key, (shape, (0,) * len(shape)))
-                    if self._shapes.setdefault(key, tuple(whole)) != tuple(whole):
-                        raise ValueError(f"{key} has shape {tuple(whole)} here, {self._shapes[key]} in another file")
+                    if self.shapes.setdefault(key, tuple(whole)) != tuple(whole):
+                        raise ValueError(f"{key} has shape {tuple(whole)} here, {self.shapes[key]} in another file")
                     self._pieces.setdefault(key, []).append(Piece(file, tuple(offset), shape))
             except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
                 raise CheckpointError(f"{folder / name}: not a readable safetensors file: {error}") from error
-        for name, shape in self._shapes.items():
+        for name, shape in self.shapes.items():
             held = sum(torch.Size(piece.shape).numel() for piece in self._pieces[name])
             if held != torch.Size(shape).numel():
                 raise CheckpointError(f"{folder}: {name} of shape {shape} is incomplete: only {held:,} values found")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
+        return iter(self.shapes)
 
     def __len__(self) -> int:
-        return len(self._shapes)
+        return len(self.shapes)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = torch.empty(self._shapes[name], dtype=self.dtype(name))
+        tensor = torch.empty(self.shapes[name], dtype=self.dtype(name))
         self.copy_into(name, tensor)
         return tensor
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
-        return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in the files."""
@@ -92,37 +88,27 @@ class CheckpointTensors(Mapping[str, Tensor]):
             ends = zip(part.offset, part.local.shape, piece.offset, piece.shape, strict=True)
             end = [min(a + m, b + n) for a, m, b, n in ends]
             if all(a < b for a, b in zip(begin, end, strict=True)):
-                target = part.local[_box(begin, end, part.offset)]
+                target, source = (
+                    tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, origin, strict=True))
+                    for origin in (part.offset, piece.offset)
+                )
                 # copied right away: the file is memory-mapped, so the tensor would change with the file
-                box = _box(begin, end, piece.offset)
-                target.copy_(piece.file.get_slice(name)[box] if box else piece.file.get_tensor(name))
+                held = piece.file.get_slice(name)[source] if source else piece.file.get_tensor(name)
+                part.local[target].copy_(held)
 
     def like(self, name: str, parameter: Tensor) -> Tensor:
         """Return a new tensor with the parameter's shape, sharding and device, in the files' dtype.
 
         Raises CheckpointError when the shapes differ: such a state cannot be sharded like the parameter.
         """
-        if self.shape(name) != tuple(parameter.shape):
+        if self.shapes[name] != tuple(parameter.shape):
             raise CheckpointError(
-                f"{name} has shape {self.shape(name)}, its parameter {tuple(parameter.shape)}; such a state only loads "
-                "under a strategy that does not shard it: set strategy: ddp"
+                f"{name} has shape {self.shapes[name]}, its parameter {tuple(parameter.shape)}; such a state only "
+                "loads under a strategy that does not shard it: set strategy: ddp"
             )
         tensor = torch.empty_like(parameter.detach(), dtype=self.dtype(name))
         self.copy_into(name, tensor)
         return tensor
-
-
-def _box(begin: Sequence[int], end: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, origin, strict=True))
-
-
-def open_tensors(folder: Path, manifest: Manifest) -> dict[str, CheckpointTensors]:
-    """Open the tensors of a checkpoint, by kind, without reading their values. Raises CheckpointError."""
-    names: dict[str, list[str]] = {}
-    for name in manifest.files:
-        if name.endswith(TENSOR_SUFFIX):
-            names.setdefault(kind_of(name.removesuffix(TENSOR_SUFFIX)), []).append(name)
-    return {kind: CheckpointTensors(folder, held, manifest) for kind, held in names.items()}
 
 
 @dataclass(frozen=True, slots=True)

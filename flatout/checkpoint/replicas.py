@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,10 +24,28 @@ def refuse_drift(state: Mapping[str, Mapping[str, Tensor]], group: ControlGroup)
     """
     if group.rank.world == 1:
         return
-    held = {f"{kind} {name}": tensor for kind, tensors in state.items() for name, tensor in tensors.items()}
-    copied = {name: local_shard_of(tensor) for name, tensor in held.items() if _has_copies(tensor)}
-    place = str([shard.offset for shard in copied.values()])
-    answers = group.all_gather({"place": place, "sums": _checksums([shard.local for shard in copied.values()])})
+    names: list[str] = []
+    offsets: list[tuple[int, ...]] = []
+    sums_on_device: list[Tensor] = []
+    held: dict[str, Any] = {f"{kind} {name}": one for kind, tensors in state.items() for name, one in tensors.items()}
+    for name, tensor in held.items():
+        if is_sharded(tensor):
+            axes = enumerate(tensor.placements)
+            if not any(not placement.is_shard() and tensor.device_mesh.size(axis) > 1 for axis, placement in axes):
+                continue
+        shard = local_shard_of(tensor)
+        names.append(name)
+        offsets.append(shard.offset)
+        # the sum of all bits as integers, modulo 2**64: exact in any order, changed by a flipped bit
+        bits = shard.local.reshape(-1).view(_INTEGERS[shard.local.element_size()])
+        sums_on_device.append(bits.sum(dtype=torch.int64))
+    # one synchronization per device
+    on_host = {
+        device: iter(torch.stack([one for one in sums_on_device if one.device == device]).tolist())
+        for device in {one.device for one in sums_on_device}
+    }
+    own_sums = [next(on_host[one.device]) for one in sums_on_device]
+    answers = group.all_gather({"place": str(offsets), "sums": own_sums})
     for same_place in {answer["place"] for answer in answers}:
         sums = {rank: tuple(answer["sums"]) for rank, answer in enumerate(answers) if answer["place"] == same_place}
         counts = Counter(sums.values()).most_common(2)
@@ -37,27 +55,9 @@ def refuse_drift(state: Mapping[str, Mapping[str, Tensor]], group: ControlGroup)
         odd = [rank for rank, values in sums.items() if most == second or values != usual]
         reference = usual if most > second else sums[odd[0]]
         other = sums[odd[0] if most > second else odd[1]]
-        name = next(name for name, a, b in zip(copied, reference, other, strict=True) if a != b)
+        name = next(name for name, a, b in zip(names, reference, other, strict=True) if a != b)
         who = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} differ"
         raise CheckpointError(
             f"replicas have diverged: {who} in {name}, so this state was not saved; restart the run from its "
             "newest checkpoint; if it happens again, check that host's memory (ECC errors, nvidia-smi -q)"
         )
-
-
-def _has_copies(tensor: Any) -> bool:
-    if not is_sharded(tensor):
-        return True
-    axes = enumerate(tensor.placements)
-    return any(not placement.is_shard() and tensor.device_mesh.size(axis) > 1 for axis, placement in axes)
-
-
-def _checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the sum of each tensor's bits as integers, modulo 2**64: exact in any order, changed by a flipped bit."""
-    sums = [tensor.reshape(-1).view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
-    # one synchronization per device
-    on_host = {
-        device: iter(torch.stack([one for one in sums if one.device == device]).tolist())
-        for device in {one.device for one in sums}
-    }
-    return [next(on_host[one.device]) for one in sums]

@@ -26,9 +26,8 @@ from flatout.checkpoint.manifest import (
     run_identity,
     verify_files,
     versions,
-    write_identity,
 )
-from flatout.checkpoint.read import PLACES, SavedCheckpoint, kind_of, open_tensors
+from flatout.checkpoint.read import PLACES, CheckpointTensors, SavedCheckpoint, kind_of
 from flatout.checkpoint.tensor_file import TENSOR_SUFFIX, encode_tensors
 from flatout.errors import CheckpointError, ResourceError
 from flatout.io.durable_io import DurableIO, FileFacts
@@ -103,6 +102,8 @@ class Checkpoints:
         path = self.folder / f"step-{snapshot.step}"
 
         def publish() -> None:
+            # this also syncs the folder
+            self._durable_io.write_bytes(temp / MANIFEST_NAME, encode_manifest(manifest))
             if path.exists():
                 # a rename cannot replace a non-empty folder; between the two, the old one still counts as a checkpoint
                 self._durable_io.rename(path, self.folder / f"{path.name}.old-{identity['save_id']}")
@@ -143,8 +144,9 @@ class Checkpoints:
         checkpoint in another format version instead of falling back to an older one.
         """
         reasons: list[str] = []
-        for path in self._debris():
-            self._on_event("unfinished", {"path": str(path), "why": "not used: a save or removal did not finish"})
+        for path in sorted(self.folder.glob("step-*")):
+            if _DEBRIS.fullmatch(path.name):
+                self._on_event("unfinished", {"path": str(path), "why": "not used: a save or removal did not finish"})
         # only one rank lists the folder: the others may see it at a different moment
         for name in self.group.run_on_first_rank(lambda: [path.name for path in self._folders()]):
             path = self.folder / name
@@ -185,7 +187,12 @@ class Checkpoints:
                 self._check_facts(state["facts"], manifest.step)
             except CheckpointError as error:
                 raise CheckpointError(f"{path / STATE_NAME}: {error}") from error
-            opened.append(SavedCheckpoint(path, manifest.step, open_tensors(path, manifest), state["facts"]))
+            names: dict[str, list[str]] = {}
+            for name in manifest.files:
+                if name.endswith(TENSOR_SUFFIX):
+                    names.setdefault(kind_of(name.removesuffix(TENSOR_SUFFIX)), []).append(name)
+            tensors = {kind: CheckpointTensors(path, held, manifest) for kind, held in names.items()}
+            opened.append(SavedCheckpoint(path, manifest.step, tensors, state["facts"]))
             self._verified[path] = manifest
 
         try:
@@ -200,7 +207,7 @@ class Checkpoints:
         matched = _CHECKPOINT.fullmatch(path.name)
         if matched and int(matched[1]) != manifest.step:
             raise CheckpointError(f"{path}: the folder's name says step {matched[1]}, its manifest {manifest.step}")
-        run_id = self._identity()
+        self._run_id = run_id = self._run_id or run_identity(self._run_dir, self._durable_io)
         if manifest.run_id != run_id:
             raise CheckpointError(
                 f"{path}: it belongs to run {manifest.run_id}, but this folder to run {run_id}; move a run by copying "
@@ -222,11 +229,14 @@ class Checkpoints:
             self._verified.clear()
         self._durable_io.make_dir(self.folder)
         if self._run_id and not (self._run_dir / RUN_NAME).exists():
-            write_identity(self._run_dir, self._run_id, self._durable_io)
-        for path in self._debris():
-            self._on_event("removed", {"path": str(path), "why": "left over from an unfinished save or removal"})
-            self._discard(path)
-        return {"run_id": self._identity(), "save_id": secrets.token_hex(8), "step": str(snapshot.step)}
+            identity = {"run_id": self._run_id, "created": now_utc()}
+            self._durable_io.write_json(self._run_dir / RUN_NAME, identity)
+        for path in sorted(self.folder.glob("step-*")):
+            if _DEBRIS.fullmatch(path.name):
+                self._on_event("removed", {"path": str(path), "why": "left over from an unfinished save or removal"})
+                self._discard(path)
+        self._run_id = self._run_id or run_identity(self._run_dir, self._durable_io)
+        return {"run_id": self._run_id, "save_id": secrets.token_hex(8), "step": str(snapshot.step)}
 
     def _write(self, temp: Path, snapshot: Snapshot, identity: Mapping[str, str], best: bool) -> Manifest:
         encoded: dict[str, tuple[int, Iterator[memoryview]]] = {}
@@ -240,21 +250,13 @@ class Checkpoints:
                 encoded[STATE_NAME] = (len(state), iter([memoryview(state)]))
             return sum(size_bytes for size_bytes, _ in encoded.values())
 
-        def make_room() -> None:
-            self._durable_io.require_free(self.folder, sum(sizes))
-            self._durable_io.make_dir(temp)
-
-        def write_files() -> dict[str, dict[str, Any]]:
-            create = self._durable_io.create
-            return {name: asdict(create(temp / name, chunks, size)) for name, (size, chunks) in encoded.items()}
-
-        def write_manifest() -> None:
-            # this also syncs the folder
-            self._durable_io.write_bytes(temp / MANIFEST_NAME, encode_manifest(manifest))
-
         sizes = self.group.run_on_all_ranks(lay_out)
-        self.group.run_on_first_rank(make_room)
-        written = self.group.run_on_all_ranks(write_files)
+        self.group.run_on_first_rank(lambda: self._durable_io.require_free(self.folder, sum(sizes)))
+        self.group.run_on_first_rank(lambda: self._durable_io.make_dir(temp))
+        create = self._durable_io.create
+        written = self.group.run_on_all_ranks(
+            lambda: {name: asdict(create(temp / name, chunks, size)) for name, (size, chunks) in encoded.items()}
+        )
         manifest = Manifest(
             run_id=identity["run_id"],
             save_id=identity["save_id"],
@@ -265,7 +267,6 @@ class Checkpoints:
             versions=versions(),
             created=now_utc(),
         )
-        self.group.run_on_first_rank(write_manifest)
         self.group.run_on_all_ranks(lambda: verify_files(temp, manifest, self.group.rank))
         return manifest
 
@@ -294,18 +295,10 @@ class Checkpoints:
         except ResourceError as error:
             self._on_event("not removed", {"path": str(path), "why": str(error), "next": "retried at the next save"})
 
-    def _identity(self) -> str:
-        if self._run_id is None:
-            self._run_id = run_identity(self._run_dir, self._durable_io)
-        return self._run_id
-
     def _folders(self) -> list[Path]:
         """List folders named like checkpoints, newest first; within a step, the replaced one comes last."""
         names = [matched for path in self.folder.glob("step-*") if (matched := _CHECKPOINT.fullmatch(path.name))]
         return [self.folder / name[0] for name in sorted(names, key=lambda name: (-int(name[1]), name[0]))]
-
-    def _debris(self) -> list[Path]:
-        return [path for path in sorted(self.folder.glob("step-*")) if _DEBRIS.fullmatch(path.name)]
 
 
 def rotation(manifests: Mapping[Path, Manifest | None], *, keep: int, saved: Path) -> list[Path]:

@@ -80,7 +80,7 @@ class Staging:
         self._is_pinned = device.type == "cuda"
         if copier is None:
             copier = partial(StreamCopy, torch.cuda.Stream(device)) if self._is_pinned else HostCopy
-        self._copier = copier
+        self.copier = copier
         self.blocks: list[Tensor] = []
         self._reserving: threading.Thread | None = None
 
@@ -109,7 +109,7 @@ class Staging:
             self._reserving.join()
 
     def lay_out(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with destinations in this memory, for `copy` to fill; valid until the next call.
+        """Return the snapshot with destinations in this memory, to be filled by `copier`; valid until the next call.
 
         Raises ResourceError when the host lacks the memory.
         """
@@ -122,13 +122,6 @@ class Staging:
             block, begin = self._room(tensor.nbytes, used, SMALL_BLOCK_BYTES)
             tensors[stem][name] = block[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return dataclasses.replace(snapshot, tensors=tensors)
-
-    def copy(self, snapshot: Snapshot, staged: Snapshot) -> HostCopy:
-        """Start copying the live tensors to the destinations from `lay_out`."""
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for stem, live in snapshot.tensors.items():
-            pairs += [(staged.tensors[stem][name], tensor.detach()) for name, tensor in live.items()]
-        return self._copier(pairs)
 
     def _room(self, num_bytes: int, used: list[int], block_bytes: int) -> tuple[Tensor, int]:
         """Return a block with `num_bytes` free and the offset where they begin, and mark them as used.
@@ -189,7 +182,10 @@ class Saver:
                 raise
             return
         (staged,) = destinations
-        copying = self._copying = staging.copy(snapshot, staged)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for stem, live in snapshot.tensors.items():
+            pairs += [(staged.tensors[stem][name], tensor.detach()) for name, tensor in live.items()]
+        copying = self._copying = staging.copier(pairs)
         staged_s = None if required else time.perf_counter() - started_s
 
         # this must not refer to `snapshot`, whose live tensors the run may free before the save ends

@@ -10,7 +10,7 @@ from typing import Literal
 from flatout.config.read import load_config
 from flatout.errors import UsageError
 from flatout.io.durable_io import DurableIO
-from flatout.launch.kubernetes import KubernetesJob, manifest, secret_name
+from flatout.launch.kubernetes import manifest
 from flatout.launch.slurm import sbatch_script
 
 
@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         name, submit = args.name or config.name.lower().replace("_", "-").replace(".", "-"), "kubectl apply -f"
         kind: Literal["PyTorchJob", "TrainJob"] = "TrainJob" if args.train_job else "PyTorchJob"
-        pods = KubernetesJob(name, args.nodes, gpus, words, args.image, args.claim, args.mount, kind)
-        text = manifest(pods)
-        if secret := secret_name(pods):
+        secret = f"{name}-secret" if args.nodes > 1 else None
+        text = manifest(name, args.nodes, gpus, words, args.image, args.claim, args.mount, kind, secret)
+        if secret is not None:
             literal = '--from-literal=secret="$(openssl rand -hex 32)"'
             submit = f"kubectl create secret generic {secret} {literal} && {submit}"
     if args.out is None:

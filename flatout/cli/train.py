@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shlex
 import signal
 import sys
@@ -20,7 +21,6 @@ from flatout.environment import (
     PARENT,
     environment,
     expandable_segments_env,
-    new_secret,
     secret_of_nodes,
     set_environment,
     whole_number,
@@ -95,12 +95,12 @@ def _start_ranks(config: Config, start: SpawnRanks, words: list[str]) -> int:
             pass
     rendezvous: Rendezvous
     if nodes.num_max == 1:
-        secret, rendezvous = new_secret(), Rendezvous()
+        secret, rendezvous = secrets.token_hex(32), Rendezvous()
     else:
         logs = logs / f"node-{nodes.index}"
         secret = secret_of_nodes(env)
         kind = HostRendezvous if nodes.index == 0 else ClientRendezvous
-        rendezvous = kind(nodes, secret, join_s=faults.join_s, notify=to_stderr)
+        rendezvous = kind(nodes, secret, join_s=faults.join_s, log=to_stderr)
     return Supervisor(logs, words, faults, rendezvous, env, secret, to_stderr, sys.stdout).run(start)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TypeVar
 
 import xxhash
 
@@ -86,36 +84,6 @@ class Exchange:
     held_out: bool | None
 
 
-@dataclass(frozen=True, slots=True)
-class Persona:
-    """Who the assistant is, given in the system prompt; all three facts together decide `held_out`."""
-
-    name: str
-    job: str
-    town: str
-
-    @property
-    def system_prompt(self) -> str:
-        """The system message of a conversation with this persona."""
-        return f"You are {self.name}, a {self.job} from {self.town}."
-
-    @property
-    def held_out(self) -> bool:
-        return is_held_out(self.system_prompt)
-
-
-@dataclass(frozen=True, slots=True)
-class Guest:
-    """Who the user is, given in an earlier turn; both facts together decide `held_out`."""
-
-    name: str
-    town: str
-
-    @property
-    def held_out(self) -> bool:
-        return is_held_out(f"{self.name} {self.town}")
-
-
 def sample_conversations(num: int, seed: int, *, held_out: bool) -> Iterator[list[ChatMessage]]:
     """Yield `num` conversations whose questions are all on the wanted side of the split: a function of the arguments.
 
@@ -123,31 +91,34 @@ def sample_conversations(num: int, seed: int, *, held_out: bool) -> Iterator[lis
     """
     rng = Random(f"flatout demo {seed} {held_out}")
     for _ in range(num):
-        persona = _draw_persona(rng, held_out) if rng.random() < 0.33 else None
-        exchanges = _draw_exchanges(rng, persona, held_out)
+        system, about_system = _draw_persona(rng, held_out) if rng.random() < 0.33 else (None, ())
+        exchanges = _draw_exchanges(rng, about_system, held_out)
         # conversations of only small talk would be in both files
         while held_out and all(exchange.held_out is None for exchange in exchanges):
-            exchanges = _draw_exchanges(rng, persona, held_out)
-        yield _messages(exchanges, persona)
+            exchanges = _draw_exchanges(rng, about_system, held_out)
+        yield _messages(exchanges, system)
 
 
-def _draw_exchanges(rng: Random, persona: Persona | None, held_out: bool) -> list[Exchange]:
-    guest = _draw_guest(rng, held_out) if rng.random() < 0.25 else None
-    exchanges = [_introduce(rng, guest)] if guest else []
+def _draw_exchanges(rng: Random, about_system: Sequence[Exchange], held_out: bool) -> list[Exchange]:
+    exchanges: list[Exchange] = []
+    about_guest: Sequence[Exchange] = ()
+    if rng.random() < 0.25:
+        introduction, about_guest = _draw_guest(rng, held_out)
+        exchanges.append(introduction)
     # log-normal: six in ten conversations have one or two exchanges, one in forty more than ten
     for _ in range(min(max(1, round(math.exp(rng.gauss(0.6, 0.9)))), MAX_EXCHANGES)):
         about = rng.random()
-        if persona and about < 0.35:
-            exchanges.append(_ask_persona(rng, persona))
-        elif guest and about > 0.65:
-            exchanges.append(_ask_guest(rng, guest))
+        if about_system and about < 0.35:
+            exchanges.append(rng.choice(about_system))
+        elif about_guest and about > 0.65:
+            exchanges.append(rng.choice(about_guest))
         else:
-            exchanges.append(_draw(lambda: _exchange(rng), held_out))
+            exchanges.append(_draw_exchange(rng, held_out))
     return exchanges
 
 
-def _messages(exchanges: list[Exchange], persona: Persona | None = None) -> list[ChatMessage]:
-    messages = [{"role": "system", "content": persona.system_prompt}] if persona else []
+def _messages(exchanges: Sequence[Exchange], system: str | None = None) -> list[ChatMessage]:
+    messages = [{"role": "system", "content": system}] if system else []
     for exchange in exchanges:
         messages.append({"role": "user", "content": exchange.question})
         messages.append({"role": "assistant", "content": exchange.answer})
@@ -162,80 +133,59 @@ def held_out_prompts(seed: int) -> tuple[list[ChatMessage], ...]:
     rng = Random(f"flatout demo prompts {seed}")
 
     def question(family: str) -> Exchange:
-        while (exchange := _draw(lambda: _exchange(rng), held_out=True)).family != family:
+        while (exchange := _draw_exchange(rng, held_out=True)).family != family:
             pass
         return exchange
 
     sort = question("sort words")
-    persona, guest = _draw_persona(rng, held_out=True), _draw_guest(rng, held_out=True)
-    hello, between = _introduce(rng, guest), question("sort numbers")
-    about_persona = _ask_persona(rng, persona)
-    about_guest = [hello, between, _ask_guest(rng, guest)]
-    return _messages([sort]), _messages([about_persona], persona), _messages(about_guest)
+    system, about_system = _draw_persona(rng, held_out=True)
+    introduction, about_guest = _draw_guest(rng, held_out=True)
+    between = question("sort numbers")
+    about_persona = rng.choice(about_system)
+    guest = [introduction, between, rng.choice(about_guest)]
+    return _messages([sort]), _messages([about_persona], system), _messages(guest)
 
 
-def to_json_lines(conversations: Iterable[list[ChatMessage]]) -> str:
-    """Return the conversations as JSON Lines, one `{"messages": [...]}` per line."""
-    return "".join(json.dumps({"messages": messages}) + "\n" for messages in conversations)
-
-
-T = TypeVar("T", Exchange, Guest, Persona)
-
-
-def _draw(draw: Callable[[], T], held_out: bool) -> T:
-    """Draw until the value may be in the wanted file (up to 8 draws on average for a held-out one)."""
-    value = draw()
-    while value.held_out is not None and value.held_out != held_out:
-        value = draw()
-    return value
-
-
-def _draw_persona(rng: Random, held_out: bool) -> Persona:
-    return _draw(lambda: Persona(rng.choice(NAMES), rng.choice(JOBS), rng.choice(TOWNS)), held_out)
-
-
-def _draw_guest(rng: Random, held_out: bool) -> Guest:
-    return _draw(lambda: Guest(rng.choice(NAMES), rng.choice(TOWNS)), held_out)
-
-
-def _ask_persona(rng: Random, persona: Persona) -> Exchange:
-    """Return a question whose answer is in the system prompt."""
-    questions = (
-        ("What is your name?", f"I am {persona.name}."),
-        ("Where are you from?", f"I am from {persona.town}."),
-        ("What is your job?", f"I am a {persona.job}."),
-        ("Who are you?", f"I am {persona.name}, a {persona.job} from {persona.town}."),
+def _draw_persona(rng: Random, held_out: bool) -> tuple[str, Sequence[Exchange]]:
+    """Draw who the assistant is; return the system prompt, and the questions whose answers are in it."""
+    while True:
+        name, job, town = rng.choice(NAMES), rng.choice(JOBS), rng.choice(TOWNS)
+        system = f"You are {name}, a {job} from {town}."
+        if is_held_out(system) == held_out:
+            break
+    return system, (
+        Exchange("persona", "What is your name?", f"I am {name}.", held_out),
+        Exchange("persona", "Where are you from?", f"I am from {town}.", held_out),
+        Exchange("persona", "What is your job?", f"I am a {job}.", held_out),
+        Exchange("persona", "Who are you?", f"I am {name}, a {job} from {town}.", held_out),
     )
-    asked, answer = rng.choice(questions)
-    return Exchange("persona", asked, answer, persona.held_out)
 
 
-def _introduce(rng: Random, guest: Guest) -> Exchange:
-    """Return the user's introduction, which `_ask_guest` asks about later."""
+def _draw_guest(rng: Random, held_out: bool) -> tuple[Exchange, Sequence[Exchange]]:
+    """Draw who the user is; return the user's introduction, and the questions that later turns may ask about it."""
+    while True:
+        name, town = rng.choice(NAMES), rng.choice(TOWNS)
+        if is_held_out(f"{name} {town}") == held_out:
+            break
     greeting = rng.choice(("Hello", "Hi", "Good morning"))
-    question = f"{greeting}, my name is {guest.name} and I live in {guest.town}."
-    return Exchange("introduction", question, f"Nice to meet you, {guest.name}.", guest.held_out)
-
-
-def _ask_guest(rng: Random, guest: Guest) -> Exchange:
-    """Return a question whose answer the user gave in an earlier turn."""
-    questions = (
-        ("What is my name?", f"Your name is {guest.name}."),
-        ("Where do I live?", f"You live in {guest.town}."),
+    told = f"{greeting}, my name is {name} and I live in {town}."
+    return Exchange("introduction", told, f"Nice to meet you, {name}.", held_out), (
+        Exchange("guest", "What is my name?", f"Your name is {name}.", held_out),
+        Exchange("guest", "Where do I live?", f"You live in {town}.", held_out),
     )
-    asked, answer = rng.choice(questions)
-    return Exchange("guest", asked, answer, guest.held_out)
 
 
-def _exchange(rng: Random) -> Exchange:
-    """Return an exchange of a kind drawn by weight."""
-    (family,) = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
-    if family == "small talk":
-        question = rng.choice(tuple(SMALL_TALK))
-        return Exchange(family, question, SMALL_TALK[question], held_out=None)
-    if family in ("sort words", "sort numbers", "reverse", "count up"):
-        return _task(rng, family)
-    return _fact(rng, family)
+def _draw_exchange(rng: Random, held_out: bool) -> Exchange:
+    """Draw a kind by weight and an exchange of it, until it may be in the wanted file (up to 8 draws on average)."""
+    while True:
+        (family,) = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
+        if family == "small talk":
+            question = rng.choice(tuple(SMALL_TALK))
+            return Exchange(family, question, SMALL_TALK[question], held_out=None)
+        is_task = family in ("sort words", "sort numbers", "reverse", "count up")
+        exchange = _task(rng, family) if is_task else _fact(rng, family)
+        if exchange.held_out == held_out:
+            return exchange
 
 
 def _task(rng: Random, family: str) -> Exchange:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
 
-from flatout.demo.conversations import sample_conversations, to_json_lines
+from flatout.demo.conversations import sample_conversations
 from flatout.demo.settings import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 from flatout.errors import UsageError
 from flatout.io.durable_io import DurableIO
@@ -40,7 +41,7 @@ def write_demo(folder: Path, seed: int, *, num_train: int = 5000, num_held_out: 
     durable_io = DurableIO()
     durable_io.make_dir(folder)
     for file, rows in ((folder / TRAIN_FILE, conversations), (folder / HELD_OUT_FILE, held_out)):
-        text = to_json_lines(rows)
+        text = "".join(json.dumps({"messages": messages}) + "\n" for messages in rows)
         if not file.exists():
             durable_io.write_bytes(file, text.encode())
         elif file.read_text(encoding="utf-8") != text:

@@ -10,7 +10,7 @@ from flatout.io.durable_io import DurableIO, is_same_file, open_own
 
 
 class AppendFile:
-    """A file of lines. `num_lost` counts the lines that failed since the last success; `trouble` is the reason.
+    """A file of lines. `trouble` is the reason why the last line was lost; None once a line was written.
 
     If the file or folder is deleted during the run, it is created again. A line that a crash cut off is removed on
     opening. Raises SecurityError if the file is a link, and ResourceError if it cannot be opened.
@@ -18,7 +18,6 @@ class AppendFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.num_lost = 0
         self.trouble: str | None = None
         with DurableIO().resource_errors("open", path):
             self._fd: int | None = self._open()
@@ -40,11 +39,10 @@ class AppendFile:
                 os.ftruncate(self._fd, size_bytes)  # leave no partial line
                 raise
         except (OSError, FlatoutError) as error:
-            self.num_lost += 1
             reason = error.strerror if isinstance(error, OSError) else None
             self.trouble = f"{self._path}: {reason or error}"
         else:
-            self.num_lost, self.trouble = 0, None
+            self.trouble = None
 
     def close(self) -> None:
         """Close the file; the next line opens it again."""

@@ -19,16 +19,16 @@ def to_stderr(line: str) -> None:
 
 
 class BoundedWait:
-    """A wait that starts now and ends after `limit_s`, the value of `setting`; `notify` gets one line about it."""
+    """A wait that starts now and ends after `limit_s`, the value of `setting`; `log` gets one line about it."""
 
     def __init__(
         self,
         limit_s: float,
         setting: str,
-        notify: Callable[[str], None] = to_stderr,
+        log: Callable[[str], None] = to_stderr,
         error: Callable[[str], FlatoutError] = PeerLostError,
     ) -> None:
-        self._limit_s, self._setting, self._notify, self._error = limit_s, setting, notify, error
+        self._limit_s, self._setting, self._log, self._error = limit_s, setting, log, error
         self._started_at = time.monotonic()
         self._has_notified = False
 
@@ -44,7 +44,7 @@ class BoundedWait:
             raise self._error(f"timed out waiting for {what}, {bound}")
         if not self._has_notified and self._limit_s - self.left_s >= NOTICE_AFTER_S:
             self._has_notified = True
-            self._notify(f"waiting for {what}, at most {bound}")
+            self._log(f"waiting for {what}, at most {bound}")
 
     def pause(self, what: str, reason: str = "") -> None:
         """Check, and then sleep for a moment."""

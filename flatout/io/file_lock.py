@@ -44,10 +44,8 @@ def take_lock(fd: int, path: Path) -> bool:
 
 
 @contextmanager
-def locked(
-    path: Path, what: str, notify: Callable[[str], None] = to_stderr, limit_s: float = LIMIT_S
-) -> Iterator[None]:
-    """Hold the lock file `path`; wait while another process has it, and notify once that `what` is awaited.
+def locked(path: Path, what: str, log: Callable[[str], None] = to_stderr, limit_s: float = LIMIT_S) -> Iterator[None]:
+    """Hold the lock file `path`; wait while another process has it, and `log` once that `what` is awaited.
 
     A missing folder is created. The file is never removed, or two processes could lock two files of the same name.
     Raises ResourceError after `limit_s`.
@@ -55,7 +53,7 @@ def locked(
     DurableIO().make_dir(path.parent)
     fd = open_lock(path)
     try:
-        wait = BoundedWait(limit_s, f"lock {path}", notify, ResourceError)
+        wait = BoundedWait(limit_s, f"lock {path}", log, ResourceError)
         while not take_lock(fd, path):
             wait.pause(what)
         yield

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from flatout.errors import ResourceError, UsageError
 
-
-def is_folder(name: str) -> bool:
-    """Return whether a model's name is an existing folder; False for a name too long for a path."""
-    try:
-        return Path(name).is_dir()
-    except OSError:
-        return False
+# whether a model's name is an existing folder; unlike Path.is_dir, False for a name too long for a path
+is_folder = os.path.isdir
 
 
 def hub_source(name: str, revision: str | None) -> tuple[str, str | None]:

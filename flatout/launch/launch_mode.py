@@ -24,16 +24,6 @@ class Nodes:
     index: int = 0
     endpoint: str = ""
 
-    @property
-    def host(self) -> str:
-        """The endpoint's host."""
-        return self.endpoint.rpartition(":")[0].strip("[]")
-
-    @property
-    def port(self) -> int:
-        """The endpoint's port."""
-        return int(self.endpoint.rpartition(":")[2])
-
 
 @dataclass(frozen=True, slots=True)
 class RunHere:

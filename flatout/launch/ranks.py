@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STORE_SOCKET, loopback_only
+from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STORE_SOCKET
 from flatout.errors import ResourceError
 from flatout.io.bounded_wait import BoundedWait
 from flatout.io.durable_io import open_own
@@ -32,7 +32,8 @@ def start_ranks(
     started = {}
     for local_rank in range(num_ranks):
         rank = info.first_rank + local_rank
-        own = {**env, **rank_variables(info, local_rank, num_ranks)}
+        values = (rank, info.world, local_rank, num_ranks, info.host, info.port)
+        own = {**env, **dict(zip(RANK_VARIABLES, map(str, values), strict=True))}
         fds: tuple[int, ...] = ()
         if rank == 0 and info.listener is not None:
             fds = (info.listener.fileno(),)
@@ -60,12 +61,6 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def rank_variables(info: RendezvousInfo, local_rank: int, num_ranks: int) -> dict[str, str]:
-    """Return the environment variables that torch and its launchers use to describe a rank."""
-    values = (info.first_rank + local_rank, info.world, local_rank, num_ranks, info.host, info.port)
-    return dict(zip(RANK_VARIABLES, map(str, values), strict=True))
-
-
 def shared_environment(
     parent: Mapping[str, str],
     info: RendezvousInfo,
@@ -83,7 +78,9 @@ def shared_environment(
     if visible is not None:
         env[VISIBLE] = ",".join(visible)
     if info.host == LOOPBACK:
-        env |= loopback_only()
+        # collectives' sockets stay on this machine
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        env |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     elif info.interface is not None:
         env.setdefault("GLOO_SOCKET_IFNAME", info.interface)
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))

@@ -58,16 +58,17 @@ class Rendezvous:
 class HostRendezvous(Rendezvous):
     """The rendezvous on node 0. Raises ResourceError if it cannot bind the endpoint."""
 
-    def __init__(self, nodes: Nodes, secret: str, *, join_s: float, notify: Callable[[str], None]) -> None:
-        self._nodes, self._join_s, self._notify = nodes, join_s, notify
+    def __init__(self, nodes: Nodes, secret: str, *, join_s: float, log: Callable[[str], None]) -> None:
+        self._nodes, self._join_s, self._log = nodes, join_s, log
+        host, _, port = nodes.endpoint.rpartition(":")
         try:
-            listener = listen(_bindable(nodes), nodes.port)
+            listener = listen(_bindable(host.strip("[]"), int(port)), int(port))
         except OSError as error:
             raise ResourceError(
                 f"--rdzv {nodes.endpoint}: node 0 cannot listen there ({error}); use an address of this node and a "
                 "free port"
             ) from error
-        self._listener = PeerListener(listener, secret, lambda peer, why: notify(f"rejected {peer}: {why}"))
+        self._listener = PeerListener(listener, secret, lambda peer, why: log(f"rejected {peer}: {why}"))
         # node -> its connection and its number of ranks
         self._members: dict[int, tuple[PeerConnection, int]] = {}
         self._joining: dict[int, tuple[PeerConnection, int]] = {}
@@ -76,7 +77,7 @@ class HostRendezvous(Rendezvous):
         for connection, _ in self._members.values():
             self._listener.disconnect(connection)
         self._members.clear()
-        wait = BoundedWait(self._join_s, "faults.join_s", self._notify)
+        wait = BoundedWait(self._join_s, "faults.join_s", self._log)
         num_before, since_s = 0, 0.0
         while (num_here := len(self._joining) + 1) < self._nodes.num_max:
             if num_here != num_before:
@@ -129,13 +130,14 @@ class HostRendezvous(Rendezvous):
 class ClientRendezvous(Rendezvous):
     """The rendezvous on every node but the first."""
 
-    def __init__(self, nodes: Nodes, secret: str, *, join_s: float, notify: Callable[[str], None]) -> None:
-        self._nodes, self._secret, self._join_s, self._notify = nodes, secret, join_s, notify
+    def __init__(self, nodes: Nodes, secret: str, *, join_s: float, log: Callable[[str], None]) -> None:
+        self._nodes, self._secret, self._join_s, self._log = nodes, secret, join_s, log
         self._connection: PeerConnection | None = None
 
     def next_rendezvous(self, num_ranks: int) -> RendezvousInfo:
-        wait = BoundedWait(self._join_s, "faults.join_s", self._notify)
-        address = (self._nodes.host, self._nodes.port)
+        wait = BoundedWait(self._join_s, "faults.join_s", self._log)
+        host, _, port = self._nodes.endpoint.rpartition(":")
+        address = (host.strip("[]"), int(port))
         hello = {"node": self._nodes.index, "ranks": num_ranks}
         what = f"node 0 at {self._nodes.endpoint}"
         while True:
@@ -145,9 +147,10 @@ class ClientRendezvous(Rendezvous):
             while self._connection.is_open:
                 try:
                     for message in self._connection.receive():
-                        host, own = self._connection.socket.getpeername()[0], self._connection.socket.getsockname()[0]
-                        first_rank, world, port = (int(message[name]) for name in ("first_rank", "world", "port"))
-                        return RendezvousInfo(first_rank, world, str(host), port, interface=interface_of(str(own)))
+                        peer, own = self._connection.socket.getpeername()[0], self._connection.socket.getsockname()[0]
+                        first_rank, world, store_port = (int(message[name]) for name in ("first_rank", "world", "port"))
+                        interface = interface_of(str(own))
+                        return RendezvousInfo(first_rank, world, str(peer), store_port, interface=interface)
                 except (OSError, ValueError, KeyError, TypeError):
                     self._connection.close()
                 wait.pause(f"the other nodes, which {what} also waits for")
@@ -166,13 +169,13 @@ class ClientRendezvous(Rendezvous):
             self._connection.close()
 
 
-def _bindable(nodes: Nodes) -> str:
+def _bindable(host: str, port: int) -> str:
     """Return the endpoint's address to bind; empty (all) if its name is a service's, or resolves to loopback here."""
     with suppress(ValueError):
-        ipaddress.ip_address(nodes.host)
-        return nodes.host
+        ipaddress.ip_address(host)
+        return host
     with suppress(OSError), socket.socket() as probe:
-        found = str(socket.getaddrinfo(nodes.host, nodes.port, socket.AF_INET)[0][4][0])
+        found = str(socket.getaddrinfo(host, port, socket.AF_INET)[0][4][0])
         probe.bind((found, 0))
         return "" if ipaddress.ip_address(found).is_loopback else found
     return ""

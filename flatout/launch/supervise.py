@@ -31,14 +31,14 @@ TAIL_LINES = 40
 PAUSE_S = 1.0
 
 
-class _StoppedEarly(Exception):  # noqa: N818  (a signal, not an error)
-    """A signal arrived before the ranks were started."""
+class _Stopped(Exception):  # noqa: N818  (a signal, not an error)
+    """A signal arrived before the ranks were started, or ended them before they saved."""
 
 
 class Supervisor:
     """Restarts the ranks until an attempt completes, is asked to stop, or fails for good or too often (max_restarts).
 
-    `words` follow `python -m flatout`. `notify` gets one line per restart; the first rank's log is copied to `out` as
+    `words` follow `python -m flatout`. `log` gets one line per restart; the first rank's log is copied to `out` as
     it grows. The first signal to this process asks the ranks to save and stop; a second one kills them.
     """
 
@@ -50,11 +50,11 @@ class Supervisor:
         rendezvous: Rendezvous,
         env: Mapping[str, str],
         secret: str,
-        notify: Callable[[str], None],
+        log: Callable[[str], None],
         out: TextIO,
     ) -> None:
         self._logs, self._words, self._faults, self._rendezvous = logs, words, faults, rendezvous
-        self._env, self._secret, self._notify, self._out = env, secret, notify, out
+        self._env, self._secret, self._log, self._out = env, secret, log, out
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._signal: int | None = None
         self._signal_at = 0.0
@@ -66,8 +66,10 @@ class Supervisor:
         found = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             return self._run(start)
-        except _StoppedEarly:
-            return self._stopped()
+        except _Stopped:
+            assert self._signal is not None
+            self._log("killed; steps since the last checkpoint are lost" if self._is_killed else "stopped")
+            return SIGNAL_EXIT_CODE + self._signal
         finally:
             self._rendezvous.close()
             for number, handler in found.items():
@@ -81,26 +83,33 @@ class Supervisor:
         num_restarts = 0
         while True:
             folder, outcome, membership_changed = self._attempt(start)
-            if outcome.exit_code == 0:
-                return 0
+            if outcome.exit_code == 0 or (self._signal and outcome.exit_code == PreemptedError.exit_code):
+                return outcome.exit_code
             if self._signal is not None:
-                return outcome.exit_code if outcome.exit_code == PreemptedError.exit_code else self._stopped()
+                raise _Stopped
             if membership_changed:
-                self._notify(f"a node joined: all nodes restart, logs in {folder}")
+                self._log(f"a node joined: all nodes restart, logs in {folder}")
                 continue
             is_over = outcome.exit_code not in RESTARTABLE or num_restarts == self._faults.max_restarts
             if outcome.crashed_after is not None and outcome.crashed_after == crashed_before:
-                self._notify(f"step {crashed_before + 1} crashed again after a restart: restarting does not help")
+                self._log(f"step {crashed_before + 1} crashed again after a restart: restarting does not help")
                 is_over = True
             if is_over:
-                self._show_end(outcome, folder)
+                path = folder / f"rank-{outcome.rank}.log"
+                # the log of rank 0 was already shown
+                if outcome.rank != 0 and path.exists():
+                    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+                    self._out.write(f"--- {path}\n" + "".join(line + "\n" for line in lines))
+                is_its_own = outcome.rank is not None and outcome.exit_code != PeerLostError.exit_code
+                where = f"rank {outcome.rank}: " if is_its_own else ""
+                self._log(f"{where}{outcome.why} (exit code {outcome.exit_code}; logs in {folder})")
                 return outcome.exit_code
             if outcome.rank is not None and outcome.rank == lost_before:
                 start = with_fewer(start, outcome.rank, self._faults.min_ranks)
             lost_before, crashed_before = outcome.rank, outcome.crashed_after
             num_restarts += 1
             left = f"restart {num_restarts} of {self._faults.max_restarts}"
-            self._notify(f"{outcome.why}; {left} with {start.num_procs} rank(s) here, logs in {folder}")
+            self._log(f"{outcome.why}; {left} with {start.num_procs} rank(s) here, logs in {folder}")
             time.sleep(PAUSE_S)
 
     def _attempt(self, start: SpawnRanks) -> tuple[Path, AttemptOutcome, bool]:
@@ -160,12 +169,12 @@ class Supervisor:
                     if process.poll() is None and (rank in lost or failed_s > GRACE_S):
                         kill(process)
             elif any(code is not None for code in codes.values()):
-                wait = wait or BoundedWait(self._faults.long_phase_s, "faults.long_phase_s", self._notify)
+                wait = wait or BoundedWait(self._faults.long_phase_s, "faults.long_phase_s", self._log)
                 left = ", ".join(str(rank) for rank, code in codes.items() if code is None)
                 try:
                     wait.check(f"rank {left} to exit")
                 except PeerLostError as error:
-                    self._notify(str(error))
+                    self._log(str(error))
                     failed_at = time.monotonic() - GRACE_S
         copy_lines(log, self._out, log_bytes)
         return membership_changed
@@ -175,25 +184,11 @@ class Supervisor:
         if self._signal is None:
             self._signal, self._signal_at = number, now_s
             if not self._ranks:
-                raise _StoppedEarly
+                raise _Stopped
         elif now_s - self._signal_at > SETTLE_S:
             self._is_killed = True
             for process in self._ranks.values():
                 kill(process)
-
-    def _stopped(self) -> int:
-        assert self._signal is not None
-        self._notify("killed; steps since the last checkpoint are lost" if self._is_killed else "stopped")
-        return SIGNAL_EXIT_CODE + self._signal
-
-    def _show_end(self, outcome: AttemptOutcome, folder: Path) -> None:
-        """Show the failing rank's last lines, unless its log was already shown, and the reason."""
-        path = folder / f"rank-{outcome.rank}.log"
-        if outcome.rank != 0 and path.exists():
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-            self._out.write(f"--- {path}\n" + "".join(line + "\n" for line in lines))
-        where = "" if outcome.rank is None or outcome.exit_code == PeerLostError.exit_code else f"rank {outcome.rank}: "
-        self._notify(f"{where}{outcome.why} (exit code {outcome.exit_code}; logs in {folder})")
 
 
 def with_fewer(start: SpawnRanks, rank: int, min_ranks: int | None) -> SpawnRanks:

@@ -38,10 +38,12 @@ def commands(
     start = ["tmux", "new-session", "-d", "-s", name, "-n", "run", "-c", str(folder), *SIZE]
     # kept open after the run ends, so that the last lines can be read
     keep = [";", "set-option", "-w", "-t", f"={name}:run", "remain-on-exit", "on"]
-    made = [[*start, *variables, "--", *(_escaped(word) for word in run), *keep]]
+    # tmux would take a `;` at the end of a word for the end of the command
+    words = [f"{word[:-1]}\\;" if word.endswith(";") else word for word in run]
+    made = [[*start, *variables, "--", *words, *keep]]
     for number, log in enumerate(logs):
         window = f"{name}_gpu_{number}"
-        follow = ["tail", "-n", "+1", "-F", _escaped(str(log))]
+        follow = ["tail", "-n", "+1", "-F", str(log)]
         made.append(["tmux", "new-window", "-d", "-t", f"={name}:", "-n", window, "--", *follow])
         made.append(["tmux", "new-session", "-d", "-t", f"={name}", "-s", window, *SIZE])
         made.append(["tmux", "select-window", "-t", f"={window}:{window}"])
@@ -58,8 +60,3 @@ def start(made: Sequence[Sequence[str]], name: str) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ResourceError(f"{shlex.join(command[:2])} failed: {done.stderr.strip()}; nothing else was started")
-
-
-def _escaped(word: str) -> str:
-    """Escape a word that ends in `;`, which tmux would take for the end of the command."""
-    return f"{word[:-1]}\\;" if word.endswith(";") else word

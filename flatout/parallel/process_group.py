@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # public, but not in the stubs
 
-from flatout.environment import has_agent_store, master, store_socket
+from flatout.environment import STORE_SOCKET, environment, master, whole_number
 from flatout.errors import PeerLostError, ResourceError, first_line
 from flatout.io.bounded_wait import BoundedWait
 from flatout.parallel.rank import Rank
@@ -53,8 +53,11 @@ def join_group(
         return
     wait = BoundedWait(join_s, "faults.join_s")
     host, port = master()
-    fd = store_socket()
-    is_host = rank.is_first and not has_agent_store()
+    env = environment()
+    # the listening socket that rank 0 inherited; without it, the store opens its own on the master port
+    fd = whole_number(env, STORE_SOCKET) if STORE_SOCKET in env else None
+    # torch's launcher may host the store instead of rank 0
+    is_host = rank.is_first and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     while not is_host:
         try:
             # connect before TCPStore does, which waits without an explanation and ignores Ctrl-C

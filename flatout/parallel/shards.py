@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # name -> (global shape, offset of the local shard)
 Places = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -26,21 +26,11 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def global_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the global shape; DeepSpeed's stage 3 empties a weight and keeps its shape in `ds_shape`."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, sharing its memory; a plain tensor is returned whole."""
     whole: Any = tensor.detach()
     part: Tensor = whole.to_local() if is_sharded(whole) else whole
     return part
-
-
-def local_grads(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return the local shards of all gradients that exist."""
-    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def local_shard_of(tensor: Tensor) -> LocalShard:

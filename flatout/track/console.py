@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from flatout.track.record import EvalRecord, Record, describe_event, describe_progress, describe_record
+from flatout.track.record import EvalRecord, Record, describe_event, describe_record
 from flatout.track.tolerant_stream import TolerantStream
 
 PLAIN_LINES = 20
@@ -34,14 +34,19 @@ class ConsoleTracker:
     def record(self, record: Record) -> None:
         if isinstance(record, EvalRecord):
             self.stage(*describe_record(record))
-        elif self._console.is_terminal:
+            return
+        # what fits a terminal of 80 columns; the rest is in train.log and metrics.jsonl
+        mfu = "" if record.mfu is None else f"MFU {record.mfu:.0%}  "
+        memory = f"{record.peak_memory_bytes / 2**30:.0f} GiB"
+        figures = f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tok/s  {mfu}{memory}"
+        if self._console.is_terminal:
             if self._progress is None:
                 columns = (BarColumn(bar_width=8), MofNCompleteColumn(), TextColumn("{task.description}"))
                 self._progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
                 self._progress.start()
                 self._progress.add_task("", total=record.num_steps)
             task = self._progress.task_ids[0]
-            self._progress.update(task, completed=record.step, description=describe_progress(record))
+            self._progress.update(task, completed=record.step, description=figures)
         elif (
             self._every_record
             or self._last_shown == 0
@@ -50,7 +55,7 @@ class ConsoleTracker:
         ):
             self._last_shown = record.step
             left = timedelta(seconds=round(record.elapsed_s / record.step * (record.num_steps - record.step)))
-            self.stage("step", f"{record.step}/{record.num_steps}  {describe_progress(record)}  {left} left")
+            self.stage("step", f"{record.step}/{record.num_steps}  {figures}  {left} left")
 
     def event(self, kind: str, facts: Mapping[str, Any]) -> None:
         if kind == "stopped":

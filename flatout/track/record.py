@@ -75,12 +75,6 @@ def describe_record(record: Record) -> tuple[str, str]:
     )
 
 
-def describe_progress(record: StepRecord) -> str:
-    """The figures that fit a terminal of 80 columns; the rest are in train.log and metrics.jsonl."""
-    mfu = "" if record.mfu is None else f"MFU {record.mfu:.0%}  "
-    return f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tok/s  {mfu}{record.peak_memory_bytes / 2**30:.0f} GiB"
-
-
 def describe_event(kind: str, facts: Mapping[str, Any]) -> str:
     """Return an event as a readable line; figures that only matter for a study of saves are left to events.jsonl."""
     hidden = ("staged_s", "copied_s") if kind == "saved" else ()

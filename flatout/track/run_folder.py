@@ -18,24 +18,25 @@ from flatout.track.record import Record, describe_event, describe_record
 class RunFolderTracker:
     """Writes a run's folder; see Tracker for the methods.
 
-    Lines that cannot be written are lost; `warn` is called for the first lost line, and again once writing works.
+    Lines that cannot be written are lost; `log` is called for the first lost line, and again once writing works.
     `keep_folder` is called before each record and raises if this run must no longer write there.
     """
 
     def __init__(
         self,
         folder: Path,
-        warn: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
         keep_folder: Callable[[], None] = lambda: None,
     ) -> None:
-        self._folder, self._warn, self._keep_folder = folder, warn, keep_folder
+        self._folder, self._log, self._keep_folder = folder, log, keep_folder
         DurableIO().make_dir(folder)
         self._files = [AppendFile(folder / name) for name in ("metrics.jsonl", "events.jsonl", "train.log")]
-        self._metrics, self._events, self._log = self._files
+        self._metrics, self._events, self._train_log = self._files
         self._num_lost, self._is_ours = 0, True
 
     def stage(self, name: str, text: str) -> None:
-        self._write_log(name, text)
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._write(self._train_log, f"{now} {name:<10} {text}")
 
     def record(self, record: Record) -> None:
         try:
@@ -45,18 +46,16 @@ class RunFolderTracker:
             raise
         kind, text = describe_record(record)
         self._write(self._metrics, json.dumps({"kind": kind, **asdict(record)}, allow_nan=False))
-        self._write_log(kind, text)
+        self.stage(kind, text)
 
     def event(self, kind: str, facts: Mapping[str, Any]) -> None:
-        self._write(self._events, json.dumps({"time": _now(), "kind": kind, **facts}, default=str))
-        self._write_log(kind, describe_event(kind, facts))
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._write(self._events, json.dumps({"time": now, "kind": kind, **facts}, default=str))
+        self.stage(kind, describe_event(kind, facts))
 
     def close(self) -> None:
         for file in self._files:
             file.close()
-
-    def _write_log(self, name: str, text: str) -> None:
-        self._write(self._log, f"{_now()} {name:<10} {text}")
 
     def _write(self, file: AppendFile, line: str) -> None:
         if not self._is_ours:
@@ -66,11 +65,7 @@ class RunFolderTracker:
         if file.trouble:
             self._num_lost += 1
             if self._num_lost == 1:
-                self._warn(f"{trouble}; training continues, but lines are lost until it can be written")
+                self._log(f"{trouble}; training continues, but lines are lost until it can be written")
         elif self._num_lost and trouble is None:
-            self._warn(f"{self._folder}: writable again; {self._num_lost} lines were lost")
+            self._log(f"{self._folder}: writable again; {self._num_lost} lines were lost")
             self._num_lost = 0
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, Protocol
 
@@ -58,14 +59,14 @@ class TrackerGroup:
                 tracker.close()
 
 
+@dataclass
 class MemoryTracker:
     """Keeps what a run reports. `stages` are (wall time, name, text); `step_times_s` is when steps were recorded."""
 
-    def __init__(self) -> None:
-        self.stages: list[tuple[float, str, str]] = []
-        self.events: list[tuple[str, Mapping[str, Any]]] = []
-        self.steps: list[StepRecord] = []
-        self.step_times_s: list[float] = []
+    stages: list[tuple[float, str, str]] = field(default_factory=list)
+    events: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    step_times_s: list[float] = field(default_factory=list)
 
     def stage(self, name: str, text: str) -> None:
         self.stages.append((time.time(), name, text))

@@ -30,7 +30,7 @@ from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
-from flatout.parallel.shards import global_shape, is_sharded, local_shard_of
+from flatout.parallel.shards import is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, connect
 from flatout.plan.memory.estimate import HEAD_TILE_ROWS
 from flatout.track.tracker import Tracker
@@ -238,7 +238,8 @@ def shard_state(
         line += f"; {config.base.storage} weights are {where}"
     tracker.stage("strategy", line)
     trained = trainable_parameters(loaded.model).values()
-    num_trained = sum(torch.Size(global_shape(parameter)).numel() for parameter in trained)
+    # DeepSpeed's stage 3 empties a weight and keeps its shape in `ds_shape`
+    num_trained = sum(torch.Size(getattr(parameter, "ds_shape", parameter.shape)).numel() for parameter in trained)
     tracker.stage("optimizer", f"{config.optim.name} over {num_trained:,} parameters, {config.schedule.kind} schedule")
     # a wrapper is called like the loss
     return strategy, cast(PackedLoss, wrapped), optimizer

@@ -29,8 +29,8 @@ from flatout.config.schema import Config
 from flatout.errors import CheckpointError, NumericError, UsageError
 from flatout.io.json_file import validated
 from flatout.io.redact import redacted
-from flatout.parallel.shards import global_shape, global_tensors, local_state
-from flatout.parallel.strategies.protocol import PartitionedOptimizer
+from flatout.parallel.shards import global_tensors, local_state
+from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
 from flatout.track.tracker import Tracker
 from flatout.train.planning import PlannedRun
 from flatout.train.state import Progress, Run
@@ -240,9 +240,11 @@ def restore_weights(run: Run, saved: SavedCheckpoint) -> None:
             f"({len(odd)} differ); use the checkpoint's settings, or a different run_dir"
         )
     for name, parameter in run.named_parameters.items():
-        if weights.shape(name) != (shape := global_shape(parameter)):
+        # DeepSpeed's stage 3 empties a weight and keeps its shape in `ds_shape`
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if weights.shapes[name] != shape:
             raise CheckpointError(
-                f"{name} has shape {weights.shape(name)} in the checkpoint of step {saved.step}, "
+                f"{name} has shape {weights.shapes[name]} in the checkpoint of step {saved.step}, "
                 f"{shape} in this run; use the checkpoint's settings, or a different run_dir"
             )
         if isinstance(run.optimizer, PartitionedOptimizer):

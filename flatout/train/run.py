@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -9,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from flatout.checkpoint.final import fallback_folders, publish
+from flatout.checkpoint.final import publish
 from flatout.checkpoint.write import Checkpoints
 from flatout.config.read import dump_config
 from flatout.config.schema import Config
@@ -26,7 +28,7 @@ from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
 from flatout.parallel.process_group import choose_device, leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors, is_sharded
-from flatout.parallel.strategies.protocol import PartitionedOptimizer
+from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
 from flatout.track.console import ConsoleTracker
 from flatout.track.run_folder import RunFolderTracker
 from flatout.track.tracker import Tracker, TrackerGroup
@@ -135,7 +137,9 @@ def finish(run: Run, final_dir: Path) -> None:
     except ResourceError as error:
         # no checkpoint has these weights: export them to the first folder with enough space
         group, reasons = run.checkpoints.group, []
-        others = group.run_on_first_rank(lambda: [str(folder) for folder in fallback_folders(run.config.name)])
+        places = (Path(tempfile.gettempdir()), Path.home(), Path.cwd())
+        name = f"flatout-{run.config.name}-{secrets.token_hex(4)}"
+        others = group.run_on_first_rank(lambda: [str(place.absolute() / name) for place in places])
         for folder in (final_dir, *map(Path, others)):
             try:
                 export(run, folder)

@@ -26,7 +26,7 @@ from flatout.optim.update import (
     set_lr,
     supports_found_inf,
 )
-from flatout.parallel.shards import local_grads, local_part
+from flatout.parallel.shards import local_part
 from flatout.plan.schedule.steps import MicroBatch, StepPlan
 from flatout.train.state import Run
 
@@ -206,7 +206,8 @@ def _update(run: Run, norm: Tensor, lr: float) -> None:
     set_lr(run.optimizer, lr)
     run.saver.before_update()
     with record_function("flatout::optimizer"):
-        if run.config.optim.max_grad_norm is not None and (grads := local_grads(run.parameters)):
+        grads = [local_part(parameter.grad) for parameter in run.parameters if parameter.grad is not None]
+        if run.config.optim.max_grad_norm is not None and grads:
             # as torch.nn.utils.clip_grads_with_norm_, on this rank's shards
             factor = (run.config.optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(grads, factor.to(grads[0].device))

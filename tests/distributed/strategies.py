@@ -26,7 +26,7 @@ from flatout.models.compile import layers as compiling
 from flatout.parallel.process_group import leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors, local_part
-from flatout.parallel.strategies.protocol import PartitionedOptimizer
+from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
 from flatout.plan.schedule.steps import MicroBatch
 from flatout.track.tracker import TrackerGroup
 from flatout.train.build import build_run

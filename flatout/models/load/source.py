@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from safetensors import SafetensorError, safe_open
 
 from flatout.config.schema import ModelConfig
 from flatout.environment import cache_folder
-from flatout.errors import CheckpointError, SecurityError, UsageError
-from flatout.io.hash_cache import cached_file_hash
+from flatout.errors import CheckpointError, ResourceError, SecurityError, UsageError
+from flatout.io.durable_io import DurableIO, FileFacts, digest
 from flatout.io.hub import hub_file, is_folder
 from flatout.io.json_file import read_json, validated
 
+# smaller files hash quickly enough
+REMEMBERED_BYTES = 64 * 2**20
 # config fields that make a loader fetch and run code (CVE-2026-4372, CVE-2026-5241)
 _CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines", "use_kernels", "kernel_config")
 # also written with a leading underscore, and then with the suffix _internal
@@ -184,3 +187,27 @@ def fingerprint_model(model: ModelConfig) -> dict[str, str]:
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read: {error.strerror}; download or copy it again") from error
     return digests
+
+
+def cached_file_hash(path: Path, memory: Path) -> FileFacts:
+    """Return `digest(path)`; a large file is read again only if its size, times or inode have changed.
+
+    Its hash is kept in a small file in the folder `memory`, which is created if missing; if it is not writable, the
+    file is hashed every time. Raises OSError.
+    """
+    found = path.stat()
+    if found.st_size < REMEMBERED_BYTES:
+        return digest(path)
+    # ctime changes with every write and rename, even if a program restores the old mtime
+    stamp = [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    note = memory / f"{xxhash.xxh3_128_hexdigest(str(path.resolve()).encode())}.json"
+    with suppress(CheckpointError, KeyError, TypeError):
+        known = read_json(note)
+        if known["stamp"] == stamp:
+            return FileFacts(found.st_size, str(known["xxh3"]))
+    facts = digest(path)
+    with suppress(ResourceError):
+        durable_io = DurableIO()
+        durable_io.make_dir(memory)
+        durable_io.write_json(note, {"path": str(path), "stamp": stamp, "xxh3": facts.xxh3})
+    return facts

@@ -53,13 +53,6 @@ class PeerFailure:
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} {self.how} in step {self.status.step + 1}, phase {self.status.phase}"
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> PeerFailure:
-        """Parse a failure written by `asdict`. Raises KeyError, TypeError or ValueError for anything else."""
-        host, how = str(values["host"])[:MAX_TEXT], str(values["how"])[:MAX_TEXT]
-        rank, exit_code, is_reported = int(values["rank"]), int(values["exit_code"]), bool(values["is_reported"])
-        return cls(rank, host, RankStatus.from_json(values["status"]), how, exit_code, is_reported)
-
 
 @dataclass(slots=True)
 class Peer:
@@ -132,10 +125,8 @@ class HeartbeatServer:
             for message in peer.connection.receive():
                 peer.heard_at = self._clock()
                 if "failed" in message:
-                    how, now_at = (
-                        f"failed ({str(message['failed'])[:MAX_TEXT]})",
-                        RankStatus.from_json(message["status"]),
-                    )
+                    how = f"failed ({str(message['failed'])[:MAX_TEXT]})"
+                    now_at = RankStatus.from_json(message["status"])
                     return PeerFailure(rank, peer.host, now_at, how, int(message["exit_code"]), is_reported=True)
                 if "event" in message:
                     self._on_event(str(message["event"]), {"rank": rank, **message["facts"]})
@@ -205,7 +196,10 @@ class HeartbeatClient:
             for message in self._connection.receive():
                 self._heard_at = self._clock()
                 if "lost" in message:
-                    return PeerFailure.from_json(message["lost"])
+                    lost = message["lost"]
+                    host, how = str(lost["host"])[:MAX_TEXT], str(lost["how"])[:MAX_TEXT]
+                    rank, exit_code, is_reported = int(lost["rank"]), int(lost["exit_code"]), bool(lost["is_reported"])
+                    return PeerFailure(rank, host, RankStatus.from_json(lost["status"]), how, exit_code, is_reported)
                 if "bye" in message:
                     self._has_first_left = True
                     return None

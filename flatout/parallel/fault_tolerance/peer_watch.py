@@ -131,11 +131,11 @@ class PeerWatch:
             if secret is None:
                 store.set("heartbeat/secret", secret := secrets.token_hex(32))
             store.set("heartbeat/port", str(listener.getsockname()[1]))
-
-            def on_reject(address: str, why: str) -> None:
-                self._on_event("rejected_connection", {"address": address, "why": why})
-
-            peers = PeerListener(listener, secret, on_reject)
+            peers = PeerListener(
+                listener,
+                secret,
+                lambda address, why: self._on_event("rejected_connection", {"address": address, "why": why}),
+            )
             self._heartbeats = HeartbeatServer(peers, world=rank.world, hang_s=hang_s, on_event=self._on_event)
         else:
             port = int(store.get("heartbeat/port"))

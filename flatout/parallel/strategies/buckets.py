@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -41,22 +42,17 @@ class BucketedSum:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], *, compress: torch.dtype | None = None, overlap: bool = True
+        self, parameters: Sequence[nn.Parameter], *, compress: Literal["none", "bf16"] = "none", overlap: bool = True
     ) -> None:
         self._buckets = into_buckets(parameters)
-        self._compress = compress
+        self._compress = torch.bfloat16 if compress == "bf16" else None
         self._bucket_of = {parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket}
         self._listening = False
         self._missing: list[int] = []
-        # (work, the tensor being reduced, gradients to copy it to; none if it is the gradient itself) for each sum
-        self._sums: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+        # (work, the tensor being reduced, gradients to copy it to; none if it is the gradient) of each started sum
+        self.sums: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
         for parameter in parameters if overlap else ():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
-
-    @property
-    def num_started(self) -> int:
-        """The number of buckets whose sum has started."""
-        return len(self._sums)
 
     def start(self, *, last: bool) -> None:
         """Prepare for a backward pass; the `last` one of the step completes the gradients."""
@@ -66,24 +62,24 @@ class BucketedSum:
     def finish(self) -> None:
         """Complete all sums; every rank's gradients are then the sums over all ranks, in stream order."""
         self._listening = False
-        while len(self._sums) < len(self._buckets):
+        while len(self.sums) < len(self._buckets):
             self._launch()
-        for work, sent, grads in self._sums:
+        for work, sent, grads in self.sums:
             work.wait()
             if grads:
                 parts = sent.split([grad.numel() for grad in grads])
                 torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
-        self._sums.clear()
+        self.sums.clear()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if not self._listening:
             return
         self._missing[self._bucket_of[parameter]] -= 1  # type: ignore[index]
-        while self.num_started < len(self._buckets) and self._missing[self.num_started] == 0:
+        while len(self.sums) < len(self._buckets) and self._missing[len(self.sums)] == 0:
             self._launch()
 
     def _launch(self) -> None:
-        bucket = self._buckets[self.num_started]
+        bucket = self._buckets[len(self.sums)]
         # a rank without samples ran no backward pass, but must take part in the sum
         fill_missing_gradients(bucket)
         grads = [parameter.grad for parameter in bucket if parameter.grad is not None]
@@ -94,4 +90,4 @@ class BucketedSum:
             sent = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
         work = dist.all_reduce(sent, async_op=True)
         assert work is not None
-        self._sums.append((work, sent, grads))
+        self.sums.append((work, sent, grads))

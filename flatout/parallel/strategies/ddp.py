@@ -28,7 +28,8 @@ class DDP(Strategy):
     ) -> tuple[nn.Module, Optimizer]:
         share_weights(model)
         if self._config.method == "full":
-            self._make_buckets([held for held in model.parameters() if held.requires_grad], overlap=True)
+            trained = [held for held in model.parameters() if held.requires_grad]
+            self._buckets = BucketedSum(trained, compress=self._config.comm.compress)
         return model, make_optimizer()
 
     @contextmanager
@@ -38,7 +39,7 @@ class DDP(Strategy):
         try:
             yield
         except torch.OutOfMemoryError as error:
-            if self._buckets is None or not self._buckets.num_started:
+            if self._buckets is None or not self._buckets.sums:
                 raise
             raise ResourceError(
                 f"rank {self.rank.index}: out of GPU memory during the gradient all-reduce, so the step "
@@ -47,10 +48,6 @@ class DDP(Strategy):
             ) from error
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        buckets = self._buckets or self._make_buckets(parameters, overlap=False)
-        buckets.finish()
-
-    def _make_buckets(self, parameters: Sequence[nn.Parameter], *, overlap: bool) -> BucketedSum:
-        compress = torch.bfloat16 if self._config.comm.compress == "bf16" else None
-        self._buckets = BucketedSum(parameters, compress=compress, overlap=overlap)
-        return self._buckets
+        if self._buckets is None:
+            self._buckets = BucketedSum(parameters, compress=self._config.comm.compress, overlap=False)
+        self._buckets.finish()

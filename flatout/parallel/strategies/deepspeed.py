@@ -59,7 +59,7 @@ class DeepSpeed(Strategy):
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=self._settings, dist_init_required=False
         )
-        return EngineLoss(self._engine, self.rank.world), EngineOptimizer(self._engine, optimizer, self._trained)
+        return EngineLoss(self._engine, self.rank.world), PartitionedOptimizer(self._engine, optimizer, self._trained)
 
     @contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
@@ -106,8 +106,12 @@ class EngineLoss(nn.Module):
         return loss_sum, num_correct
 
 
-class EngineOptimizer(Optimizer):
-    """A PartitionedOptimizer: `inner` stepped by DeepSpeed's engine, with groups of settings but no parameters."""
+class PartitionedOptimizer(Optimizer):
+    """`inner` stepped by DeepSpeed's engine, with groups of settings but no parameters.
+
+    The engine keeps partitioned weights and state outside the model's parameters; the methods that get or set them are
+    collective, and all values are whole.
+    """
 
     def __init__(self, engine: Any, inner: Optimizer, trained: Sequence[nn.Parameter]) -> None:
         # does not call Optimizer.__init__, which requires parameters and would wrap `step` a second time
@@ -128,6 +132,7 @@ class EngineOptimizer(Optimizer):
         self._has_stepped = True
 
     def weight(self, tensor: Tensor) -> Tensor:
+        """Return a weight, trained or frozen."""
         from deepspeed import utils, zero
 
         if tensor.requires_grad:
@@ -139,6 +144,7 @@ class EngineOptimizer(Optimizer):
             return tensor.detach().clone()
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return a trained weight's optimizer state, by key; empty before the first update."""
         from deepspeed import utils
 
         held: Mapping[str, Any] = next(iter(self.state.values())) if self._has_stepped else {}

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from flatout.config.schema import Config
 from flatout.errors import ResourceError
 from flatout.parallel.process_group import join_group
 from flatout.parallel.rank import Rank
-from flatout.parallel.shards import local_grads
+from flatout.parallel.shards import local_part
 
 # elements per partial norm on a CPU
 NORM_PART = 1 << 14
@@ -74,7 +73,7 @@ class Strategy:
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return the L2 norm over the gradients of all parameters and ranks, 0-d fp32 (fp64 for fp64 gradients)."""
-        grads = local_grads(parameters)
+        grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if not grads:
             return torch.zeros((), device=parameters[0].device if parameters else None)
         if grads[0].device.type == "cpu":
@@ -89,23 +88,6 @@ class Strategy:
         if self.rank.world > 1:
             dist.all_reduce(values)
         return values
-
-
-@runtime_checkable
-class PartitionedOptimizer(Protocol):
-    """An optimizer that keeps partitioned weights and state outside the model's parameters; methods are collective."""
-
-    def weight(self, tensor: Tensor) -> Tensor:
-        """Return a whole weight on every rank, whether it is trained or frozen."""
-
-    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a trained weight's whole optimizer state, by key; empty before the first update."""
-
-    def set_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set a weight from its whole value."""
-
-    def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        """Set one entry of the optimizer's state from its whole value."""
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+import json
 import re
 from collections.abc import Iterator
 
@@ -9,7 +10,6 @@ from flatout.demo.conversations import (
     held_out_prompts,
     is_held_out,
     sample_conversations,
-    to_json_lines,
 )
 
 ABOUT_CONTEXT = ("What is your", "Where are you", "Who are you", "What is my", "Where do I")
@@ -64,8 +64,8 @@ def test_held_out_questions_are_never_trained_on() -> None:
 
 
 def test_no_whole_conversation_is_in_both_files() -> None:
-    trained = {to_json_lines([messages]) for messages in sample_conversations(2000, 3, held_out=False)}
-    assert not trained & {to_json_lines([messages]) for messages in sample_conversations(500, 3, held_out=True)}
+    trained = {json.dumps(messages) for messages in sample_conversations(2000, 3, held_out=False)}
+    assert not trained & {json.dumps(messages) for messages in sample_conversations(500, 3, held_out=True)}
 
 
 def test_lengths_are_very_uneven() -> None:

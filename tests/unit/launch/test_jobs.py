@@ -9,7 +9,7 @@ import yaml
 
 from flatout.cli.main import main
 from flatout.errors import UsageError
-from flatout.launch.kubernetes import KubernetesJob, manifest
+from flatout.launch.kubernetes import manifest
 from flatout.launch.launch_mode import Nodes, SpawnRanks, choose_launch_mode
 from flatout.launch.slurm import sbatch_script
 
@@ -51,7 +51,7 @@ def test_what_sbatch_lines_cannot_hold_is_refused(wrong: Any) -> None:
 
 
 def test_a_pytorch_job() -> None:
-    body = yaml.safe_load(manifest(KubernetesJob("run", 3, 8, WORDS, "img:1", "claim")))
+    body = yaml.safe_load(manifest("run", 3, 8, WORDS, "img:1", "claim", secret="run-secret"))
     assert (body["kind"], body["spec"]["nprocPerNode"]) == ("PyTorchJob", "8")
     replicas = body["spec"]["pytorchReplicaSpecs"]
     assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 2)
@@ -65,7 +65,7 @@ def test_a_pytorch_job() -> None:
 
 
 def test_a_train_job_and_what_its_pods_do() -> None:
-    body = yaml.safe_load(manifest(KubernetesJob("run", 2, 4, WORDS, "img:1", "claim", kind="TrainJob")))
+    body = yaml.safe_load(manifest("run", 2, 4, WORDS, "img:1", "claim", kind="TrainJob"))
     trainer = body["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
     env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "run-node-0-0.run"}
@@ -75,9 +75,9 @@ def test_a_train_job_and_what_its_pods_do() -> None:
 
 @pytest.mark.parametrize("wrong", [{"name": "Run"}, {"claim": "a_b"}, {"image": "a b"}, {"mount": "work"}])
 def test_names_that_kubernetes_refuses(wrong: Any) -> None:
-    values = {"name": "run", "nodes": 1, "gpus_per_node": 1, "words": WORDS, "image": "i", "claim": "c"}
+    values: dict[str, Any] = {"name": "run", "nodes": 1, "gpus_per_node": 1, "words": WORDS, "image": "i", "claim": "c"}
     with pytest.raises(UsageError):
-        manifest(KubernetesJob(**{**values, **wrong}))
+        manifest(**{**values, **wrong})
 
 
 def test_the_verb_writes_and_submits_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,4 +123,4 @@ def test_nonsense_about_nodes_names_the_option(nnodes: str, rank: int, rdzv: str
 def test_nodes() -> None:
     assert parse_nodes("1", 0, None) == Nodes()
     nodes = parse_nodes("1:3", 2, "[fd00::1]:500")
-    assert (nodes.num_min, nodes.num_max, nodes.host, nodes.port) == (1, 3, "fd00::1", 500)
+    assert (nodes.num_min, nodes.num_max, nodes.endpoint) == (1, 3, "[fd00::1]:500")

@@ -14,7 +14,7 @@ import pytest
 from flatout.errors import ResourceError
 from flatout.io import bounded_wait
 from flatout.launch import ranks
-from flatout.launch.ranks import count_oom_kills, rank_variables, shared_environment, start_ranks
+from flatout.launch.ranks import count_oom_kills, shared_environment, start_ranks
 from flatout.launch.rendezvous import Rendezvous, RendezvousInfo
 
 OTHER_NODE = RendezvousInfo(first_rank=4, world=6, host="10.0.0.1", port=5000, interface="eth1")
@@ -32,7 +32,14 @@ def test_the_environment_of_the_ranks() -> None:
     assert (env["FLATOUT_SECRET"], env["FLATOUT_LOGS"], env["FLATOUT_PARENT"]) == ("secret", "/logs", str(os.getpid()))
     assert PARENT["RANK"] == "3"
     assert environment_for(OTHER_NODE, PARENT)["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // 2))
-    assert rank_variables(OTHER_NODE, 1, 2) == {
+
+
+def test_each_rank_is_described_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr("flatout.launch.ranks.subprocess.Popen", lambda words, *, env, **_: started.append(env))
+    start_ranks(["train"], OTHER_NODE, 2, {"PATH": "/bin"}, tmp_path)
+    assert started[1] == {
+        "PATH": "/bin",
         "RANK": "5",
         "WORLD_SIZE": "6",
         "LOCAL_RANK": "1",

@@ -51,12 +51,12 @@ class Cluster:
     def __init__(self, num_min: int, num_max: int, join_s: float = DEADLINE_S, clients: Any = None) -> None:
         self.said: list[str] = []
         nodes = Nodes(num_min, num_max, 0, "127.0.0.1:0")
-        self.host = HostRendezvous(nodes, SECRET, join_s=join_s, notify=self.said.append)
+        self.host = HostRendezvous(nodes, SECRET, join_s=join_s, log=self.said.append)
         self.endpoint = f"127.0.0.1:{self.host._listener.socket.getsockname()[1]}"
         self.nodes: dict[int, HostRendezvous | ClientRendezvous] = {0: self.host}
         for number in range(1, num_max) if clients is None else clients:
             nodes = Nodes(num_min, num_max, number, self.endpoint)
-            self.nodes[number] = ClientRendezvous(nodes, SECRET, join_s=join_s, notify=self.said.append)
+            self.nodes[number] = ClientRendezvous(nodes, SECRET, join_s=join_s, log=self.said.append)
 
     def meet(self, *numbers: int, num_ranks: int = 2) -> dict[int, Any]:
         threads = Threads()
@@ -136,7 +136,7 @@ def test_a_missing_node_is_told_and_bounded(monkeypatch: pytest.MonkeyPatch, mis
 def test_another_secret_lets_no_node_in_and_says_so() -> None:
     with cluster(2, 2, clients=()) as one:
         nodes = Nodes(2, 2, 1, one.endpoint)
-        one.nodes[1] = ClientRendezvous(nodes, "another-secret-0", join_s=0.5, notify=one.said.append)
+        one.nodes[1] = ClientRendezvous(nodes, "another-secret-0", join_s=0.5, log=one.said.append)
         threads = Threads()
         threads.start(1, lambda: one.nodes[1].next_rendezvous(2))
         until(lambda: one.host.membership_changed() or threads.met)
@@ -149,7 +149,7 @@ def test_a_taken_port_is_told() -> None:
         taken = stack.enter_context(listen("127.0.0.1"))
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ResourceError, match=f"--rdzv {endpoint}: node 0 cannot listen there"):
-            HostRendezvous(Nodes(2, 2, 0, endpoint), SECRET, join_s=1.0, notify=print)
+            HostRendezvous(Nodes(2, 2, 0, endpoint), SECRET, join_s=1.0, log=print)
 
 
 def until(done: Callable[[], Any]) -> None:

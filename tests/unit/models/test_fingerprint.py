@@ -13,8 +13,7 @@ import pytest
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
 from flatout.io.durable_io import digest
-from flatout.io.hash_cache import REMEMBERED_BYTES, cached_file_hash
-from flatout.models.load.source import fingerprint_model
+from flatout.models.load.source import REMEMBERED_BYTES, cached_file_hash, fingerprint_model
 
 
 def test_every_file_of_a_model_counts(tiny: Any, tmp_path: Path) -> None:
