@@ -232,7 +232,7 @@ def test_small_models_keep_torchs_kernel_unless_asked(install: Any) -> None:
     install("fa4")
     choice = choose(hidden_size=1024)
     assert choice.implementation == "varlen"
-    assert "more host time than a model of hidden size 1024" in choice.reason
+    assert "launches too slowly for a model of hidden size 1024" in choice.reason
     assert choose("fa4", hidden_size=1024).implementation == "fa4"
 
 
@@ -240,7 +240,7 @@ def test_what_is_not_installed_is_told_by_name() -> None:
     if importlib.util.find_spec("flash_attn_interface"):
         pytest.skip("it is installed")
     assert flash_problem("fa3", CUDA) == "fa3 is not installed"
-    with pytest.raises(UsageError, match="fa3 does not serve this model"):
+    with pytest.raises(UsageError, match="fa3 does not support this model"):
         choose("fa3")
 
 
