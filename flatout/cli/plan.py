@@ -18,7 +18,7 @@ from flatout.parallel.rank import Rank
 from flatout.plan.devices import ANY_DEVICE, DEVICES
 from flatout.plan.explain import PlanReport, explain
 from flatout.plan.memory.budget import MemoryDecision, longest_document_tokens, memory_model
-from flatout.plan.schedule.steps import StepPlan
+from flatout.plan.steps.step_plan import StepPlan
 from flatout.track.tracker import MemoryTracker
 
 MAX_RANKS = 100_000

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from flatout.plan.memory.estimate import MemoryEstimate, MicroBatchSize
-from flatout.plan.schedule.run_plan import RunPlan
+from flatout.plan.steps.run_plan import RunPlan
 
 # steps, sampled evenly over the run, that estimate the balance at other numbers of ranks
 NUM_BALANCE_STEPS = 500

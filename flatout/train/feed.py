@@ -14,7 +14,7 @@ import torch
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 from flatout.models.packed import PackedBatch, flatten_samples, padded_num_boundaries
-from flatout.plan.schedule.steps import MicroBatch, StepPlan
+from flatout.plan.steps.step_plan import MicroBatch, StepPlan
 
 # how many micro-batches are prefetched, and how many steps ahead they may lie
 NUM_PREFETCHED = 2

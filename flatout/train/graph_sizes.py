@@ -15,8 +15,8 @@ from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.packed import PackedSize, packed_size
 from flatout.models.rope import DocumentRope
 from flatout.plan.devices import nominal_peak
-from flatout.plan.schedule.run_plan import RunPlan
 from flatout.plan.shape import ModelShape
+from flatout.plan.steps.run_plan import RunPlan
 from flatout.train.planning import PlannedRun
 from flatout.train.state import Run
 

@@ -12,7 +12,7 @@ import torch
 
 from flatout.errors import PreemptedError
 from flatout.models.compile.layers import report_compilations
-from flatout.plan.schedule.steps import StepPlan
+from flatout.plan.steps.step_plan import StepPlan
 from flatout.track.record import EvalRecord
 from flatout.train.metrics import Meter
 from flatout.train.resume import take_snapshot

@@ -12,7 +12,7 @@ import torch
 
 from flatout.plan.devices import GIB, Peak, nominal_peak
 from flatout.plan.memory.estimate import MicroBatchSize
-from flatout.plan.schedule.steps import StepPlan
+from flatout.plan.steps.step_plan import StepPlan
 from flatout.track.record import StepRecord
 from flatout.train.clocks import StepClock
 from flatout.train.state import Run

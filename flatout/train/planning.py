@@ -30,9 +30,9 @@ from flatout.plan.memory.budget import (
     choose_parallel_layout,
     spend_spare_memory,
 )
-from flatout.plan.schedule.run_plan import RunPlan, make_eval_plan, make_plan, split_held_out
-from flatout.plan.schedule.steps import StepPlan
 from flatout.plan.shape import ModelShape, check_positions
+from flatout.plan.steps.run_plan import RunPlan, make_eval_plan, make_plan, split_held_out
+from flatout.plan.steps.step_plan import StepPlan
 from flatout.track.tracker import Tracker
 from flatout.train.model_shape import read_shape
 

@@ -19,8 +19,8 @@ from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import Strategy
 from flatout.plan.memory.budget import MemoryDecision
-from flatout.plan.schedule.run_plan import RunPlan
-from flatout.plan.schedule.steps import StepPlan
+from flatout.plan.steps.run_plan import RunPlan
+from flatout.plan.steps.step_plan import StepPlan
 from flatout.track.tracker import Tracker
 from flatout.train.clocks import BusyClock
 from flatout.train.feed import Feed

@@ -27,7 +27,7 @@ from flatout.optim.update import (
     supports_found_inf,
 )
 from flatout.parallel.shards import local_part
-from flatout.plan.schedule.steps import MicroBatch, StepPlan
+from flatout.plan.steps.step_plan import MicroBatch, StepPlan
 from flatout.train.state import Run
 
 

@@ -23,7 +23,7 @@ from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.rank import Rank
-from flatout.plan.schedule.steps import StepPlan
+from flatout.plan.steps.step_plan import StepPlan
 from flatout.track.tracker import TrackerGroup
 from flatout.train.build import build_run
 from flatout.train.planning import PlannedRun, plan_run, weakest_gpu

@@ -17,7 +17,7 @@ from flatout.io.durable_io import DurableIO
 from flatout.models.load.model import resolve_precision
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
-from flatout.plan.schedule.steps import MicroBatch, StepPlan
+from flatout.plan.steps.step_plan import MicroBatch, StepPlan
 from flatout.train.planning import PlannedRun
 from flatout.train.state import Run
 from flatout.verify.compare import Reference, Row, free_memory, measure, plan_quietly, set_up_quietly

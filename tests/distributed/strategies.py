@@ -27,7 +27,7 @@ from flatout.parallel.process_group import leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors, local_part
 from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
-from flatout.plan.schedule.steps import MicroBatch
+from flatout.plan.steps.step_plan import MicroBatch
 from flatout.track.tracker import TrackerGroup
 from flatout.train.build import build_run
 from flatout.train.loop import evaluate

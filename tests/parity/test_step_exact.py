@@ -13,8 +13,8 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.models.head import packed_loss
 from flatout.models.packed import flatten_samples
 from flatout.parallel.rank import Rank
-from flatout.plan.schedule.run_plan import make_plan
-from flatout.plan.schedule.steps import StepPlan
+from flatout.plan.steps.run_plan import make_plan
+from flatout.plan.steps.step_plan import StepPlan
 from flatout.track.tracker import TrackerGroup
 from flatout.train.build import build_run
 from flatout.train.loop import evaluate

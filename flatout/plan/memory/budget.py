@@ -10,8 +10,8 @@ from flatout.errors import ResourceError
 from flatout.plan.devices import GIB, Device
 from flatout.plan.layout import ALONE, ParallelLayout, resolve_layout
 from flatout.plan.memory.estimate import MemoryEstimate, MemoryModel, MicroBatchSize, Precision
-from flatout.plan.schedule.run_plan import RunPlan
 from flatout.plan.shape import ModelShape
+from flatout.plan.steps.run_plan import RunPlan
 
 # without a GPU: enough for efficient matrix products, small enough for any computer
 CPU_MICRO_BATCH_TOKENS = 8192

@@ -13,8 +13,8 @@ from flatout.cli.main import main
 from flatout.cli.plan import step_lines
 from flatout.config.read import dump_config
 from flatout.errors import UsageError
-from flatout.plan.schedule.steps import MicroBatch, StepPlan
 from flatout.plan.shape import check_positions
+from flatout.plan.steps.step_plan import MicroBatch, StepPlan
 from flatout.train.model_shape import make_shape
 
 

@@ -18,7 +18,7 @@ from flatout.plan.memory.budget import (
     spend_spare_memory,
 )
 from flatout.plan.memory.estimate import MicroBatchSize
-from flatout.plan.schedule.run_plan import make_plan
+from flatout.plan.steps.run_plan import make_plan
 from flatout.train.model_shape import make_shape
 
 SHAPE = make_shape(QWEN3_8B)

@@ -9,7 +9,7 @@ from flatout.plan.cost import CostModel
 from flatout.plan.devices import GIB
 from flatout.plan.explain import explain
 from flatout.plan.memory.estimate import MemoryEstimate, MicroBatchSize
-from flatout.plan.schedule.run_plan import make_plan
+from flatout.plan.steps.run_plan import make_plan
 
 COST = CostModel(per_token=1e12, per_pair=1e9, per_label=1e11)
 MEMORY = MemoryEstimate(16 * GIB, GIB >> 10, 0, GIB >> 9, GIB // 2, 0)

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from flatout.plan.schedule.order import permute
+from flatout.plan.steps.order import permute
 
 
 @pytest.mark.parametrize("num_samples", [*range(1, 130), 1000, 4095, 4096, 4097, 65537, 300_000])

@@ -11,7 +11,7 @@ import pytest
 from flatout.config.schema import BatchConfig
 from flatout.errors import DataError, UsageError
 from flatout.plan.cost import CostModel
-from flatout.plan.schedule.run_plan import make_eval_plan, make_plan, split_held_out
+from flatout.plan.steps.run_plan import make_eval_plan, make_plan, split_held_out
 
 COST = CostModel(per_token=100.0, per_pair=1.0, per_label=10.0)
 
@@ -83,7 +83,7 @@ def test_resuming_anywhere_gives_the_same_tail():
 
 def test_blocks_do_not_show(monkeypatch):
     whole = list(plan_of(epochs=2).steps())
-    monkeypatch.setattr("flatout.plan.schedule.run_plan.BLOCK_SAMPLES", 20)
+    monkeypatch.setattr("flatout.plan.steps.run_plan.BLOCK_SAMPLES", 20)
     assert list(plan_of(epochs=2).steps()) == whole
 
 

@@ -14,7 +14,7 @@ import torch
 
 from flatout.errors import DataError
 from flatout.models.packed import PackedBatch, flatten_samples
-from flatout.plan.schedule.steps import MicroBatch, StepPlan
+from flatout.plan.steps.step_plan import MicroBatch, StepPlan
 from flatout.train.feed import NUM_PREFETCHED, Feed
 
 CPU = torch.device("cpu")

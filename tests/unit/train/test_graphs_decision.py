@@ -10,7 +10,7 @@ from flatout.config.read import make_config
 from flatout.config.schema import BatchConfig
 from flatout.models.packed import PackedSize, packed_size
 from flatout.plan.cost import make_cost
-from flatout.plan.schedule.run_plan import RunPlan, make_plan
+from flatout.plan.steps.run_plan import RunPlan, make_plan
 from flatout.train.graph_sizes import HOST_S_PER_LAYER, best_size_buckets, count_sizes, is_host_bound, make_size_buckets
 from flatout.train.model_shape import make_shape
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from flatout.errors import NumericError, PreemptedError
-from flatout.plan.schedule.steps import StepPlan
+from flatout.plan.steps.step_plan import StepPlan
 from flatout.train.step import require_finite
 from flatout.train.stop_request import StopRequest
 

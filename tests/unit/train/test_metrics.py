@@ -14,7 +14,7 @@ import torch
 from flatout.config.read import make_config
 from flatout.plan.cost import CostModel
 from flatout.plan.devices import nominal_peak
-from flatout.plan.schedule.steps import BatchLayout, Samples, assemble
+from flatout.plan.steps.step_plan import BatchLayout, Samples, assemble
 from flatout.train import metrics
 from flatout.train import step as step_module
 from flatout.train.metrics import Meter, device_peak, useful_flops

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flatout.errors import DataError, UsageError
 from flatout.plan.cost import CostModel
-from flatout.plan.schedule.partition import bin_pack, partition
+from flatout.plan.steps.partition import bin_pack, partition
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from flatout.config.schema import BatchConfig
 from flatout.errors import DataError, UsageError
 from flatout.plan.cost import COST_BY_TOKENS, CostModel
-from flatout.plan.schedule.order import permute
-from flatout.plan.schedule.steps import (
+from flatout.plan.steps.order import permute
+from flatout.plan.steps.step_plan import (
     BatchLayout,
     MicroBatch,
     Samples,
