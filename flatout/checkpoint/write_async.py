@@ -42,7 +42,7 @@ class HostCopy:
 
 
 class StreamCopy(HostCopy):
-    """A copy from a GPU to pinned memory on `stream`, after the work that is queued now and beside later work.
+    """A copy from a GPU to pinned memory on `stream`, after queued work and concurrently with later work.
 
     Tensors in host memory are copied immediately.
     """

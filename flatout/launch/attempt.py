@@ -55,13 +55,16 @@ class RankReport:
 
     def ended(self, exit_code: int, error: BaseException | None = None) -> Self:
         """Return the report with the end of this rank added, at the current time."""
+        if error is None:
+            return replace(self, ended_at=time.time(), exit_code=exit_code)
         return replace(
             self,
             ended_at=time.time(),
             exit_code=exit_code,
-            error=None if error is None else str(error) if isinstance(error, FlatoutError) else repr(error),
+            error=str(error) if isinstance(error, FlatoutError) else repr(error),
             lost_rank=error.rank if isinstance(error, PeerLostError) else None,
-            step=None if error is None else vars(error).get("step"),
+            # set by `PeerWatch.guard` on errors of any class
+            step=vars(error).get("step"),
         )
 
 
@@ -109,5 +112,7 @@ def classify_attempt(reports: Sequence[RankReport], *, out_of_memory: bool = Fal
         by_kernel = out_of_memory and lost.killed_by == signal.SIGKILL
         is_crash = by_kernel or lost.killed_by in CRASH_SIGNALS
         name = signal.Signals(lost.killed_by).name
-        why += f"; rank {rank} was killed by {name}" + (" as this machine or container ran out of memory" * by_kernel)
+        why += f"; rank {rank} was killed by {name}"
+        if by_kernel:
+            why += " because this machine or container ran out of memory"
     return AttemptOutcome(PeerLostError.exit_code, rank, why, told[0].step if told and is_crash else None)

@@ -88,7 +88,9 @@ class AdamW8bit(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        counts = _one(device=next(iter(self._index)).device) if self.found_inf is None else (self.found_inf == 0).long()
+        is_applied = (
+            _one(device=next(iter(self._index)).device) if self.found_inf is None else (self.found_inf == 0).long()
+        )
         steps: list[Tensor] = []
         for group in self.param_groups:
             # shared, since the factors are the same for nearly all parameters and each needs a CPU tensor
@@ -108,12 +110,12 @@ class AdamW8bit(torch.optim.Optimizer):
                 gradients = parameter.grad.reshape(-1).split(SLICE_SIZE)
                 for number, (part, (weight, *moments)) in enumerate(zip(gradients, plan.parts, strict=True)):
                     entropy = [self.seed, step, self._index[parameter], number]
-                    draw = torch.tensor(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
-                    plan.update(weight, part.detach(), *moments, *plan.tables, draw, counts, factors[key])
+                    noise_seed = torch.tensor(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+                    plan.update(weight, part.detach(), *moments, *plan.tables, noise_seed, is_applied, factors[key])
                 steps.append(plan.step)
         if steps:
             # a list of one tensor, since a single tensor argument would be read by the host
-            torch._foreach_add_(steps, [counts] * len(steps))
+            torch._foreach_add_(steps, [is_applied] * len(steps))
 
     def recount(self) -> None:
         """Read the number of updates from the state again; the next step waits for the device."""
@@ -158,11 +160,11 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def _update_plain(
-    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, key: Tensor, counts: Tensor, f: Factors
+    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, noise_seed: Tensor, is_applied: Tensor, f: Factors
 ) -> None:
-    new_mean, new_square = _update_weight(weight, gradient, mean, square, key, counts, f)
-    _put(mean, new_mean, counts)
-    _put(square, new_square, counts)
+    new_mean, new_square = _update_weight(weight, gradient, mean, square, noise_seed, is_applied, f)
+    _put(mean, new_mean, is_applied)
+    _put(square, new_square, is_applied)
 
 
 def _update_8bit(
@@ -174,48 +176,48 @@ def _update_8bit(
     square_scales: Tensor,
     signed: Tensor,
     unsigned: Tensor,
-    key: Tensor,
-    counts: Tensor,
+    noise_seed: Tensor,
+    is_applied: Tensor,
     f: Factors,
 ) -> None:
     mean = dequantize_blocks(mean_codes, mean_scales, signed)
     square = dequantize_blocks(square_codes, square_scales, unsigned)
-    mean, square = _update_weight(weight, gradient, mean, square, key, counts, f)
+    mean, square = _update_weight(weight, gradient, mean, square, noise_seed, is_applied, f)
     codes, scales = quantize_blocks(mean, signed)
-    _put(mean_codes, codes, counts)
-    _put(mean_scales, scales, counts)
+    _put(mean_codes, codes, is_applied)
+    _put(mean_scales, scales, is_applied)
     codes, scales = quantize_blocks(square, unsigned)
     # a mean square rounded to 0 would leave only eps as the divisor, so use at least the smallest nonzero value
-    _put(square_codes, codes.clamp(min=1), counts)
-    _put(square_scales, scales, counts)
+    _put(square_codes, codes.clamp(min=1), is_applied)
+    _put(square_scales, scales, is_applied)
 
 
 def _update_weight(
-    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, key: Tensor, counts: Tensor, f: Factors
+    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, noise_seed: Tensor, is_applied: Tensor, f: Factors
 ) -> tuple[Tensor, Tensor]:
     """Update the weight by the moments with this gradient, and return these moments."""
     gradient = gradient.to(mean.dtype)
     mean = f.beta1 * mean + (1 - f.beta1) * gradient
     square = f.beta2 * square + (1 - f.beta2) * gradient * gradient
     value = weight.to(mean.dtype) * f.decay - f.step_size * mean / (square.sqrt() * f.inv_sqrt_bias2 + f.eps)
-    rounded = round_to_bf16(value, random_bits(value, key)) if weight.dtype == torch.bfloat16 else value
-    _put(weight, rounded, counts)
+    rounded = round_to_bf16(value, random_bits(value, noise_seed)) if weight.dtype == torch.bfloat16 else value
+    _put(weight, rounded, is_applied)
     return mean, square
 
 
-def _put(held: Tensor, new: Tensor, counts: Tensor) -> None:
-    """Write `new` to `held` if the update counts."""
+def _put(held: Tensor, new: Tensor, is_applied: Tensor) -> None:
+    """Write `new` to `held` if the update is applied."""
     # not a product with 0 or 1: a skipped value may be infinite
-    held.copy_(torch.where(counts > 0, new, held))
+    held.copy_(torch.where(is_applied > 0, new, held))
 
 
-def random_bits(like: Tensor, key: Tensor) -> Tensor:
-    """Return 16 random bits per element as int64 (n,), the shape of `like`, from only `key` and the element's index.
+def random_bits(like: Tensor, noise_seed: Tensor) -> Tensor:
+    """Return 16 random bits per element as int64 (n,), the shape of `like`, from `noise_seed` and the element's index.
 
-    `key` is a 0-d int64 tensor in [0, 2^32). The bits are a counter hashed by two rounds of shift, xor and multiply, so
-    there is no state to save and they are the same on every device.
+    `noise_seed` is a 0-d int64 tensor in [0, 2^32). The bits are a counter hashed by two rounds of shift, xor and
+    multiply, so there is no state to save and they are the same on every device.
     """
-    number = (torch.arange(like.numel(), device=like.device) + key) & _LOW_32
+    number = (torch.arange(like.numel(), device=like.device) + noise_seed) & _LOW_32
     number = ((number ^ (number >> 16)) * _MULTIPLIER) & _LOW_32
     number = ((number ^ (number >> 16)) * _MULTIPLIER) & _LOW_32
     return (number ^ (number >> 16)) & 0xFFFF

@@ -13,7 +13,10 @@ from flatout.track.record import Record, StepRecord
 
 
 class Tracker(Protocol):
-    """Receives what a run reports."""
+    """Receives what a run reports, on the first rank only, one call at a time.
+
+    Training waits for each call. An exception ends the run, so handle the ones of a server that does not answer.
+    """
 
     def stage(self, name: str, text: str) -> None:
         """One line at start-up: what was decided or done."""

@@ -169,7 +169,10 @@ def weights_wait_in_files(config: Config, planned: PlannedRun, device: torch.dev
 
 
 def make_trainable(loaded: LoadedModel, config: Config, tracker: Tracker) -> None:
-    """Add LoRA adapters, or freeze parameters and set up fp8 for full fine-tuning; freeze what text does not reach."""
+    """Add LoRA adapters, or freeze parameters and set up fp8 for full fine-tuning.
+
+    Parameters that text-only inputs do not use are frozen, too.
+    """
     model = loaded.model
     if config.method == "lora":
         for line in add_lora(model, config.lora, seed=config.seed):

@@ -147,7 +147,7 @@ def plan_evaluation(
     else:
         return None, None
     # evaluation keeps no activations, so a micro-batch may be as long as its longest sample
-    longest = int(eval_store.lengths[eval_ids].max())
+    longest = int((eval_store.lengths if eval_ids is None else eval_store.lengths[eval_ids]).max())
     eval_plan = make_eval_plan(
         eval_store.lengths,
         eval_store.num_labels,

@@ -70,7 +70,7 @@ class LoopState:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Everything the loop needs, made by `build_run`. Only `progress` and `state` change."""
+    """Everything the loop needs, made by `build_run`. Fields keep their objects; a step changes what these hold."""
 
     config: Config
     rank: Rank

@@ -54,7 +54,7 @@ class PartSpans:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a template writes around the parts: literals[i] precedes the part order[i], the last one follows them all.
+    """What a template writes around the parts: literals[i] precedes part order[i], literals[-1] follows the last part.
 
     `signs` are generation marks: (literal, offset in it, whether it begins a range).
     """

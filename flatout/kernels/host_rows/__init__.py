@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """Gather rows of table (V, W) in host memory, pinned for ids on CUDA; return (..., W) where `ids` (...,) int64 are.
+    """Gather rows of a table (V, W) in host memory by `ids` (...,) int64; return (..., W) on the device of `ids`.
 
-    Without triton, the host waits for the ids and copies the rows.
+    The table must be pinned if `ids` are on CUDA. Without triton, the host waits for the ids and copies the rows.
     """
     if ids.device.type == "cuda" and find_spec("triton") is not None:
         from flatout.kernels.host_rows.triton import gather_pinned_rows

@@ -18,7 +18,8 @@ from flatout.plan.steps.partition import bin_pack, partition
 class MicroBatch:
     """One forward pass on one rank: these samples, in this order, as one flat stream of tokens.
 
-    A filler equalizes the number of micro-batches across ranks; its labels are masked, as its sample counts elsewhere.
+    A filler equalizes the number of micro-batches across ranks; its labels are masked because
+    its sample is already counted.
     """
 
     sample_ids: tuple[int, ...]
