@@ -76,7 +76,8 @@ def test_a_configuration_is_measured_on_its_own_data_and_weights(tiny, scratch, 
     assert "pretrained weights" in " ".join(told.out.split())
     assert "5/5" in told.err
     assert "rank 8" in told.err
-    assert max(map(len, told.out.splitlines())) <= 80
+    # a path is not broken
+    assert all(len(line) <= 80 or str(tiny.model_dir) in line for line in told.out.splitlines())
     for name in ("tokens/s", "label tokens/s", "step time", "peak memory", "MFU", "first step"):
         assert any(line.startswith(name) for line in told.out.splitlines())
     assert not config.folder.exists()

@@ -153,7 +153,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
 
     cut = tiny.config(tmp_path / "cut", **settings)
     monkeypatch.setattr(loop, "step_launcher", stop_at)
-    with pytest.raises(PreemptedError, match=f"saved {at} steps"):
+    with pytest.raises(PreemptedError, match=f"saved at step {at};"):
         train(cut)
     monkeypatch.setattr(loop, "step_launcher", original)
     train(cut)
