@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,3 +128,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def metrics_of() -> Any:
     return read_metrics
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Write the fuzz's counts; here, as pytest-xdist's main process reads no conftest below this folder."""
+    found: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, counts in getattr(report, "user_properties", ()):
+                if name == "fuzz" and report.when == "call":
+                    found.update(counts)
+    if found:
+        kinds = ("cases", "tracebacks", "accepted-wrong", "unclear")
+        terminalreporter.write_line("fuzz: " + ", ".join(f"{found[kind]:,} {kind}" for kind in kinds))
