@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 from flatout.config.parallel import FaultsConfig
 from flatout.errors import PeerLostError, PreemptedError
 from flatout.io.bounded_wait import POLL_S, BoundedWait
+from flatout.io.stop_signals import StopSignals
 from flatout.launch.attempt import RESTARTABLE, SIGNAL_EXIT_CODE, AttemptOutcome, RankReport, classify_attempt
 from flatout.launch.launch_mode import SpawnRanks
 from flatout.launch.ranks import count_gpus, count_oom_kills, kill, shared_environment, start_ranks
@@ -23,8 +22,6 @@ from flatout.launch.rendezvous import Rendezvous
 GRACE_S = 10.0
 # a rank that its peers report as lost may still be writing its own error
 LOST_S = 2.0
-# a terminal and a launcher often both forward one Ctrl-C; signals this close together count as one
-SETTLE_S = 0.5
 # node 0's restart message may arrive after the local ranks exit
 LAST_WORD_S = 2.0
 TAIL_LINES = 40
@@ -56,24 +53,20 @@ class Supervisor:
         self._logs, self._words, self._faults, self._rendezvous = logs, words, faults, rendezvous
         self._env, self._secret, self._log, self._out = env, secret, log, out
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
-        self._signal: int | None = None
-        self._signal_at = 0.0
+        self._signals = StopSignals(self._kill, on_first=self._stop_unless_started)
         self._is_killed = False
 
     def run(self, start: SpawnRanks) -> int:
         """Run and return the exit code: 0, the failing rank's, or 128 + N if signal N ended it before it saved."""
-        numbers = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-        found = {number: signal.signal(number, self._on_signal) for number in numbers}
-        try:
-            return self._run(start)
-        except _Stopped:
-            assert self._signal is not None
-            self._log("killed; steps since the last checkpoint are lost" if self._is_killed else "stopped")
-            return SIGNAL_EXIT_CODE + self._signal
-        finally:
-            self._rendezvous.close()
-            for number, handler in found.items():
-                signal.signal(number, handler)
+        with self._signals:
+            try:
+                return self._run(start)
+            except _Stopped:
+                assert self._signals.number is not None
+                self._log("killed; steps since the last checkpoint are lost" if self._is_killed else "stopped")
+                return SIGNAL_EXIT_CODE + self._signals.number
+            finally:
+                self._rendezvous.close()
 
     def _run(self, start: SpawnRanks) -> int:
         if start.num_procs == "gpu":
@@ -83,9 +76,9 @@ class Supervisor:
         num_restarts = 0
         while True:
             folder, outcome, membership_changed = self._attempt(start)
-            if outcome.exit_code == 0 or (self._signal and outcome.exit_code == PreemptedError.exit_code):
+            if outcome.exit_code == 0 or (self._signals.number and outcome.exit_code == PreemptedError.exit_code):
                 return outcome.exit_code
-            if self._signal is not None:
+            if self._signals.number is not None:
                 raise _Stopped
             if membership_changed:
                 self._log(f"a node joined: all nodes restart, logs in {folder}")
@@ -139,7 +132,7 @@ class Supervisor:
         self._ranks = {}
         outcome = classify_attempt(ended, out_of_memory=count_oom_kills() > num_oom_kills)
         until_s = time.monotonic() + LAST_WORD_S
-        is_saved = outcome.exit_code == PreemptedError.exit_code and self._signal is None
+        is_saved = outcome.exit_code == PreemptedError.exit_code and self._signals.number is None
         while is_saved and not membership_changed and start.nodes.num_max > 1 and time.monotonic() < until_s:
             membership_changed = self._rendezvous.membership_changed()
             time.sleep(POLL_S)
@@ -155,7 +148,7 @@ class Supervisor:
             time.sleep(POLL_S)
             log_bytes = copy_lines(log, self._out, log_bytes)
             membership_changed = membership_changed or self._rendezvous.membership_changed()
-            if (self._signal is not None or membership_changed) and not was_asked:
+            if (self._signals.number is not None or membership_changed) and not was_asked:
                 was_asked = True
                 for process in self._ranks.values():
                     process.terminate()
@@ -179,16 +172,14 @@ class Supervisor:
         copy_lines(log, self._out, log_bytes)
         return membership_changed
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now_s = time.monotonic()
-        if self._signal is None:
-            self._signal, self._signal_at = number, now_s
-            if not self._ranks:
-                raise _Stopped
-        elif now_s - self._signal_at > SETTLE_S:
-            self._is_killed = True
-            for process in self._ranks.values():
-                kill(process)
+    def _stop_unless_started(self) -> None:
+        if not self._ranks:
+            raise _Stopped
+
+    def _kill(self) -> None:
+        self._is_killed = True
+        for process in self._ranks.values():
+            kill(process)
 
 
 def with_fewer(start: SpawnRanks, rank: int, min_ranks: int | None) -> SpawnRanks:

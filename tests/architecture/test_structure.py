@@ -53,7 +53,7 @@ MAX_PACKAGE_LINES = {
     "doctor": 400,
     "environment": 110,
     "errors": 110,
-    "io": 1010,
+    "io": 1060,
     "kernels": 1100,
     "launch": 1060,
     "models": 3760,

@@ -1,0 +1,49 @@
+"""Stop signals: the first one asks for an orderly stop, a second one ends at once."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class StopSignals:
+    """Handles SIGTERM, SIGINT and SIGHUP inside a `with` block: calls `on_first` once, then `on_second`.
+
+    `number` is the first signal. A launcher and a terminal often both forward one Ctrl-C, so signals within `settle_s`
+    seconds of the first count as one. Enter it in the main thread. Ignored signals stay ignored (SIGHUP under nohup).
+    The previous handlers are restored on exit.
+    """
+
+    def __init__(
+        self, on_second: Callable[[], None], *, on_first: Callable[[], None] = lambda: None, settle_s: float = 0.5
+    ) -> None:
+        self._on_first, self._on_second, self._settle_s = on_first, on_second, settle_s
+        self.number: int | None = None
+        self._first_time_s = 0.0
+        self._found: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._found[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._found.items():
+            signal.signal(number, handler)
+        self._found.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self.number is None:
+            self.number, self._first_time_s = number, now_s
+            self._on_first()
+        elif now_s - self._first_time_s >= self._settle_s:
+            self._on_second()
