@@ -19,7 +19,6 @@ MAX_LINE_BYTES = 1 << 16
 MAX_PENDING, HANDSHAKE_S, MAX_HANDSHAKE_BYTES = 64, 5.0, 4096
 # how many addresses of rejected connections are reported, so that a flood cannot fill a log
 MAX_REPORTED = 16
-RETRY_S = 0.2
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -192,5 +191,4 @@ def connect_to_peer(
         except (OSError, ValueError) as error:
             if connection is not None:
                 connection.close()
-            wait.check(what, str(error))
-        time.sleep(RETRY_S)
+            wait.pause(what, str(error))

@@ -9,8 +9,6 @@ from typing import Any
 # a URL that was turned into a path has only one of its two slashes
 _USER = re.compile(r"(?<=:/)(/?)[^/\s]+(?=@)")
 _QUERY = re.compile(r"([?&][^=&\s]*(?:token|key|secret|signature|sig|password|credential)[^=&\s]*=)[^&\s\"']+", re.I)
-
-
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
