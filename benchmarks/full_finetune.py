@@ -34,8 +34,8 @@ from whole_steps import prepare, spread_over, take_steps
 from flatout.bench.figures import WARMUP_STEPS, recorded_figures
 from flatout.bench.inputs import LABEL_SHARE, chat_lengths
 from flatout.parallel.rank import Rank
+from flatout.track.callback import MemoryCallback
 from flatout.track.record import StepRecord
-from flatout.track.tracker import MemoryTracker
 from flatout.train.state import Run
 
 TFLOPS = 790
@@ -86,7 +86,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         if run.saver.staging is not None:
             run.saver.staging.wait_reserved()
 
-    def after(run: Run, recorder: MemoryTracker) -> None:
+    def after(run: Run, recorder: MemoryCallback) -> None:
         if args.save and rank.is_first:
             found["next_step_late_s"] = lateness(recorder.steps, saved_step)
             print(json.dumps(found), flush=True)  # writing the files takes minutes

@@ -26,11 +26,11 @@ from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
 
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.parallel.rank import Rank
-from flatout.track.tracker import MemoryTracker
+from flatout.track.callback import MemoryCallback
 from flatout.train.state import Run
 
 
-def load_s(recorder: MemoryTracker) -> float:
+def load_s(recorder: MemoryCallback) -> float:
     """Seconds up to the lines that tell of weights: drawing and quantizing them, and taking each rank's part."""
     return sum(end - begin for (begin, *_), (end, name, _) in pairwise(recorder.stages) if name == "model")
 
@@ -48,7 +48,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
-    def peak(run: Run, recorder: MemoryTracker) -> None:
+    def peak(run: Run, recorder: MemoryCallback) -> None:
         found["peak_gib"] = on_each_rank(run, gib("max_memory_allocated"))
 
     taken = take_steps(args.out, overrides, args.steps, before=held, after=peak)

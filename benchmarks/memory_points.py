@@ -26,7 +26,7 @@ from flatout.parallel.rank import Rank
 from flatout.plan.devices import DEVICES, GIB
 from flatout.plan.memory.budget import memory_model
 from flatout.plan.memory.estimate import MicroBatchSize
-from flatout.track.tracker import TrackerGroup
+from flatout.track.callback import Reporter
 from flatout.train.planning import gpu_of, plan_run
 from flatout.train.run import train
 
@@ -60,7 +60,7 @@ def measure(name: str, shape: str, out: Path) -> dict[str, Any]:
     job = {**paths, "num_steps": NUM_STEPS, "samples_per_step": SAMPLES_PER_STEP}
     config = make_config(base_values(job), ["model.init=random", f"batch.micro_batch_tokens={budget}", *settings])
     rank = Rank()
-    planned = plan_run(config, TrackerGroup(), rank, lambda: gpu_of(config, rank))
+    planned = plan_run(config, Reporter(), rank, lambda: gpu_of(config, rank))
     batches = [batch for step in planned.plan.steps() for batch in step.ranks[0]]
     largest = max(batches, key=lambda batch: batch.num_tokens)
     size = MicroBatchSize(largest.num_tokens, largest.num_label_tokens, len(largest.sample_ids))

@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     from flatout.checkpoint.write import Checkpoints
     from flatout.models.lora.layer import lora_layers
     from flatout.parallel.rank import Rank
-    from flatout.track.tracker import TrackerGroup
+    from flatout.track.callback import Reporter
     from flatout.train.build import build_run
     from flatout.train.planning import gpu_of, plan_run
     from flatout.train.run import train
@@ -110,9 +110,9 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
 
     config = lora_config(args, mode)
     rank = Rank()
-    planned = plan_run(config, TrackerGroup(), rank, lambda: gpu_of(config, rank))
+    planned = plan_run(config, Reporter(), rank, lambda: gpu_of(config, rank))
     checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
-    run = build_run(config, planned, checkpoints, None, TrackerGroup(), rank)
+    run = build_run(config, planned, checkpoints, None, Reporter(), rank)
     accumulate_gradients(run, planned.plan.step(0))
     ours_gradient, weights = adapter_gradient(run.model), base_weights(run.model)
     bases = Counter(type(layer.base).__name__ for layer in lora_layers(run.model).values())

@@ -26,7 +26,7 @@ from bench.shapes import SHAPES, shape_config
 from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
 
 from flatout.parallel.rank import Rank
-from flatout.track.tracker import MemoryTracker
+from flatout.track.callback import MemoryCallback
 from flatout.train.state import Run
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "deepspeed-1", "deepspeed-2", "deepspeed-3")
@@ -47,7 +47,7 @@ def measure(args: argparse.Namespace, strategy: str) -> dict[str, Any] | None:
     overrides = ["method=full", "optim.lr=1e-5", "model.init=random", *settings(strategy), *args.overrides]
     found: dict[str, Any] = {}
 
-    def after(run: Run, recorder: MemoryTracker) -> None:
+    def after(run: Run, recorder: MemoryCallback) -> None:
         found["peak_gib"] = on_each_rank(run, gib("max_memory_allocated"))
         run.optimizer.zero_grad(set_to_none=True)
         found["held_gib"] = on_each_rank(run, gib("memory_allocated"))

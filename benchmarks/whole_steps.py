@@ -21,10 +21,10 @@ from flatout.bench.inputs import chat_samples, write_store, write_tokenizer
 from flatout.config.read import make_config
 from flatout.environment import expandable_segments_env
 from flatout.parallel.rank import Rank
-from flatout.track.console import ConsoleTracker
+from flatout.track.callback import MemoryCallback, Reporter
+from flatout.track.console import ConsoleCallback
 from flatout.track.record import StepRecord
-from flatout.track.run_folder import RunFolderTracker
-from flatout.track.tracker import MemoryTracker, TrackerGroup
+from flatout.track.run_folder import RunFolderWriter
 from flatout.train.state import Run
 
 
@@ -33,7 +33,7 @@ class Steps:
     """What was run, on every rank; the recorder holds the steps on the first rank only."""
 
     run: Run
-    recorder: MemoryTracker
+    recorder: MemoryCallback
 
     @property
     def records(self) -> list[StepRecord]:
@@ -84,15 +84,15 @@ def take_steps(
     samples_per_step: int = SAMPLES_PER_STEP,
     *,
     before: Callable[[Run], None] = lambda run: None,
-    after: Callable[[Run, MemoryTracker], None] = lambda run, recorder: None,
+    after: Callable[[Run, MemoryCallback], None] = lambda run, recorder: None,
 ) -> Steps:
     """This process's part of a run in a prepared folder; `before` and `after` its steps all ranks are still joined."""
     paths = {"run_dir": str(out / "run"), "model_dir": str(out / "model"), "data_root": str(out / "data")}
     job = {**paths, "num_steps": num_steps, "samples_per_step": samples_per_step}
-    config, recorder = make_config(base_values(job), list(overrides)), MemoryTracker()
+    config, recorder = make_config(base_values(job), list(overrides)), MemoryCallback()
     is_first = Rank.from_env().is_first
-    tracker = TrackerGroup(*((ConsoleTracker(), RunFolderTracker(config.folder), recorder) if is_first else ()))
-    run = flatout_bench.take_steps(config, tracker, before=before, after=lambda run: after(run, recorder))
+    reporter = Reporter(*((ConsoleCallback(), RunFolderWriter(config.folder), recorder) if is_first else ()))
+    run = flatout_bench.take_steps(config, reporter, before=before, after=lambda run: after(run, recorder))
     return Steps(run, recorder)
 
 

@@ -15,9 +15,9 @@ from flatout.config.read import make_config
 from flatout.data.registry import built_dir
 from flatout.data.token_store import TokenStore
 from flatout.parallel.rank import Rank
-from flatout.track.console import ConsoleTracker
+from flatout.track.callback import MemoryCallback, Reporter
+from flatout.track.console import ConsoleCallback
 from flatout.track.record import StepRecord
-from flatout.track.tracker import MemoryTracker, TrackerGroup
 
 from .machine import gpu_header, gpu_memory, versions
 
@@ -38,9 +38,9 @@ def base_values(job: dict[str, Any]) -> dict[str, Any]:
 
 def measure(job: dict[str, Any]) -> dict[str, Any] | None:
     """Take the job's steps and return the figures; None on ranks that write down nothing."""
-    recorder, is_first = MemoryTracker(), Rank.from_env().is_first
+    recorder, is_first = MemoryCallback(), Rank.from_env().is_first
     config = make_config(base_values(job), job["overrides"])
-    take_steps(config, TrackerGroup(*((ConsoleTracker(), recorder) if is_first else ())))
+    take_steps(config, Reporter(*((ConsoleCallback(), recorder) if is_first else ())))
     if not is_first:
         return None
     memory, gpu, steps = gpu_memory(), gpu_header(), recorder.steps
@@ -81,7 +81,7 @@ def balance_of(steps: Sequence[StepRecord]) -> dict[str, float]:
     }
 
 
-def load_s(recorder: MemoryTracker) -> float:
+def load_s(recorder: MemoryCallback) -> float:
     """Seconds from the line before the model's first to that one: what reading and placing the weights took."""
     at = next(index for index, (_, name, _) in enumerate(recorder.stages) if name == "model")
     return recorder.stages[at][0] - recorder.stages[at - 1][0]

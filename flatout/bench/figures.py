@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.track.tracker import MemoryTracker
+from flatout.track.callback import MemoryCallback
 
 # the first steps compile, fill caches and warm up the allocator
 WARMUP_STEPS = 3
@@ -30,7 +30,7 @@ def figures(steps_s: Sequence[float], num_tokens: Sequence[int], num_labels: Seq
     }
 
 
-def recorded_figures(recorder: MemoryTracker, launched_s: float) -> dict[str, Any]:
+def recorded_figures(recorder: MemoryCallback, launched_s: float) -> dict[str, Any]:
     """Return the `figures` of the recorded steps of a process launched at this wall time.
 
     A step is recorded only after the next one has started, so its `step_s` is used, not the time of the record.

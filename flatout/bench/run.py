@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from flatout.data import registry
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import choose_device, join_group, leave_group
 from flatout.parallel.rank import Rank
-from flatout.track.console import ConsoleTracker
-from flatout.track.tracker import MemoryTracker, Tracker, TrackerGroup
+from flatout.track.callback import MemoryCallback, Reporter
+from flatout.track.console import ConsoleCallback
+from flatout.track.record import RunEnd
 from flatout.train.build import build_run
 from flatout.train.loop import run_steps
 from flatout.train.model_shape import read_shape
@@ -54,7 +56,7 @@ def measured_config(config: Config, folder: Path, num_steps: int) -> tuple[Confi
 
 def take_steps(
     config: Config,
-    tracker: Tracker,
+    reporter: Reporter,
     *,
     before: Callable[[Run], None] = lambda run: None,
     after: Callable[[Run], None] = lambda run: None,
@@ -66,9 +68,9 @@ def take_steps(
         join_group(rank, choose_device(config.wanted_device, rank))
         return ControlGroup(rank)
 
-    planned = plan_run(config, tracker, rank, lambda: weakest_gpu(config, rank, meet))
-    checkpoints = Checkpoints(config.folder, keep=1, on_event=tracker.event, group=meet())
-    run = build_run(config, planned, checkpoints, None, tracker, rank)
+    planned = plan_run(config, reporter, rank, lambda: weakest_gpu(config, rank, meet))
+    checkpoints = Checkpoints(config.folder, keep=1, on_event=reporter.event, group=meet())
+    run = build_run(config, planned, checkpoints, None, reporter, rank)
     before(run)
     try:
         run_steps(run)
@@ -76,16 +78,16 @@ def take_steps(
     finally:
         run.saver.close()
         run.feed.close()
-        tracker.close()
+        reporter.end(RunEnd("complete", 0, time.time()))
     leave_group()
     return run
 
 
 def measure(config: Config, launched_s: float) -> dict[str, Any] | None:
     """Take all steps of the configuration and return the figures; None on every rank but the first."""
-    recorder = MemoryTracker()
+    recorder = MemoryCallback()
     is_first = Rank.from_env().is_first
-    run = take_steps(config, TrackerGroup(*((ConsoleTracker(), recorder) if is_first else ())))
+    run = take_steps(config, Reporter(*((ConsoleCallback(), recorder) if is_first else ())))
     if not is_first:
         return None
     timed = recorder.steps[WARMUP_STEPS:]

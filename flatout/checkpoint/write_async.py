@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flatout.checkpoint.write import Checkpoints, Snapshot
 from flatout.errors import ResourceError
-from flatout.track.tracker import Tracker
+from flatout.track.callback import Reporter
 
 # powers of two, since torch rounds pinned allocations up to them
 BLOCK_BYTES, SMALL_BLOCK_BYTES = 2**30, 2**26
@@ -153,12 +153,12 @@ class Saver:
     The state may be copied during the next forward and backward passes, which only read it, so call `before_update`
     before weights or optimizer state change.
 
-    A save that fails because of the disk is reported to `tracker` on every rank, and training continues. Any other
+    A save that fails because of the disk is reported to `reporter` on every rank, and training continues. Any other
     failure is reported and raised by the next `save` or `wait`, which all ranks call at the same point.
     """
 
-    def __init__(self, checkpoints: Checkpoints, tracker: Tracker, staging: Staging | None = None) -> None:
-        self._checkpoints, self._tracker, self.staging = checkpoints, tracker, staging
+    def __init__(self, checkpoints: Checkpoints, reporter: Reporter, staging: Staging | None = None) -> None:
+        self._checkpoints, self._reporter, self.staging = checkpoints, reporter, staging
         self._copying: HostCopy | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -230,7 +230,7 @@ class Saver:
             self._thread = None
 
     def _report(self, step: int, error: BaseException) -> None:
-        self._tracker.event("not_saved", {"step": step, "why": str(error) or type(error).__name__})
+        self._reporter.event("not_saved", {"step": step, "why": str(error) or type(error).__name__})
 
     def _write(
         self,
@@ -251,19 +251,18 @@ class Saver:
             return
         save_s = time.perf_counter() - started_s
         facts = {
-            "path": str(path),
             "best": best,
             "staged_s": round(save_s if staged_s is None else staged_s, 3),
             "copied_s": round(copied_s, 3),
             "save_s": round(save_s, 3),
         }
-        self._tracker.event("saved", facts)
+        self._reporter.saved(snapshot.step, path, facts)
 
 
 def choose_saver(
     wanted: bool | str,
     checkpoints: Checkpoints,
-    tracker: Tracker,
+    reporter: Reporter,
     *,
     device: torch.device,
     num_bytes: int,
@@ -282,10 +281,10 @@ def choose_saver(
         wanted, why = False, f"a copy needs {size}, but the host has {available_bytes / 2**30:.1f} GiB free"
     else:
         why = f"from a copy in {size}" if wanted else "as configured"
-    tracker.stage("checkpoint", f"{'asynchronous' if wanted else 'training waits for each save'}: {why}")
+    reporter.stage("checkpoint", f"{'asynchronous' if wanted else 'training waits for each save'}: {why}")
     if not wanted:
-        return Saver(checkpoints, tracker)
-    return Saver(checkpoints, tracker, Staging(device))
+        return Saver(checkpoints, reporter)
+    return Saver(checkpoints, reporter, Staging(device))
 
 
 def available_host_bytes() -> int | None:

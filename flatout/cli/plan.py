@@ -19,7 +19,7 @@ from flatout.plan.devices import ANY_DEVICE, DEVICES
 from flatout.plan.explain import PlanReport, explain
 from flatout.plan.memory.budget import MemoryDecision, longest_document_tokens, memory_model
 from flatout.plan.steps.step_plan import StepPlan
-from flatout.track.tracker import MemoryTracker
+from flatout.track.callback import MemoryCallback, Reporter
 
 MAX_RANKS = 100_000
 
@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if args.device is not None and args.device.lower() not in DEVICES:
         raise UsageError(f"--device is {args.device}; expected one of {', '.join(DEVICES)}")
     device = DEVICES[args.device.lower()] if args.device is not None else None
-    config, tracker = load_config(args.config, args.overrides), MemoryTracker()
-    planned = plan_run(config, tracker, Rank(0, args.ranks), lambda: device)
+    config, recorder = load_config(args.config, args.overrides), MemoryCallback()
+    planned = plan_run(config, Reporter(recorder), Rank(0, args.ranks), lambda: device)
     plan, shape, decision, layout = planned.plan, planned.shape, planned.memory, planned.parallel_layout
     if args.step is not None:
         if not 0 <= args.step < plan.num_steps:
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if device:
         lines.append((f"on {device.name}", decision.reason))
         lines.append(("longest document", f"{longest:,} tokens, alone in a micro-batch"))
-    lines += [(kind, ", ".join(f"{name} {value}" for name, value in facts.items())) for kind, facts in tracker.events]
+    lines += [(kind, ", ".join(f"{name} {value}" for name, value in facts.items())) for kind, facts in recorder.events]
     print(rows(lines))
     return 0
 

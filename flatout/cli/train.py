@@ -137,14 +137,14 @@ def _train_here(config: Config, profile_steps: int | None) -> None:
     try:
         # import torch only after the configuration is checked
         from flatout.profile.profiler import Profiler
-        from flatout.track.console import ConsoleTracker
+        from flatout.track.console import ConsoleCallback
         from flatout.train.run import train
 
         quiet_transformers()
         profilers = []
         if profile_steps is not None:
-            profilers.append(Profiler(config.folder, profile_steps, partial(ConsoleTracker().stage, "profile")))
-        train(config, trackers=profilers, on_peer_lost=lambda error: end(error.exit_code, error))
+            profilers.append(Profiler(config.folder, profile_steps, partial(ConsoleCallback().on_stage, "profile")))
+        train(config, callbacks=profilers, on_peer_lost=lambda error: end(error.exit_code, error))
     except BaseException as error:
         unnamed = SIGNAL_EXIT_CODE + signal.SIGINT if isinstance(error, KeyboardInterrupt) else UNCAUGHT_EXIT_CODE
         end(getattr(error, "exit_code", unnamed), error)

@@ -16,8 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from flatout.io.durable_io import DurableIO
-from flatout.track.record import Record, StepRecord
-from flatout.track.tracker import MemoryTracker
+from flatout.track.callback import MemoryCallback
+from flatout.track.record import RunEnd, StepRecord
 
 WARM_UP_STEPS = 3
 
@@ -158,10 +158,10 @@ def render(breakdown: Breakdown, usual_step_s: float | None = None) -> list[str]
     ]
 
 
-class Profiler(MemoryTracker):
-    """A tracker that profiles some steps after the warm-up and writes profile.json and trace.json.gz to the run folder.
+class Profiler(MemoryCallback):
+    """A callback that profiles some steps after the warm-up; writes profile.json and trace.json.gz to the run folder.
 
-    See Tracker for the methods. `say` prints one line.
+    See Callback for the methods. `say` prints one line.
     """
 
     def __init__(self, folder: Path, num_steps: int, say: Callable[[str], None]) -> None:
@@ -172,10 +172,10 @@ class Profiler(MemoryTracker):
         self._started_s = 0.0
         self._done = False
 
-    def record(self, record: Record) -> None:
+    def on_step(self, record: StepRecord) -> None:
         """Start profiling after the warm-up steps, and stop after `num_steps`."""
-        super().record(record)
-        if not isinstance(record, StepRecord) or self._done:
+        super().on_step(record)
+        if self._done:
             return
         if self._first is None and len(self.steps) >= WARM_UP_STEPS:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_initialized() else [])]
@@ -185,10 +185,14 @@ class Profiler(MemoryTracker):
             self._profile.start()
             self._started_s = time.perf_counter()
         elif self._first is not None and record.step - self._first.step >= self._num_steps:
-            self.close()
+            self._finish()
 
-    def close(self) -> None:
-        """Stop profiling and write the result, even if the run ended early; only the first call has an effect."""
+    def on_end(self, end: RunEnd) -> None:
+        """Write the result of a run that ended early."""
+        self._finish()
+
+    def _finish(self) -> None:
+        """Stop profiling and write the result; only the first call has an effect."""
         if self._done:
             return
         self._done = True

@@ -11,14 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from flatout.track.record import EvalRecord, Record, describe_event, describe_record
+from flatout.track.callback import Callback
+from flatout.track.record import EvalRecord, RunEnd, StepRecord, describe_event, describe_record
 from flatout.track.tolerant_stream import TolerantStream
 
 PLAIN_LINES = 20
 
 
-class ConsoleTracker:
-    """See Tracker for the methods. Without a terminal about PLAIN_LINES steps of a run are printed, or with
+class ConsoleCallback(Callback):
+    """See Callback for the methods. Without a terminal about PLAIN_LINES steps of a run are printed, or with
     `every_record` each step that is recorded."""
 
     def __init__(self, console: Console | None = None, *, every_record: bool = False) -> None:
@@ -28,13 +29,13 @@ class ConsoleTracker:
         self._progress: Progress | None = None
         self._last_shown = 0
 
-    def stage(self, name: str, text: str) -> None:
+    def on_stage(self, name: str, text: str) -> None:
         self._console.print(f"[bold cyan]{name:<10}[/] {escape(text)}", highlight=False, soft_wrap=True)
 
-    def record(self, record: Record) -> None:
-        if isinstance(record, EvalRecord):
-            self.stage(*describe_record(record))
-            return
+    def on_eval(self, record: EvalRecord) -> None:
+        self.on_stage(*describe_record(record))
+
+    def on_step(self, record: StepRecord) -> None:
         # what fits a terminal of 80 columns; the rest is in train.log and metrics.jsonl
         mfu = "" if record.mfu is None else f"MFU {record.mfu:.0%}  "
         memory = f"{record.peak_memory_bytes / 2**30:.0f} GiB"
@@ -55,15 +56,15 @@ class ConsoleTracker:
         ):
             self._last_shown = record.step
             left = timedelta(seconds=round(record.elapsed_s / record.step * (record.num_steps - record.step)))
-            self.stage("step", f"{record.step}/{record.num_steps}  {figures}  {left} left")
+            self.on_stage("step", f"{record.step}/{record.num_steps}  {figures}  {left} left")
 
-    def event(self, kind: str, facts: Mapping[str, Any]) -> None:
+    def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
         if kind == "stopped":
             return  # the error itself is shown by whoever started the run
         text = escape(describe_event(kind, facts))
         self._console.print(f"[yellow]{kind:<10}[/] {text}", highlight=False, soft_wrap=True)
 
-    def close(self) -> None:
+    def on_end(self, end: RunEnd) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

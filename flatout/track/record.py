@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,11 +13,18 @@ class StepRecord:
 
     `loss` is the mean over label tokens of the global step, `grad_norm` the global L2 norm before clipping,
     `num_tokens` real tokens without padding, `padding_avoided` the share of padding in what a naive loader would have
-    made, `data_wait_s` how long the host was blocked waiting for tokens. `flops_per_s` are achieved over all ranks:
-    real tokens, attention by document, the head on label tokens only, no gradient of frozen weights, no recomputation;
-    `mfu` is their share of the devices' nominal peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), None if no
-    peak is known. `balance` is mean / max of the ranks' planned FLOPs; `busy_min_s` and `busy_max_s` are the times of
-    the least and the most busy rank in the passes of one of the last steps, None for one rank.
+    made. `flops_per_s` are achieved over all ranks: real tokens, attention by document, the head on label tokens only,
+    no gradient of frozen weights, no recomputation; `mfu` is their share of the devices' nominal peak (Chowdhery et al.
+    2022, arXiv:2204.02311, appendix B), None if no peak is known. `balance` is mean / max of the ranks' planned FLOPs.
+
+    Rates (`*_per_s`) and times (`*_s`) are means per step over the `num_recorded` steps since the last record.
+    Processed tokens include filler tokens. Each part of a step is the mean over ranks: `data_wait_s` (the host waits
+    for tokens), `forward_s`, `backward_s`, `gradient_sum_s` (what the backward pass does not hide), `checkpoint_wait_s`
+    (a save's copy delays the update), `optimizer_s`. They come from device events that have already passed, so on a GPU
+    they describe a step up to two earlier. `rank_busy_s` has each rank's forward and backward seconds; empty for one
+    rank. `busy_min_s` and `busy_max_s` are its extremes. Memory is in bytes, the maximum over ranks: allocated and
+    reserved, now and at peak; `mean_peak_memory_bytes` is the mean of the ranks' peaks. On a CPU all are the resident
+    size. `eta_s` is the time to completion, without later evaluations and saves.
     """
 
     step: int
@@ -43,11 +50,38 @@ class StepRecord:
     elapsed_s: float
     busy_min_s: float | None = None
     busy_max_s: float | None = None
+    rank_busy_s: tuple[float, ...] = ()
+    num_recorded: int = 1
+    num_ranks: int = 1
+    processed_tokens_per_s: float = 0.0
+    tokens_per_s_per_rank: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    gradient_sum_s: float = 0.0
+    checkpoint_wait_s: float = 0.0
+    optimizer_s: float = 0.0
+    memory_bytes: int = 0
+    reserved_memory_bytes: int = 0
+    peak_reserved_memory_bytes: int = 0
+    mean_peak_memory_bytes: int = 0
+    eta_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EvalFigures:
+    """Mean loss and token accuracy over the label tokens of one evaluation data set."""
+
+    loss: float
+    token_accuracy: float
+    num_label_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
-    """One evaluation after `step` completed steps: mean loss over all label tokens of the evaluation set."""
+    """One evaluation after `step` completed steps: means over all label tokens of all evaluation data sets.
+
+    `by_data` has the figures of each data set if there are several.
+    """
 
     step: int
     eval_loss: float
@@ -55,17 +89,117 @@ class EvalRecord:
     num_label_tokens: int
     is_best: bool
     eval_s: float
+    eval_tokens_per_s: float = 0.0
+    by_data: Mapping[str, EvalFigures] = field(default_factory=dict)
 
 
-Record = StepRecord | EvalRecord
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model answered to one prompt. `reference` is the data set's own answer, None for a prompt of a file."""
+
+    prompt: str
+    answer: str
+    reference: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswersRecord:
+    """The answers to `eval.prompts` after `step` completed steps."""
+
+    step: int
+    answers: tuple[Answer, ...]
+    answer_s: float
+
+
+Record = StepRecord | EvalRecord | AnswersRecord
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """One rank's GPU."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFacts:
+    """What the plan promises. Counts are over the whole run; `padding_avoided` and `balance` are from sampled steps.
+
+    `length_edges` (n + 1,) and `length_counts` (n,) are the histogram of sample lengths in tokens. `packing` holds the
+    first steps: for each step, for each rank, for each micro-batch the lengths of its samples.
+    `memory_bytes` is the planned peak of one rank, None on a CPU.
+    """
+
+    num_steps: int
+    num_samples: int
+    num_eval_samples: int
+    samples_per_step: int
+    micro_batch_tokens: int
+    epochs: float
+    num_tokens: int
+    num_label_tokens: int
+    padding_avoided: float
+    balance: float
+    memory_bytes: int | None
+    length_edges: tuple[int, ...]
+    length_counts: tuple[int, ...]
+    packing: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """What is known when a run starts or resumes: written to start.json, given to every callback.
+
+    `started_at` is the Unix time of this start, `first_started_at` the run's first; `resumed_step` is None for a run
+    from step 0. `settings` is the whole configuration by dotted name, without secrets. `model_text` is how the model
+    prints.
+    """
+
+    name: str
+    folder: str
+    method: str
+    model: str
+    data: str
+    started_at: float
+    first_started_at: float
+    resumed_step: int | None
+    num_ranks: int
+    device: str
+    gpus: tuple[GpuFacts, ...]
+    dtype: str
+    strategy: str
+    num_parameters: int
+    num_trained_parameters: int
+    model_text: str
+    versions: Mapping[str, str]
+    settings: Mapping[str, Any]
+    plan: PlanFacts
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How a run ended, at Unix time `ended_at`. `why` is the error; None for a complete run.
+
+    `final_dir` holds the exported weights of a complete run.
+    """
+
+    outcome: Literal["complete", "stopped", "failed"]
+    exit_code: int
+    ended_at: float
+    why: str | None = None
+    final_dir: str | None = None
 
 
 def describe_record(record: Record) -> tuple[str, str]:
     """Return a record as a name and a line of train.log."""
+    if isinstance(record, AnswersRecord):
+        return "answers", f"step {record.step}: {len(record.answers)} prompts answered in {record.answer_s:.1f} s"
     if isinstance(record, EvalRecord):
         best = " (best)" if record.is_best else ""
         text = f"loss {record.eval_loss:.4f}  accuracy {record.eval_token_accuracy:.1%}"
-        return "eval", f"step {record.step}: {text}{best}"
+        each = "".join(f"  {name} {one.loss:.4f}" for name, one in record.by_data.items())
+        return "eval", f"step {record.step}: {text}{best}{each}"
     mfu = "" if record.mfu is None else f"MFU {record.mfu:.1%}  "
     return "step", (
         f"{record.step}/{record.num_steps}  loss {record.loss:.4f}  acc {record.token_accuracy:.1%}  "
@@ -77,5 +211,5 @@ def describe_record(record: Record) -> tuple[str, str]:
 
 def describe_event(kind: str, facts: Mapping[str, Any]) -> str:
     """Return an event as a readable line; figures that only matter for a study of saves are left to events.jsonl."""
-    hidden = ("staged_s", "copied_s") if kind == "saved" else ()
+    hidden = ("staged_s", "copied_s", "step") if kind == "saved" else ()
     return "  ".join(f"{name} {value}" for name, value in facts.items() if name not in hidden)

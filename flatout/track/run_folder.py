@@ -1,4 +1,4 @@
-"""Appends a run's lines to its folder: metrics.jsonl, events.jsonl and train.log."""
+"""Writes what a run reports to its folder: start.json, end.json, train.log, and one file of lines for each kind."""
 
 from __future__ import annotations
 
@@ -9,14 +9,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, ResourceError
 from flatout.io.append import AppendFile
 from flatout.io.durable_io import DurableIO
-from flatout.track.record import Record, describe_event, describe_record
+from flatout.track.callback import Callback
+from flatout.track.record import (
+    AnswersRecord,
+    EvalRecord,
+    Record,
+    RunEnd,
+    RunStart,
+    StepRecord,
+    describe_event,
+    describe_record,
+)
 
 
-class RunFolderTracker:
-    """Writes a run's folder; see Tracker for the methods.
+class RunFolderWriter(Callback):
+    """Writes a run's folder; `track/run_log.py` reads it.
 
     Lines that cannot be written are lost; `log` is called for the first lost line, and again once writing works.
     `keep_folder` is called before each record and raises if this run must no longer write there.
@@ -30,32 +40,55 @@ class RunFolderTracker:
     ) -> None:
         self._folder, self._log, self._keep_folder = folder, log, keep_folder
         DurableIO().make_dir(folder)
-        self._files = [AppendFile(folder / name) for name in ("metrics.jsonl", "events.jsonl", "train.log")]
-        self._metrics, self._events, self._train_log = self._files
+        names = ("metrics.jsonl", "answers.jsonl", "events.jsonl", "train.log")
+        self._files = [AppendFile(folder / name) for name in names]
+        self._metrics, self._answers, self._events, self._train_log = self._files
         self._num_lost, self._is_ours = 0, True
 
-    def stage(self, name: str, text: str) -> None:
+    def on_start(self, start: RunStart) -> None:
+        (self._folder / "end.json").unlink(missing_ok=True)
+        self._write_json("start.json", asdict(start))
+
+    def on_stage(self, name: str, text: str) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._write(self._train_log, f"{now} {name:<10} {text}")
 
-    def record(self, record: Record) -> None:
+    def on_step(self, record: StepRecord) -> None:
+        self._record(self._metrics, record)
+
+    def on_eval(self, record: EvalRecord) -> None:
+        self._record(self._metrics, record)
+
+    def on_answers(self, record: AnswersRecord) -> None:
+        self._record(self._answers, record)
+
+    def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._write(self._events, json.dumps({"time": now, "kind": kind, **facts}, default=str))
+        self.on_stage(kind, describe_event(kind, facts))
+
+    def on_end(self, end: RunEnd) -> None:
+        self._write_json("end.json", asdict(end))
+        for file in self._files:
+            file.close()
+
+    def _record(self, file: AppendFile, record: Record) -> None:
         try:
             self._keep_folder()
         except FlatoutError:
             self._is_ours = False  # stops all further writes
             raise
         kind, text = describe_record(record)
-        self._write(self._metrics, json.dumps({"kind": kind, **asdict(record)}, allow_nan=False))
-        self.stage(kind, text)
+        self._write(file, json.dumps({"kind": kind, **asdict(record)}, allow_nan=False))
+        self.on_stage(kind, text)
 
-    def event(self, kind: str, facts: Mapping[str, Any]) -> None:
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._write(self._events, json.dumps({"time": now, "kind": kind, **facts}, default=str))
-        self.stage(kind, describe_event(kind, facts))
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
+    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        if not self._is_ours:
+            return
+        try:
+            DurableIO().write_json(self._folder / name, dict(content))
+        except ResourceError as error:
+            self._log(f"{error}; training continues without {name}")
 
     def _write(self, file: AppendFile, line: str) -> None:
         if not self._is_ours:

@@ -33,7 +33,7 @@ from flatout.parallel.rank import Rank
 from flatout.parallel.shards import is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, connect
 from flatout.plan.memory.estimate import HEAD_TILE_ROWS
-from flatout.track.tracker import Tracker
+from flatout.track.callback import Reporter
 from flatout.train.clocks import BusyClock
 from flatout.train.feed import Feed
 from flatout.train.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
@@ -47,7 +47,7 @@ def build_run(
     planned: PlannedRun,
     checkpoints: Checkpoints,
     saved: SavedCheckpoint | None,
-    tracker: Tracker,
+    reporter: Reporter,
     rank: Rank,
     watch: PeerWatch | None = None,
 ) -> Run:
@@ -56,10 +56,10 @@ def build_run(
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
     """
     device = choose_device(config.wanted_device, rank)
-    loaded = load_trainable(config, planned, device, tracker)
-    fused = fuse_adapters(loaded, config, planned, tracker)
+    loaded = load_trainable(config, planned, device, reporter)
+    fused = fuse_adapters(loaded, config, planned, reporter)
     if apply_recompute(loaded.model, planned.memory.recompute):
-        tracker.stage("recompute", "the embedding table is in host memory")
+        reporter.stage("recompute", "the embedding table is in host memory")
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, size_buckets=size_buckets)
     eval_feed = None
@@ -67,15 +67,15 @@ def build_run(
         counts = (len(batch.sample_ids) for batches in planned.eval_plan.ranks for batch in batches)
         eval_feed = Feed(planned.eval_store, device, max_documents=max(counts))
     loss = PackedLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute])
-    strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, tracker)
-    compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, tracker)
+    strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
+    compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, reporter)
     named = trainable_parameters(loaded.model)
-    saver, save_sizes = make_saver(config, checkpoints, tracker, rank, device, named)
+    saver, save_sizes = make_saver(config, checkpoints, reporter, rank, device, named)
     run = Run(
         config=config,
         rank=rank,
         device=device,
-        tracker=tracker,
+        reporter=reporter,
         plan=planned.plan,
         feed=feed,
         eval_plan=planned.eval_plan,
@@ -93,18 +93,18 @@ def build_run(
         fingerprints=planned.fingerprints,
         memory=planned.memory,
         fused_lora=fused,
-        watch=watch or PeerWatch(config.faults, tracker.event),
+        watch=watch or PeerWatch(config.faults, reporter.event),
         busy=BusyClock(device),
     )
     if saved is not None:
         restore(run, saved)
     run.model.train()
-    tracker.stage("graphs", record_graphs(run, no_graphs or (None if compiled.is_complete else NOT_COMPILED)))
+    reporter.stage("graphs", record_graphs(run, no_graphs or (None if compiled.is_complete else NOT_COMPILED)))
     run.saver.reserve(save_sizes)
     return run
 
 
-def load_trainable(config: Config, planned: PlannedRun, device: torch.device, tracker: Tracker) -> LoadedModel:
+def load_trainable(config: Config, planned: PlannedRun, device: torch.device, reporter: Reporter) -> LoadedModel:
     """Load the model, check that packing is exact on it, and set up its trained parameters.
 
     If ranks load only their shards, the weights stay in their files and the check runs on the first layers. With
@@ -115,7 +115,7 @@ def load_trainable(config: Config, planned: PlannedRun, device: torch.device, tr
     torch.use_deterministic_algorithms(is_deterministic)
     importing = None
     if device.type == "cuda" and config.compile != "off":
-        tracker.stage("compile", f"kernels are cached in {keep_compiled_kernels()}")
+        reporter.stage("compile", f"kernels are cached in {keep_compiled_kernels()}")
         importing = import_compiler()
     waits = weights_wait_in_files(config, planned, device)
     loaded = load_model(
@@ -128,21 +128,21 @@ def load_trainable(config: Config, planned: PlannedRun, device: torch.device, tr
         on_host=waits,
     )
     for line in loaded.report:
-        tracker.stage("model", line)
+        reporter.stage("model", line)
     stores = [store for store in (planned.store, planned.eval_store) if store is not None]
     longest = max(int(store.lengths.max()) for store in stores)
     dtype = weight_dtype_of(config.method, config.full, loaded.dtype)
     if not waits:
-        tracker.stage("self-test", check_packing(loaded, longest=longest))
+        reporter.stage("self-test", check_packing(loaded, longest=longest))
     elif config.method == "lora" and loaded.model.dtype != dtype:
         # adapters take the base's dtype
         loaded.model.to(dtype)
-    make_trainable(loaded, config, tracker)
+    make_trainable(loaded, config, reporter)
     if waits:
         loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype))
         with loaded.present():
             num_layers = len(decoder_layers(loaded.model))
-            tracker.stage("self-test", f"first {num_layers} layers: {check_packing(loaded, longest=longest)}")
+            reporter.stage("self-test", f"first {num_layers} layers: {check_packing(loaded, longest=longest)}")
     if importing is not None:
         # before anything else is imported: concurrent imports can see partially initialized modules
         importing.join()
@@ -168,7 +168,7 @@ def weights_wait_in_files(config: Config, planned: PlannedRun, device: torch.dev
     return 2 * bytes_per_weight * planned.shape.num_params > total_bytes
 
 
-def make_trainable(loaded: LoadedModel, config: Config, tracker: Tracker) -> None:
+def make_trainable(loaded: LoadedModel, config: Config, reporter: Reporter) -> None:
     """Add LoRA adapters, or freeze parameters and set up fp8 for full fine-tuning.
 
     Parameters that text-only inputs do not use are frozen, too.
@@ -176,32 +176,32 @@ def make_trainable(loaded: LoadedModel, config: Config, tracker: Tracker) -> Non
     model = loaded.model
     if config.method == "lora":
         for line in add_lora(model, config.lora, seed=config.seed):
-            tracker.stage("lora", line)
+            reporter.stage("lora", line)
         # refuse an adapter that PEFT cannot read now, not after the last step
         spelled = adapter_config(model, config.lora, base_name=config.model.name)
         if by_weight := spelled["target_parameters"]:
             text = f"{len(by_weight)} layers are exported as target_parameters, which PEFT needs for this model"
-            tracker.stage("lora", text)
+            reporter.stage("lora", text)
         if config.lora.continue_from is not None:
             load_adapter(model, config.lora.continue_from)
-            tracker.stage("lora", f"continues from {config.lora.continue_from}")
+            reporter.stage("lora", f"continues from {config.lora.continue_from}")
     elif config.freeze:
-        tracker.stage("freeze", freeze(model, config.freeze))
+        reporter.stage("freeze", freeze(model, config.freeze))
     if unreached := freeze_unreached(model):
-        tracker.stage("freeze", unreached)
+        reporter.stage("freeze", unreached)
     if config.method == "full" and config.full.compute == "fp8":
-        tracker.stage("fp8", convert_to_float8(model, compile_mode=config.compile))
+        reporter.stage("fp8", convert_to_float8(model, compile_mode=config.compile))
 
 
-def fuse_adapters(loaded: LoadedModel, config: Config, planned: PlannedRun, tracker: Tracker) -> FusedLayers:
+def fuse_adapters(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:
     """Fuse LoRA layers with the same input into one product; none for full fine-tuning or sharded weights."""
     if config.method == "full":
         return FusedLayers([])
     if planned.parallel_layout.lockstep:
-        tracker.stage("fused", f"off: {planned.parallel_layout.strategy} shards each layer's weights separately")
+        reporter.stage("fused", f"off: {planned.parallel_layout.strategy} shards each layer's weights separately")
         return FusedLayers([])
     fused = fuse_layers(loaded.model, fp8=config.base.computes_in_fp8, transposed=planned.memory.transposed_weights)
-    tracker.stage("fused", fused.report)
+    reporter.stage("fused", fused.report)
     return fused
 
 
@@ -212,7 +212,7 @@ def shard_state(
     planned: PlannedRun,
     rank: Rank,
     device: torch.device,
-    tracker: Tracker,
+    reporter: Reporter,
 ) -> tuple[Strategy, PackedLoss, torch.optim.Optimizer]:
     """Connect to the other ranks, shard the state, and return the strategy, the loss to call, and the optimizer."""
     layout = planned.parallel_layout
@@ -228,7 +228,7 @@ def shard_state(
     def optimizer_of_shards() -> torch.optim.Optimizer:
         if loaded.waiting is not None:
             loaded.waiting.load(local_shard_of, offload=layout.offload)
-            tracker.stage("model", "each rank read its shard of the weights")
+            reporter.stage("model", "each rank read its shard of the weights")
         flat = config.method == "lora" and not layout.lockstep
         named, layer_norms = trainable_parameters(loaded.model), layer_norm_parameters(loaded.model)
         return make_optimizer(named, config.optim, layer_norms=layer_norms, seed=config.seed, flat=flat)
@@ -239,11 +239,11 @@ def shard_state(
         in_shards = f"in {layout.num_shards} shards, gathered layer by layer"
         where = in_shards if layout.reshard_after_forward else "whole on every rank"
         line += f"; {config.base.storage} weights are {where}"
-    tracker.stage("strategy", line)
+    reporter.stage("strategy", line)
     trained = trainable_parameters(loaded.model).values()
     # DeepSpeed's stage 3 empties a weight and keeps its shape in `ds_shape`
     num_trained = sum(torch.Size(getattr(parameter, "ds_shape", parameter.shape)).numel() for parameter in trained)
-    tracker.stage("optimizer", f"{config.optim.name} over {num_trained:,} parameters, {config.schedule.kind} schedule")
+    reporter.stage("optimizer", f"{config.optim.name} over {num_trained:,} parameters, {config.schedule.kind} schedule")
     # a wrapper is called like the loss
     return strategy, cast(PackedLoss, wrapped), optimizer
 
@@ -251,7 +251,7 @@ def shard_state(
 def make_saver(
     config: Config,
     checkpoints: Checkpoints,
-    tracker: Tracker,
+    reporter: Reporter,
     rank: Rank,
     device: torch.device,
     named: Mapping[str, torch.nn.Parameter],
@@ -264,7 +264,7 @@ def make_saver(
     saver = choose_saver(
         config.checkpoint.asynchronous,
         checkpoints,
-        tracker,
+        reporter,
         device=device,
         num_bytes=sum(sizes),
         available_bytes=available_host_bytes(),
@@ -280,7 +280,7 @@ def compile_model(
     planned: PlannedRun,
     feed: Feed,
     rank: Rank,
-    tracker: Tracker,
+    reporter: Reporter,
 ) -> CompileOutcome:
     """Compile the layers after sharding; unless all compile, `selective` and `budget` recompute fall back to `full`.
 
@@ -292,14 +292,14 @@ def compile_model(
         compiled = compile_layers(
             loaded, mode, num_boundaries=feed.num_boundaries, fp8=config.computes_in_fp8, loss=loss, wrapper=wrapper
         )
-    tracker.stage("compile", compiled.line)
+    reporter.stage("compile", compiled.line)
     if feed.num_boundaries is not None and compiled.num_compiled:
         sizes = count_sizes(planned.plan, rank.index, size_buckets=feed.size_buckets)
         if num_graphs := prepare_attention(loaded.attention, sizes, feed.num_boundaries):
-            tracker.stage("compile", f"{num_graphs} {loaded.attention} graphs for the plan's sizes")
+            reporter.stage("compile", f"{num_graphs} {loaded.attention} graphs for the plan's sizes")
         with torch.autocast(loaded.model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
             prepare_head(loaded.model, HEAD_TILE_ROWS[planned.memory.recompute])
     if recompute in ("selective", "budget") and not compiled.is_complete:
         apply_recompute(loaded.model, "full")
-        tracker.stage("recompute", f"full instead of {recompute}, which needs compiled layers")
+        reporter.stage("recompute", f"full instead of {recompute}, which needs compiled layers")
     return compiled

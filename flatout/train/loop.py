@@ -28,7 +28,7 @@ def run_steps(run: Run) -> None:
     """
 
     def on_compiled(seconds: float) -> None:
-        run.tracker.event("compiled", {"step": run.progress.step + 1, "seconds": round(seconds, 1)})
+        run.reporter.event("compiled", {"step": run.progress.step + 1, "seconds": round(seconds, 1)})
 
     with gc_frozen(run.device), report_compilations(on_compiled):
         meter = Meter(run)
@@ -81,7 +81,7 @@ def finish_step(run: Run, meter: Meter, step: StepPlan, pending: Pending) -> Non
         raise PreemptedError(f"stop requested: saved at step {run.progress.step}; run the same command to resume")
     run.progress.advance(step, updated=outcome.skipped is None, num_naive_tokens=run.plan.naive_tokens(step))
     if outcome.skipped:
-        run.tracker.event("skipped", {"step": step.index + 1, "why": outcome.skipped})
+        run.reporter.event("skipped", {"step": step.index + 1, "why": outcome.skipped})
     meter.end_step(step, outcome)
 
 
@@ -111,11 +111,11 @@ def evaluate_now(run: Run) -> bool:
     progress.last_eval_loss, progress.last_eval_step = loss, progress.step
     progress.num_evals_without_best = 0 if is_best else progress.num_evals_without_best + 1
     eval_s = time.perf_counter() - started
-    run.tracker.record(EvalRecord(progress.step, loss, accuracy, run.eval_plan.num_label_tokens, is_best, eval_s))
+    run.reporter.record(EvalRecord(progress.step, loss, accuracy, run.eval_plan.num_label_tokens, is_best, eval_s))
     patience = run.config.eval.patience
     if patience is not None and progress.num_evals_without_best >= patience:
         progress.stopped_early = True
-        run.tracker.event("early_stop", {"step": progress.step, "best_step": progress.best_step})
+        run.reporter.event("early_stop", {"step": progress.step, "best_step": progress.best_step})
     return is_best
 
 

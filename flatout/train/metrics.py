@@ -32,9 +32,9 @@ class Meter:
         self._run = run
         self._peak = device_peak(run)
         if self._peak is not None:
-            run.tracker.stage("mfu", f"MFU against {self._peak.describe()}; recomputation not counted")
+            run.reporter.stage("mfu", f"MFU against {self._peak.describe()}; recomputation not counted")
         self._clock = StepClock(run.device)
-        self._stragglers, self._memory = Stragglers(run.tracker.event), PeakMemoryReporter(run)
+        self._stragglers, self._memory = Stragglers(run.reporter.event), PeakMemoryReporter(run)
         self._steps: list[StepPlan] = []
         self._elapsed_s = self._wait_before_s = 0.0
 
@@ -43,7 +43,7 @@ class Meter:
         self._clock.start()
 
     def end_step(self, step: StepPlan, outcome: StepOutcome) -> None:
-        """Count a step, which began when the last one ended; send a record to the tracker when one is due."""
+        """Count a step, which began when the last one ended; send a record to the reporter when one is due."""
         run, completed = self._run, step.index + 1
         step_s = self._clock.end_step(outcome.ended)
         self._steps.append(step)
@@ -77,7 +77,7 @@ class Meter:
                 busy_min_s=min(outcome.busy_s, default=None),
                 busy_max_s=max(outcome.busy_s, default=None),
             )
-            run.tracker.record(record)
+            run.reporter.record(record)
             self._steps, self._elapsed_s, self._wait_before_s = [], 0.0, run.feed.wait_s
         self._memory.end_step(step)
 
@@ -128,7 +128,7 @@ class PeakMemoryReporter:
         if planned is None:
             return
         measured_bytes = torch.cuda.max_memory_allocated(run.device)
-        run.tracker.stage(
+        run.reporter.stage(
             "memory",
             f"planned {planned.total_bytes / GIB:.1f} GiB, measured {measured_bytes / GIB:.1f} GiB "
             f"with {size.num_tokens:,} tokens in a micro-batch",

@@ -33,7 +33,7 @@ from flatout.plan.memory.budget import (
 from flatout.plan.shape import ModelShape, check_positions
 from flatout.plan.steps.run_plan import RunPlan, make_eval_plan, make_plan, split_held_out
 from flatout.plan.steps.step_plan import StepPlan
-from flatout.track.tracker import Tracker
+from flatout.track.callback import Reporter
 from flatout.train.model_shape import read_shape
 
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
@@ -57,7 +57,7 @@ class PlannedRun:
 
 
 def plan_run(
-    config: Config, tracker: Tracker, rank: Rank, device_of: Callable[[], Device | None] = lambda: None
+    config: Config, reporter: Reporter, rank: Rank, device_of: Callable[[], Device | None] = lambda: None
 ) -> PlannedRun:
     """Open or build the token store, choose a micro-batch that fits in device memory, and plan every step.
 
@@ -66,13 +66,15 @@ def plan_run(
     """
     origin = f"{config.model.name}/config.json"
     shape = read_shape(config.model.name, config.model.revision)
-    store = open_or_build(config.data, config.model.name, log=lambda text: tracker.stage("tokens", text))
+    store = open_or_build(config.data, config.model.name, log=lambda text: reporter.stage("tokens", text))
     num_tokens, num_labels = int(store.lengths.sum()), int(store.num_labels.sum())
-    tracker.stage(
+    reporter.stage(
         "tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {num_labels / num_tokens:.0%} label"
     )
     if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
-        tracker.event("rows", {**lost, "of": store.meta.counts["rows"], "listed_in": str(store.folder / "report.json")})
+        reporter.event(
+            "rows", {**lost, "of": store.meta.counts["rows"], "listed_in": str(store.folder / "report.json")}
+        )
     num_rows, max_id = shape.vocab_size, store.meta.max_token_id
     if max_id >= num_rows:
         raise DataError(
@@ -80,18 +82,18 @@ def plan_run(
             f"(0..{num_rows - 1}); rebuild the data with this model's tokenizer, or resize the model"
         )
     if beyond := check_positions(shape, int(store.lengths.max()), origin=origin):
-        tracker.event("positions", beyond)
+        reporter.event("positions", beyond)
     train_ids = eval_ids = None
     if config.eval.fraction:
         train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed)
     plan, parallel_layout, memory = plan_training(config, shape, store, train_ids, rank, device_of())
     check_warmup(config.schedule, plan.num_steps)
-    tracker.stage("strategy", parallel_layout.reason)
-    tracker.stage("memory", memory.reason)
+    reporter.stage("strategy", parallel_layout.reason)
+    reporter.stage("memory", memory.reason)
     if config.full.update == "backward":
         check_backward_update(config, plan, rank)
-    tracker.stage("plan", plan.describe())
-    eval_store, eval_plan = plan_evaluation(config, store, train_ids, eval_ids, plan, memory, tracker)
+    reporter.stage("plan", plan.describe())
+    eval_store, eval_plan = plan_evaluation(config, store, train_ids, eval_ids, plan, memory, reporter)
     fingerprints = {"data": _identity(store), "plan": plan.fingerprint}
     if eval_store is not None:
         fingerprints["eval_data"] = _identity(eval_store)
@@ -136,7 +138,7 @@ def plan_evaluation(
     eval_ids: NDArray[np.int64] | None,
     plan: RunPlan,
     memory: MemoryDecision,
-    tracker: Tracker,
+    reporter: Reporter,
 ) -> tuple[TokenStore | None, StepPlan | None]:
     """Return the evaluation set's tokens and plan, or None without one. Logs an event for rows also trained on."""
     if config.eval.data is not None:
@@ -157,11 +159,11 @@ def plan_evaluation(
         cost=plan.layout.cost,
         lockstep=plan.layout.lockstep,
     )
-    tracker.stage("eval", f"{len(eval_plan.sample_ids):,} samples, {eval_plan.num_label_tokens:,} label tokens")
+    reporter.stage("eval", f"{len(eval_plan.sample_ids):,} samples, {eval_plan.num_label_tokens:,} label tokens")
     train_hashes = store.hashes if train_ids is None else store.hashes[train_ids]
     num_seen = int(np.isin(eval_store.hashes[list(eval_plan.sample_ids)], train_hashes).sum())
     if num_seen:
-        tracker.event("overlap", {"eval_samples_also_trained_on": num_seen, "do": "remove the duplicate rows"})
+        reporter.event("overlap", {"eval_samples_also_trained_on": num_seen, "do": "remove the duplicate rows"})
     return eval_store, eval_plan
 
 

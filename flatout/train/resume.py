@@ -31,7 +31,7 @@ from flatout.io.json_file import validated
 from flatout.io.redact import redacted
 from flatout.parallel.shards import global_tensors, local_state
 from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
-from flatout.track.tracker import Tracker
+from flatout.track.callback import Reporter
 from flatout.train.planning import PlannedRun
 from flatout.train.state import Progress, Run
 
@@ -139,7 +139,7 @@ def _require_finite(run: Run, tensors: Mapping[str, Tensor]) -> None:
 
 
 def find_checkpoint(
-    config: Config, planned: PlannedRun, checkpoints: Checkpoints, tracker: Tracker
+    config: Config, planned: PlannedRun, checkpoints: Checkpoints, reporter: Reporter
 ) -> tuple[SavedCheckpoint | None, Progress | None]:
     """Find the checkpoint to resume from (None: step 0), and the final progress if the run is already complete.
 
@@ -155,15 +155,15 @@ def find_checkpoint(
                 f"{final_dir} holds results, but there is no checkpoint to resume from: training again would overwrite "
                 "them; choose a different run_dir, or move that folder away"
             )
-        tracker.stage("resume", "no checkpoint: start at step 0")
+        reporter.stage("resume", "no checkpoint: start at step 0")
         return None, None
     if config.checkpoint.resume == "never":
         raise CheckpointError(
             f"{checkpoints.folder} holds a checkpoint of step {checkpoint.step}, but checkpoint.resume is never; "
             "choose a different run_dir, or set checkpoint.resume=auto"
         )
-    changes = _accepted_changes(config, planned, checkpoint, tracker)
-    tracker.stage("resume", f"from step {checkpoint.step}")
+    changes = _accepted_changes(config, planned, checkpoint, reporter)
+    reporter.stage("resume", f"from step {checkpoint.step}")
 
     def progress_of_results() -> Mapping[str, Any] | None:
         if not final_dir.exists():
@@ -173,7 +173,7 @@ def find_checkpoint(
                 verify_final(best_dir)
             return verify_final(final_dir).progress
         except CheckpointError as error:
-            tracker.event("damaged", {"why": str(error), "next": "exported again from the newest checkpoint"})
+            reporter.event("damaged", {"why": str(error), "next": "exported again from the newest checkpoint"})
             return None
 
     if (found := checkpoints.group.run_on_first_rank(progress_of_results)) is None:
@@ -186,7 +186,7 @@ def find_checkpoint(
 
 
 def _accepted_changes(
-    config: Config, planned: PlannedRun, checkpoint: SavedCheckpoint, tracker: Tracker
+    config: Config, planned: PlannedRun, checkpoint: SavedCheckpoint, reporter: Reporter
 ) -> list[Change]:
     """Return the settings that differ from the checkpoint's. Raises CheckpointError as `find_checkpoint` does."""
     # settings added after the checkpoint was made get their defaults
@@ -205,9 +205,9 @@ def _accepted_changes(
     if before not in (None, after) and not any(change.key == "batch.micro_batch_tokens" for change in changes):
         why = "the memory of this machine allows other micro-batches, which changes rounding and dropout masks"
         planned_change = Change("micro-batch tokens", before, after, "rounding", why)
-        tracker.event("changed", {"setting": str(planned_change)})
+        reporter.event("changed", {"setting": str(planned_change)})
     for change in changes:
-        tracker.event("changed", {"setting": str(change)})
+        reporter.event("changed", {"setting": str(change)})
     return changes
 
 

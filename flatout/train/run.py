@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
@@ -29,13 +31,15 @@ from flatout.parallel.process_group import choose_device, leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors, is_sharded
 from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
-from flatout.track.console import ConsoleTracker
-from flatout.track.run_folder import RunFolderTracker
-from flatout.track.tracker import Tracker, TrackerGroup
+from flatout.track.callback import Callback, Reporter
+from flatout.track.console import ConsoleCallback
+from flatout.track.record import RunEnd
+from flatout.track.run_folder import RunFolderWriter
 from flatout.train.build import build_run
 from flatout.train.loop import evaluate_now, run_steps, save
 from flatout.train.planning import plan_run, require_same_run, weakest_gpu
 from flatout.train.resume import check_facts, find_checkpoint, restore_weights
+from flatout.train.run_facts import run_start
 from flatout.train.state import Progress, Run
 
 
@@ -59,8 +63,8 @@ class Result:
         return 1.0 - self.progress.num_tokens / self.progress.num_naive_tokens
 
 
-def train(config: Config, *, trackers: Sequence[Tracker] = (), on_peer_lost: OnPeerLost | None = None) -> Result:
-    """Train a configuration to the end; `trackers` log on the first rank, in addition to the console and run folder.
+def train(config: Config, *, callbacks: Sequence[Callback] = (), on_peer_lost: OnPeerLost | None = None) -> Result:
+    """Train a configuration to the end; `callbacks` are called on the first rank, after the console and run folder.
 
     Raises a FlatoutError; PreemptedError means saved and resumable. `on_peer_lost` is called from the watch's thread
     as soon as a rank is lost. The error is then raised, unless this rank is blocked in a collective: then it exits
@@ -74,49 +78,63 @@ def train(config: Config, *, trackers: Sequence[Tracker] = (), on_peer_lost: OnP
         )
     # taking the lock also detects a folder that is not writable, before anything slow happens
     with RunLock(config.folder) if rank.is_first else nullcontext() as lock:
-        tracker = TrackerGroup()
+        reporter = Reporter()
         if lock is not None:
-            console = ConsoleTracker(every_record=config.log_every_steps > 1)
-            folder = RunFolderTracker(config.folder, lambda text: console.event("log", {"why": text}), lock.keep)
-            tracker = TrackerGroup(console, folder, *trackers)
-        watch = PeerWatch(config.faults, tracker.event, on_peer_lost)
+            console = ConsoleCallback(every_record=config.log_every_steps > 1)
+            folder = RunFolderWriter(config.folder, lambda text: console.on_event("log", {"why": text}), lock.keep)
+            reporter = Reporter(console, folder, *callbacks)
+        watch = PeerWatch(config.faults, reporter.event, on_peer_lost)
         try:
             with watch.guard():
-                result = _train(config, tracker, rank, watch)
+                result = _train(config, reporter, rank, watch)
             leave_group()
-            return result
-        except FlatoutError as error:
+        except BaseException as error:
             # after any other error the group is not destroyed: a clean shutdown would wait for the lost rank
             if isinstance(error, PreemptedError):
                 leave_group()
-            tracker.event("stopped", {"exit_code": error.exit_code, "why": str(error)})
+            end = ended_by(error)
+            if isinstance(error, FlatoutError):
+                reporter.event("stopped", {"exit_code": end.exit_code, "why": end.why})
+            reporter.end(end)
             raise
-        finally:
-            tracker.close()
+        final_dir = str(result.final_dir)
+        reporter.end(RunEnd("complete", 0, time.time(), final_dir=final_dir))
+        return result
 
 
-def _train(config: Config, tracker: Tracker, rank: Rank, watch: PeerWatch) -> Result:
+def ended_by(error: BaseException) -> RunEnd:
+    """Return the end of a run that this error ended."""
+    if isinstance(error, FlatoutError):
+        outcome: Literal["stopped", "failed"] = "stopped" if isinstance(error, PreemptedError) else "failed"
+        return RunEnd(outcome, error.exit_code, time.time(), redacted(str(error)))
+    if isinstance(error, KeyboardInterrupt):
+        return RunEnd("stopped", 130, time.time(), "interrupted; steps since the last checkpoint are lost")
+    return RunEnd("failed", 1, time.time(), redacted(f"{type(error).__name__}: {error}"))
+
+
+def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch) -> Result:
     method = f"{config.method} at lr {config.optim.lr:g}"
-    tracker.stage("config", f"{config.name}: {method} on {config.model.name}, folder {config.folder}")
+    reporter.stage("config", f"{config.name}: {method} on {config.model.name}, folder {config.folder}")
 
     def meet() -> ControlGroup:
         return watch.join(rank, choose_device(config.wanted_device, rank))
 
     # tokenizing may take long, so it comes before ranks connect, which has a timeout
-    planned = plan_run(config, tracker, rank, lambda: weakest_gpu(config, rank, meet))
+    planned = plan_run(config, reporter, rank, lambda: weakest_gpu(config, rank, meet))
     planned = replace(planned, fingerprints={**planned.fingerprints, "model": fingerprint_model(config.model)})
     group, keep = meet(), config.checkpoint.keep
     require_same_run(config, planned, group)
-    checkpoints = Checkpoints(config.folder, keep=keep, on_event=tracker.event, group=group, check_facts=check_facts)
-    checkpoint, progress = find_checkpoint(config, planned, checkpoints, tracker)
+    checkpoints = Checkpoints(config.folder, keep=keep, on_event=reporter.event, group=group, check_facts=check_facts)
+    checkpoint, progress = find_checkpoint(config, planned, checkpoints, reporter)
     final_dir = config.folder / "final"
     if progress is not None:
-        tracker.stage("done", f"already complete after {progress.step} steps; see {final_dir}")
+        reporter.stage("done", f"already complete after {progress.step} steps; see {final_dir}")
         return Result(config.folder, final_dir, planned.plan.num_steps, progress)
     if rank.is_first:
         DurableIO().write_bytes(config.folder / "config.yaml", redacted(dump_config(config)).encode())
-    run = build_run(config, planned, checkpoints, checkpoint, tracker, rank, watch)
+    run = build_run(config, planned, checkpoints, checkpoint, reporter, rank, watch)
     del checkpoint  # its open files would keep deleted checkpoints on disk
+    reporter.start(run_start(run, planned))
     try:
         with run.stop:
             run_steps(run)
@@ -149,7 +167,7 @@ def finish(run: Run, final_dir: Path) -> None:
                 raise ResourceError(f"{error}; the final weights are kept in {folder}") from error
         raise ResourceError(f"{error}; the final weights could not be saved anywhere: {'; '.join(reasons)}") from error
     export(run, final_dir)
-    run.tracker.stage("final", f"{run.config.method} weights of step {run.progress.step} in {final_dir}")
+    run.reporter.stage("final", f"{run.config.method} weights of step {run.progress.step} in {final_dir}")
     best_step = run.progress.best_step
     if best_step is None or best_step == run.progress.step:
         return
@@ -157,7 +175,7 @@ def finish(run: Run, final_dir: Path) -> None:
     if run.checkpoints.group.run_on_first_rank(best.exists):
         restore_weights(run, run.checkpoints.load(best))
         export(run, run.config.folder / "best")
-        run.tracker.stage("best", f"weights of step {best_step}, loss {run.progress.best_eval_loss:.4f}, in best/")
+        run.reporter.stage("best", f"weights of step {best_step}, loss {run.progress.best_eval_loss:.4f}, in best/")
 
 
 def export(run: Run, folder: Path) -> None:
@@ -182,10 +200,10 @@ def export(run: Run, folder: Path) -> None:
         if is_lora:
             base_name, lora = run.config.model.name, run.config.lora
             save_adapter(run.model, half_done, base_name=base_name, config=lora, state=state)
-            run.tracker.stage(folder.name, read_back(run.model, half_done, config=lora, state=state))
+            run.reporter.stage(folder.name, read_back(run.model, half_done, config=lora, state=state))
             tokenizer.save_pretrained(half_done)
         else:
             # checkpoints keep fp32 master weights; the exported model has the precision used in training
             save_model(run.model, tokenizer, half_done, dtype=run.dtype, state=state)
 
-    group.run_on_first_rank(lambda: publish(folder, write, asdict(run.progress), run.tracker.event))
+    group.run_on_first_rank(lambda: publish(folder, write, asdict(run.progress), run.reporter.event))

@@ -21,7 +21,7 @@ from flatout.parallel.strategies.protocol import Strategy
 from flatout.plan.memory.budget import MemoryDecision
 from flatout.plan.steps.run_plan import RunPlan
 from flatout.plan.steps.step_plan import StepPlan
-from flatout.track.tracker import Tracker
+from flatout.track.callback import Reporter
 from flatout.train.clocks import BusyClock
 from flatout.train.feed import Feed
 from flatout.train.stop_request import StopRequest
@@ -75,7 +75,7 @@ class Run:
     config: Config
     rank: Rank
     device: torch.device
-    tracker: Tracker
+    reporter: Reporter
     plan: RunPlan
     feed: Feed
     eval_plan: StepPlan | None

@@ -24,7 +24,7 @@ from flatout.io.json_file import read_json
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.rank import Rank
 from flatout.plan.steps.step_plan import StepPlan
-from flatout.track.tracker import TrackerGroup
+from flatout.track.callback import Reporter
 from flatout.train.build import build_run
 from flatout.train.planning import PlannedRun, plan_run, weakest_gpu
 from flatout.train.state import Run
@@ -137,14 +137,14 @@ class Reference:
 
 def plan_quietly(config: Config, rank: Rank) -> PlannedRun:
     """Plan the run without logging."""
-    return plan_run(config, TrackerGroup(), rank, lambda: weakest_gpu(config, rank, lambda: ControlGroup(rank)))
+    return plan_run(config, Reporter(), rank, lambda: weakest_gpu(config, rank, lambda: ControlGroup(rank)))
 
 
 @contextmanager
 def set_up_quietly(config: Config, planned: PlannedRun, rank: Rank, folder: Path) -> Iterator[Run]:
     """Set up the run as `flatout train` does, but without its checkpoints; its memory is freed on exit."""
     checkpoints = Checkpoints(folder, keep=1, on_event=lambda kind, facts: None)
-    run = build_run(config, planned, checkpoints, None, TrackerGroup(), rank)
+    run = build_run(config, planned, checkpoints, None, Reporter(), rank)
     # the reference has no dropout; everything else stays in training mode, which recomputation needs
     for module in run.model.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -18,7 +18,7 @@ from bench.shapes import SHAPES, shape_config
 
 from flatout.config.read import make_config
 from flatout.errors import UsageError
-from flatout.track.tracker import MemoryTracker
+from flatout.track.callback import MemoryCallback
 from flatout.train.model_shape import make_shape
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ pathlib.Path(job["result"]).write_text(json.dumps(result))
 
 
 def test_loading_is_the_time_before_the_models_first_line():
-    recorder = MemoryTracker()
+    recorder = MemoryCallback()
     recorder.stages = [(1.0, "plan", "3 steps"), (4.5, "model", "a"), (6.0, "model", "b")]
     assert load_s(recorder) == 3.5
 

@@ -34,7 +34,7 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import join_group, leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors, local_shard_of, local_state
-from flatout.track.tracker import TrackerGroup
+from flatout.track.callback import Reporter
 
 STRATEGIES = {1: ("one",), 2: ("ddp2", "fsdp2"), 4: ("fsdp4", "hsdp2x2")}
 ALL = [name for names in STRATEGIES.values() for name in names]
@@ -132,7 +132,7 @@ def save_under(strategy: str, folder: Path, group: ControlGroup) -> tuple[Weight
     trained = Trained(strategy, group.rank)
     trained.train(SAVED_AT)
     at_save = trained.whole()
-    saver = Saver(checkpoints(folder / strategy, group), TrackerGroup(), Staging(torch.device("cpu")))
+    saver = Saver(checkpoints(folder / strategy, group), Reporter(), Staging(torch.device("cpu")))
     saver.save(trained.snapshot())
     trained.train(NUM_STEPS - SAVED_AT)
     saver.wait()

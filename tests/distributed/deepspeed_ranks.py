@@ -20,7 +20,7 @@ from flatout.errors import NumericError
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import join_group, leave_group
 from flatout.parallel.rank import Rank
-from flatout.track.tracker import TrackerGroup
+from flatout.track.callback import Reporter
 from flatout.train.build import build_run
 from flatout.train.planning import plan_run
 from flatout.train.resume import take_snapshot
@@ -32,11 +32,11 @@ from flatout.train.step import launch_step
 def build(values: dict[str, Any], folder: Path, messages: ControlGroup, *, resume: bool) -> Run:
     """A Run that writes its checkpoints to `folder`, and goes on from the newest there with `resume`."""
     config = make_config({**values, "run_dir": str(folder)})
-    tracker = TrackerGroup()
-    planned = plan_run(config, tracker, messages.rank)
-    checkpoints = Checkpoints(folder, keep=9, on_event=tracker.event, group=messages)
+    reporter = Reporter()
+    planned = plan_run(config, reporter, messages.rank)
+    checkpoints = Checkpoints(folder, keep=9, on_event=reporter.event, group=messages)
     snapshot = checkpoints.newest() if resume else None
-    return build_run(config, planned, checkpoints, snapshot, tracker, messages.rank)
+    return build_run(config, planned, checkpoints, snapshot, reporter, messages.rank)
 
 
 def train(run: Run, end: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors, local_part
 from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
 from flatout.plan.steps.step_plan import MicroBatch
-from flatout.track.tracker import TrackerGroup
+from flatout.track.callback import Reporter
 from flatout.train.build import build_run
 from flatout.train.loop import evaluate
 from flatout.train.planning import plan_run
@@ -39,13 +39,13 @@ from flatout.train.step import launch_step
 def build(values: dict[str, Any], folder: Path, rank: Rank) -> Run:
     """A Run by the public functions, without its loop and checkpoints."""
     config = make_config({**values, "run_dir": str(folder)})
-    tracker = TrackerGroup()
-    planned = plan_run(config, tracker, rank)
-    checkpoints = Checkpoints(folder, keep=1, on_event=tracker.event)
+    reporter = Reporter()
+    planned = plan_run(config, reporter, rank)
+    checkpoints = Checkpoints(folder, keep=1, on_event=reporter.event)
     if torch.cuda.is_available():
         # graphs of another case, made under another autocast, are no graphs of this one
         torch._dynamo.reset()
-    return build_run(config, planned, checkpoints, None, tracker, rank)
+    return build_run(config, planned, checkpoints, None, reporter, rank)
 
 
 def whole(tensor: Tensor) -> Tensor:

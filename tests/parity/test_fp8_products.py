@@ -20,7 +20,7 @@ from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameter
 from flatout.models.packed import flatten_samples
 from flatout.plan.layout import ALONE
 from flatout.plan.memory.estimate import MemoryModel, MicroBatchSize
-from flatout.track.tracker import TrackerGroup
+from flatout.track.callback import Reporter
 from flatout.train.build import fuse_adapters
 from flatout.train.model_shape import make_shape
 
@@ -167,7 +167,7 @@ def test_the_run_keeps_weights_turned_where_the_plan_says(tmp_path):
         model = adapted_model(tmp_path, Fp8Linear)
         planned = SimpleNamespace(parallel_layout=ALONE, memory=SimpleNamespace(transposed_weights=transposed))
         config = make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}})
-        report = fuse_adapters(SimpleNamespace(model=model), config, planned, TrackerGroup()).report
+        report = fuse_adapters(SimpleNamespace(model=model), config, planned, Reporter()).report
         assert ("transposed once" in report) == transposed
 
 

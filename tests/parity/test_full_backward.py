@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from flatout.checkpoint.write import Checkpoints
 from flatout.errors import NumericError, UsageError
 from flatout.parallel.rank import Rank
-from flatout.track.tracker import TrackerGroup
+from flatout.track.callback import Reporter
 from flatout.train.build import build_run
 from flatout.train.planning import check_backward_update, plan_run
 from flatout.train.run import train
@@ -31,9 +31,9 @@ def full_config(tiny: Any, run_dir: Path, update: str, **sections: Any) -> Any:
 
 
 def make_run(config: Any) -> Run:
-    planned = plan_run(config, TrackerGroup(), Rank())
+    planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
-    return build_run(config, planned, checkpoints, None, TrackerGroup(), Rank())
+    return build_run(config, planned, checkpoints, None, Reporter(), Rank())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
@@ -94,7 +94,7 @@ def test_a_gradient_that_is_not_finite_names_the_way_back(tiny: Any, tmp_path: P
 
 def test_what_cannot_be_updated_in_backward_is_refused_by_the_plan(tiny: Any, tmp_path: Path) -> None:
     fits = full_config(tiny, tmp_path, "backward")
-    plan = plan_run(fits, TrackerGroup(), Rank()).plan
+    plan = plan_run(fits, Reporter(), Rank()).plan
     check_backward_update(fits, plan, Rank())
     with pytest.raises(UsageError, match=r"got 2 ranks"):
         check_backward_update(fits, plan, Rank(0, 2))

@@ -55,7 +55,7 @@ def test_200_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any
     from flatout.checkpoint.write import Checkpoints
     from flatout.models.lora.adapter import save_adapter
     from flatout.parallel.rank import Rank
-    from flatout.track.tracker import TrackerGroup
+    from flatout.track.callback import Reporter
     from flatout.train.build import build_run
     from flatout.train.planning import plan_run
     from flatout.train.run import train
@@ -67,11 +67,11 @@ def test_200_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any
         optim={"lr": 3e-3 if method == "lora" else 1e-3, "weight_decay": 0.01},
         schedule={"kind": "linear", "warmup_steps": 0},
     )
-    planned = plan_run(config, TrackerGroup(), Rank())
+    planned = plan_run(config, Reporter(), Rank())
     model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32, attn_implementation="eager")
     if method == "lora":
         checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
-        start = build_run(config, planned, checkpoints, None, TrackerGroup(), Rank())
+        start = build_run(config, planned, checkpoints, None, Reporter(), Rank())
         (tmp_path / "start").mkdir()
         save_adapter(start.model, tmp_path / "start", base_name=config.model.name, config=config.lora)
         model = peft.PeftModel.from_pretrained(model, str(tmp_path / "start"), is_trainable=True)

@@ -15,7 +15,7 @@ from flatout.models.packed import flatten_samples
 from flatout.parallel.rank import Rank
 from flatout.plan.steps.run_plan import make_plan
 from flatout.plan.steps.step_plan import StepPlan
-from flatout.track.tracker import TrackerGroup
+from flatout.track.callback import Reporter
 from flatout.train.build import build_run
 from flatout.train.loop import evaluate
 from flatout.train.planning import PlannedRun, plan_run
@@ -24,9 +24,9 @@ from flatout.train.step import accumulate_gradients, launch_step
 
 
 def make_run(config: Any, tmp_path: Path, num_ranks: int = 1) -> tuple[Run, PlannedRun]:
-    planned = plan_run(config, TrackerGroup(), Rank())
+    planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
-    return build_run(config, planned, checkpoints, None, TrackerGroup(), Rank()), planned
+    return build_run(config, planned, checkpoints, None, Reporter(), Rank()), planned
 
 
 def gradients(run: Run) -> Tensor:
@@ -238,7 +238,7 @@ def test_cutting_a_sample_changes_no_loss_of_what_is_kept(tiny: Any, tmp_path: P
     model = {"name": str(tiny.model_dir), "precision": "fp64"}
     whole, planned = make_run(tiny.config(tmp_path, model=model), tmp_path)
     short_data = {"name": "short", "root": str(tmp_path / "data"), "max_tokens": 60, "on_bad_row": "skip"}
-    short = plan_run(tiny.config(tmp_path, model=model, data=short_data), TrackerGroup(), Rank())
+    short = plan_run(tiny.config(tmp_path, model=model, data=short_data), Reporter(), Rank())
     whole.model.eval()
     num_cut = 0
     for index in range(short.store.num_samples):

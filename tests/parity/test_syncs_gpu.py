@@ -13,7 +13,7 @@ from tiny_models import save_tiny_model
 
 from flatout.checkpoint.write import Checkpoints
 from flatout.parallel.rank import Rank
-from flatout.track.tracker import TrackerGroup
+from flatout.track.callback import Reporter
 from flatout.train.build import build_run
 from flatout.train.planning import plan_run
 from flatout.train.state import Run
@@ -55,9 +55,9 @@ def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[R
         **(adapter if request.param in ("lora", "dropout") else {}),
         batch={"samples_per_step": 6, "micro_batch_tokens": 700, "max_steps": 12},
     )
-    planned = plan_run(config, TrackerGroup(), Rank())
+    planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(tmp_path / "run", keep=1, on_event=lambda kind, facts: None)
-    made = build_run(config, planned, checkpoints, None, TrackerGroup(), Rank())
+    made = build_run(config, planned, checkpoints, None, Reporter(), Rank())
     yield made
     made.feed.close()
 

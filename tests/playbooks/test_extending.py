@@ -1,4 +1,4 @@
-"""The playbooks of docs/extending.md, each done once: a model, a kernel, a row format, a tracker."""
+"""The playbooks of docs/extending.md, each done once: a model, a kernel, a row format, a reporter."""
 
 import ast
 import json
@@ -15,7 +15,8 @@ from flatout.data.build import open_or_build
 from flatout.data.conversation import Conversation, Message, Origin
 from flatout.data.rows.formats.fields import Reading
 from flatout.data.rows.formats.parser import RULES, FormatRule
-from flatout.track.record import EvalRecord, Record, StepRecord
+from flatout.track.callback import Callback
+from flatout.track.record import EvalRecord, RunEnd, RunStart, StepRecord
 from flatout.train.run import train
 
 ROOT = Path(__file__).parents[2]
@@ -66,10 +67,10 @@ def test_a_new_dense_architecture_needs_no_row(tiny: Any, tmp_path: Path, metric
 
 def step_ids(config: Any) -> tuple[int, ...]:
     from flatout.parallel.rank import Rank
-    from flatout.track.tracker import TrackerGroup
+    from flatout.track.callback import Reporter
     from flatout.train.planning import plan_run
 
-    return plan_run(config, TrackerGroup(), Rank()).plan.step(0).sample_ids
+    return plan_run(config, Reporter(), Rank()).plan.step(0).sample_ids
 
 
 def test_every_kernel_has_a_plain_twin_and_a_test_that_compares_them() -> None:
@@ -102,32 +103,40 @@ def test_a_row_format_is_one_function_and_one_rule(tiny: Any, tmp_path: Path, mo
     assert int(store.num_labels.sum()) > 0
 
 
-class Listener:
-    """A tracker: the whole protocol."""
+class Listener(Callback):
+    """Notes what it is told."""
 
     def __init__(self) -> None:
         self.stages: list[str] = []
-        self.records: list[Record] = []
+        self.calls: list[str] = []
         self.events: list[str] = []
-        self.closed = False
 
-    def stage(self, name: str, text: str) -> None:
+    def on_start(self, start: RunStart) -> None:
+        self.calls.append(f"start of {start.plan.num_steps} steps")
+
+    def on_stage(self, name: str, text: str) -> None:
         self.stages.append(name)
 
-    def record(self, record: Record) -> None:
-        self.records.append(record)
+    def on_step(self, record: StepRecord) -> None:
+        self.calls.append(f"step {record.step}")
 
-    def event(self, kind: str, facts: Mapping[str, Any]) -> None:
+    def on_eval(self, record: EvalRecord) -> None:
+        self.calls.append(f"eval {record.step}")
+
+    def on_save(self, step: int, folder: Path) -> None:
+        assert (folder / "manifest.json").is_file()
+        self.calls.append(f"save {step}")
+
+    def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
         self.events.append(kind)
 
-    def close(self) -> None:
-        self.closed = True
+    def on_end(self, end: RunEnd) -> None:
+        self.calls.append(end.outcome)
 
 
-def test_a_tracker_is_one_class(tiny: Any, tmp_path: Path) -> None:
+def test_a_callback_is_one_class(tiny: Any, tmp_path: Path) -> None:
     listener = Listener()
-    train(tiny.config(tmp_path, batch={"max_steps": 2}, eval={"fraction": 0.1}), trackers=[listener])
+    train(tiny.config(tmp_path, batch={"max_steps": 2}, eval={"fraction": 0.1}), callbacks=[listener])
     assert {"config", "tokens", "plan", "model", "final"} <= set(listener.stages)
-    assert [type(record) for record in listener.records] == [EvalRecord, StepRecord, StepRecord, EvalRecord]
+    assert listener.calls == ["start of 2 steps", "eval 0", "step 1", "step 2", "eval 2", "save 2", "complete"]
     assert "saved" in listener.events
-    assert listener.closed

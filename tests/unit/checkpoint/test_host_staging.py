@@ -22,7 +22,7 @@ from flatout.checkpoint.write import Checkpoints, Snapshot
 from flatout.checkpoint.write_async import HostCopy, Pairs, Saver, Staging, StreamCopy
 from flatout.io.durable_io import DurableIO
 from flatout.optim.flat import FlatAdamW, flatten
-from flatout.track.tracker import TrackerGroup
+from flatout.track.callback import Reporter
 from flatout.train import build
 from flatout.train.run import train
 
@@ -70,7 +70,7 @@ class Witness(Saver):
     """Keeps a copy of every state it was given to save."""
 
     def __init__(self, checkpoints: Checkpoints, staging: Staging) -> None:
-        super().__init__(checkpoints, TrackerGroup(), staging)
+        super().__init__(checkpoints, Reporter(), staging)
         self.seen: dict[int, dict[str, Tensor]] = {}
 
     def save(self, snapshot: Snapshot, **options: Any) -> None:
@@ -166,7 +166,7 @@ def test_the_copy_lies_between_two_updates_and_the_host_does_not_wait(tmp_path: 
     device = torch.device("cuda", 0)
     checkpoints = Checkpoints(tmp_path, keep=2, on_event=lambda kind, facts: None, durable_io=DurableIO(QuickDisk()))
     staging = Staging(device) if case == "update late" else Staging(device, late_stream(device))
-    saver = Saver(checkpoints, TrackerGroup(), staging)
+    saver = Saver(checkpoints, Reporter(), staging)
     # gets the memory, and loads what a first call loads
     saver.save(on(device, snapshot_of(1)), required=True)
     expected, live = on(device, snapshot_of(2)), on(device, snapshot_of(2))
@@ -204,7 +204,7 @@ def train_beside(config: Any, monkeypatch: pytest.MonkeyPatch) -> dict[int, dict
     """A run with late copies; what it was given to save, by step."""
     savers: list[Witness] = []
 
-    def choose_saver(wanted: Any, checkpoints: Checkpoints, tracker: Any, *, device: torch.device, **_: Any) -> Saver:
+    def choose_saver(wanted: Any, checkpoints: Checkpoints, reporter: Any, *, device: torch.device, **_: Any) -> Saver:
         savers.append(saver_for(device, checkpoints))
         return savers[-1]
 

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Told:
-    """A tracker that keeps what it is told."""
+    """A reporter that keeps what it is told."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []

@@ -59,7 +59,7 @@ def logits(model):
         return model(torch.arange(3, 25).view(2, 11)).logits
 
 
-class MemoryTracker(nn.Module):
+class MemoryCallback(nn.Module):
     """Stands for a quantized layer; counts how many dense weights live when one is made."""
 
     alive: list[StorageWeakRef]
@@ -76,8 +76,8 @@ class MemoryTracker(nn.Module):
 
 @pytest.fixture
 def recorder():
-    MemoryTracker.alive, MemoryTracker.most, MemoryTracker.made = [], 0, []
-    return MemoryTracker
+    MemoryCallback.alive, MemoryCallback.most, MemoryCallback.made = [], 0, []
+    return MemoryCallback
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flatout.profile.profiler import Event, Profiler, break_down, category_of, kernels_of, operators_of, render
-from flatout.track.record import StepRecord
+from flatout.track.record import RunEnd, StepRecord
 
 
 def event(name: str, start: float = 0, duration: float = 1, *ranges: str) -> Event:
@@ -150,8 +150,8 @@ def profiled(tmp_path: Path, num_records: int, num_steps: int = 2) -> list[str]:
     for step in range(1, num_records + 1):
         for _ in range(10):
             weight = (weight @ weight).softmax(-1)
-        profiler.record(replace(STEP, step=step))
-    profiler.close()
+        profiler.on_step(replace(STEP, step=step))
+    profiler.on_end(RunEnd("complete", 0, 1.0))
     return said
 
 

@@ -12,11 +12,11 @@ from rich.console import Console
 
 from flatout.errors import ResourceError
 from flatout.io.file_lock import RunLock
-from flatout.track.console import ConsoleTracker
-from flatout.track.record import EvalRecord, StepRecord
-from flatout.track.run_folder import RunFolderTracker
+from flatout.track.callback import Reporter
+from flatout.track.console import ConsoleCallback
+from flatout.track.record import EvalRecord, RunEnd, StepRecord
+from flatout.track.run_folder import RunFolderWriter
 from flatout.track.tolerant_stream import TolerantStream
-from flatout.track.tracker import TrackerGroup
 
 STEP = StepRecord(
     step=1, num_steps=100, epoch=0.1, loss=2.5, token_accuracy=0.25, lr=1e-4, grad_norm=0.5, num_samples=4,
@@ -26,13 +26,15 @@ STEP = StepRecord(
 )  # fmt: skip
 EVAL = EvalRecord(step=1, eval_loss=2.0, eval_token_accuracy=0.5, num_label_tokens=60, is_best=True, eval_s=0.2)
 
+END = RunEnd("complete", 0, 1.0)
+
 
 def test_run_folder_keeps_records_events_and_log(tmp_path: Path) -> None:
-    tracker = RunFolderTracker(tmp_path / "run")
-    tracker.stage("plan", "100 steps")
-    tracker.record(STEP)
-    tracker.record(EVAL)
-    tracker.event("skipped", {"step": 3, "why": "no label tokens"})
+    reporter = Reporter(RunFolderWriter(tmp_path / "run"))
+    reporter.stage("plan", "100 steps")
+    reporter.record(STEP)
+    reporter.record(EVAL)
+    reporter.event("skipped", {"step": 3, "why": "no label tokens"})
     # readable before close: a killed run keeps what it told
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in metrics] == ["step", "eval"]
@@ -40,18 +42,18 @@ def test_run_folder_keeps_records_events_and_log(tmp_path: Path) -> None:
     (event,) = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
     assert (event["kind"], event["step"], event["why"]) == ("skipped", 3, "no label tokens")
     assert "100 steps" in (tmp_path / "run" / "train.log").read_text()
-    tracker.close()
-    again = RunFolderTracker(tmp_path / "run")
+    reporter.end(END)
+    again = Reporter(RunFolderWriter(tmp_path / "run"))
     again.record(replace(STEP, step=2))
-    again.close()
+    again.end(END)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_the_log_is_for_people_and_events_keep_every_fact(tmp_path: Path) -> None:
-    tracker = RunFolderTracker(tmp_path)
-    tracker.record(STEP)
-    tracker.record(EVAL)
-    tracker.event("saved", {"path": "step-1", "staged_s": 0.5, "copied_s": 0.1, "save_s": 0.7})
+    reporter = Reporter(RunFolderWriter(tmp_path))
+    reporter.record(STEP)
+    reporter.record(EVAL)
+    reporter.event("saved", {"path": "step-1", "staged_s": 0.5, "copied_s": 0.1, "save_s": 0.7})
     log = (tmp_path / "train.log").read_text().splitlines()
     assert [line.split(maxsplit=1)[1] for line in log] == [
         "step       1/100  loss 2.5000  acc 25.0%  lr 1.00e-04  norm 0.50  1,000 tok/s (600 label)  MFU 40.4%  "
@@ -64,19 +66,19 @@ def test_the_log_is_for_people_and_events_keep_every_fact(tmp_path: Path) -> Non
 
 def test_a_disk_that_refuses_lines_is_told_once_and_once_it_is_over(tmp_path: Path) -> None:
     told: list[str] = []
-    tracker = RunFolderTracker(tmp_path, told.append)
+    reporter = Reporter(RunFolderWriter(tmp_path, told.append))
     found = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, found[1]))
     try:
         for _ in range(3):
-            tracker.record(STEP)
-            tracker.event("skipped", {"why": "x" * 200})
+            reporter.record(STEP)
+            reporter.event("skipped", {"why": "x" * 200})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, found)
     (first,) = told
     assert "metrics.jsonl: File too large; training continues, but lines are lost until it can be written" in first
-    tracker.record(STEP)
-    tracker.event("skipped", {})
+    reporter.record(STEP)
+    reporter.event("skipped", {})
     assert len(told) == 2
     assert "writable again; 12 lines were lost" in told[1]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
@@ -85,27 +87,27 @@ def test_a_disk_that_refuses_lines_is_told_once_and_once_it_is_over(tmp_path: Pa
 def test_a_folder_that_is_deleted_is_made_again_and_one_that_is_taken_is_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with RunLock(folder) as lock:
-        tracker = RunFolderTracker(folder, keep_folder=lock.keep)
-        tracker.record(STEP)
+        reporter = Reporter(RunFolderWriter(folder, keep_folder=lock.keep))
+        reporter.record(STEP)
         shutil.rmtree(folder)
-        tracker.record(replace(STEP, step=2))
+        reporter.record(replace(STEP, step=2))
         assert json.loads((folder / "metrics.jsonl").read_text())["step"] == 2
         with pytest.raises(ResourceError, match="is locked by"), RunLock(folder):
             pass
         shutil.rmtree(folder)
         with RunLock(folder):
             with pytest.raises(ResourceError, match=r"was deleted during this run, and now .* is locked by"):
-                tracker.record(replace(STEP, step=3))
-            tracker.event("stopped", {})
+                reporter.record(replace(STEP, step=3))
+            reporter.event("stopped", {})
             assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
 def test_passwords_in_addresses_are_shown_to_nobody(tmp_path: Path) -> None:
     out = io.StringIO()
-    trackers = TrackerGroup(ConsoleTracker(Console(file=out, width=200)), RunFolderTracker(tmp_path))
-    trackers.stage("tokens", "read https://me:hunter2@host/a.jsonl?part=1&access_token=hunter3&x=2")
-    trackers.event("rows", {"sources": ["s3://key:hunter2@host/b"], "why": {"url": "http://h/?sig=hunter3"}})
-    trackers.close()
+    callbacks = Reporter(ConsoleCallback(Console(file=out, width=200)), RunFolderWriter(tmp_path))
+    callbacks.stage("tokens", "read https://me:hunter2@host/a.jsonl?part=1&access_token=hunter3&x=2")
+    callbacks.event("rows", {"sources": ["s3://key:hunter2@host/b"], "why": {"url": "http://h/?sig=hunter3"}})
+    callbacks.end(END)
     written = out.getvalue() + "".join(path.read_text() for path in tmp_path.iterdir())
     assert "hunter" not in written
     assert "https://***@host/a.jsonl?part=1&access_token=***&x=2" in written
@@ -113,7 +115,7 @@ def test_passwords_in_addresses_are_shown_to_nobody(tmp_path: Path) -> None:
 
 def test_failures_are_told_by_whoever_started_the_run() -> None:
     out = io.StringIO()
-    ConsoleTracker(Console(file=out, width=200)).event("stopped", {"exit_code": 6, "why": "no room"})
+    ConsoleCallback(Console(file=out, width=200)).on_event("stopped", {"exit_code": 6, "why": "no room"})
     assert out.getvalue() == ""
 
 
@@ -148,13 +150,13 @@ def test_a_character_that_the_terminal_lacks_is_replaced() -> None:
 
 def shown(is_terminal: bool) -> str:
     out = io.StringIO()
-    tracker = ConsoleTracker(Console(file=out, force_terminal=is_terminal, width=200))
-    tracker.stage("plan", "[not markup] 100 steps")
+    reporter = Reporter(ConsoleCallback(Console(file=out, force_terminal=is_terminal, width=200)))
+    reporter.stage("plan", "[not markup] 100 steps")
     for step in range(1, 101):
-        tracker.record(replace(STEP, step=step))
-    tracker.record(EVAL)
-    tracker.event("saved", {"path": "checkpoints/step-1"})
-    tracker.close()
+        reporter.record(replace(STEP, step=step))
+    reporter.record(EVAL)
+    reporter.event("saved", {"path": "checkpoints/step-1"})
+    reporter.end(END)
     return out.getvalue()
 
 
@@ -178,7 +180,7 @@ def test_on_a_terminal_a_bar_shows_the_figures() -> None:
 
 def test_no_utilisation_is_shown_where_no_peak_is_known() -> None:
     out = io.StringIO()
-    ConsoleTracker(Console(file=out, width=200)).record(replace(STEP, mfu=None))
+    ConsoleCallback(Console(file=out, width=200)).on_step(replace(STEP, mfu=None))
     assert "MFU" not in out.getvalue()
     assert "1,000 tok/s  1 GiB" in out.getvalue()
 
@@ -187,11 +189,11 @@ def test_no_utilisation_is_shown_where_no_peak_is_known() -> None:
 def test_the_lines_of_a_long_run_fit_80_columns(is_terminal: bool) -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=is_terminal, legacy_windows=False)
-    tracker = ConsoleTracker(console, every_record=True)
+    reporter = Reporter(ConsoleCallback(console, every_record=True))
     busy = {"tokens_per_s": 98_765.0, "peak_memory_bytes": 120 << 30}
     for step in (1, 5000, 9999):
-        tracker.record(replace(STEP, step=step, num_steps=9999, elapsed_s=4.0 * step, **busy))
-    tracker.close()
+        reporter.record(replace(STEP, step=step, num_steps=9999, elapsed_s=4.0 * step, **busy))
+    reporter.end(END)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n")
     assert max(len(line) for line in plain.splitlines()) <= 80
     assert "120 GiB" in plain
@@ -199,18 +201,18 @@ def test_the_lines_of_a_long_run_fit_80_columns(is_terminal: bool) -> None:
 
 def test_every_recorded_step_is_shown_when_asked_for() -> None:
     out = io.StringIO()
-    tracker = ConsoleTracker(Console(file=out, width=80), every_record=True)
+    reporter = Reporter(ConsoleCallback(Console(file=out, width=80), every_record=True))
     for step in range(10, 1001, 10):
-        tracker.record(replace(STEP, step=step, num_steps=1000, elapsed_s=float(step)))
+        reporter.record(replace(STEP, step=step, num_steps=1000, elapsed_s=float(step)))
     lines = out.getvalue().splitlines()
     assert len(lines) == 100
     assert lines[0].endswith("0:16:30 left")
 
 
-def test_trackers_tell_all(tmp_path: Path) -> None:
-    folders = [RunFolderTracker(tmp_path / name) for name in ("a", "b")]
-    both = TrackerGroup(*folders)
+def test_every_callback_is_called(tmp_path: Path) -> None:
+    folders = [RunFolderWriter(tmp_path / name) for name in ("a", "b")]
+    both = Reporter(*folders)
     both.record(EVAL)
-    both.close()
+    both.end(END)
     assert (tmp_path / "a" / "metrics.jsonl").read_text() != ""
     assert (tmp_path / "a" / "metrics.jsonl").read_text() == (tmp_path / "b" / "metrics.jsonl").read_text()

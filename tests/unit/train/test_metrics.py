@@ -32,10 +32,10 @@ def make_run(records: list[Any], stages: list[str], **changes: Any) -> Any:
         samples=samples, layout=layout, num_steps=2, epoch_after=lambda _: 1.0, naive_tokens=lambda _: 20
     )
     told = {"record": records.append, "stage": lambda name, text: stages.append(text), "event": lambda *told: None}
-    tracker = SimpleNamespace(**told)
+    reporter = SimpleNamespace(**told)
     config = SimpleNamespace(log_every_steps=1)
     values = {
-        "plan": plan, "tracker": tracker, "config": config, "device": torch.device("cpu"), "dtype": torch.bfloat16,
+        "plan": plan, "reporter": reporter, "config": config, "device": torch.device("cpu"), "dtype": torch.bfloat16,
         "rank": SimpleNamespace(world=2), "feed": SimpleNamespace(wait_s=0.0), "progress": SimpleNamespace(elapsed_s=0),
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})

@@ -16,7 +16,7 @@ from flatout.errors import ResourceError
 from flatout.models.blocks import decoder_layers
 from flatout.models.head import packed_loss
 from flatout.parallel.rank import Rank
-from flatout.track.tracker import TrackerGroup
+from flatout.track.callback import Reporter
 from flatout.train.build import build_run
 from flatout.train.loop import run_steps
 from flatout.train.planning import plan_run
@@ -26,7 +26,7 @@ from flatout.train.state import Run
 from flatout.train.step import accumulate_gradients, launch_step
 
 
-class Events(TrackerGroup):
+class Events(Reporter):
     """Remembers events."""
 
     def __init__(self) -> None:

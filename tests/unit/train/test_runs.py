@@ -16,7 +16,7 @@ from flatout.errors import CheckpointError, DataError, NumericError, ResourceErr
 from flatout.io.file_lock import RunLock
 from flatout.optim.lr_schedule import lr_factor
 from flatout.parallel.rank import Rank
-from flatout.track.tracker import TrackerGroup
+from flatout.track.callback import Reporter
 from flatout.train.planning import plan_run
 from flatout.train.run import Result, train
 
@@ -139,11 +139,11 @@ def results_of(run_dir: Path) -> list[Path]:
 
 def test_what_is_reported_is_true(uninterrupted: tuple[Any, Result], metrics_of: Any) -> None:
     from flatout.parallel.rank import Rank
-    from flatout.track.tracker import TrackerGroup
+    from flatout.track.callback import Reporter
     from flatout.train.planning import plan_run
 
     config, result = uninterrupted
-    planned = plan_run(config, TrackerGroup(), Rank())
+    planned = plan_run(config, Reporter(), Rank())
     records = metrics_of(result.folder)
     assert [record["step"] for record in records] == list(range(1, 9))
     for record, step in zip(records, planned.plan.steps(), strict=True):
@@ -369,7 +369,7 @@ def test_training_rows_in_the_evaluation_set_are_told(tiny: Any, tmp_path: Path)
 
 def test_no_copy_of_an_evaluation_row_is_trained_on(tiny: Any, tmp_path: Path) -> None:
     data = {"root": str(tmp_path / "data"), "sources": [{"path": str(tiny.chats), "weight": 2}], "num_samples": None}
-    planned = plan_run(tiny.config(tmp_path / "run", data=data, eval={"fraction": 0.25}), TrackerGroup(), Rank())
+    planned = plan_run(tiny.config(tmp_path / "run", data=data, eval={"fraction": 0.25}), Reporter(), Rank())
     assert planned.eval_plan is not None
     held_out = list(planned.eval_plan.sample_ids)
     trained = np.setdiff1d(np.arange(planned.store.num_samples), held_out)

@@ -15,7 +15,7 @@ from flatout.errors import NumericError, PreemptedError
 from flatout.optim.flat import FlatAdamW, flatten
 from flatout.optim.update import clear_found_inf, copy_to_host_async, set_found_inf, supports_found_inf
 from flatout.parallel.rank import Rank
-from flatout.track.tracker import TrackerGroup
+from flatout.track.callback import Reporter
 from flatout.train import build, loop, step
 from flatout.train.planning import plan_run
 from flatout.train.run import train
@@ -47,9 +47,9 @@ def sections(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def make_run(config: Any, tmp_path: Path) -> Run:
-    planned = plan_run(config, TrackerGroup(), Rank())
+    planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
-    run = build.build_run(config, planned, checkpoints, None, TrackerGroup(), Rank())
+    run = build.build_run(config, planned, checkpoints, None, Reporter(), Rank())
     assert supports_found_inf(run.optimizer)
     return run
 

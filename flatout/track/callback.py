@@ -1,0 +1,125 @@
+"""What watches a run: the callback that users write, and the reporter that calls every callback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from flatout.io.redact import redacted
+from flatout.track.record import AnswersRecord, EvalRecord, Record, RunEnd, RunStart, StepRecord
+
+
+class Callback:
+    """Receives what a run reports: derive from it and define the methods that you need.
+
+    Methods are called on the first rank only, one at a time; training waits for each. An exception ends the run.
+    """
+
+    def on_start(self, start: RunStart) -> None:
+        """The model is built and the first step follows; called again by a run that resumes."""
+
+    def on_stage(self, name: str, text: str) -> None:
+        """One line at start-up or at the end: what was decided or done."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """The figures of a step; every `log_every_steps` steps."""
+
+    def on_eval(self, record: EvalRecord) -> None:
+        """The figures of an evaluation."""
+
+    def on_answers(self, record: AnswersRecord) -> None:
+        """Answers to `eval.prompts`, after an evaluation."""
+
+    def on_save(self, step: int, folder: Path) -> None:
+        """The checkpoint of a step is complete; a save in the background calls this from its own thread."""
+
+    def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """A skip, drop, retry, fallback or save: anything that someone may want to look up later."""
+
+    def on_end(self, end: RunEnd) -> None:
+        """The run is complete, was stopped, or failed; no call follows."""
+
+
+class Reporter:
+    """Calls every callback with what the run reports, in their order; safe to use from several threads.
+
+    Passwords in addresses are removed before any callback gets the text. A reporter without callbacks, as on all ranks
+    but the first, does nothing.
+    """
+
+    def __init__(self, *callbacks: Callback) -> None:
+        self._callbacks = callbacks
+        self._lock = RLock()
+
+    def start(self, start: RunStart) -> None:
+        with self._lock:
+            for callback in self._callbacks:
+                callback.on_start(start)
+
+    def stage(self, name: str, text: str) -> None:
+        with self._lock:
+            for callback in self._callbacks:
+                callback.on_stage(name, redacted(text))
+
+    def record(self, record: Record) -> None:
+        with self._lock:
+            for callback in self._callbacks:
+                deliver(callback, record)
+
+    def event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        with self._lock:
+            for callback in self._callbacks:
+                callback.on_event(kind, redacted(facts))
+
+    def saved(self, step: int, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Report a complete checkpoint, also as an event with further `facts`."""
+        with self._lock:
+            self.event("saved", {"step": step, "path": str(folder), **facts})
+            for callback in self._callbacks:
+                callback.on_save(step, folder)
+
+    def end(self, end: RunEnd) -> None:
+        """Report the end to every callback, even if one of them raises; the first exception is raised."""
+        errors = []
+        with self._lock:
+            for callback in self._callbacks:
+                try:
+                    callback.on_end(end)
+                except Exception as error:  # noqa: BLE001  (raised below, after the other callbacks have closed)
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+def deliver(callback: Callback, record: Record) -> None:
+    """Call the method of a callback that takes this kind of record."""
+    if isinstance(record, StepRecord):
+        callback.on_step(record)
+    elif isinstance(record, EvalRecord):
+        callback.on_eval(record)
+    else:
+        callback.on_answers(record)
+
+
+@dataclass
+class MemoryCallback(Callback):
+    """Keeps what a run reports. `stages` are (wall time, name, text); `step_times_s` is when steps were recorded."""
+
+    stages: list[tuple[float, str, str]] = field(default_factory=list)
+    events: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    step_times_s: list[float] = field(default_factory=list)
+
+    def on_stage(self, name: str, text: str) -> None:
+        self.stages.append((time.time(), name, text))
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+        self.step_times_s.append(time.time())
+
+    def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        self.events.append((kind, facts))

@@ -1,0 +1,163 @@
+"""Reads a run folder, of a finished run or of one that still writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from flatout.errors import DataError
+from flatout.io.json_file import read_json
+from flatout.track.record import AnswersRecord, EvalRecord, Record, RunEnd, RunStart, StepRecord
+
+_RECORDS: Mapping[str, TypeAdapter[Any]] = {
+    "step": TypeAdapter(StepRecord),
+    "eval": TypeAdapter(EvalRecord),
+    "answers": TypeAdapter(AnswersRecord),
+}
+_START, _END = TypeAdapter(RunStart), TypeAdapter(RunEnd)
+
+# bytes read at once while catching up with a long file
+BLOCK_BYTES = 1 << 22
+
+
+class LineFollower:
+    """Reads new complete lines of a JSON Lines file that another process appends to. `offset` is in bytes.
+
+    A file that does not exist yet has no lines; a line that is still being written is read later. Lines that are not
+    JSON objects are counted in `num_bad` and left out.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path, self.offset, self.num_bad = path, offset, 0
+
+    def new_lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the objects of all lines since the last call; `offset` is after the line just yielded."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self.offset)
+            rest = b""
+            while block := file.read(BLOCK_BYTES):
+                *lines, rest = (rest + block).split(b"\n")
+                for line in lines:
+                    self.offset += len(line) + 1
+                    try:
+                        content = json.loads(line)
+                    except ValueError:
+                        content = None
+                    if isinstance(content, dict):
+                        yield content
+                    else:
+                        self.num_bad += 1
+
+
+@dataclass
+class RunLog:
+    """Everything that a run folder says so far. Steps and evaluations ascend; a repeated step replaced the older one.
+
+    `start` is None before the run's first step, `end` while it runs or after it was killed. `events` are the lines of
+    events.jsonl: `time`, `kind` and facts. `num_bad_lines` counts lines that could not be read.
+    """
+
+    folder: Path
+    start: RunStart | None = None
+    end: RunEnd | None = None
+    steps: list[StepRecord] = field(default_factory=list)
+    evals: list[EvalRecord] = field(default_factory=list)
+    answers: list[AnswersRecord] = field(default_factory=list)
+    events: list[Mapping[str, Any]] = field(default_factory=list)
+    num_bad_lines: int = 0
+
+
+class RunFollower:
+    """Follows a run folder: `poll` reads what is new into `log` and returns True if there was anything."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises DataError for a folder that is not a run's."""
+        if not (folder / "metrics.jsonl").is_file() and not (folder / "train.log").is_file():
+            raise DataError(f"{folder} is not a run folder: it has no metrics.jsonl; name the folder of a run")
+        self.log = RunLog(folder)
+        self._files = {name: LineFollower(folder / f"{name}.jsonl") for name in ("metrics", "answers", "events")}
+        self._num_unknown = 0
+
+    def poll(self) -> bool:
+        """Read what is new. Raises DataError for start.json or end.json that was not written by flatout."""
+        log, found = self.log, False
+        for line in self._files["metrics"].new_lines():
+            found = self._add(line) or found
+        for line in self._files["answers"].new_lines():
+            found = self._add(line) or found
+        for line in self._files["events"].new_lines():
+            log.events.append(line)
+            found = True
+        start, end = read_start(log.folder), read_end(log.folder)
+        found = found or (start, end) != (log.start, log.end)
+        log.start, log.end = start, end
+        log.num_bad_lines = sum(file.num_bad for file in self._files.values()) + self._num_unknown
+        return found
+
+    def _add(self, line: dict[str, Any]) -> bool:
+        record = record_of(line)
+        if record is None:
+            self._num_unknown += 1
+            return False
+        log = self.log
+        kept: list[Any] = log.answers
+        if isinstance(record, StepRecord):
+            kept = log.steps
+        elif isinstance(record, EvalRecord):
+            kept = log.evals
+        # a resumed run repeats steps after its checkpoint
+        while kept and kept[-1].step >= record.step:
+            kept.pop()
+        kept.append(record)
+        return True
+
+
+def read_run(folder: Path) -> RunLog:
+    """Read a run folder as it is now. Raises DataError for a folder that is not a run's."""
+    follower = RunFollower(folder)
+    follower.poll()
+    return follower.log
+
+
+def record_of(line: Mapping[str, Any]) -> Record | None:
+    """Return the record of one line of metrics.jsonl or answers.jsonl; None if it is none that this version knows."""
+    adapter = _RECORDS.get(str(line.get("kind")))
+    if adapter is None:
+        return None
+    try:
+        record: Record = adapter.validate_python(line)
+    except ValidationError:
+        return None
+    return record
+
+
+def read_start(folder: Path) -> RunStart | None:
+    """Return what start.json says; None without the file. Raises DataError for a file that flatout did not write."""
+    found: RunStart | None = _read(folder / "start.json", _START)
+    return found
+
+
+def read_end(folder: Path) -> RunEnd | None:
+    """Return what end.json says; None without the file. Raises DataError for a file that flatout did not write."""
+    found: RunEnd | None = _read(folder / "end.json", _END)
+    return found
+
+
+def _read(path: Path, adapter: TypeAdapter[Any]) -> Any:
+    if not path.exists():
+        return None
+    try:
+        return adapter.validate_python(read_json(path, DataError))
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where = ".".join(map(str, wrong["loc"])) or "the file"
+        raise DataError(f"{path}: {where}: {wrong['msg']}; this version of flatout did not write it") from error
