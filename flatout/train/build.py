@@ -243,7 +243,9 @@ def shard_state(
     trained = trainable_parameters(loaded.model).values()
     # DeepSpeed's stage 3 empties a weight and keeps its shape in `ds_shape`
     num_trained = sum(torch.Size(getattr(parameter, "ds_shape", parameter.shape)).numel() for parameter in trained)
-    reporter.stage("optimizer", f"{config.optim.name} over {num_trained:,} parameters, {config.schedule.kind} schedule")
+    line = f"{config.optim.name} over {num_trained:,} parameters, {config.schedule.kind} schedule"
+    when = ", updates in the backward pass" if config.full.update == "backward" else ""
+    reporter.stage("optimizer", line + when)
     # a wrapper is called like the loss
     return strategy, cast(PackedLoss, wrapped), optimizer
 

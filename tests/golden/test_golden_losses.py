@@ -3,6 +3,7 @@
 `python -m pytest tests/golden --record-golden` writes losses.json anew; say in the commit why they had to change.
 """
 
+import hashlib
 import json
 import platform
 from pathlib import Path
@@ -33,9 +34,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def this_machine() -> dict[str, str]:
-    """What the bits of a CPU's sums depend on."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return {"torch": torch.__version__, "cpu": f"{platform.machine()} {capability}"}
+    """What the bits of a CPU's sums depend on: math libraries choose a kernel by the processor's model and features."""
+    processor = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+        facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        names = ("vendor_id", "cpu family", "model", "stepping", "flags")
+        digest = hashlib.sha256("".join(facts.get(name, "") for name in names).encode()).hexdigest()[:16]
+        processor = f"{platform.machine()} {digest}"
+    return {"torch": torch.__version__, "cpu": f"{processor} {torch.backends.cpu.get_cpu_capability()}"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -18,28 +18,24 @@ from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError, ResourceError
 from flatout.io.durable_io import Disk, DurableIO
 from flatout.optim.build import make_optimizer
+from flatout.track.callback import Reporter
 
 CPU = torch.device("cpu")
 
 
-class Told:
+class Told(Reporter):
     """A reporter that keeps what it is told."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.lines: list[str] = []
 
     def stage(self, name: str, text: str) -> None:
         self.lines.append(text)
 
-    def record(self, record: Any) -> None:
-        raise AssertionError("a save makes no records")
-
     def event(self, kind: str, facts: Mapping[str, Any]) -> None:
         self.events.append((kind, dict(facts)))
-
-    def close(self) -> None:
-        pass
 
 
 class WaitingDisk(QuickDisk):

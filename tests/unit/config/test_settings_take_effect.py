@@ -73,7 +73,6 @@ TRAINS: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.sources.roles": ({"user": "assistant"}, {}),
     "data.sources.weight": (2.0, {}),
     "base.compute": ("fp8", {"base": {"storage": "nf4"}}),
-    "full.update": ("backward", {**FULL, "optim": {"max_grad_norm": None}, "batch": {"micro_batch_tokens": 3000}}),
     "batch.micro_batch_tokens": (1000, {}),
     "eval.every_steps": (1, EVAL),
     "checkpoint.every_steps": (1, {}),
@@ -82,6 +81,11 @@ TRAINS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 # setting -> (its other value, the settings that it needs, what the run prints or is refused with)
 SAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "full.update": (
+        "backward",
+        {**FULL, "optim": {"max_grad_norm": None}, "batch": {"micro_batch_tokens": 3000}},
+        "updates in the backward pass",
+    ),
     "name": ("other", {}, "run: other|other: lora"),
     "device": ("cuda", {}, "needs GPU 0, but 0 are visible"),
     "model.name": ("/nowhere", {}, "there is no folder /nowhere"),

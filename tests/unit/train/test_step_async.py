@@ -127,7 +127,7 @@ def test_a_stopped_step_and_the_one_launched_after_it_change_nothing(tiny: Any, 
     assert stopped() is None
     assert after() is None
     assert_equal(state(run), before)
-    run.stop._first_signal = None
+    run.stop.number = None
     launch_step(run, steps[1])()
     assert not torch.equal(state(run)[0], before[0])
 
@@ -146,7 +146,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
 
         def launch_or_stop(run: Run, planned: Any) -> Any:
             if planned.index == at:
-                run.stop._first_signal = SIGNAL
+                run.stop.number = SIGNAL
             return launch(run, planned)
 
         return launch_or_stop
