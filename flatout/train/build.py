@@ -34,10 +34,10 @@ from flatout.parallel.shards import is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, connect
 from flatout.plan.memory.estimate import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
-from flatout.train.clocks import BusyClock
 from flatout.train.feed import Feed
 from flatout.train.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
 from flatout.train.planning import PlannedRun
+from flatout.train.rank_meter import RankMeter
 from flatout.train.resume import restore
 from flatout.train.state import Run
 
@@ -94,7 +94,7 @@ def build_run(
         memory=planned.memory,
         fused_lora=fused,
         watch=watch or PeerWatch(config.faults, reporter.event),
-        busy=BusyClock(device),
+        rank_meter=RankMeter(device),
     )
     if saved is not None:
         restore(run, saved)

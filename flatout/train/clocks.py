@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 
 import torch
 
@@ -15,33 +14,6 @@ def now(device: torch.device) -> torch.cuda.Event | float:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-class BusyClock:
-    """Times this rank's passes in a step, from `start` to `stop`; reports the latest step the device has finished."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._started: torch.cuda.Event | float = 0.0
-        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._seconds = 0.0
-
-    def start(self) -> None:
-        self._started = now(self._device)
-
-    def stop(self) -> None:
-        started, ended = self._started, now(self._device)
-        if isinstance(started, float) or isinstance(ended, float):
-            self._seconds = float(ended) - float(started)  # type: ignore[arg-type]
-        else:
-            self._events.append((started, ended))
-
-    def seconds(self) -> float:
-        """Return the compute seconds of the latest finished step, 0 before the first; a GPU's lag one or two steps."""
-        while self._events and self._events[0][1].query():
-            started, ended = self._events.popleft()
-            self._seconds = started.elapsed_time(ended) / 1e3
-        return self._seconds
 
 
 class StepClock:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ from flatout.plan.memory.estimate import MicroBatchSize
 from flatout.plan.steps.step_plan import StepPlan
 from flatout.track.record import StepRecord
 from flatout.train.clocks import StepClock
+from flatout.train.rank_meter import RankFigures, mean_figures
 from flatout.train.state import Run
 from flatout.train.step import StepOutcome, micro_batches_of
 
@@ -36,7 +35,8 @@ class Meter:
         self._clock = StepClock(run.device)
         self._stragglers, self._memory = Stragglers(run.reporter.event), PeakMemoryReporter(run)
         self._steps: list[StepPlan] = []
-        self._elapsed_s = self._wait_before_s = 0.0
+        self._ranks: list[tuple[RankFigures, ...]] = []
+        self._elapsed_s = 0.0
 
     def start_step(self) -> None:
         """Start the clock; evaluation and saving happen between steps and do not count."""
@@ -47,39 +47,64 @@ class Meter:
         run, completed = self._run, step.index + 1
         step_s = self._clock.end_step(outcome.ended)
         self._steps.append(step)
+        self._ranks.append(outcome.ranks)
         self._elapsed_s += step_s
         run.progress.elapsed_s += step_s
-        self._stragglers.check(completed, outcome.busy_s)
+        self._stragglers.check(completed, [rank.busy_s for rank in outcome.ranks])
         if completed % run.config.log_every_steps == 0 or completed == run.plan.num_steps:
-            flops_per_s = sum(useful_flops(run, one) for one in self._steps) / self._elapsed_s
-            record = StepRecord(
-                step=completed,
-                num_steps=run.plan.num_steps,
-                epoch=run.plan.epoch_after(step),
-                loss=outcome.loss,
-                token_accuracy=outcome.token_accuracy,
-                lr=outcome.lr,
-                grad_norm=outcome.grad_norm,
-                num_samples=len(step.sample_ids),
-                num_tokens=step.num_tokens,
-                num_label_tokens=step.num_label_tokens,
-                num_micro_batches=sum(len(rank) for rank in step.ranks),
-                tokens_per_s=sum(one.num_tokens for one in self._steps) / self._elapsed_s,
-                label_tokens_per_s=sum(one.num_label_tokens for one in self._steps) / self._elapsed_s,
-                step_s=self._elapsed_s / len(self._steps),
-                data_wait_s=(run.feed.wait_s - self._wait_before_s) / len(self._steps),
-                flops_per_s=flops_per_s,
-                mfu=None if self._peak is None else flops_per_s / (self._peak.flops_per_s * run.rank.world),
-                padding_avoided=1.0 - step.num_tokens / run.plan.naive_tokens(step),
-                balance=step.balance,
-                peak_memory_bytes=peak_memory_bytes(run.device),
-                elapsed_s=run.progress.elapsed_s,
-                busy_min_s=min(outcome.busy_s, default=None),
-                busy_max_s=max(outcome.busy_s, default=None),
-            )
-            run.reporter.record(record)
-            self._steps, self._elapsed_s, self._wait_before_s = [], 0.0, run.feed.wait_s
+            run.reporter.record(self._record(step, outcome))
+            self._steps, self._ranks, self._elapsed_s = [], [], 0.0
         self._memory.end_step(step)
+
+    def _record(self, step: StepPlan, outcome: StepOutcome) -> StepRecord:
+        run, elapsed_s, num_recorded = self._run, self._elapsed_s, len(self._steps)
+        flops_per_s = sum(useful_flops(run, one) for one in self._steps) / elapsed_s
+        num_tokens = sum(one.num_tokens for one in self._steps)
+        measured = [rank for ranks in self._ranks for rank in ranks]
+        mean = mean_figures(measured)
+        latest = outcome.ranks or (RankFigures(),)
+        busy_s = tuple(rank.busy_s for rank in outcome.ranks) if len(outcome.ranks) > 1 else ()
+        num_left = run.plan.num_steps - step.index - 1
+        return StepRecord(
+            step=step.index + 1,
+            num_steps=run.plan.num_steps,
+            epoch=run.plan.epoch_after(step),
+            loss=outcome.loss,
+            token_accuracy=outcome.token_accuracy,
+            lr=outcome.lr,
+            grad_norm=outcome.grad_norm,
+            num_samples=len(step.sample_ids),
+            num_tokens=step.num_tokens,
+            num_label_tokens=step.num_label_tokens,
+            num_micro_batches=sum(len(rank) for rank in step.ranks),
+            tokens_per_s=num_tokens / elapsed_s,
+            label_tokens_per_s=sum(one.num_label_tokens for one in self._steps) / elapsed_s,
+            step_s=elapsed_s / num_recorded,
+            data_wait_s=mean.data_wait_s,
+            flops_per_s=flops_per_s,
+            mfu=None if self._peak is None else flops_per_s / (self._peak.flops_per_s * run.rank.world),
+            padding_avoided=1.0 - step.num_tokens / run.plan.naive_tokens(step),
+            balance=step.balance,
+            peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in latest)),
+            elapsed_s=run.progress.elapsed_s,
+            busy_min_s=min(busy_s, default=None),
+            busy_max_s=max(busy_s, default=None),
+            rank_busy_s=busy_s,
+            num_recorded=num_recorded,
+            num_ranks=run.rank.world,
+            processed_tokens_per_s=sum(rank.num_processed_tokens for rank in measured) / elapsed_s,
+            tokens_per_s_per_rank=num_tokens / elapsed_s / run.rank.world,
+            forward_s=mean.forward_s,
+            backward_s=mean.backward_s,
+            gradient_sum_s=mean.gradient_sum_s,
+            checkpoint_wait_s=mean.checkpoint_wait_s,
+            optimizer_s=mean.optimizer_s,
+            memory_bytes=int(max(rank.memory_bytes for rank in latest)),
+            reserved_memory_bytes=int(max(rank.reserved_memory_bytes for rank in latest)),
+            peak_reserved_memory_bytes=int(max(rank.peak_reserved_memory_bytes for rank in latest)),
+            mean_peak_memory_bytes=int(sum(rank.peak_memory_bytes for rank in latest) / len(latest)),
+            eta_s=run.progress.elapsed_s / (step.index + 1) * num_left,
+        )
 
 
 class Stragglers:
@@ -150,12 +175,3 @@ def device_peak(run: Run) -> Peak | None:
         return None
     arithmetic = "fp8" if run.config.computes_in_fp8 else _ARITHMETIC.get(run.dtype, "")
     return nominal_peak(torch.cuda.get_device_name(run.device), arithmetic)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory so far: allocated GPU memory on CUDA, the process's resident size on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    # Linux counts kilobytes, macOS bytes
-    unit_bytes = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes

@@ -22,8 +22,8 @@ from flatout.plan.memory.budget import MemoryDecision
 from flatout.plan.steps.run_plan import RunPlan
 from flatout.plan.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
-from flatout.train.clocks import BusyClock
 from flatout.train.feed import Feed
+from flatout.train.rank_meter import RankMeter
 from flatout.train.stop_request import StopRequest
 
 
@@ -94,7 +94,7 @@ class Run:
     memory: MemoryDecision
     fused_lora: FusedLayers
     watch: PeerWatch
-    busy: BusyClock
+    rank_meter: RankMeter
     progress: Progress = field(default_factory=Progress)
     state: LoopState = field(default_factory=LoopState)
     stop: StopRequest = field(default_factory=StopRequest)

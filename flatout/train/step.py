@@ -28,6 +28,7 @@ from flatout.optim.update import (
 )
 from flatout.parallel.shards import local_part
 from flatout.plan.steps.step_plan import MicroBatch, StepPlan
+from flatout.train.rank_meter import RankFigures, gathered_figures, scatter_figures
 from flatout.train.state import Run
 
 
@@ -35,8 +36,8 @@ from flatout.train.state import Run
 class StepOutcome:
     """The result of one step. `grad_norm` is the global L2 norm before clipping. `skipped` says why no update was made.
 
-    `busy_s` has each rank's seconds in the forward and backward passes of the latest step its device has finished;
-    empty for one rank. `ended` marks the step's end on the device, for a step that the host did not wait for.
+    `ranks` has what each rank measured, in their order. `ended` marks the step's end on the device, for a step that
+    the host did not wait for.
     """
 
     loss: float
@@ -44,7 +45,7 @@ class StepOutcome:
     grad_norm: float
     lr: float
     skipped: str | None = None
-    busy_s: tuple[float, ...] = field(default=(), compare=False)
+    ranks: tuple[RankFigures, ...] = field(default=(), compare=False)
     ended: torch.cuda.Event | float | None = field(default=None, compare=False)
 
 
@@ -72,18 +73,18 @@ def launch_step(run: Run, step: StepPlan) -> Pending:
     run.optimizer.zero_grad(set_to_none=True)
     if step.num_label_tokens == 0:
         return lambda: NOTHING_TO_LEARN
-    run.busy.start()
+    run.rank_meter.start_step(run.feed.wait_s)
     loss_sum, num_correct = accumulate_gradients(run, step)
-    run.busy.stop()
+    figures = run.rank_meter.figures(run.feed.wait_s)
     run.watch.set_phase("sum")
-    # before any other collective, as ranks may have started these sums in their backward passes
-    run.strategy.sum_gradients(run.parameters)
-    # filled on the device, so that the host does not wait; each rank writes its busy seconds at its own index
+    with run.rank_meter.phase("gradient_sum"):
+        # before any other collective, as ranks may have started these sums in their backward passes
+        run.strategy.sum_gradients(run.parameters)
+    # filled on the device, so that the host does not wait
     stop = torch.full_like(loss_sum, float(run.stop.requested))
-    busy_s = torch.zeros(run.rank.world if run.rank.world > 1 else 0, dtype=loss_sum.dtype, device=loss_sum.device)
-    busy_s[run.rank.index : run.rank.index + 1] = run.busy.seconds()
-    totals = run.strategy.sum_values(torch.cat([torch.stack([loss_sum, num_correct, stop]), busy_s]))
-    return apply_update(run, step, totals)
+    own = scatter_figures(figures, run.rank, loss_sum.device)
+    totals = run.strategy.sum_values(torch.cat([torch.stack([loss_sum, num_correct, stop]), own]))
+    return apply_update(run, step, totals, figures)
 
 
 def accumulate_gradients(run: Run, step: StepPlan) -> tuple[Tensor, Tensor]:
@@ -115,10 +116,11 @@ def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]
                 break
             seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
             with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
-                with autocast(run):
+                with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
                     batch_loss, batch_correct = run.loss(batch)
-                # the plan fixes this divisor before step 0, so ranks need no collective for it
-                run.scaler.scale(batch_loss / step.num_label_tokens).backward()
+                with run.rank_meter.phase("backward"):
+                    # the plan fixes this divisor before step 0, so ranks need no collective for it
+                    run.scaler.scale(batch_loss / step.num_label_tokens).backward()
             loss_sum += batch_loss.detach()
             num_correct += batch_correct
     except torch.OutOfMemoryError:
@@ -165,10 +167,11 @@ def _longest(run: Run, micro_batches: Sequence[MicroBatch]) -> int:
     return int(run.plan.samples.lengths[run.plan.samples.indices_of(ids)].max())
 
 
-def apply_update(run: Run, step: StepPlan, totals: Tensor) -> Pending:
+def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures) -> Pending:
     """End a step: update the weights unless a total is not finite or a stop was requested.
 
-    `totals` (3 or 3 + ranks,) are sums over ranks: loss, correct tokens, stop requests, and each rank's busy seconds.
+    `totals` are sums over ranks: loss, correct tokens, stop requests, and what `scatter_figures` returned; `figures`
+    are this rank's.
     An optimizer that supports `found_inf` decides on the device, and the host reads the totals later. For any other
     optimizer, and for fp16 loss scaling, the host reads them first.
     """
@@ -177,7 +180,7 @@ def apply_update(run: Run, step: StepPlan, totals: Tensor) -> Pending:
     totals = torch.cat([totals, norm.to(totals.dtype)[None]])
     lr = next_lr(run)
     if run.scaler.is_enabled() or not supports_found_inf(run.optimizer):
-        outcome = _read_totals(run, step, lr, totals.tolist())
+        outcome = _read_totals(run, step, lr, totals.tolist(), figures)
         if outcome is not None:
             _update(run, norm, lr)
         return lambda: outcome
@@ -189,7 +192,7 @@ def apply_update(run: Run, step: StepPlan, totals: Tensor) -> Pending:
 
     def wait() -> StepOutcome | None:
         run.state.num_in_flight -= 1
-        return _read_totals(run, step, lr, read(), ended)
+        return _read_totals(run, step, lr, read(), figures, ended)
 
     return wait
 
@@ -204,8 +207,9 @@ def next_lr(run: Run) -> float:
 def _update(run: Run, norm: Tensor, lr: float) -> None:
     """Clip to `optim.max_grad_norm` and step."""
     set_lr(run.optimizer, lr)
-    run.saver.before_update()
-    with record_function("flatout::optimizer"):
+    with run.rank_meter.phase("checkpoint_wait"):
+        run.saver.before_update()
+    with record_function("flatout::optimizer"), run.rank_meter.phase("optimizer"):
         grads = [local_part(parameter.grad) for parameter in run.parameters if parameter.grad is not None]
         if run.config.optim.max_grad_norm is not None and grads:
             # as torch.nn.utils.clip_grads_with_norm_, on this rank's shards
@@ -217,10 +221,15 @@ def _update(run: Run, norm: Tensor, lr: float) -> None:
 
 
 def _read_totals(
-    run: Run, step: StepPlan, lr: float, totals: list[float], ended: torch.cuda.Event | float | None = None
+    run: Run,
+    step: StepPlan,
+    lr: float,
+    totals: list[float],
+    figures: RankFigures,
+    ended: torch.cuda.Event | float | None = None,
 ) -> StepOutcome | None:
     """Return the step's outcome from its totals on the host; `ended` is the end of a step that it did not wait for."""
-    loss_total, correct_total, num_stopping, *busy_s, grad_norm = totals
+    loss_total, correct_total, num_stopping, *gathered, grad_norm = totals
     if num_stopping:
         # some ranks left out micro-batches: the whole step is repeated after resuming
         run.optimizer.zero_grad(set_to_none=True)
@@ -238,7 +247,7 @@ def _read_totals(
             run.strategy.sum_gradients(run.parameters)
         require_finite(run, step, loss, grad_norm)
     accuracy = correct_total / step.num_label_tokens
-    return StepOutcome(loss, accuracy, grad_norm, lr, skipped, tuple(busy_s), ended)
+    return StepOutcome(loss, accuracy, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended)
 
 
 def require_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> None:
@@ -297,22 +306,26 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
         return lambda: NOTHING_TO_LEARN
     if run.stop.requested:
         return lambda: None
+    run.rank_meter.start_step(run.feed.wait_s)
     (batch,) = run.feed.batches(step.ranks[run.rank.index])
     seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=0)
-    with autocast(run):
+    with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
         batch_loss, batch_correct = run.loss(batch)
     loss_sum, num_correct = torch.stack([batch_loss.detach().double(), batch_correct.double()]).tolist()
     require_finite(run, step, loss_sum, 0.0)
     lr = next_lr(run)
     update.start(lr)
     # weights change inside the backward pass
-    run.saver.before_update()
-    (batch_loss / step.num_label_tokens).backward()
+    with run.rank_meter.phase("checkpoint_wait"):
+        run.saver.before_update()
+    with run.rank_meter.phase("backward"):
+        (batch_loss / step.num_label_tokens).backward()
     grad_norm = update.finish().item()
     if not math.isfinite(grad_norm):
         raise NumericError(
             f"step {step.index + 1}: gradient norm {grad_norm}, found after the update (full.update: backward); resume "
             "from the newest checkpoint with a lower optim.lr, or full.update: step, which checks before it updates"
         )
-    outcome = StepOutcome(loss_sum / step.num_label_tokens, num_correct / step.num_label_tokens, grad_norm, lr)
+    loss, accuracy = loss_sum / step.num_label_tokens, num_correct / step.num_label_tokens
+    outcome = StepOutcome(loss, accuracy, grad_norm, lr, ranks=(run.rank_meter.figures(run.feed.wait_s),))
     return lambda: outcome

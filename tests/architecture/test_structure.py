@@ -60,9 +60,9 @@ MAX_PACKAGE_LINES = {
     "optim": 600,
     "parallel": 1430,
     "plan": 1680,
-    "profile": 220,
-    "track": 390,
-    "train": 2250,
+    "profile": 230,
+    "track": 760,
+    "train": 2510,
     "verify": 720,
 }
 

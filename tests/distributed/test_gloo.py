@@ -65,6 +65,11 @@ def test_ranks_equal_one_process(one_rank: Any, tmp_path: Path, metrics_of: Any,
         for key in ("loss", "grad_norm"):
             assert b[key] == pytest.approx(a[key], rel=1e-10)
         assert (a["num_tokens"], a["num_label_tokens"], a["lr"]) == (b["num_tokens"], b["num_label_tokens"], b["lr"])
+        assert len(b["rank_busy_s"]) == b["num_ranks"] == num_ranks
+        assert (b["busy_min_s"], b["busy_max_s"]) == (min(b["rank_busy_s"]), max(b["rank_busy_s"]))
+        # a record has the ranks' times of the step before
+        assert (min(b["rank_busy_s"]) > 0) == (b["step"] > 1)
+        assert b["processed_tokens_per_s"] == pytest.approx(b["tokens_per_s"], rel=1e-9)
     evals = [metrics_of(folder, "eval") for folder in (one_rank.folder, tmp_path / "many")]
     for a, b in zip(*evals, strict=True):
         assert b["eval_loss"] == pytest.approx(a["eval_loss"], rel=1e-10)

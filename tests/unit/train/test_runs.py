@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from flatout.io.file_lock import RunLock
 from flatout.optim.lr_schedule import lr_factor
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
+from flatout.track.run_log import read_run
 from flatout.train.planning import plan_run
 from flatout.train.run import Result, train
 
@@ -156,6 +158,16 @@ def test_what_is_reported_is_true(uninterrupted: tuple[Any, Result], metrics_of:
         assert record["tokens_per_s"] == pytest.approx(record["num_tokens"] / record["step_s"], rel=1e-9)
         assert record["data_wait_s"] < record["step_s"]
         assert 0 <= record["padding_avoided"] < 1
+        # a CPU needs no filler
+        assert record["processed_tokens_per_s"] == pytest.approx(record["tokens_per_s"], rel=1e-9)
+        assert record["memory_bytes"] == record["mean_peak_memory_bytes"] > 1 << 20
+    phases = ("forward_s", "backward_s", "gradient_sum_s", "checkpoint_wait_s", "optimizer_s")
+    for before, record in pairwise(records):
+        # a record has the phases of the step before
+        assert 0 < sum(record[phase] for phase in phases) <= before["step_s"]
+        assert min(record["forward_s"], record["backward_s"], record["optimizer_s"]) > 0
+    assert records[0]["eta_s"] > 0
+    assert records[-1]["eta_s"] == 0
     assert records[-1]["epoch"] == pytest.approx(8 / planned.plan.steps_per_epoch)
     progress = result.progress
     assert progress.num_tokens == sum(record["num_tokens"] for record in records)
@@ -163,6 +175,24 @@ def test_what_is_reported_is_true(uninterrupted: tuple[Any, Result], metrics_of:
     assert [step for step, _ in evals(result.folder)] == [0, 3, 6, 8]
     best_step, best_loss = min(evals(result.folder), key=lambda item: item[1])
     assert (progress.best_step, progress.best_eval_loss) == (best_step, best_loss)
+
+
+def test_a_run_folder_says_what_ran_and_how_it_ended(uninterrupted: tuple[Any, Result]) -> None:
+    config, result = uninterrupted
+    log = read_run(result.folder)
+    assert log.start is not None
+    assert log.end is not None
+    assert (log.end.outcome, log.end.exit_code, log.end.final_dir) == ("complete", 0, str(result.final_dir))
+    assert [record.step for record in log.steps] == list(range(1, 9))
+    assert [record.step for record in log.evals] == [0, 3, 6, 8]
+    assert log.num_bad_lines == 0
+    plan = log.start.plan
+    assert log.start.settings["optim.lr"] == config.optim.lr
+    assert (log.start.num_trained_parameters < log.start.num_parameters) == (config.method == "lora")
+    assert (plan.num_steps, plan.samples_per_step) == (8, config.batch.samples_per_step)
+    assert sum(plan.length_counts) == plan.num_samples
+    for record, step in zip(log.steps, plan.packing, strict=False):
+        assert sum(length for rank in step for batch in rank for length in batch) == record.num_tokens
 
 
 def test_a_changed_setting_is_refused_and_can_be_allowed(uninterrupted: tuple[Any, Result], tmp_path: Path) -> None:
