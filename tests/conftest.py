@@ -84,7 +84,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return Tiny(root, model_dir, chats)
 
 
-@pytest.fixture(scope="session", params=["longrope", "dynamic"])
+@pytest.fixture(scope="session", params=["longrope", pytest.param("dynamic", marks=pytest.mark.exhaustive)])
 def length_scaled(request: pytest.FixtureRequest, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder whose rope depends on the length of its input, with chats on both sides of its limit."""
     import torch

@@ -38,7 +38,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[int]:
     return codes
 
 
-@pytest.fixture(scope="module", params=["lora", "full"])
+@pytest.fixture(scope="module", params=["lora", pytest.param("full", marks=pytest.mark.exhaustive)])
 def one_rank(request: pytest.FixtureRequest, tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     from flatout.train.run import train
 

@@ -33,7 +33,10 @@ SHAPE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", ["own", *ARCHS])
+# one of each kind of attention on every change, the others with -m exhaustive
+@pytest.mark.parametrize(
+    "arch", ["own", *(pytest.param(arch, marks=[] if arch == "gemma2" else pytest.mark.exhaustive) for arch in ARCHS)]
+)
 def test_every_cut_agrees(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], arch: str) -> None:
     """The run's own model (qwen3) over two ranks, and other architectures of random weights."""
     model = {"name": str(tiny.model_dir), "precision": "fp32"}

@@ -47,6 +47,7 @@ def test_mean_of_means_is_seen_where_there_are_several_micro_batches(tiny: Any, 
     assert rows["packed"]["verdict"] == "ok"
 
 
+@pytest.mark.exhaustive
 def test_a_missing_factor_of_the_world_size_is_seen_over_ranks_only(tiny: Any, tmp_path: Path) -> None:
     code, rows = verify_with([KNOWN["ranks averaged"], SHARDS_AVERAGED], tiny, tmp_path)
     assert code == 5
