@@ -6,7 +6,7 @@ import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Literal
 
@@ -161,16 +161,21 @@ def next_commands(log: RunLog) -> list[str]:
         return [f"flatout watch {folder}", f"flatout report {folder}", again]
     if log.end.outcome != "complete":
         return [again, f"flatout report {folder}", f"flatout watch {folder}"]
-    last = f"flatout eval {folder}"
+    last = f"flatout eval {folder} --tasks arc_easy"
     if log.start is None or log.start.method == "lora":
         last = f"flatout merge {folder} --out {shlex.quote(str(log.folder / 'merged'))}"
     return [f"flatout chat {folder}", f"flatout report {folder}", last]
 
 
-def summary_lines(summary: RunSummary, commands: Sequence[str]) -> list[str]:
-    """Return the summary as lines of 80 columns; only the path in a command can make one longer."""
+def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: bool = False) -> list[str]:
+    """Return the summary as lines of 80 columns; only a command, which stays whole, can be longer.
+
+    A short one has the steps, the loss and the commands only.
+    """
     outcome = summary.outcome or "not ended"
     rows = [("summary", f"{outcome}, {summary.num_steps:,} of {summary.num_planned_steps:,} steps")]
+    if summary.why is not None:
+        rows.append(("why", summary.why))
     if summary.first_loss is not None:
         rows[0] = ("summary", f"{rows[0][1]} in {short_time(summary.train_s)} of training")
         rows.append(("loss", f"{summary.first_loss:.4f} first, {summary.last_loss:.4f} last"))
@@ -183,20 +188,19 @@ def summary_lines(summary: RunSummary, commands: Sequence[str]) -> list[str]:
         rows.append(("tokens", f"{short_count(summary.num_tokens)}, label {short_count(summary.num_label_tokens)}"))
         rows.append(("speed", f"{summary.tokens_per_s:,.0f} tokens/s{mfu}{without}"))
         rows.append(("memory", f"{summary.peak_memory_bytes / 2**30:.1f} GiB at peak"))
-        lost = summary.lost
-        parts = {
-            "padding": lost.padding_s, "imbalance": lost.imbalance_s, "data": lost.data_wait_s,
-            "compiling": lost.compile_s, "saving": lost.checkpoint_s, "evaluating": lost.eval_s,
-        }  # fmt: skip
-        rows.append(("lost", ", ".join(f"{name} {short_time(seconds)}" for name, seconds in parts.items())))
+        lost = {name.removesuffix("_s"): short_time(seconds) for name, seconds in asdict(summary.lost).items()}
+        # no-break spaces keep a number and its unit on one line
+        parts = (f"{name} {text}".translate({ord("_"): " ", ord(" "): "\xa0"}) for name, text in lost.items())
+        rows.append(("lost", ", ".join(parts)))
     if summary.events:
         rows.append(("events", ", ".join(f"{count} {kind}" for kind, count in summary.events.items())))
     rows += [("warning", warning) for warning in summary.warnings]
-    rows += [("" if index else "next", command) for index, command in enumerate(commands)]
-    wrapper = textwrap.TextWrapper(
-        WIDTH, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
-    )
-    return [line for name, text in rows for line in wrapper.wrap(f"{name:<10} {text}")]
+    if is_short:
+        rows = [(name, text) for name, text in rows if name in ("summary", "loss")]
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+    lines = [line.replace("\xa0", " ") for name, text in rows for line in wrapper.wrap(f"{name:<10} {text}")]
+    # a command stays on one line, to be copied
+    return lines + [f"{'' if index else 'next':<10} {command}" for index, command in enumerate(commands)]
 
 
 def short_count(number: float) -> str:
@@ -209,10 +213,11 @@ def short_count(number: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """Return a duration as 0.3 s, 42 s or 1:23:45."""
+    """Return a duration as 0.25 s, 42 s, 1:23:45 or 3 d 4 h."""
     if seconds < 59.5:
-        return f"{seconds:.1f} s" if 0 < seconds < 9.95 else f"{seconds:.0f} s"
-    return str(timedelta(seconds=round(seconds)))
+        return f"{seconds:.2g} s"
+    hours = round(seconds / 3600)
+    return str(timedelta(seconds=round(seconds))) if hours < 24 else f"{hours // 24} d {hours % 24} h"
 
 
 def _summarize_losses(losses: Mapping[int, float], evals: Sequence[EvalRecord] = ()) -> EvalSummary | None:

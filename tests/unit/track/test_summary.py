@@ -101,4 +101,4 @@ def test_numbers_are_short() -> None:
     assert [short_count(number) for number in (7, 999, 12_345, 1_234_567, 9.9e11)] == [
         "7", "999", "12.3k", "1.23M", "990G",
     ]  # fmt: skip
-    assert [short_time(seconds) for seconds in (0, 0.25, 42, 3723)] == ["0 s", "0.2 s", "42 s", "1:02:03"]
+    assert [short_time(seconds) for seconds in (0, 0.25, 42, 3723)] == ["0 s", "0.25 s", "42 s", "1:02:03"]
