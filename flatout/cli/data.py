@@ -95,26 +95,24 @@ def _config(args: argparse.Namespace) -> DataConfig:
 def _build(args: argparse.Namespace) -> None:
     config = _config(args)
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from flatout.data.build import open_or_build
-    from flatout.data.tokenizer import load_tokenizer
+    from flatout.track.console import ConsoleCallback
 
     number = "all" if config.num_samples is None else config.num_samples
     print(printable(redacted(f"Loading {number} samples from {', '.join(args.paths)}...")), flush=True)
-    rate = TextColumn("{task.fields[rate]}")
-    columns = (TextColumn("tokenizing"), BarColumn(20), MofNCompleteColumn(), rate, TimeRemainingColumn())
-    console = Console(stderr=True, soft_wrap=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None, rate="")
+    with ConsoleCallback(Console(stderr=True)) as console:
+        console.on_phase("importing libraries")
+        from flatout.data.build import open_or_build
+        from flatout.data.tokenizer import load_tokenizer
 
-        def progress(done: int, total: int | None) -> None:
-            bar.update(task, completed=done, total=total, rate=f"{bar.tasks[0].speed or 0:,.0f} rows/s")
-
-        def log(text: str) -> None:
-            console.print(text, markup=False, highlight=False)
-
-        store = open_or_build(config, args.tokenizer, replaces=args.replace, progress=progress, log=log)
+        console.on_phase("opening the sources")
+        store = open_or_build(
+            config,
+            args.tokenizer,
+            replaces=args.replace,
+            progress=lambda done, total: console.on_phase("tokenizing row", done, total or 0),
+            log=console.print_line,
+        )
     if args.print_samples:
         tokenizer = load_tokenizer(store.meta.tokenizer)
         print(f"\n{_WIDE}\nSAMPLE TEXTS FROM PROCESSED DATASET:\n{_WIDE}")

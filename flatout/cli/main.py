@@ -22,6 +22,7 @@ VERBS = {
     "verify": "prove that packing, accumulation, ranks and strategies do not change this run's step",
     "doctor": "check the machine, the run folder and the disks before a run",
     "train": "fine-tune",
+    "watch": "show a running or finished run: progress, loss, speed, ranks, events",
     "launch": "write an sbatch script or a Kubernetes manifest for a run",
     "bench": "measure tokens per second and memory of a configuration or model on this machine",
     "chat": "chat with a run, an adapter or a model",

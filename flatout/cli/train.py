@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TextIO, cast
 
 from flatout.cli.screen import quiet_transformers
 from flatout.config.read import load_config
@@ -25,7 +26,7 @@ from flatout.environment import (
     set_environment,
     whole_number,
 )
-from flatout.errors import ResourceError, UsageError
+from flatout.errors import FlatoutError, ResourceError, UsageError
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.file_lock import RunLock
 from flatout.launch import tmux
@@ -35,6 +36,9 @@ from flatout.launch.ranks import end_with_parent
 from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, Rendezvous
 from flatout.launch.supervise import Supervisor
 from flatout.parallel.rank import Rank
+from flatout.track.console import ConsoleCallback, RankOutput
+from flatout.track.run_log import read_run
+from flatout.track.summary import next_commands, summarize, summary_lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,11 +82,26 @@ def run(args: argparse.Namespace) -> int:
             words += [f"--nnodes={args.nnodes}", f"--node-rank={args.node_rank}", f"--rdzv={args.rdzv}"]
         _start_in_tmux(config, place, args.tmux, words, dry_run=args.dry_run)
         return 0
-    if isinstance(place, SpawnRanks):
-        return _start_ranks(config, place, words)
-    set_environment({**expandable_segments_env(environment()), **place.environment})
-    _train_here(config, args.profile)
-    return 0
+    started_at = time.time()
+    try:
+        if isinstance(place, SpawnRanks):
+            return _start_ranks(config, place, words)
+        set_environment({**expandable_segments_env(environment()), **place.environment})
+        _train_here(config, args.profile)
+        return 0
+    finally:
+        # whoever started the ranks prints it once, after the last restart
+        if PARENT not in environment() and Rank.from_env().is_first and (nodes is None or nodes.index == 0):
+            _print_summary(config.folder, started_at)
+
+
+def _print_summary(folder: Path, started_at: float) -> None:
+    """Print what a run came to, unless it has no step or another process wrote its end."""
+    with suppress(FlatoutError, OSError):
+        log = read_run(folder)
+        if log.steps and log.end is not None and log.end.ended_at >= started_at:
+            is_short = log.end.outcome != "complete"
+            print("\n".join(summary_lines(summarize(log), next_commands(log), is_short=is_short)))
 
 
 def _start_ranks(config: Config, start: SpawnRanks, words: list[str]) -> int:
@@ -101,7 +120,10 @@ def _start_ranks(config: Config, start: SpawnRanks, words: list[str]) -> int:
         secret = secret_of_nodes(env)
         kind = HostRendezvous if nodes.index == 0 else ClientRendezvous
         rendezvous = kind(nodes, secret, join_s=faults.join_s, log=to_stderr)
-    return Supervisor(logs, words, faults, rendezvous, env, secret, to_stderr, sys.stdout).run(start)
+    with ConsoleCallback() as console:
+        console.on_phase("starting ranks")
+        out = cast(TextIO, RankOutput(console, sys.stdout, config.folder))
+        return Supervisor(logs, words, faults, rendezvous, env, secret, to_stderr, out).run(start)
 
 
 def _start_in_tmux(config: Config, place: RunHere | SpawnRanks, name: str, words: list[str], *, dry_run: bool) -> None:
@@ -135,16 +157,23 @@ def _train_here(config: Config, profile_steps: int | None) -> None:
     if folder:
         report.write(Path(folder))
     try:
-        # import torch only after the configuration is checked
-        from flatout.profile.profiler import Profiler
-        from flatout.track.console import ConsoleCallback
-        from flatout.train.run import train
+        with ConsoleCallback(every_record=config.log_every_steps > 1) as console:
+            if Rank.from_env().is_first:
+                console.on_phase("importing torch")
+            # import torch only after the configuration is checked
+            from flatout.profile.profiler import Profiler
+            from flatout.train.run import train
 
-        quiet_transformers()
-        profilers = []
-        if profile_steps is not None:
-            profilers.append(Profiler(config.folder, profile_steps, partial(ConsoleCallback().on_stage, "profile")))
-        train(config, callbacks=profilers, on_peer_lost=lambda error: end(error.exit_code, error))
+            quiet_transformers()
+            profilers = []
+            if profile_steps is not None:
+                profilers.append(Profiler(config.folder, profile_steps, partial(console.on_stage, "profile")))
+            train(
+                config,
+                callbacks=profilers,
+                console=console,
+                on_peer_lost=lambda error: end(error.exit_code, error),
+            )
     except BaseException as error:
         unnamed = SIGNAL_EXIT_CODE + signal.SIGINT if isinstance(error, KeyboardInterrupt) else UNCAUGHT_EXIT_CODE
         end(getattr(error, "exit_code", unnamed), error)

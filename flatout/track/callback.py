@@ -25,6 +25,9 @@ class Callback:
     def on_stage(self, name: str, text: str) -> None:
         """One line at start-up or at the end: what was decided or done."""
 
+    def on_phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        """What the run does from now on, such as loading weights, and how far that is; 0 for unknown."""
+
     def on_step(self, record: StepRecord) -> None:
         """The figures of a step; every `log_every_steps` steps."""
 
@@ -64,6 +67,11 @@ class Reporter:
         with self._lock:
             for callback in self._callbacks:
                 callback.on_stage(name, redacted(text))
+
+    def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        with self._lock:
+            for callback in self._callbacks:
+                callback.on_phase(name, done, total)
 
     def record(self, record: Record) -> None:
         with self._lock:

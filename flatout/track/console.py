@@ -1,70 +1,236 @@
-"""The console: one line per stage at start-up, then live progress, or plain lines without a terminal."""
+"""The console: one line per stage, then a bar on a terminal, or plain lines in a pipe or a log."""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Mapping
-from datetime import timedelta
-from typing import Any, TextIO, cast
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from threading import Event, RLock, Thread
+from typing import Any, Self, TextIO, cast
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from flatout.track.callback import Callback
 from flatout.track.record import EvalRecord, RunEnd, StepRecord, describe_event, describe_record
+from flatout.track.run_log import LineFollower, record_of
+from flatout.track.summary import short_count, short_time
 from flatout.track.tolerant_stream import TolerantStream
 
-PLAIN_LINES = 20
+# without a terminal, at least this many steps of a run are printed, and the next step after so many seconds
+PLAIN_LINES, STEP_LINE_S = 20, 20.0
+# after so many seconds without a line, one says what the run does; the longer time applies during steps
+SILENT_S, SILENT_STEPS_S = 4.0, 29.0
+TICK_S = 0.5
+# columns of a line's name with a space, and of the bar
+INDENT, BAR_WIDTH = 11, 8
+# events that a stage has told already, or that whoever started the run tells
+TOLD_EVENTS = {"stopped", "resumed"}
+# what RankOutput recognizes in rank 0's log: how far the run is, which the bar shows
+_STEP_LINE = re.compile(r"step {7}\d+/")
+_WAITING_LINE = re.compile(r"\.{3} {8}(.+) (\d+) s")
 
 
 class ConsoleCallback(Callback):
-    """See Callback for the methods. Without a terminal about PLAIN_LINES steps of a run are printed, or with
-    `every_record` each step that is recorded."""
+    """See Callback for the methods. Use it as a context manager, so that a long phase never passes in silence.
 
-    def __init__(self, console: Console | None = None, *, every_record: bool = False) -> None:
-        self._every_record = every_record
-        # TolerantStream, because a run continues when nobody reads what it prints
-        self._console = console or Console(file=cast(TextIO, TolerantStream(sys.stdout)) if sys.stdout else None)
-        self._progress: Progress | None = None
-        self._last_shown = 0
+    Without a terminal about PLAIN_LINES steps of a run are printed, or with `every_record` each step that is recorded;
+    in any case one every 30 s. `clock` is in seconds.
+    """
 
-    def on_stage(self, name: str, text: str) -> None:
-        self._console.print(f"[bold cyan]{name:<10}[/] {escape(text)}", highlight=False, soft_wrap=True)
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        every_record: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if console is None and sys.stdout is not None:
+            # TolerantStream, because a run continues when nobody reads what it prints; whether this is a terminal is
+            # not left to rich, as FORCE_COLOR would put a bar into logs
+            console = Console(file=cast(TextIO, TolerantStream(sys.stdout)), force_terminal=sys.stdout.isatty())
+        self._console = console or Console(quiet=True)
+        self.is_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._every_record, self._clock = every_record, clock
+        self._lock, self._closing, self._thread = RLock(), Event(), Thread(target=self._keep_ticking, daemon=True)
+        self._live: Live | None = None
+        self._record: StepRecord | None = None
+        self._shown_step, self._step_line_s = 0, -STEP_LINE_S
+        self._phase, self._done, self._total = "", 0, 0
+        self._phase_began_s = self._recorded_s = clock()
+        self._due_s = self._phase_began_s + SILENT_S
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closing.set()
+        self._thread.join(4 * TICK_S)
+        self._close_live()
+
+    def on_stage(self, name: str, text: str, style: str = "bold cyan") -> None:
+        self.print_line(f"{name:<{INDENT - 1}} {text}", style, len(name))
 
     def on_eval(self, record: EvalRecord) -> None:
         self.on_stage(*describe_record(record))
 
-    def on_step(self, record: StepRecord) -> None:
-        # what fits a terminal of 80 columns; the rest is in train.log and metrics.jsonl
-        mfu = "" if record.mfu is None else f"MFU {record.mfu:.0%}  "
-        memory = f"{record.peak_memory_bytes / 2**30:.0f} GiB"
-        figures = f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tok/s  {mfu}{memory}"
-        if self._console.is_terminal:
-            if self._progress is None:
-                columns = (BarColumn(bar_width=8), MofNCompleteColumn(), TextColumn("{task.description}"))
-                self._progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
-                self._progress.start()
-                self._progress.add_task("", total=record.num_steps)
-            task = self._progress.task_ids[0]
-            self._progress.update(task, completed=record.step, description=figures)
-        elif (
-            self._every_record
-            or self._last_shown == 0
-            or record.step == record.num_steps
-            or record.step - self._last_shown >= record.num_steps / PLAIN_LINES
-        ):
-            self._last_shown = record.step
-            left = timedelta(seconds=round(record.elapsed_s / record.step * (record.num_steps - record.step)))
-            self.on_stage("step", f"{record.step}/{record.num_steps}  {figures}  {left} left")
-
     def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
-        if kind == "stopped":
-            return  # the error itself is shown by whoever started the run
-        text = escape(describe_event(kind, facts))
-        self._console.print(f"[yellow]{kind:<10}[/] {text}", highlight=False, soft_wrap=True)
+        if kind not in TOLD_EVENTS:
+            self.on_stage(kind, describe_event(kind, facts), "yellow")
+
+    def on_phase(self, name: str, done: int = 0, total: int = 0, *, seconds: float = 0.0) -> None:
+        """Set what the run does now, and for how many `seconds` already; "" for nothing to show."""
+        with self._lock:
+            if name != self._phase:
+                self._phase, self._phase_began_s = name, self._clock() - seconds
+                if name != "step":
+                    self._due_s = min(self._due_s, self._clock() + SILENT_S)
+            self._done, self._total = done, total
+
+    def on_step(self, record: StepRecord) -> None:
+        with self._lock:
+            self._record, self._recorded_s = record, self._clock()
+            self.on_phase("step", record.step + 1)
+            is_last = record.step == record.num_steps
+            if self.is_terminal:
+                if self._live is None or is_last:
+                    self._refresh()
+            elif (
+                self._every_record
+                or is_last
+                or self._shown_step == 0
+                or record.step - self._shown_step >= record.num_steps / PLAIN_LINES
+                or self._recorded_s - self._step_line_s >= STEP_LINE_S
+            ):
+                self._shown_step, self._step_line_s = record.step, self._recorded_s
+                self.on_stage("step", fit(step_figures(record, record.eta_s), self._console.width - INDENT))
 
     def on_end(self, end: RunEnd) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        with self._lock:
+            self._close_live()
+            self._record = None
+            self.on_phase("closing")
+
+    def print_line(self, line: str, style: str = "", styled: int = 0) -> None:
+        """Print a line, its first characters in a style; on a terminal it wraps between words, as paths stay whole."""
+        if self.is_terminal:
+            wrapper = textwrap.TextWrapper(
+                self._console.width, subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False
+            )
+            line = wrapper.fill(line)
+        text = Text(line)
+        text.stylize(style, 0, styled)
+        with self._lock:
+            self._console.print(text, soft_wrap=True)
+            in_steps = self._phase == "step" and self._record is not None
+            self._due_s = self._clock() + (SILENT_STEPS_S if in_steps else SILENT_S)
+
+    def tick(self) -> None:
+        """Move what a terminal shows; elsewhere, say what the run does after a long silence. Called twice a second."""
+        with self._lock:
+            is_due = bool(self._phase) and self._clock() >= self._due_s
+            if self.is_terminal:
+                if self._record is None and not self._phase:
+                    self._close_live()
+                elif is_due or self._live is not None:
+                    self._refresh()
+            elif is_due:
+                self.on_stage("...", f"{self._phase_text()} {self._clock() - self._phase_began_s:.0f} s", "dim")
+                self._due_s = self._clock() + SILENT_STEPS_S
+
+    def _keep_ticking(self) -> None:
+        while not self._closing.wait(TICK_S):
+            self.tick()
+
+    def _refresh(self) -> None:
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, get_renderable=self._render)
+            self._live.start()
+        self._live.refresh()
+
+    def _close_live(self) -> None:
+        with self._lock:
+            if self._live is not None:
+                # the last state of a bar stays on the screen, that of a phase does not
+                self._live.transient = self._record is None
+                self._live.stop()
+                self._live = None
+
+    def _phase_text(self) -> str:
+        of_total = f" of {self._total:,}" if self._total else ""
+        return f"{self._phase} {self._done:,}{of_total}" if self._done else self._phase
+
+    def _render(self) -> RenderableType:
+        record, now_s = self._record, self._clock()
+        done, total, phase_s = self._done, self._total, round(now_s - self._phase_began_s)
+        parts = [f"{self._phase_text()} {short_time(phase_s)}"]
+        if done and total:
+            parts.append(f"{short_time(round(phase_s / done * (total - done)))} left")
+        if record is not None:
+            done, total = record.step, record.num_steps
+            figures = step_figures(record, max(0.0, record.eta_s - (now_s - self._recorded_s)))
+            parts = figures if self._phase in ("", "step") else [figures[0], *parts, *figures[1:]]
+        line = Table.grid(padding=(0, 1))
+        bar: list[RenderableType] = [ProgressBar(total, done, width=BAR_WIDTH)] if total else []
+        line.add_row(*bar, Text(fit(parts, self._console.width - BAR_WIDTH - 2), no_wrap=True, overflow="ellipsis"))
+        return line
+
+
+class RankOutput:
+    """Where a launcher copies the lines of rank 0's log: unchanged in a pipe, above a bar on a terminal.
+
+    The bar follows the metrics.jsonl of `folder`, so that logs hold lines only.
+    """
+
+    def __init__(self, console: ConsoleCallback, stream: TextIO, folder: Path) -> None:
+        self._console, self._stream = console, stream
+        path = folder / "metrics.jsonl"
+        self._metrics = LineFollower(path, offset=path.stat().st_size if path.exists() else 0)
+
+    def write(self, text: str) -> None:
+        """Show whole lines."""
+        is_terminal = self._console.is_terminal
+        if not is_terminal:
+            self._stream.write(text)
+        for line in text.splitlines():
+            # in a pipe, rank 0's own console says what it waits for
+            waiting = _WAITING_LINE.fullmatch(line) if is_terminal else None
+            self._console.on_phase(waiting[1] if waiting else "", seconds=float(waiting[2]) if waiting else 0.0)
+            if is_terminal and not waiting and not _STEP_LINE.match(line):
+                self._console.print_line(line, "bold cyan", INDENT - 1)
+
+    def flush(self) -> None:
+        """Show the steps since the last call; the launcher calls this all the time."""
+        for line in self._metrics.new_lines() if self._console.is_terminal else ():
+            record = record_of(line)
+            if isinstance(record, StepRecord):
+                self._console.on_step(record)
+        self._stream.flush()
+
+
+def step_figures(record: StepRecord, eta_s: float) -> list[str]:
+    """Return a step's figures for one line, the most important ones first; train.log and metrics.jsonl have all."""
+    figures = [
+        f"{record.step}/{short_count(record.num_steps)}",
+        f"loss {record.loss:.4f}",
+        f"{short_time(eta_s)} left",
+        f"{short_count(record.tokens_per_s)} tok/s",
+    ]
+    if record.mfu is not None:
+        figures.append(f"MFU {record.mfu:.0%}")
+    return [*figures, f"{record.peak_memory_bytes / 2**30:.1f} GiB"]
+
+
+def fit(parts: Sequence[str], width: int) -> str:
+    """Join parts of a line, without the last ones if they do not fit in `width` columns."""
+    for num in range(len(parts), 1, -1):
+        if len(text := "  ".join(parts[:num])) <= width:
+            return text
+    return parts[0]

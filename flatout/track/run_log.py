@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ BLOCK_BYTES = 1 << 22
 class LineFollower:
     """Reads new complete lines of a JSON Lines file that another process appends to. `offset` is in bytes.
 
-    A file that does not exist yet has no lines; a line that is still being written is read later. Lines that are not
-    JSON objects are counted in `num_bad` and left out.
+    A file that does not exist yet has no lines; a line that is still being written is read later; a file that became
+    shorter is read again from its start. Lines that are not JSON objects are counted in `num_bad` and left out.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -42,6 +43,8 @@ class LineFollower:
         except FileNotFoundError:
             return
         with file:
+            if file.seek(0, SEEK_END) < self.offset:
+                self.offset = 0
             file.seek(self.offset)
             rest = b""
             while block := file.read(BLOCK_BYTES):

@@ -118,6 +118,7 @@ def load_trainable(config: Config, planned: PlannedRun, device: torch.device, re
         reporter.stage("compile", f"kernels are cached in {keep_compiled_kernels()}")
         importing = import_compiler()
     waits = weights_wait_in_files(config, planned, device)
+    reporter.phase("loading weights")
     loaded = load_model(
         config.model,
         method=config.method,
@@ -132,6 +133,7 @@ def load_trainable(config: Config, planned: PlannedRun, device: torch.device, re
     stores = [store for store in (planned.store, planned.eval_store) if store is not None]
     longest = max(int(store.lengths.max()) for store in stores)
     dtype = weight_dtype_of(config.method, config.full, loaded.dtype)
+    reporter.phase("self-test")
     if not waits:
         reporter.stage("self-test", check_packing(loaded, longest=longest))
     elif config.method == "lora" and loaded.model.dtype != dtype:
@@ -195,6 +197,7 @@ def make_trainable(loaded: LoadedModel, config: Config, reporter: Reporter) -> N
 
 def fuse_adapters(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:
     """Fuse LoRA layers with the same input into one product; none for full fine-tuning or sharded weights."""
+    reporter.phase("preparing layers")
     if config.method == "full":
         return FusedLayers([])
     if planned.parallel_layout.lockstep:
@@ -215,6 +218,7 @@ def shard_state(
     reporter: Reporter,
 ) -> tuple[Strategy, PackedLoss, torch.optim.Optimizer]:
     """Connect to the other ranks, shard the state, and return the strategy, the loss to call, and the optimizer."""
+    reporter.phase("setting up strategy and optimizer")
     layout = planned.parallel_layout
     options = StrategyOptions(
         strategy=layout.strategy,
@@ -288,6 +292,7 @@ def compile_model(
 
     `loss` and `wrapper` are as for `compile_layers`. Attention and the head also prepare their kernels here.
     """
+    reporter.phase("compiling")
     recompute = planned.memory.recompute
     mode = config.compile if planned.parallel_layout.compiles else "off"
     with compiling_with(recompute):

@@ -133,6 +133,7 @@ def record_graphs(run: Run, why_not: str | None) -> str:
     """
     if why_not:
         return f"off: {why_not}"
+    run.reporter.phase("recording graphs")
     assert run.feed.num_boundaries is not None
     places = [(parameter, parameter.grad) for parameter in run.named_parameters.values() if parameter.grad is not None]
     decoder = GraphedDecoder(run.model, *zip(*places, strict=True))

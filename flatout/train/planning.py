@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from flatout.checkpoint.compatibility import config_changes
-from flatout.config.schema import Config
+from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError
@@ -65,8 +65,9 @@ def plan_run(
     Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
     """
     origin = f"{config.model.name}/config.json"
+    reporter.phase("reading the model's configuration")
     shape = read_shape(config.model.name, config.model.revision)
-    store = open_or_build(config.data, config.model.name, log=lambda text: reporter.stage("tokens", text))
+    store = open_tokens(config.data, config, reporter)
     num_tokens, num_labels = int(store.lengths.sum()), int(store.num_labels.sum())
     reporter.stage(
         "tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {num_labels / num_tokens:.0%} label"
@@ -83,6 +84,7 @@ def plan_run(
         )
     if beyond := check_positions(shape, int(store.lengths.max()), origin=origin):
         reporter.event("positions", beyond)
+    reporter.phase("planning")
     train_ids = eval_ids = None
     if config.eval.fraction:
         train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed)
@@ -98,6 +100,17 @@ def plan_run(
     if eval_store is not None:
         fingerprints["eval_data"] = _identity(eval_store)
     return PlannedRun(shape, store, plan, eval_store, eval_plan, parallel_layout, memory, fingerprints)
+
+
+def open_tokens(data: DataConfig, config: Config, reporter: Reporter) -> TokenStore:
+    """Open a data set or build it, and report how far that is."""
+    reporter.phase("opening the tokens")
+    return open_or_build(
+        data,
+        config.model.name,
+        progress=lambda done, total: reporter.phase("tokenizing row", done, total or 0),
+        log=lambda text: reporter.stage("tokens", text),
+    )
 
 
 def plan_training(
@@ -143,7 +156,7 @@ def plan_evaluation(
     """Return the evaluation set's tokens and plan, or None without one. Logs an event for rows also trained on."""
     if config.eval.data is not None:
         eval_config = config.data.model_copy(update={"name": config.eval.data, "sources": []})
-        eval_store = open_or_build(eval_config, config.model.name)
+        eval_store = open_tokens(eval_config, config, reporter)
     elif config.eval.fraction:
         eval_store = store
     else:

@@ -213,6 +213,7 @@ def _accepted_changes(
 
 def restore(run: Run, saved: SavedCheckpoint) -> None:
     """Load a checkpoint's whole state into the run. Raises CheckpointError if it has other parameters."""
+    run.reporter.phase("reading the checkpoint")
     restore_weights(run, saved)
     caps = saved.facts["micro_batch_caps"]
     if len(caps) == run.rank.world:

@@ -6,7 +6,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -63,8 +63,20 @@ class Result:
         return 1.0 - self.progress.num_tokens / self.progress.num_naive_tokens
 
 
-def train(config: Config, *, callbacks: Sequence[Callback] = (), on_peer_lost: OnPeerLost | None = None) -> Result:
+# how the console names the phases of a loop
+PHASES = {"step": "step", "save": "saving", "evaluate": "evaluating", "finish": "finishing"}
+
+
+def train(
+    config: Config,
+    *,
+    callbacks: Sequence[Callback] = (),
+    console: ConsoleCallback | None = None,
+    on_peer_lost: OnPeerLost | None = None,
+) -> Result:
     """Train a configuration to the end; `callbacks` are called on the first rank, after the console and run folder.
+
+    `console` is one that the caller has entered; by default, a new one prints to standard output.
 
     Raises a FlatoutError; PreemptedError means saved and resumable. `on_peer_lost` is called from the watch's thread
     as soon as a rank is lost. The error is then raised, unless this rank is blocked in a collective: then it exits
@@ -77,13 +89,19 @@ def train(config: Config, *, callbacks: Sequence[Callback] = (), on_peer_lost: O
             "`flatout train`, which starts them, or set gpus to one GPU"
         )
     # taking the lock also detects a folder that is not writable, before anything slow happens
-    with RunLock(config.folder) if rank.is_first else nullcontext() as lock:
+    with ExitStack() as stack:
         reporter = Reporter()
-        if lock is not None:
-            console = ConsoleCallback(every_record=config.log_every_steps > 1)
-            folder = RunFolderWriter(config.folder, lambda text: console.on_event("log", {"why": text}), lock.keep)
-            reporter = Reporter(console, folder, *callbacks)
-        watch = PeerWatch(config.faults, reporter.event, on_peer_lost)
+        if rank.is_first:
+            lock = stack.enter_context(RunLock(config.folder))
+            shown = console or stack.enter_context(ConsoleCallback(every_record=config.log_every_steps > 1))
+            folder = RunFolderWriter(config.folder, lambda text: shown.on_event("log", {"why": text}), lock.keep)
+            reporter = Reporter(shown, folder, *callbacks)
+        watch = PeerWatch(
+            config.faults,
+            reporter.event,
+            on_peer_lost,
+            on_phase=lambda phase, step: reporter.phase(PHASES.get(phase, phase), step + 1 if phase == "step" else 0),
+        )
         try:
             with watch.guard():
                 result = _train(config, reporter, rank, watch)
@@ -117,13 +135,17 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch) -> 
     reporter.stage("config", f"{config.name}: {method} on {config.model.name}, folder {config.folder}")
 
     def meet() -> ControlGroup:
+        if rank.world > 1:
+            reporter.phase("waiting for all ranks")
         return watch.join(rank, choose_device(config.wanted_device, rank))
 
     # tokenizing may take long, so it comes before ranks connect, which has a timeout
     planned = plan_run(config, reporter, rank, lambda: weakest_gpu(config, rank, meet))
+    reporter.phase("reading the model's fingerprint")
     planned = replace(planned, fingerprints={**planned.fingerprints, "model": fingerprint_model(config.model)})
     group, keep = meet(), config.checkpoint.keep
     require_same_run(config, planned, group)
+    reporter.phase("verifying checkpoints")
     checkpoints = Checkpoints(config.folder, keep=keep, on_event=reporter.event, group=group, check_facts=check_facts)
     checkpoint, progress = find_checkpoint(config, planned, checkpoints, reporter)
     final_dir = config.folder / "final"
@@ -132,6 +154,8 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch) -> 
         return Result(config.folder, final_dir, planned.plan.num_steps, progress)
     if rank.is_first:
         DurableIO().write_bytes(config.folder / "config.yaml", redacted(dump_config(config)).encode())
+    if checkpoint is not None:
+        reporter.event("resumed", {"step": checkpoint.step})
     run = build_run(config, planned, checkpoints, checkpoint, reporter, rank, watch)
     del checkpoint  # its open files would keep deleted checkpoints on disk
     reporter.start(run_start(run, planned))
@@ -166,6 +190,7 @@ def finish(run: Run, final_dir: Path) -> None:
             else:
                 raise ResourceError(f"{error}; the final weights are kept in {folder}") from error
         raise ResourceError(f"{error}; the final weights could not be saved anywhere: {'; '.join(reasons)}") from error
+    run.reporter.phase("exporting")
     export(run, final_dir)
     run.reporter.stage("final", f"{run.config.method} weights of step {run.progress.step} in {final_dir}")
     best_step = run.progress.best_step

@@ -19,12 +19,11 @@ def launch(config: Any, folder: Path, **popen: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "flatout", "train", str(folder / "run.yaml")]
     return subprocess.Popen(
         command,
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         # a suite that runs in the background of a shell has this signal ignored, and children would inherit that
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **popen,
+        **{"stdout": subprocess.PIPE, **popen},
     )
 
 

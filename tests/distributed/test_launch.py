@@ -40,7 +40,7 @@ def test_two_jobs_at_once_one_right_one_wrong(tiny: Any, tmp_path: Path, metrics
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-10)
     folder = tmp_path / "right" / "logs" / "attempt-0"
     assert [report.exit_code for report in RankReport.read_all(folder)] == [0, 0]
-    assert (folder / "rank-0.log").read_text() == output
+    assert (folder / "rank-0.log").read_text() in output
     assert (folder / "rank-1.log").exists()
 
 

@@ -60,7 +60,8 @@ class PeerWatch:
     """Keeps this rank's status (`set_phase`) and, after `join`, detects when another rank stops responding.
 
     With one rank there is nothing to watch. On the first rank, `on_event` gets the events of all ranks. `on_peer_lost`
-    is called as soon as a rank is lost; `leave` ends this process if it does not exit by itself.
+    is called as soon as a rank is lost; `leave` ends this process if it does not exit by itself. `on_phase` gets this
+    rank's phases and completed steps.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class PeerWatch:
         on_event: OnEvent,
         on_peer_lost: OnPeerLost | None = None,
         *,
+        on_phase: Callable[[str, int], None] = lambda phase, step: None,
         leave: Callable[[PeerLostError], NoReturn] = leave,
     ) -> None:
         self._faults, self._on_event, self._on_peer_lost, self._leave = faults, on_event, on_peer_lost, leave
+        self._on_phase = on_phase
         self._status = RankStatus()
         self._changed_at = time.monotonic()
         self._step_s, self._step_began_at = 0.0, self._changed_at
@@ -90,6 +93,8 @@ class PeerWatch:
             self._step_s, self._step_began_at = now_s - self._step_began_at, now_s
         self._status = RankStatus(status.step if step is None else step, phase, phase == "sum", status.num_changes + 1)
         self._changed_at = now_s
+        if phase != "sum":
+            self._on_phase(phase, self._status.step)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

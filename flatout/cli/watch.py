@@ -1,0 +1,202 @@
+"""`flatout watch RUN`: shows a running or finished run from its files alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flatout.errors import DataError, reason_of
+from flatout.io.redact import printable
+from flatout.track.callback import deliver
+from flatout.track.console import ConsoleCallback
+from flatout.track.record import EvalRecord, StepRecord, describe_event
+from flatout.track.run_log import RunFollower, RunLog
+from flatout.track.summary import next_commands, short_count, short_time, summarize, summary_lines
+
+POLL_S = 1.0
+# the exit code that shells give to a program ended by Ctrl-C
+INTERRUPTED = 130
+# no news for so many steps, and for so long, is worth a line
+QUIET_STEPS, QUIET_S = 10, 60.0
+# a start after an older end, by the files' times; a clock of another machine may be off by more
+RESTART_S, RESTART_AGE_S = 2.0, 60.0
+NUM_EVENTS, TAIL_BYTES = 5, 4096
+SPARKS = "▁▂▃▄▅▆▇█"
+PARTS = (("data_wait_s", "data", "red"), ("forward_s", "forward", "green"), ("backward_s", "backward", "blue"),
+         ("gradient_sum_s", "sum", "magenta"), ("optimizer_s", "optimizer", "yellow"),
+         ("checkpoint_wait_s", "saving", "cyan"))  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's options."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, running or finished")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Watch until the run ends; return 0. Raises DataError for a folder that is not a run's, or is deleted."""
+    console = Console(file=cast(TextIO, sys.stdout), force_terminal=sys.stdout.isatty())
+    try:
+        follower = RunFollower(args.run)
+        log = follower.log
+        if console.is_terminal and not console.is_dumb_terminal:
+            with Live(console=console, auto_refresh=False) as live:
+                for _ in _polls(follower):
+                    live.update(view(log, console.width), refresh=True)
+        else:
+            _print_lines(follower)
+    except KeyboardInterrupt:
+        print(f"left {args.run}, which this does not stop")
+        return INTERRUPTED
+    except OSError as error:
+        raise DataError(f"cannot read {error.filename}: {reason_of(error)}; name the folder of a run") from error
+    print("\n".join(summary_lines(summarize(log), next_commands(log))))
+    return 0
+
+
+def _polls(follower: RunFollower) -> Iterator[bool]:
+    """Read the run again and again until it has ended; yield whether there was anything new."""
+    folder = follower.log.folder
+    while True:
+        if not folder.is_dir():
+            raise DataError(f"{folder} was deleted while it was watched")
+        yield follower.poll()
+        if has_ended(follower.log) or getattr(sys.stdout, "is_unread", False):
+            return
+        time.sleep(POLL_S)
+
+
+def has_ended(log: RunLog) -> bool:
+    """Whether the run ended, and no newer start writes to its folder."""
+    if log.end is None:
+        return False
+    written_at, ended_at = _modified_at(log.folder / "train.log"), _modified_at(log.folder / "end.json")
+    return written_at <= ended_at + RESTART_S or time.time() > written_at + RESTART_AGE_S
+
+
+def _modified_at(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def _print_lines(follower: RunFollower) -> None:
+    """Print what is new, as the run itself does in a pipe."""
+    log, last_step, num_events = follower.log, -1, 0
+    with ConsoleCallback() as console:
+        for _ in _polls(follower):
+            records: list[StepRecord | EvalRecord] = [*log.steps, *log.evals]
+            for record in sorted((one for one in records if one.step > last_step), key=lambda one: one.step):
+                deliver(console, record)
+            for event in log.events[num_events:]:
+                console.on_event(str(event.get("kind")), _facts(event))
+            last_step = max((one.step for one in records), default=-1)
+            num_events = len(log.events)
+            console.on_phase("nothing new after step", max(0, last_step))
+
+
+def _facts(event: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in event.items() if name not in ("time", "kind")}
+
+
+def view(log: RunLog, width: int) -> RenderableType:
+    """Draw a run for a terminal of at least 60 columns."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=7, style="bold cyan", no_wrap=True)
+    table.add_column(width=width - 8)
+    for name, text in (*_head(log), *_figures(log, width), *_ranks(log), *_tail(log)):
+        table.add_row(name, Text(text, no_wrap=name != "state", overflow="ellipsis") if isinstance(text, str) else text)
+    return table
+
+
+def _head(log: RunLog) -> Iterator[tuple[str, RenderableType]]:
+    start, last = log.start, log.steps[-1] if log.steps else None
+    if start is None:
+        yield "run", str(log.folder)
+    else:
+        device = start.gpus[0].name if start.gpus else start.device
+        yield "run", f"{start.name}  {start.method}  {start.num_ranks} rank(s) on {device}  {start.model}"
+    if last is not None:
+        left = "" if log.end else f"  {short_time(last.eta_s)} left"
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(ProgressBar(last.num_steps, last.step, width=20), f"{last.step:,}/{last.num_steps:,}{left}")
+        yield "steps", bar
+
+
+def _figures(log: RunLog, width: int) -> Iterator[tuple[str, RenderableType]]:
+    room = max(10, width - 45)
+    if log.steps:
+        last = log.steps[-1]
+        yield "loss", f"{last.loss:<8.4f} {sparkline([step.loss for step in log.steps], room)}"
+    if log.evals:
+        last_eval = log.evals[-1]
+        best = min(log.evals, key=lambda one: one.eval_loss)
+        line = sparkline([one.eval_loss for one in log.evals], room)
+        yield "eval", f"{last_eval.eval_loss:<8.4f} {line}  best {best.eval_loss:.4f}, step {best.step:,}"
+    if log.steps:
+        mfu = "" if last.mfu is None else f"  MFU {last.mfu:.0%}"
+        memory = f"  memory {last.memory_bytes / 2**30:.1f} GiB, peak {last.peak_memory_bytes / 2**30:.1f}"
+        yield "speed", f"{short_count(last.tokens_per_s)} tok/s{mfu}{memory}"
+        parts = Text(f"{last.step_s:.3g} s ")
+        for name, label, color in PARTS:
+            # no clock has measured a part of 0 s
+            if share := round(getattr(last, name) / (last.step_s or 1.0), 2):
+                parts.append(f" {label} {share:.0%}", style=color)
+        yield "step", parts
+
+
+def _ranks(log: RunLog) -> Iterator[tuple[str, RenderableType]]:
+    """Yield for each rank its busy seconds and the last line of its log, as far as there are any."""
+    busy_s = log.steps[-1].rank_busy_s if log.steps else ()
+    tails = {}
+    for path in (*log.folder.glob("logs/latest/rank-*.log"), *log.folder.glob("logs/node-*/latest/rank-*.log")):
+        number = path.stem.removeprefix("rank-")
+        if number.isdigit():
+            tails[int(number)] = last_line(path)
+    for rank in sorted({*range(len(busy_s)), *tails}):
+        bar = ""
+        if rank < len(busy_s):
+            bar = f"{busy_s[rank]:.3g} s {SPARKS[-1] * round(10 * busy_s[rank] / (max(busy_s) or 1.0)):<10}  "
+        yield f"rank {rank}", bar + tails.get(rank, "")
+
+
+def last_line(path: Path) -> str:
+    """Return the last line of a log that has text, without control characters."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = [line for line in file.read().decode("utf-8", errors="replace").splitlines() if line.strip()]
+    return printable(lines[-1]) if lines else ""
+
+
+def _tail(log: RunLog) -> Iterator[tuple[str, RenderableType]]:
+    """Yield the last events and the state of the run."""
+    for event in log.events[-NUM_EVENTS:]:
+        kind, clock = str(event.get("kind")), str(event.get("time"))[11:19]
+        yield "event", printable(f"{clock} {kind}  {describe_event(kind, _facts(event))}")
+    if log.end is not None and has_ended(log):
+        yield "state", f"{log.end.outcome}{f': {log.end.why}' if log.end.why else ''}"
+        return
+    age_s = time.time() - max(map(_modified_at, (log.folder / name for name in ("train.log", "metrics.jsonl"))))
+    expected_s = QUIET_STEPS * log.steps[-1].step_s if log.steps else 0.0
+    if age_s > max(QUIET_S, expected_s):
+        yield "state", f"no news for {short_time(age_s)}: if it was killed, the same command resumes it"
+    else:
+        line = "" if log.steps else f": {last_line(log.folder / 'train.log').partition(' ')[2]}"
+        yield "state", f"running, last news {age_s:.0f} s ago{line}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values as at most `width` characters, each the mean of its share of them."""
+    num = min(width, len(values))
+    edges = [len(values) * index // num for index in range(num + 1)]
+    means = [sum(values[begin:end]) / (end - begin) for begin, end in pairwise(edges)]
+    low, high = min(means), max(means)
+    return "".join(SPARKS[round((value - low) / (high - low) * 7) if high > low else 3] for value in means)

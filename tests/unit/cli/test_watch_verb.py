@@ -1,0 +1,151 @@
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from flatout.cli import watch
+from flatout.cli.main import main
+from flatout.track.record import EvalRecord, RunEnd, StepRecord
+from flatout.track.run_folder import RunFolderWriter
+from flatout.track.run_log import read_run
+
+STEP = StepRecord(
+    step=1, num_steps=40, epoch=0.1, loss=2.5, token_accuracy=0.25, lr=1e-4, grad_norm=0.5, num_samples=4,
+    num_tokens=100, num_label_tokens=60, num_micro_batches=2, tokens_per_s=1000.0, label_tokens_per_s=600.0,
+    step_s=0.1, data_wait_s=0.01, flops_per_s=4e14, mfu=0.4, padding_avoided=0.4, balance=1.0,
+    peak_memory_bytes=2**31, elapsed_s=0.1, num_ranks=2, rank_busy_s=(0.05, 0.1), forward_s=0.03, backward_s=0.05,
+    memory_bytes=2**30, eta_s=75.0,
+)  # fmt: skip
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> RunFolderWriter:
+    """A run of two ranks that still runs, after 20 of 40 steps."""
+    folder = RunFolderWriter(tmp_path / "run")
+    for step in range(1, 21):
+        folder.on_step(replace(STEP, step=step, loss=3 - 0.1 * step))
+    folder.on_eval(EvalRecord(10, 2.0, 0.5, 60, True, 0.2))
+    folder.on_eval(EvalRecord(20, 1.5, 0.5, 60, True, 0.2))
+    folder.on_event("skipped", {"step": 7, "why": "no label tokens"})
+    logs = tmp_path / "run" / "logs" / "attempt-0"
+    logs.mkdir(parents=True)
+    (logs.parent / "latest").symlink_to(logs.name)
+    (logs / "rank-1.log").write_text("a warning\x1b[2J of rank 1\n\n")
+    return folder
+
+
+def at_each_pause(monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], Any]) -> None:
+    """Instead of waiting for the next look, do the next of `acts`."""
+    left = list(acts)
+    monkeypatch.setattr(watch.time, "sleep", lambda seconds: left.pop(0)())
+
+
+def test_a_run_is_drawn_from_its_files_on_60_columns(writer: RunFolderWriter, tmp_path: Path) -> None:
+    console = Console(width=60, record=True, file=(tmp_path / "screen").open("w"))
+    console.print(watch.view(read_run(tmp_path / "run"), 60))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 60
+    for shown in ("20/40  0:01:15 left", "1.0000   █", "1.5000   █▁", "best 1.5000, step 20", "MFU 40%", "peak 2.0"):
+        assert shown in text
+    assert "data 10% forward 30% backward 50%" in text
+    # control characters of a log do not reach the terminal
+    assert "0.1 s ██████████  a warning\\x1b[2J of rank 1" in text
+    assert "skipped  step 7" in text
+    assert "running, last news 0 s ago" in text
+
+
+def test_news_are_printed_in_a_pipe_until_the_run_ends(
+    writer: RunFolderWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def go_on() -> None:
+        for step in range(21, 41):
+            writer.on_step(replace(STEP, step=step, loss=1.0))
+
+    at_each_pause(monkeypatch, go_on, lambda: None, lambda: writer.on_end(RunEnd("complete", 0, 1.0)))
+    assert main(["watch", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    lines = out.splitlines()
+    for name in (
+        "eval       step 10: loss 2.0000",
+        "step       40/40",
+        "skipped    step 7",
+        "summary    complete, 40 of 40",
+    ):
+        assert sum(line.startswith(name) for line in lines) == 1
+    assert max(len(line) for line in lines if " flatout " not in line) <= 80
+
+
+def test_a_run_that_was_killed_long_ago_says_so(
+    writer: RunFolderWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, now_s = read_run(tmp_path / "run"), watch.time.time()
+    monkeypatch.setattr(watch.time, "time", lambda: now_s + 7200)
+    console = Console(width=60, record=True, file=(tmp_path / "screen").open("w"))
+    console.print(watch.view(log, 60))
+    assert "no news for 2:00:00: if it was killed" in console.export_text()
+
+
+def test_an_older_end_does_not_end_the_view_of_a_run_that_was_started_again(
+    writer: RunFolderWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer.on_end(RunEnd("stopped", 75, 1.0))
+    log = read_run(tmp_path / "run")
+    assert watch.has_ended(log)
+    end = (tmp_path / "run" / "end.json").stat()
+    monkeypatch.setattr(watch, "_modified_at", lambda path: end.st_mtime + 30 * (path.name == "train.log"))
+    assert not watch.has_ended(log)
+
+
+def test_folders_that_are_no_runs(
+    writer: RunFolderWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, empty = tmp_path / "run", tmp_path / "empty"
+    empty.mkdir()
+    for folder in (empty, tmp_path / "absent"):
+        assert main(["watch", str(folder)]) == 3
+        assert f"error: {folder} is not a run folder" in capsys.readouterr().err
+    for text in ("", '{"name": 1}', "[]", '{"name"'):
+        (run / "start.json").write_text(text)
+        assert main(["watch", str(run)]) == 3
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(run / "start.json") in line
+    (run / "start.json").unlink()
+    (run / "events.jsonl").unlink()
+    (run / "events.jsonl").mkdir()
+    assert main(["watch", str(run)]) == 3
+    assert f"cannot read {run / 'events.jsonl'}: Is a directory" in capsys.readouterr().err
+    (run / "events.jsonl").rmdir()
+    at_each_pause(monkeypatch, lambda: shutil.rmtree(run))
+    assert main(["watch", str(run)]) == 3
+    assert f"error: {run} was deleted while it was watched" in capsys.readouterr().err
+
+
+def test_foreign_lines_are_counted_and_ctrl_c_leaves_the_run_alone(
+    writer: RunFolderWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "step", "step": "x"}) + '\nnot json\n{"kind": "st')
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "run").iterdir())
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    at_each_pause(monkeypatch, interrupt)
+    assert main(["watch", str(tmp_path / "run")]) == 130
+    assert "left " in capsys.readouterr().out
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "run").iterdir()) == before
+
+    def start_over() -> None:
+        shutil.rmtree(tmp_path / "run")
+        RunFolderWriter(tmp_path / "run").on_step(replace(STEP, step=39, loss=7.0))
+
+    # files that became shorter are read from their start
+    at_each_pause(monkeypatch, start_over, interrupt)
+    assert main(["watch", str(tmp_path / "run")]) == 130
+    assert "step       39/40  loss 7.0000" in capsys.readouterr().out

@@ -1,0 +1,140 @@
+import io
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flatout.track.callback import Reporter
+from flatout.track.console import ConsoleCallback, RankOutput
+from flatout.track.record import RunEnd, StepRecord
+
+STEP = StepRecord(
+    step=1, num_steps=100, epoch=0.1, loss=2.5, token_accuracy=0.25, lr=1e-4, grad_norm=0.5, num_samples=4,
+    num_tokens=100, num_label_tokens=60, num_micro_batches=2, tokens_per_s=1000.0, label_tokens_per_s=600.0,
+    step_s=0.1, data_wait_s=0.0, flops_per_s=4e14, mfu=0.404, padding_avoided=0.4, balance=1.0,
+    peak_memory_bytes=2**30, elapsed_s=0.1, eta_s=60.5,
+)  # fmt: skip
+
+
+class Screen:
+    """A console with a clock of its own; `line_times` has the second of each line."""
+
+    def __init__(self, *, is_terminal: bool = False, width: int = 80, every_record: bool = False) -> None:
+        self.now_s, self.out, self.line_times = 0.0, io.StringIO(), [0.0]
+        console = Console(file=self.out, force_terminal=is_terminal, width=width, _environ={"TERM": "xterm"})
+        self.callback = ConsoleCallback(console, every_record=every_record, clock=lambda: self.now_s)
+
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(round(seconds * 2)):
+            self.now_s += 0.5
+            self.callback.tick()
+            self.note()
+
+    def note(self) -> None:
+        num_new = self.out.getvalue().count("\n") - len(self.line_times) + 1
+        self.line_times += [self.now_s] * num_new
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.out.getvalue()).replace("\r", "\n")
+
+    def longest_silence_s(self) -> float:
+        return max(after - before for before, after in zip(self.line_times, self.line_times[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "step_s", "every_record"),
+    [(20_000, 0.5, False), (50, 70.0, False), (400, 8.0, False), (300, 20.0, True)],
+)
+def test_no_pipe_is_silent_for_30_s_and_no_phase_for_5(num_steps: int, step_s: float, every_record: bool) -> None:
+    screen = Screen(every_record=every_record)
+    reporter = Reporter(screen.callback)
+    for phase in ("importing torch", "loading weights"):
+        reporter.phase(phase)
+        screen.pass_time(100)
+        reporter.stage("done", phase)
+        screen.note()
+    for step in range(num_steps):
+        reporter.phase("step", step + 1)
+        screen.pass_time(step_s)
+        reporter.record(replace(STEP, step=step + 1, num_steps=num_steps))
+        screen.note()
+        if step == num_steps // 2:
+            began_s, num_before = screen.now_s, len(screen.line_times)
+            reporter.phase("saving")
+            screen.pass_time(40)
+            assert screen.line_times[num_before] - began_s <= 5
+    assert screen.longest_silence_s() <= 30
+    assert screen.line_times[1] <= 5
+    assert "...        importing torch 4 s\n" in screen.text
+    assert "...        saving 4 s\n" in screen.text
+    assert max(map(len, screen.text.splitlines())) <= 80
+    # lines that nobody needs would hide the others
+    assert len(screen.line_times) < 20 + screen.now_s / 15
+
+
+def test_a_terminal_moves_while_a_phase_is_silent_and_forgets_it_afterwards() -> None:
+    screen = Screen(is_terminal=True)
+    reporter = Reporter(screen.callback)
+    reporter.phase("loading weights")
+    screen.pass_time(3)
+    assert screen.text == ""
+    screen.pass_time(3)
+    assert "loading weights 4 s" in screen.text
+    assert "loading weights 6 s" in screen.text
+    reporter.phase("tokenizing row", 500, 2000)
+    screen.pass_time(10)
+    assert "tokenizing row 500 of 2,000 10 s  30 s left" in screen.text
+    reporter.end(RunEnd("failed", 1, 0.0))
+    # the cursor goes back and the line is erased
+    assert screen.out.getvalue().rstrip("\n").endswith("\x1b[2K")
+
+
+def test_the_bar_counts_down_between_steps_and_survives_long_paths_and_phases() -> None:
+    screen = Screen(is_terminal=True, width=60)
+    reporter = Reporter(screen.callback)
+    reporter.record(STEP)
+    reporter.stage("final", "weights of step 9 in /a/very/long/path/" + "x" * 60)
+    screen.pass_time(12)
+    assert "1/100  loss 2.5000  48 s left" in screen.text
+    reporter.phase("evaluating")
+    screen.pass_time(2)
+    assert "1/100  evaluating 2 s  loss 2.5000" in screen.text
+    reporter.record(replace(STEP, step=100))
+    reporter.end(RunEnd("complete", 0, 0.0))
+    lines = screen.text.splitlines()
+    assert "/a/very/long/path/" + "x" * 60 in [line.strip() for line in lines]
+    assert max(len(line) for line in lines if "xxx" not in line) <= 60
+    assert lines[-1].strip().startswith("━━━━━━━━ 100/100")
+
+
+def test_a_launcher_shows_rank_0_as_it_is_in_a_pipe_and_with_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    earlier, later = ({"kind": "step", **asdict(replace(STEP, step=step, loss=float(step)))} for step in (3, 4))
+    metrics.write_text(json.dumps(earlier) + "\n")
+    log = "config     run: lora\n...        loading weights 12 s\nstep       4/100  loss 4.0000\n"
+    pipe, stream = Screen(), io.StringIO()
+    pipe.callback.on_phase("starting ranks")
+    RankOutput(pipe.callback, stream, tmp_path).write(log)
+    pipe.pass_time(100)
+    assert stream.getvalue() == log
+    assert pipe.text == ""
+    screen, stream = Screen(is_terminal=True), io.StringIO()
+    output = RankOutput(screen.callback, stream, tmp_path)
+    output.write(log[: log.index("step")])
+    screen.pass_time(5)
+    assert "loading weights 17 s" in screen.text
+    with metrics.open("a") as file:
+        file.write(json.dumps(later) + "\n")
+    output.write(log[log.index("step") :])
+    output.flush()
+    screen.pass_time(0.5)
+    assert stream.getvalue() == ""
+    assert "config     run: lora" in screen.text
+    assert "━ 4/100  loss 4.0000  0:01:00 left" in screen.text
+    # the bar shows what the line says, and steps of an earlier start are over
+    assert "step       4/100" not in screen.text
+    assert "3/100" not in screen.text
