@@ -61,7 +61,7 @@ MAX_PACKAGE_LINES = {
     "parallel": 1430,
     "plan": 1680,
     "profile": 230,
-    "track": 760,
+    "track": 1000,
     "train": 2510,
     "verify": 720,
 }

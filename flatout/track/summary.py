@@ -1,0 +1,249 @@
+"""What a run came to: a summary of its folder, as figures and as lines for a terminal."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+from flatout.track.record import EvalRecord, StepRecord
+from flatout.track.run_log import RunLog
+
+WIDTH = 80
+# steps after each start that allocate, compile and fill caches; rates leave them out
+WARM_UP_STEPS = 3
+# events of every healthy run; all others are counted in the summary
+ROUTINE_EVENTS = {"saved", "compiled", "changed", "stopped", "removed", "kept", "rows"}
+# losses of single steps are noisy: compare means of this share of the records, at least MIN_COMPARED
+COMPARED_SHARE, MIN_COMPARED = 0.1, 3
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSummary:
+    """Evaluation losses of a run: the first, the last and the best, which was after `best_step` steps."""
+
+    first: float
+    last: float
+    best: float
+    best_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class LostTime:
+    """Seconds of a run that trained nothing; parts can overlap.
+
+    `padding_s` is the share of filler tokens in the forward and backward passes, `imbalance_s` what the slowest rank
+    took longer than the mean. `compile_s` counts compilations during steps, `checkpoint_s` what training waited for.
+    """
+
+    padding_s: float
+    imbalance_s: float
+    data_wait_s: float
+    compile_s: float
+    checkpoint_s: float
+    eval_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What a run came to, or has come to so far; `outcome` is None for one that still runs or was killed.
+
+    Losses are those of the first and the last recorded step. `tokens_per_s` and `mfu` are means over time, without the
+    first `num_warm_up_records` records. `events` counts those that a healthy run does not have.
+    """
+
+    name: str
+    outcome: Literal["complete", "stopped", "failed"] | None
+    why: str | None
+    num_steps: int
+    num_planned_steps: int
+    first_loss: float | None
+    last_loss: float | None
+    evaluation: EvalSummary | None
+    evaluation_by_data: Mapping[str, EvalSummary]
+    num_tokens: int
+    num_label_tokens: int
+    train_s: float
+    tokens_per_s: float | None
+    mfu: float | None
+    num_warm_up_records: int
+    peak_memory_bytes: int
+    lost: LostTime
+    events: Mapping[str, int]
+    warnings: tuple[str, ...]
+
+
+def summarize(log: RunLog) -> RunSummary:
+    """Return what a run's folder says about it, complete or not."""
+    steps, start, end = log.steps, log.start, log.end
+    rated = after_warm_up(log)
+    rated_s = sum(map(seconds_of, rated))
+    of_peak = [step.mfu * seconds_of(step) for step in rated if step.mfu is not None]
+    events = Counter(str(event.get("kind")) for event in log.events)
+    return RunSummary(
+        name=start.name if start else log.folder.name,
+        outcome=end.outcome if end else None,
+        why=end.why if end else None,
+        num_steps=steps[-1].step if steps else 0,
+        num_planned_steps=steps[-1].num_steps if steps else start.plan.num_steps if start else 0,
+        first_loss=steps[0].loss if steps else None,
+        last_loss=steps[-1].loss if steps else None,
+        evaluation=_summarize_losses({one.step: one.eval_loss for one in log.evals}, log.evals),
+        evaluation_by_data={
+            name: summary
+            for name in dict.fromkeys(name for one in log.evals for name in one.by_data)
+            if (summary := _summarize_losses({e.step: e.by_data[name].loss for e in log.evals if name in e.by_data}))
+        },
+        num_tokens=round(sum(step.tokens_per_s * seconds_of(step) for step in steps)),
+        num_label_tokens=round(sum(step.label_tokens_per_s * seconds_of(step) for step in steps)),
+        train_s=steps[-1].elapsed_s if steps else 0.0,
+        tokens_per_s=sum(step.tokens_per_s * seconds_of(step) for step in rated) / rated_s if rated_s else None,
+        mfu=sum(of_peak) / rated_s if of_peak and rated_s else None,
+        num_warm_up_records=len(steps) - len(rated),
+        peak_memory_bytes=max((step.peak_memory_bytes for step in steps), default=0),
+        lost=lost_time(log),
+        events={kind: count for kind, count in events.items() if kind not in ROUTINE_EVENTS},
+        warnings=tuple(_warnings(log)),
+    )
+
+
+def seconds_of(record: StepRecord) -> float:
+    """Return the seconds of all steps that a record stands for."""
+    return record.step_s * record.num_recorded
+
+
+def after_warm_up(log: RunLog) -> list[StepRecord]:
+    """Return the records without a warm-up step, which follow step 0 and each resume; all records if none is left."""
+    starts = [0, *(_number(event, "step") for event in log.events if event.get("kind") == "resumed")]
+    kept = []
+    for record in log.steps:
+        first = record.step - record.num_recorded + 1
+        if not any(first <= start + WARM_UP_STEPS and record.step > start for start in starts):
+            kept.append(record)
+    return kept or log.steps
+
+
+def lost_time(log: RunLog) -> LostTime:
+    """Add up the seconds of a run that trained nothing."""
+    padding_s = imbalance_s = data_wait_s = checkpoint_s = compile_s = 0.0
+    for step in log.steps:
+        num, processed = step.num_recorded, step.processed_tokens_per_s
+        if processed:
+            padding_s += max(0.0, 1 - step.tokens_per_s / processed) * (step.forward_s + step.backward_s) * num
+        if step.rank_busy_s:
+            imbalance_s += (max(step.rank_busy_s) - sum(step.rank_busy_s) / len(step.rank_busy_s)) * num
+        data_wait_s += step.data_wait_s * num
+        checkpoint_s += step.checkpoint_wait_s * num
+    for event in log.events:
+        if event.get("kind") == "saved":
+            checkpoint_s += _number(event, "staged_s")
+        elif event.get("kind") == "compiled":
+            compile_s += _number(event, "seconds")
+    eval_s = sum(one.eval_s for one in log.evals)
+    return LostTime(padding_s, imbalance_s, data_wait_s, compile_s, checkpoint_s, eval_s)
+
+
+def _number(event: Mapping[str, object], name: str) -> float:
+    """Return a number of an event; 0 where a damaged or foreign line has none."""
+    value = event.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def next_commands(log: RunLog) -> list[str]:
+    """Return three commands worth typing next, by how the run ended."""
+    folder = shlex.quote(str(log.folder))
+    again = f"flatout train {shlex.quote(str(log.folder / 'config.yaml'))}"
+    if log.end is None:
+        return [f"flatout watch {folder}", f"flatout report {folder}", again]
+    if log.end.outcome != "complete":
+        return [again, f"flatout report {folder}", f"flatout watch {folder}"]
+    last = f"flatout eval {folder}"
+    if log.start is None or log.start.method == "lora":
+        last = f"flatout merge {folder} --out {shlex.quote(str(log.folder / 'merged'))}"
+    return [f"flatout chat {folder}", f"flatout report {folder}", last]
+
+
+def summary_lines(summary: RunSummary, commands: Sequence[str]) -> list[str]:
+    """Return the summary as lines of 80 columns; only the path in a command can make one longer."""
+    outcome = summary.outcome or "not ended"
+    rows = [("summary", f"{outcome}, {summary.num_steps:,} of {summary.num_planned_steps:,} steps")]
+    if summary.first_loss is not None:
+        rows[0] = ("summary", f"{rows[0][1]} in {short_time(summary.train_s)} of training")
+        rows.append(("loss", f"{summary.first_loss:.4f} first, {summary.last_loss:.4f} last"))
+    if one := summary.evaluation:
+        rows.append(("eval", _describe_losses(one)))
+    rows += [("", f"{name}: {_describe_losses(one)}") for name, one in summary.evaluation_by_data.items()]
+    if summary.tokens_per_s is not None:
+        mfu = "" if summary.mfu is None else f", MFU {summary.mfu:.1%}"
+        without = f" (without {summary.num_warm_up_records} warm-up records)" if summary.num_warm_up_records else ""
+        rows.append(("tokens", f"{short_count(summary.num_tokens)}, label {short_count(summary.num_label_tokens)}"))
+        rows.append(("speed", f"{summary.tokens_per_s:,.0f} tokens/s{mfu}{without}"))
+        rows.append(("memory", f"{summary.peak_memory_bytes / 2**30:.1f} GiB at peak"))
+        lost = summary.lost
+        parts = {
+            "padding": lost.padding_s, "imbalance": lost.imbalance_s, "data": lost.data_wait_s,
+            "compiling": lost.compile_s, "saving": lost.checkpoint_s, "evaluating": lost.eval_s,
+        }  # fmt: skip
+        rows.append(("lost", ", ".join(f"{name} {short_time(seconds)}" for name, seconds in parts.items())))
+    if summary.events:
+        rows.append(("events", ", ".join(f"{count} {kind}" for kind, count in summary.events.items())))
+    rows += [("warning", warning) for warning in summary.warnings]
+    rows += [("" if index else "next", command) for index, command in enumerate(commands)]
+    wrapper = textwrap.TextWrapper(
+        WIDTH, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )
+    return [line for name, text in rows for line in wrapper.wrap(f"{name:<10} {text}")]
+
+
+def short_count(number: float) -> str:
+    """Return a number in at most six characters, such as 12.3M."""
+    for unit in ("", "k", "M", "G"):
+        if number < 999.5:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}T"
+
+
+def short_time(seconds: float) -> str:
+    """Return a duration as 0.3 s, 42 s or 1:23:45."""
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if 0 < seconds < 9.95 else f"{seconds:.0f} s"
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _summarize_losses(losses: Mapping[int, float], evals: Sequence[EvalRecord] = ()) -> EvalSummary | None:
+    """Return the summary of losses by step; `evals` say which one the run itself took for the best."""
+    if not losses:
+        return None
+    best_step = next((one.step for one in reversed(evals) if one.is_best), min(losses, key=lambda step: losses[step]))
+    in_order = list(losses.values())
+    return EvalSummary(in_order[0], in_order[-1], losses[best_step], best_step)
+
+
+def _describe_losses(one: EvalSummary) -> str:
+    return f"{one.first:.4f} first, {one.last:.4f} last, {one.best:.4f} best, after step {one.best_step:,}"
+
+
+def _warnings(log: RunLog) -> list[str]:
+    found = []
+    evals, num = log.evals, max(MIN_COMPARED, int(COMPARED_SHARE * len(log.steps)))
+    evaluation = _summarize_losses({one.step: one.eval_loss for one in evals}, evals)
+    if evaluation and len(evals) > 1:
+        if min(one.eval_loss for one in evals[1:]) >= evaluation.first:
+            found.append(f"no evaluation was better than the first, {evaluation.first:.4f}: lower optim.lr")
+        elif evaluation.last > evaluation.best:
+            where = f"step {evaluation.best_step:,}, {evaluation.best:.4f} to {evaluation.last:.4f}"
+            found.append(f"the evaluation got worse after {where}: train fewer steps, or use best/")
+    losses = [step.loss for step in log.steps]
+    if len(losses) >= 2 * num and sum(losses[-num:]) >= sum(losses[:num]):
+        found.append(f"the loss of the last {num} records is not lower than of the first {num}")
+    slow = dict.fromkeys(str(event.get("rank")) for event in log.events if event.get("kind") == "straggler")
+    if slow:
+        found.append(f"slow for many steps: rank {', '.join(slow)}; all ranks wait for it")
+    if log.num_bad_lines:
+        found.append(f"{log.num_bad_lines} lines of this run's files could not be read")
+    return found

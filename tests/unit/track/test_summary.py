@@ -1,0 +1,104 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flatout.track.record import EvalFigures, EvalRecord, RunEnd, StepRecord
+from flatout.track.run_log import RunLog
+from flatout.track.summary import next_commands, short_count, short_time, summarize, summary_lines
+
+STEP = StepRecord(
+    step=1, num_steps=100, epoch=0.1, loss=2.5, token_accuracy=0.25, lr=1e-4, grad_norm=0.5, num_samples=4,
+    num_tokens=100, num_label_tokens=60, num_micro_batches=2, tokens_per_s=1000.0, label_tokens_per_s=600.0,
+    step_s=0.1, data_wait_s=0.01, flops_per_s=4e14, mfu=0.4, padding_avoided=0.4, balance=1.0,
+    peak_memory_bytes=2**30, elapsed_s=0.1, num_ranks=2, rank_busy_s=(0.05, 0.09), processed_tokens_per_s=1250.0,
+    forward_s=0.02, backward_s=0.05, checkpoint_wait_s=0.001, num_recorded=10,
+)  # fmt: skip
+
+
+def evaluation(step: int, loss: float, *, best: bool) -> EvalRecord:
+    figures = {"chats": EvalFigures(loss, 0.5, 60), "code": EvalFigures(2 * loss, 0.5, 60)}
+    return EvalRecord(step, loss, 0.5, 120, best, 2.0, by_data=figures)
+
+
+def log(folder: Path = Path("runs/x")) -> RunLog:
+    """100 steps in ten records; the first ones after step 0 and after a resume at step 50 are slow."""
+    steps = [replace(STEP, step=10 * n, loss=3.0 - 0.1 * n, elapsed_s=float(n)) for n in range(1, 11)]
+    steps[0] = replace(steps[0], tokens_per_s=10.0, mfu=0.004)
+    steps[5] = replace(steps[5], tokens_per_s=10.0, mfu=0.004, peak_memory_bytes=3 << 30)
+    evals = [evaluation(0, 3.0, best=True), evaluation(50, 2.0, best=True), evaluation(100, 2.2, best=False)]
+    events = [
+        {"kind": "resumed", "step": 50},
+        {"kind": "skipped", "step": 3},
+        {"kind": "saved", "staged_s": 0.5},
+        {"kind": "compiled", "seconds": 7.0},
+        {"kind": "saved", "staged_s": "damaged"},
+    ]
+    return RunLog(folder, end=RunEnd("complete", 0, 1.0), steps=steps, evals=evals, events=events)
+
+
+def test_a_summary_adds_up_what_the_records_stand_for() -> None:
+    found = summarize(log())
+    assert (found.num_steps, found.num_planned_steps, found.outcome, found.name) == (100, 100, "complete", "x")
+    assert (found.first_loss, found.last_loss) == pytest.approx((2.9, 2.0))
+    assert found.num_tokens == 8 * 1000 + 2 * 10
+    assert found.num_label_tokens == 6000
+    assert found.peak_memory_bytes == 3 << 30
+    # records with steps right after a start would halve these
+    assert (found.tokens_per_s, found.mfu, found.num_warm_up_records) == (pytest.approx(1000), pytest.approx(0.4), 2)
+    evaluations = found.evaluation
+    assert evaluations is not None
+    assert (evaluations.first, evaluations.last, evaluations.best, evaluations.best_step) == (3.0, 2.2, 2.0, 50)
+    assert found.evaluation_by_data["code"].best == 4.0
+    assert found.events == {"resumed": 1, "skipped": 1}
+    assert found.lost.imbalance_s == pytest.approx(0.02 * 100)
+    assert found.lost.data_wait_s == pytest.approx(1.0)
+    assert found.lost.checkpoint_s == pytest.approx(0.1 + 0.5)
+    assert found.lost.compile_s == 7.0
+    assert found.lost.eval_s == 6.0
+    # a fifth of the processed tokens is filler, in eight of ten records
+    assert found.lost.padding_s == pytest.approx((8 * 0.2 + 2 * 0.992) * 0.07 * 10)
+    assert found.warnings == (
+        "the evaluation got worse after step 50, 2.0000 to 2.2000: train fewer steps, or use best/",
+    )
+
+
+def test_what_went_wrong_is_a_warning() -> None:
+    bad = log()
+    bad.steps = [replace(step, loss=1.0 + 0.1 * n) for n, step in enumerate(bad.steps)]
+    bad.evals = [evaluation(0, 1.0, best=True), evaluation(50, 1.5, best=False)]
+    bad.events = [{"kind": "straggler", "rank": 1}]
+    bad.num_bad_lines = 2
+    text = "\n".join(summarize(bad).warnings)
+    assert "no evaluation was better than the first, 1.0000" in text
+    assert "the loss of the last 3 records is not lower than of the first 3" in text
+    assert "slow for many steps: rank 1;" in text
+    assert "2 lines of this run's files could not be read" in text
+
+
+def test_the_lines_fit_a_screen_and_an_empty_run_has_a_summary_too() -> None:
+    found = log()
+    found.num_bad_lines = 1
+    lines = summary_lines(summarize(found), next_commands(found))
+    assert len(lines) <= 20
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "summary    complete, 100 of 100 steps in 10 s of training"
+    empty = RunLog(Path("runs/y"))
+    assert summary_lines(summarize(empty), [])[0] == "summary    not ended, 0 of 0 steps"
+
+
+def test_the_next_commands_follow_from_the_end() -> None:
+    done = log(Path("runs/my x"))
+    assert [command.split()[1] for command in next_commands(done)] == ["chat", "report", "merge"]
+    assert next_commands(done)[0] == "flatout chat 'runs/my x'"
+    done.end = RunEnd("stopped", 75, 1.0, "stop requested")
+    assert next_commands(done)[0] == "flatout train 'runs/my x/config.yaml'"
+    done.end = None
+    assert next_commands(done)[0] == "flatout watch 'runs/my x'"
+
+
+def test_numbers_are_short() -> None:
+    assert [short_count(number) for number in (7, 999, 12_345, 1_234_567, 9.9e11)] == [
+        "7", "999", "12.3k", "1.23M", "990G",
+    ]  # fmt: skip
+    assert [short_time(seconds) for seconds in (0, 0.25, 42, 3723)] == ["0 s", "0.2 s", "42 s", "1:02:03"]
