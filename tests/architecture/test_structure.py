@@ -64,6 +64,7 @@ MAX_PACKAGE_LINES = {
     "track": 1000,
     "train": 2510,
     "verify": 720,
+    "view": 950,
 }
 
 
