@@ -144,8 +144,10 @@ def bar_plot(name: str, edges: Sequence[float], counts: Sequence[float], x_name:
     return _plot(name, bars, across, up, x_name, {"series": [tip]}, None)
 
 
-def heat_plot(row_name: str, xs: Floats, values: Floats, x_name: str, *, show: Mapping[str, str] | None = None) -> str:
-    """Return one strip for each row of `values` (rows, n), darker where the value, from 0 to 1, is greater.
+def heat_plot(
+    row_name: str, xs: Floats, values: Floats, x_name: str, *, full: float, show: Mapping[str, str] | None = None
+) -> str:
+    """Return one strip for each row of `values` (rows, n), from light for 0 to dark for `full` and above.
 
     Above MAX_HEAT_ROWS rows, neighbours share a strip, which shows their greatest value.
     """
@@ -153,10 +155,10 @@ def heat_plot(row_name: str, xs: Floats, values: Floats, x_name: str, *, show: M
         return ""
     share = -(-len(values) // MAX_HEAT_ROWS)
     starts = np.arange(0, len(values), share)
-    values = np.maximum.reduceat(values, starts, axis=0)
+    values = np.fmax.reduceat(values, starts, axis=0)
     xs, values = bucket_means(xs, values, max(24, min(120, MAX_HEAT_CELLS // len(values))))
     low, high = float(xs[0]), float(xs[-1])
-    shades = np.clip(np.round(np.nan_to_num(values) * NUM_SHADES), 0, NUM_SHADES).astype(int)
+    shades = np.clip(np.round(np.nan_to_num(values) / full * NUM_SHADES), 0, NUM_SHADES).astype(int)
     columns, rows = np.linspace(0, WIDTH, len(xs) + 1), np.linspace(0, HEIGHT, len(values) + 1)
     cells: dict[int, list[str]] = {}
     for row, column in np.ndindex(shades.shape):
