@@ -153,25 +153,29 @@ def heat_plot(
     """
     if not values.size:
         return ""
-    share = -(-len(values) // MAX_HEAT_ROWS)
-    starts = np.arange(0, len(values), share)
-    values = np.fmax.reduceat(values, starts, axis=0)
-    xs, values = bucket_means(xs, values, max(24, min(120, MAX_HEAT_CELLS // len(values))))
-    low, high = float(xs[0]), float(xs[-1])
+    num_rows: int = len(values)
+    share = -(-num_rows // MAX_HEAT_ROWS)
+    starts = np.arange(0, num_rows, share)
+    xs, values = bucket_means(
+        xs, np.fmax.reduceat(values, starts, axis=0), max(24, MAX_HEAT_CELLS // (8 + len(starts)))
+    )
+    across = x_scale(float(xs[0]), float(xs[-1]), WIDTH)
+    columns = np.concatenate([[0.0], across.place((xs[1:] + xs[:-1]) / 2), [WIDTH]])
+    rows = np.linspace(0, HEIGHT, len(values) + 1)
     shades = np.clip(np.round(np.nan_to_num(values) / full * NUM_SHADES), 0, NUM_SHADES).astype(int)
-    columns, rows = np.linspace(0, WIDTH, len(xs) + 1), np.linspace(0, HEIGHT, len(values) + 1)
     cells: dict[int, list[str]] = {}
     for row, column in np.ndindex(shades.shape):
         width, height = columns[column + 1] - columns[column], rows[row + 1] - rows[row]
         outline = f"M{columns[column]:.1f} {rows[row]:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z"
         cells.setdefault(int(shades[row, column]), []).append(outline)
     marks = "".join(f'<path class="heat s{shade}" d="{"".join(found)}"/>' for shade, found in sorted(cells.items()))
-    names = [f"{row_name} {one}" + (f" to {min(one + share, len(values))}" if share > 1 else "") for one in starts]
-    middles = (columns[:-1] + columns[1:]) / 2
-    tips = [_tip(name, 0, middles, xs, ys) for name, ys in zip(names, values, strict=True)]
+    names = [
+        f"{row_name} {one}" + (f" to {min(one + share, num_rows) - 1}" if share > 1 else "") for one in starts.tolist()
+    ]
+    tips = [_tip(name, 0, across.place(xs), xs, ys) for name, ys in zip(names, values, strict=True)]
     every = max(1, -(-len(names) // 8))
     labels = [((index + 0.5) / len(names), name) for index, name in enumerate(names) if index % every == 0]
-    return _plot(row_name, marks, x_scale(low, high, WIDTH), None, x_name, {"series": tips, "rows": True}, show, labels)
+    return _plot(row_name, marks, across, None, x_name, {"series": tips, "rows": True}, show, labels)
 
 
 def downsampled(xs: Floats, ys: Floats, num_buckets: int = NUM_BUCKETS) -> tuple[Floats, Floats]:
@@ -206,7 +210,7 @@ def bucket_means(xs: Floats, values: Floats, num_buckets: int) -> tuple[Floats, 
 
 
 def moving_average(ys: Floats) -> Floats:
-    """Return the mean of `ys` (n,) over a window around each value, smaller at both ends; NaN stays NaN.
+    """Return the mean of `ys` (n,) over a window around each value, cut at both ends; NaN stays NaN.
 
     The window is centered, so that the line does not lag behind what it smooths.
     """
@@ -215,8 +219,9 @@ def moving_average(ys: Floats) -> Floats:
     totals = np.concatenate([[0.0], np.cumsum(np.where(is_finite, ys, 0.0))])
     counts = np.concatenate([[0], np.cumsum(is_finite)])
     places = np.arange(len(ys))
-    reaches = np.minimum(reach, np.minimum(places, len(ys) - 1 - places))
-    low, high = places - reaches, places + reaches + 1
+    # a smaller window near the ends: what is on one side only would bend the line
+    reaches = np.clip(np.minimum(places, len(ys) - 1 - places), reach // 3, reach)
+    low, high = np.maximum(0, places - reaches), np.minimum(len(ys), places + reaches + 1)
     means = (totals[high] - totals[low]) / np.maximum(1, counts[high] - counts[low])
     return np.where(is_finite, means, np.nan)
 

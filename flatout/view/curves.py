@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
 from flatout.track.record import EvalRecord, StepRecord
 from flatout.track.run_log import RunLog
-from flatout.track.summary import seconds_of, short_time
+from flatout.track.summary import after_warm_up, seconds_of, short_time
 from flatout.view.charts import Floats, Series, area_plot, figure, heat_plot, legend, line_plot, series
 from flatout.view.scales import tick_label
 
@@ -43,10 +45,10 @@ _MEASURES = (
         "tokens": lambda r: r.tokens_per_s,
         "label tokens": lambda r: r.label_tokens_per_s,
         "with filler": lambda r: r.processed_tokens_per_s or None,
-    }, from_zero=True),
+    }, from_zero=True, is_smoothed=True),
     _Measure(
         "Model FLOPs utilization", "% of the nominal peak", {"MFU": lambda r: None if r.mfu is None else 100 * r.mfu},
-        from_zero=True,
+        from_zero=True, is_smoothed=True,
     ),
     _Measure("Memory", "GiB, the rank with most", {
         "peak": lambda r: r.peak_memory_bytes / _GIB,
@@ -60,7 +62,7 @@ _MEASURES = (
     _Measure("Balance of ranks", "mean / max of their work", {
         "planned": lambda r: r.balance if r.num_ranks > 1 else None,
         "measured": lambda r: sum(r.rank_busy_s) / len(r.rank_busy_s) / max(r.rank_busy_s) if r.rank_busy_s else None,
-    }),
+    }, is_smoothed=True),
 )  # fmt: skip
 
 
@@ -156,10 +158,11 @@ def _evaluations(runs: Sequence[_Run], x_names: Mapping[str, str]) -> str:
 
 
 def _step_time(run: _Run, x_names: Mapping[str, str]) -> str:
-    """Return the parts of a step as stacked areas, with their mean and share in the legend."""
-    steps = run.log.steps
+    """Return the parts of a step as stacked areas, with their share in the legend; without warm-up steps."""
+    steps = after_warm_up(run.log)
     if not steps:
         return ""
+    kept = np.isin(run.axes["step"], [record.step for record in steps])
     parts = np.array([[getattr(record, f"{part}_s") for record in steps] for part in PARTS])
     whole = np.array([record.step_s for record in steps])
     parts = np.vstack([parts, np.maximum(0.0, whole - parts.sum(axis=0))])
@@ -167,7 +170,7 @@ def _step_time(run: _Run, x_names: Mapping[str, str]) -> str:
     weights = np.array([record.num_recorded for record in steps])
     means = (parts * weights).sum(axis=1) / weights.sum()
     total = float(means.sum()) or 1.0
-    plots = [area_plot(names, run.axes[axis], parts, x, show={"axis": axis}) for axis, x in x_names.items()]
+    plots = [area_plot(names, run.axes[axis][kept], parts, x, show={"axis": axis}) for axis, x in x_names.items()]
     entries = [
         (name, color, f"{mean / total:.1%}") for color, (name, mean) in enumerate(zip(names, means, strict=True))
     ]
@@ -177,18 +180,18 @@ def _step_time(run: _Run, x_names: Mapping[str, str]) -> str:
 
 def _waiting(run: _Run, x_names: Mapping[str, str]) -> str:
     """Return how long each rank waits for the slowest one, as a strip for each rank."""
-    kept = [index for index, record in enumerate(run.log.steps) if len(record.rank_busy_s) > 1]
-    num_ranks = max((len(run.log.steps[index].rank_busy_s) for index in kept), default=0)
-    waits = np.full((num_ranks, len(kept)), np.nan)
-    for column, index in enumerate(kept):
-        busy = np.array(run.log.steps[index].rank_busy_s)
-        waits[: len(busy), column] = 100 * (1.0 - busy / (busy.max() or 1.0))
+    kept = [index for index, record in enumerate(run.log.steps) if any(record.rank_busy_s)]
+    if not kept:
+        return ""
+    rows = zip_longest(*(run.log.steps[index].rank_busy_s for index in kept), fillvalue=math.nan)
+    busy = np.array(list(rows))
+    waits = 100 * (1.0 - busy / np.fmax.reduce(busy, axis=0))
     plots = [
         heat_plot("rank", run.axes[axis][kept], waits, x_name, full=100 * _DARKEST_WAIT, show={"axis": axis})
         for axis, x_name in x_names.items()
     ]
     unit = f"% of its busy time; darkest: {_DARKEST_WAIT:.0%} or more"
-    return figure("Waiting for the slowest rank", plots, unit=unit, is_wide=True) if any(plots) else ""
+    return figure("Waiting for the slowest rank", plots, unit=unit, is_wide=True)
 
 
 def _last(ys: Sequence[float | None]) -> str:

@@ -32,8 +32,8 @@ def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
         found.append(("Tokens", short_count(summary.num_tokens), label))
         found.append(("Training time", short_time(summary.train_s), "without evaluations and saves"))
     if summary.tokens_per_s is not None:
-        warm = f"without {summary.num_warm_up_records} warm-up records" if summary.num_warm_up_records else "mean"
-        found.append(("Throughput", f"{summary.tokens_per_s:,.0f} tok/s", warm))
+        warm = f" after {summary.num_warm_up_records} warm-up records" if summary.num_warm_up_records else ""
+        found.append(("Throughput", f"{summary.tokens_per_s:,.0f}", f"tokens/s{warm}"))
     if summary.mfu is not None:
         found.append(("MFU", f"{summary.mfu:.1%}", "of the nominal peak"))
     if summary.peak_memory_bytes:

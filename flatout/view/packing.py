@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.track.record import PlanFacts
 from flatout.view.charts import legend
 
 MAX_LANES = 24
@@ -12,27 +11,31 @@ MAX_LANES = 24
 _WIDTH, _GAP = 1000.0, 0.008
 
 Lane = Sequence[Sequence[int]]
+Steps = Sequence[Sequence[Lane]]
 
 
-def draw_packing(plan: PlanFacts) -> str:
-    """Return a lane for each step and rank; nothing if the plan has no packing."""
+def draw_packing(packing: Steps, padded: Steps) -> str:
+    """Return a lane for each step and rank of `packing`, above the batches of a padding loader if there are any.
+
+    Both are, for each step, for each rank, for each batch the lengths of its samples.
+    """
     lanes = [
-        (f"step {step + 1}", f"rank {rank}" if len(ranks) > 1 else "", batches, padded)
-        for step, ranks in enumerate(plan.packing)
+        (f"step {step + 1}", f"rank {rank}" if len(ranks) > 1 else "", batches, padded[step][rank] if padded else ())
+        for step, ranks in enumerate(packing)
         for rank, batches in enumerate(ranks)
-        for padded in [plan.padded[step][rank] if step < len(plan.padded) else ()]
     ][:MAX_LANES]
     if not lanes:
         return ""
-    widest = max(max(sum(map(sum, batches)), naive_tokens(padded)) for _, _, batches, padded in lanes) or 1
+    widest = max(max(sum(map(sum, batches)), naive_tokens(beside)) for _, _, batches, beside in lanes) or 1
     entries = legend([("one sample each", 0, ""), ("the next micro-batch", 2, "")])
     filler = '<li class="filler"><i></i>padding</li></ul>'
     drawn = "".join(
-        f'<div class="lane"><div><b>{step}</b> {rank}</div><div class="bars">{_bars(batches, widest)}'
-        f"{_bars(padded, widest, is_padded=True) if padded else ''}</div>"
+        f'<div class="lane{" first" if rank in ("", "rank 0") else ""}"><div><b>{step}</b> {rank}</div>'
+        f'<div class="bars">{_bars(batches, widest)}'
+        f"{_bars(beside, widest, is_padded=True) if beside else ''}</div>"
         f'<div class="count"><b>{sum(map(sum, batches)):,}</b>'
-        f"<small>{f'{naive_tokens(padded):,}' if padded else ''}</small></div></div>"
-        for step, rank, batches, padded in lanes
+        f"<small>{f'{naive_tokens(beside):,}' if beside else ''}</small></div></div>"
+        for step, rank, batches, beside in lanes
     )
     return f'<div class="packing">{entries.removesuffix("</ul>")}{filler}{drawn}</div>'
 

@@ -45,7 +45,7 @@ def text(value: object) -> str:
 
 def visible(value: str) -> str:
     """Return text for HTML with each invisible character marked."""
-    return _HIDDEN.sub(lambda found: f'<span class="hidden">{_code_point(found)}</span>', escape(_cut(value)))
+    return _HIDDEN.sub(lambda found: f"<s>{_code_point(found)}</s>", escape(_cut(value)))
 
 
 def section(anchor: str, title: str, body: str, note: str = "") -> str:

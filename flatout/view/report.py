@@ -22,7 +22,8 @@ _BADGES = {"complete": "good", "stopped": "", "failed": "bad", None: "live"}
 
 def run_page(log: RunLog) -> str:
     """Return the whole page of one run."""
-    return page(f"{summarize(log).name} · flatout", run_fragment(log))
+    name = log.start.name if log.start else log.folder.name
+    return page(f"{name} · flatout", run_fragment(log))
 
 
 def run_fragment(log: RunLog) -> str:
@@ -33,7 +34,7 @@ def run_fragment(log: RunLog) -> str:
         bars = bar_plot("samples", plan.length_edges, plan.length_counts, "tokens in a sample")
         unit = f"samples; {plan.num_samples:,} in all"
         lengths = figure("Sample lengths", [bars], unit=unit, is_wide=True) if bars else ""
-        packing = draw_packing(plan)
+        packing = draw_packing(plan.packing, plan.padded)
     note = (
         "The first steps, to scale. Above: the tokens that each rank computed, one block a sample. Below: what a "
         "loader that pads each batch to its longest sample would have computed. Right: tokens of both."
@@ -153,9 +154,8 @@ def _events(log: RunLog) -> str:
         kind = str(event.get("kind"))
         facts = describe_event(kind, {name: fact for name, fact in event.items() if name not in ("time", "kind")})
         time = str(event.get("time", ""))[:19].replace("T", " ")
-        rows.append(
-            f'<tr data-kind="{text(kind)}"><th scope="row">{text(time)}</th><td>{text(kind)}</td><td>{text(facts)}</td>'
-        )
+        cells = f'<th scope="row">{text(time)}</th><td>{text(kind)}</td><td>{text(facts)}</td>'
+        rows.append(f'<tr data-kind="{text(kind)}">{cells}</tr>')
     left = f'<p class="note">The newest {MAX_EVENTS:,}; events.jsonl has all.</p>' if kinds.total() > len(rows) else ""
     head = '<thead><tr><th scope="col">time (UTC)</th><th scope="col">kind</th><th scope="col">facts</th></tr></thead>'
     body = f'<div class="scroll"><table class="events stacks">{head}<tbody>{"".join(rows)}</tbody></table></div>'

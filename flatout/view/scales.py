@@ -29,11 +29,12 @@ class Scale:
 
     def ticks(self, count: int) -> list[tuple[float, str]]:
         """Return about `count` round values as (share of the axis, label)."""
-        found = self._log_ticks(count) if self.is_log else nice_ticks(self.low, self.high, count)
+        powers = self._log_ticks(count) if self.is_log else []
+        found = powers or nice_ticks(self.low, self.high, count)
         step = min((b - a for a, b in pairwise(found)), default=abs(self.high - self.low) or 1.0)
         shares = self._share(np.array(found)).tolist()
-        # a log axis labels each value by its own size
-        return [(s, tick_label(v, v if self.is_log and v else step)) for s, v in zip(shares, found, strict=True)]
+        # values of many sizes are labelled each by its own
+        return [(share, tick_label(v, v if powers else step)) for share, v in zip(shares, found, strict=True)]
 
     def _share(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         if not self.is_log:
@@ -50,7 +51,7 @@ class Scale:
             if len(inside) <= count + 2:
                 break
         every = -(-len(inside) // (count + 2)) or 1
-        return inside[::every] if len(inside) > 2 else nice_ticks(self.low, self.high, count)
+        return inside[::every] if len(inside) > 2 else []  # less than a decade is marked as a linear axis is
 
 
 def x_scale(low: float, high: float, size: float) -> Scale:

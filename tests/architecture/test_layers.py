@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "data": {"config"},
     "plan": {"config"},
     "track": {"config"},
-    "view": {"config", "data", "track"},
+    "view": {"config", "data", "plan", "track"},
     "config": set(),
     "kernels": set(),
     "io": set(),
