@@ -94,14 +94,17 @@ def line_plot(
     marks, tips = [], []
     for one in drawn:
         xs, ys = downsampled(one.xs, one.ys)
+        tip = (xs, ys)
         style = f"line {_color(one.color)}"
         if one.is_smoothed and len(one.xs) > 20:
             marks.append(_path(f"{style} faint", across.place(xs), up.place(ys)))
             xs, ys = downsampled(one.xs, moving_average(one.ys))
+            # of a shortened series the mean says more than the extremes
+            tip = tip if len(tip[0]) == len(one.xs) else (xs, ys)
         marks.append(_path(style, across.place(xs), up.place(ys)))
         if one.has_dots and len(xs) <= NUM_BUCKETS:
             marks.append(_dots(f"dots {_color(one.color)}", across.place(xs), up.place(ys)))
-        tips.append(_tip(one.name, one.color, across.place(xs), xs, ys))
+        tips.append(_tip(one.name, one.color, across.place(tip[0]), *tip))
     label = ", ".join(one.name for one in drawn)
     return _plot(label, "".join(marks), across, up, x_name, {"series": tips}, show)
 

@@ -48,7 +48,7 @@ def samples_page(store: TokenStore, decode: Decode, count: int) -> str:
     limits = f"loss on {meta.settings.get('loss_type')}, max_tokens {meta.settings.get('max_tokens')}"
     lead = " · ".join((", ".join(meta.sources), f"tokenizer {meta.tokenizer}", template, limits))
     warnings = "".join(f'<p class="warning remark">{text(note)}</p>' for note in report.notes)
-    fates = [(label, f"{count:,}") for name, label in ROW_FATES.items() if (count := meta.counts.get(name, 0))]
+    fates = [(label, f"{meta.counts[name]:,}") for name, label in ROW_FATES.items() if meta.counts.get(name)]
     key = (
         '<p class="key"><span><span class="t">trained tokens</span> carry the loss</span>'
         '<span><span class="k">context tokens</span> do not</span><span>one block a turn, after truncation</span></p>'
