@@ -18,13 +18,14 @@ def run(args: argparse.Namespace) -> int:
     """Write the report. Returns 0; raises UsageError for a missing folder, DataError for one that is not a run's."""
     from flatout.io.durable_io import DurableIO
     from flatout.view.open_runs import open_runs
+    from flatout.view.page import page
     from flatout.view.plain import json_report, markdown_report
-    from flatout.view.report import run_page, runs_page
+    from flatout.view.report import run_fragment, runs_fragment
 
     logs = open_runs(args.runs)
     one = next(iter(logs.values())) if len(logs) == 1 else None
     if args.format == "html":
-        content = run_page(one) if one else runs_page(logs)
+        content = page(f"{', '.join(logs)} · flatout", run_fragment(one) if one else runs_fragment(logs))
     else:
         content = markdown_report(logs) if args.format == "md" else json_report(logs)
         if args.out is None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.view.scales import Scale, x_scale, y_scale
+from flatout.view.page import text
+from flatout.view.scales import Scale, tick_label, x_scale, y_scale
 
 Floats = NDArray[np.float64]
 
@@ -45,29 +46,34 @@ class Series:
     has_dots: bool = False
 
 
-def series(name: str, xs: Iterable[float], ys: Iterable[float | None], color: int = 0, **style: bool) -> Series:
-    """Return a Series of plain values; None is a gap."""
-    values = np.array([math.nan if y is None else y for y in ys], dtype=np.float64)
-    return Series(name, np.fromiter(xs, dtype=np.float64), values, color, **style)
+def figure(
+    title: str,
+    plots: Sequence[str],
+    *,
+    unit: str = "",
+    entries: Sequence[tuple[str, int, float | str]] = (),
+    is_wide: bool = False,
+) -> str:
+    """Return a card with a title, a legend and plots, of which the page shows those of the chosen axis and scale.
 
-
-def figure(title: str, plots: Sequence[str], *, unit: str = "", legend: str = "", is_wide: bool = False) -> str:
-    """Return a card with a title and plots; the page shows the plot of the chosen axis and scale."""
-    shown = "".join(plots) or '<p class="empty">Nothing recorded yet.</p>'
-    unit = f'<span class="unit">{escape(unit)}</span>' if unit else ""
-    wide = " wide" if is_wide else ""
+    `entries` of the legend are (name, color, last value). Returns nothing if no plot has a mark.
+    """
+    if not any(plots):
+        return ""
+    items = []
+    for name, color, value in entries:
+        # four digits
+        shown = (
+            value
+            if isinstance(value, str)
+            else tick_label(value, 10.0 ** math.floor(math.log10(abs(value) or 1)) / 1e3)
+        )
+        items.append(f'<li class="{_color(color)}"><i></i>{text(name)} <b>{text(shown)}</b></li>')
+    legend = f'<ul class="legend">{"".join(items)}</ul>' if items else ""
     return (
-        f'<figure class="chart{wide}"><figcaption><h3>{escape(title)}{unit}</h3>{legend}</figcaption>{shown}</figure>'
+        f'<figure class="chart{" wide" if is_wide else ""}"><figcaption><h3>{text(title)}'
+        f'<span class="unit">{text(unit)}</span></h3>{legend}</figcaption>{"".join(plots)}</figure>'
     )
-
-
-def legend(entries: Iterable[tuple[str, int, str]]) -> str:
-    """Return a legend of (name, color, value) entries; the value may be empty."""
-    items = "".join(
-        f'<li class="{_color(color)}"><i></i>{escape(name)}{f" <b>{escape(value)}</b>" if value else ""}</li>'
-        for name, color, value in entries
-    )
-    return f'<ul class="legend">{items}</ul>'
 
 
 def line_plot(
@@ -82,7 +88,9 @@ def line_plot(
 
     `show` has the page's switches under which the plot is visible, such as {"axis": "tokens"}.
     """
-    drawn = [_drawable(one, is_log) for one in lines]
+    # a log scale leaves out what is not positive
+    least = 0.0 if is_log else -math.inf
+    drawn = [replace(one, ys=np.where(np.isfinite(one.ys) & (one.ys > least), one.ys, math.nan)) for one in lines]
     drawn = [one for one in drawn if np.isfinite(one.ys).any()]
     if not drawn:
         return ""
@@ -103,7 +111,9 @@ def line_plot(
             tip = tip if len(tip[0]) == len(one.xs) else (xs, ys)
         marks.append(_path(style, across.place(xs), up.place(ys)))
         if one.has_dots and len(xs) <= NUM_BUCKETS:
-            marks.append(_dots(f"dots {_color(one.color)}", across.place(xs), up.place(ys)))
+            marks += [
+                _path(f"dots {_color(one.color)}", across.place(xs[[i]]), up.place(ys[[i]])) for i in range(len(xs))
+            ]
         tips.append(_tip(one.name, one.color, across.place(tip[0]), *tip))
     label = ", ".join(one.name for one in drawn)
     return _plot(label, "".join(marks), across, up, x_name, {"series": tips}, show)
@@ -237,14 +247,6 @@ def _buckets(xs: Floats, num_buckets: int) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in zip(starts.tolist(), stops, strict=True) if stop > start]
 
 
-def _drawable(one: Series, is_log: bool) -> Series:
-    """Replace what cannot be drawn by NaN: infinities, and on a log scale what is not positive."""
-    with np.errstate(invalid="ignore"):
-        is_drawn = np.isfinite(one.ys) & ((one.ys > 0) | (not is_log))
-    ys = np.where(is_drawn, one.ys, np.nan)
-    return Series(one.name, one.xs, ys, one.color, one.is_smoothed, one.has_dots)
-
-
 def _color(index: int) -> str:
     return f"c{index % NUM_COLORS}" + (" dashed" if index >= NUM_COLORS else "")
 
@@ -261,11 +263,6 @@ def _path(style: str, places: Floats, tops: Floats) -> str:
         if not is_gap[run[0]]:
             pieces.append("M" + _points(places[run], tops[run]) + ("h0" if len(run) == 1 else ""))
     return f'<path class="{style}" d="{"".join(pieces)}"/>'
-
-
-def _dots(style: str, places: Floats, tops: Floats) -> str:
-    found = (f"M{x:.1f},{y:.1f}h0" for x, y in zip(places.tolist(), tops.tolist(), strict=True) if math.isfinite(y))
-    return f'<path class="{style}" d="{"".join(found)}"/>'
 
 
 def _tip(name: str, color: int, places: Floats, xs: Floats, ys: Floats) -> dict[str, object]:
@@ -286,21 +283,21 @@ def _plot(
     y_labels: Sequence[tuple[float, str]] | None = None,
 ) -> str:
     """Return marks with their axes: y from `up`, or `y_labels` as (share from the top, text)."""
-    lines = [] if up is None else [(1.0 - share, text) for share, text in up.ticks(5)]
+    lines = [] if up is None else [(1.0 - share, tick) for share, tick in up.ticks(5)]
     grid = "".join(f"M0 {share * HEIGHT:.1f}H{WIDTH}" for share, _ in lines)
     labels = lines if y_labels is None else y_labels
-    gutter = max((len(text) for _, text in labels), default=1)
-    left = "".join(f'<span style="top:{share:.2%}">{escape(text)}</span>' for share, text in labels)
+    gutter = max((len(tick) for _, tick in labels), default=1)
+    left = "".join(f'<span style="top:{share:.2%}">{tick}</span>' for share, tick in labels)
     below = "".join(
-        f'<span{" class=last" if share > 0.96 else ""} style="left:{share:.2%}">{escape(text)}</span>'
-        for share, text in across.ticks(5)
+        f'<span{" class=last" if share > 0.96 else ""} style="left:{share:.2%}">{tick}</span>'
+        for share, tick in across.ticks(5)
     )
     values = escape(json.dumps({"x": x_name, **tip}, separators=(",", ":")))
     switches = "".join(f' data-{name}="{value}"' for name, value in (show or {}).items())
     return (
         f'<div class="plot" style="--gutter:{gutter}ch"{switches}><div class="y">{left}</div>'
         f'<div class="canvas" tabindex="0" data-tip="{values}"><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'preserveAspectRatio="none" role="img" aria-label="{escape(label)} by {escape(x_name)}">'
+        f'preserveAspectRatio="none" role="img" aria-label="{text(label)} by {text(x_name)}">'
         f'<path class="grid" d="{grid}"/>{marks}</svg></div><div class="x">{below}</div>'
-        f'<div class="xname">{escape(x_name)}</div></div>'
+        f'<div class="xname">{text(x_name)}</div></div>'
     )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
 
 from flatout.track.record import EvalRecord, StepRecord
 from flatout.track.run_log import RunLog
-from flatout.track.summary import after_warm_up, seconds_of, short_time
-from flatout.view.charts import Floats, Series, area_plot, figure, heat_plot, legend, line_plot, series
-from flatout.view.scales import tick_label
+from flatout.track.summary import after_warm_up, seconds_of
+from flatout.view.charts import Floats, Series, area_plot, figure, heat_plot, line_plot
+from flatout.view.facts import measured_balance
 
 _GIB = 2**30
 # a rank that waits this share of a step for the slowest one has the darkest color
@@ -61,9 +61,21 @@ _MEASURES = (
     ),
     _Measure("Balance of ranks", "mean / max of their work", {
         "planned": lambda r: r.balance if r.num_ranks > 1 else None,
-        "measured": lambda r: sum(r.rank_busy_s) / len(r.rank_busy_s) / max(r.rank_busy_s) if r.rank_busy_s else None,
+        "measured": measured_balance,
     }, is_smoothed=True),
 )  # fmt: skip
+
+
+# places of records by axis: "step", "tokens" and "time"
+Axes = Mapping[str, Floats]
+
+
+@dataclass(frozen=True)
+class _Line:
+    name: str
+    axes: Axes
+    ys: Floats
+    is_eval: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,20 +84,45 @@ class _Run:
 
     name: str
     log: RunLog
-    axes: Mapping[str, Floats]
-    eval_axes: Mapping[str, Floats]
+    axes: Axes
+    eval_axes: Axes
+
+    def lines(self, measure: _Measure) -> list[_Line]:
+        """Return the lines of a measure: of each value of a step, and of the evaluations."""
+        steps, evals = self.log.steps, self.log.evals
+        lines = [
+            _Line(name, self.axes, np.array([value(record) for record in steps], dtype=np.float64))
+            for name, value in measure.values.items()
+        ]
+        if measure.eval_value:
+            lines.append(
+                _Line("evaluation", self.eval_axes, np.array([measure.eval_value(one) for one in evals]), True)
+            )
+        for name in dict.fromkeys(name for one in evals for name in one.by_data) if measure.has_log else ():
+            if measure.eval_value:
+                losses = [one.by_data[name].loss if name in one.by_data else math.nan for one in evals]
+                lines.append(_Line(name, self.eval_axes, np.array(losses), True))
+        return [line for line in lines if np.isfinite(line.ys).any()]
 
 
 def curves(logs: Mapping[str, RunLog]) -> str:
     """Return the charts of runs by name as HTML; nothing if none has a step or an evaluation."""
     longest_s = max((log.steps[-1].elapsed_s for log in logs.values() if log.steps), default=0.0)
-    seconds, name = next((u for u in ((3600, "hours"), (60, "minutes")) if longest_s > 2 * u[0]), (1, "seconds"))
-    x_names = {"step": "step", "tokens": "tokens", "time": f"{name} of training"}
+    seconds, unit = next((u for u in ((3600, "hours"), (60, "minutes")) if longest_s > 2 * u[0]), (1, "seconds"))
+    x_names = {"step": "step", "tokens": "tokens", "time": f"{unit} of training"}
     runs = [_on_axes(name, log, seconds) for name, log in logs.items()]
-    charts = [_measured(measure, runs, x_names) for measure in _MEASURES]
-    if len(runs) > 1:
-        charts.insert(1, _evaluations(runs, x_names))
-    else:
+    charts: list[str] = []
+    for measure in _MEASURES:
+        of_runs = [(run.name, run.lines(measure)) for run in runs]
+        if len(runs) == 1:
+            charts.append(_chart(measure.title, measure, of_runs[0][1], x_names))
+            continue
+        for title, is_eval in ((measure.title, False), (f"{measure.title}, evaluation", True)):
+            # the first line stands for its run
+            firsts = [(name, [one for one in lines if one.is_eval == is_eval][:1]) for name, lines in of_runs]
+            lines = [replace(line, name=name) for name, found in firsts for line in found]
+            charts.append(_chart(title, measure, lines, x_names))
+    if len(runs) == 1:
         charts += [_step_time(runs[0], x_names), _waiting(runs[0], x_names)]
     return f'<div class="charts">{"".join(charts)}</div>' if any(charts) else ""
 
@@ -99,62 +136,19 @@ def _on_axes(name: str, log: RunLog, unit_s: float) -> _Run:
     return _Run(name, log, {"step": steps[1:], "tokens": tokens[1:], "time": seconds[1:]}, eval_axes)
 
 
-def _measured(measure: _Measure, runs: Sequence[_Run], x_names: Mapping[str, str]) -> str:
-    """Return one chart: every value of a run alone, or the first value of each run."""
-    columns: list[tuple[_Run, str, Floats]] = []
-    for run in runs:
-        for label, value in list(measure.values.items())[: 1 if len(runs) > 1 else None]:
-            ys = series("", (), (value(record) for record in run.log.steps)).ys
-            if np.isfinite(ys).any():
-                columns.append((run, run.name if len(runs) > 1 else label, ys))
-    evals = _eval_lines(measure, runs[0], len(columns)) if len(runs) == 1 else {}
+def _chart(title: str, measure: _Measure, lines: Sequence[_Line], x_names: Mapping[str, str]) -> str:
+    """Return a chart of lines on every axis, also on a log scale if the measure has one."""
     plots = []
     for scale in ("linear", "log") if measure.has_log else ("",):
         for axis, x_name in x_names.items():
-            lines = [
-                Series(label, run.axes[axis], ys, color, measure.is_smoothed)
-                for color, (run, label, ys) in enumerate(columns)
-            ]
-            lines += [
-                series(label, runs[0].eval_axes[axis], ys, color, has_dots=True) for label, (color, ys) in evals.items()
+            drawn = [
+                Series(one.name, one.axes[axis], one.ys, color, measure.is_smoothed and not one.is_eval, one.is_eval)
+                for color, one in enumerate(lines)
             ]
             show = {"axis": axis} | ({"scale": scale} if scale else {})
-            plots.append(line_plot(lines, x_name, from_zero=measure.from_zero, is_log=scale == "log", show=show))
-    entries = [(label, color, _last(ys.tolist())) for color, (_, label, ys) in enumerate(columns)]
-    entries += [(label, color, _last(ys)) for label, (color, ys) in evals.items()]
-    return figure(measure.title, plots, unit=measure.unit, legend=legend(entries)) if any(plots) else ""
-
-
-def _eval_lines(measure: _Measure, run: _Run, color: int) -> dict[str, tuple[int, list[float | None]]]:
-    """Return color and values of each evaluated data set, or of all together if there is one."""
-    if measure.eval_value is None or not run.log.evals:
-        return {}
-    found: dict[str, tuple[int, list[float | None]]] = {}
-    found["evaluation"] = (color, [measure.eval_value(one) for one in run.log.evals])
-    names = dict.fromkeys(name for one in run.log.evals for name in one.by_data)
-    for place, name in enumerate(names if measure.has_log else (), start=color + 1):
-        found[name] = (place, [one.by_data[name].loss if name in one.by_data else None for one in run.log.evals])
-    return found
-
-
-def _evaluations(runs: Sequence[_Run], x_names: Mapping[str, str]) -> str:
-    """Return the evaluation losses of several runs."""
-    losses = [[one.eval_loss for one in run.log.evals] for run in runs]
-    plots = [
-        line_plot(
-            [
-                series(run.name, run.eval_axes[axis], ys, color, has_dots=True)
-                for color, (run, ys) in enumerate(zip(runs, losses, strict=True))
-            ],
-            x_name,
-            is_log=scale == "log",
-            show={"axis": axis, "scale": scale},
-        )
-        for scale in ("linear", "log")
-        for axis, x_name in x_names.items()
-    ]
-    entries = [(run.name, color, _last(ys)) for color, (run, ys) in enumerate(zip(runs, losses, strict=True)) if ys]
-    return figure("Evaluation loss", plots, unit="nats per label token", legend=legend(entries)) if any(plots) else ""
+            plots.append(line_plot(drawn, x_name, from_zero=measure.from_zero, is_log=scale == "log", show=show))
+    entries = [(one.name, color, float(one.ys[np.isfinite(one.ys)][-1])) for color, one in enumerate(lines)]
+    return figure(title, plots, unit=measure.unit, entries=entries)
 
 
 def _step_time(run: _Run, x_names: Mapping[str, str]) -> str:
@@ -164,18 +158,14 @@ def _step_time(run: _Run, x_names: Mapping[str, str]) -> str:
         return ""
     kept = np.isin(run.axes["step"], [record.step for record in steps])
     parts = np.array([[getattr(record, f"{part}_s") for record in steps] for part in PARTS])
-    whole = np.array([record.step_s for record in steps])
-    parts = np.vstack([parts, np.maximum(0.0, whole - parts.sum(axis=0))])
+    parts = np.vstack([parts, np.maximum(0.0, np.array([record.step_s for record in steps]) - parts.sum(axis=0))])
     names = [part.replace("_", " ") for part in (*PARTS, "other")]
-    weights = np.array([record.num_recorded for record in steps])
-    means = (parts * weights).sum(axis=1) / weights.sum()
+    means = np.average(parts, axis=1, weights=[record.num_recorded for record in steps])
     total = float(means.sum()) or 1.0
     plots = [area_plot(names, run.axes[axis][kept], parts, x, show={"axis": axis}) for axis, x in x_names.items()]
-    entries = [
-        (name, color, f"{mean / total:.1%}") for color, (name, mean) in enumerate(zip(names, means, strict=True))
-    ]
-    unit = f"seconds, mean {short_time(total) if total > 1 else f'{total * 1000:.3g} ms'}"
-    return figure("Step time", plots, unit=unit, legend=legend(entries), is_wide=True)
+    shares = [f"{mean / total:.1%}" for mean in means]
+    entries = list(zip(names, range(len(names)), shares, strict=True))
+    return figure("Step time", plots, unit=f"seconds; {total:.3g} in the mean", entries=entries, is_wide=True)
 
 
 def _waiting(run: _Run, x_names: Mapping[str, str]) -> str:
@@ -183,8 +173,8 @@ def _waiting(run: _Run, x_names: Mapping[str, str]) -> str:
     kept = [index for index, record in enumerate(run.log.steps) if any(record.rank_busy_s)]
     if not kept:
         return ""
-    rows = zip_longest(*(run.log.steps[index].rank_busy_s for index in kept), fillvalue=math.nan)
-    busy = np.array(list(rows))
+    # a resumed run may have another number of ranks
+    busy = np.array(list(zip_longest(*(run.log.steps[index].rank_busy_s for index in kept), fillvalue=math.nan)))
     waits = 100 * (1.0 - busy / np.fmax.reduce(busy, axis=0))
     plots = [
         heat_plot("rank", run.axes[axis][kept], waits, x_name, full=100 * _DARKEST_WAIT, show={"axis": axis})
@@ -192,11 +182,3 @@ def _waiting(run: _Run, x_names: Mapping[str, str]) -> str:
     ]
     unit = f"% of its busy time; darkest: {_DARKEST_WAIT:.0%} or more"
     return figure("Waiting for the slowest rank", plots, unit=unit, is_wide=True)
-
-
-def _last(ys: Sequence[float | None]) -> str:
-    """Return the last value as a legend shows it, with four digits."""
-    known = [y for y in ys if y is not None and y == y]
-    if not known:
-        return ""
-    return tick_label(known[-1], 10.0 ** np.floor(np.log10(abs(known[-1]) or 1.0)) / 1000)

@@ -10,6 +10,7 @@ import yaml
 from flatout.config.read import flatten, make_config
 from flatout.errors import FlatoutError
 from flatout.io.redact import redacted
+from flatout.track.record import StepRecord
 from flatout.track.run_log import RunLog
 from flatout.track.summary import RunSummary, short_count, short_time
 
@@ -61,19 +62,24 @@ def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
     # the padding loader's tokens of each step, from the share of them that was avoided
     naive = sum(r.num_tokens * r.num_recorded / max(1e-9, 1.0 - r.padding_avoided) for r in steps)
     balance = sum(record.balance for record in steps) / len(steps) if steps else 0.0
-    busy = [sum(r.rank_busy_s) / len(r.rank_busy_s) / max(r.rank_busy_s) for r in steps if any(r.rank_busy_s)]
-    measured = f", {sum(busy) / len(busy):.1%} measured" if busy else ""
+    found = [one for record in steps if (one := measured_balance(record)) is not None]
+    measured = f", {sum(found) / len(found):.1%} measured" if found else ""
     peak = max((record.peak_memory_bytes for record in steps), default=0)
-    happened = {
-        "steps": (f"{plan.num_steps:,}", f"{num_steps:,}"),
-        "epochs": (f"{plan.epochs:.3g}", f"{steps[-1].epoch:.3g}" if steps else "0"),
-        "tokens": (short_count(plan.num_tokens), short_count(tokens)),
-        "label tokens": (short_count(plan.num_label_tokens), short_count(labels)),
-        "padding avoided": (f"{plan.padding_avoided:.1%}", f"{1.0 - tokens / naive:.1%}" if naive else NONE),
-        "balance of ranks": (f"{plan.balance:.1%}", f"{balance:.1%}{measured}" if steps else NONE),
-        "memory of a rank": (gib(plan.memory_bytes) if plan.memory_bytes else NONE, gib(peak) if peak else NONE),
-    }
-    return [(name, planned, real) for name, (planned, real) in happened.items()]
+    return [
+        ("steps", f"{plan.num_steps:,}", f"{num_steps:,}"),
+        ("epochs", f"{plan.epochs:.3g}", f"{steps[-1].epoch:.3g}" if steps else "0"),
+        ("tokens", short_count(plan.num_tokens), short_count(tokens)),
+        ("label tokens", short_count(plan.num_label_tokens), short_count(labels)),
+        ("padding avoided", f"{plan.padding_avoided:.1%}", f"{1.0 - tokens / naive:.1%}" if naive else NONE),
+        ("balance of ranks", f"{plan.balance:.1%}", f"{balance:.1%}{measured}" if steps else NONE),
+        ("memory of a rank", gib(plan.memory_bytes or 0), gib(peak)),
+    ]
+
+
+def measured_balance(record: StepRecord) -> float | None:
+    """Return mean / max of the ranks' forward and backward seconds; None for one rank, or before they are known."""
+    busy = record.rank_busy_s
+    return sum(busy) / len(busy) / max(busy) if any(busy) else None
 
 
 def settings_of(log: RunLog) -> Mapping[str, Any]:
@@ -125,5 +131,5 @@ def show(value: Any) -> str:
 
 
 def gib(num_bytes: float) -> str:
-    """Return bytes in GiB."""
-    return f"{num_bytes / 2**30:.2f} GiB"
+    """Return bytes in GiB; a dash for none, which are not known."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes else NONE

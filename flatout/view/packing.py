@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.view.charts import legend
-
 MAX_LANES = 24
 # units of the viewBox; a gap between micro-batches is this share of the widest lane
 _WIDTH, _GAP = 1000.0, 0.008
@@ -27,8 +25,8 @@ def draw_packing(packing: Steps, padded: Steps) -> str:
     if not lanes:
         return ""
     widest = max(max(sum(map(sum, batches)), naive_tokens(beside)) for _, _, batches, beside in lanes) or 1
-    entries = legend([("one sample each", 0, ""), ("the next micro-batch", 2, "")])
-    filler = '<li class="filler"><i></i>padding</li></ul>'
+    names = (("c0", "one sample each"), ("c2", "the next micro-batch"), ("filler", "padding"))
+    legend = "".join(f'<li class="{style}"><i></i>{name}</li>' for style, name in names)
     drawn = "".join(
         f'<div class="lane{" first" if rank in ("", "rank 0") else ""}"><div><b>{step}</b> {rank}</div>'
         f'<div class="bars">{_bars(batches, widest)}'
@@ -37,7 +35,7 @@ def draw_packing(packing: Steps, padded: Steps) -> str:
         f"<small>{f'{naive_tokens(beside):,}' if beside else ''}</small></div></div>"
         for step, rank, batches, beside in lanes
     )
-    return f'<div class="packing">{entries.removesuffix("</ul>")}{filler}{drawn}</div>'
+    return f'<div class="packing"><ul class="legend">{legend}</ul>{drawn}</div>'
 
 
 def naive_tokens(padded: Lane) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import cache
 from html import escape
 from importlib import resources
 
@@ -14,38 +13,33 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u
 MAX_TEXT = 20_000
 
 
-@cache
-def asset(name: str) -> str:
-    """Return a text file of flatout/view/assets."""
-    return resources.files("flatout.view").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def page(title: str, body: str, *, script: str = "", connects_to: str = "'none'") -> str:
-    """Return a whole page around `body`, which is HTML.
-
-    The page may load nothing; `script` is added to its own, which may connect to `connects_to` (a source of
-    Content-Security-Policy, such as 'self').
-    """
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src {connects_to}"
+def page(title: str, body: str) -> str:
+    """Return a whole page around `body`, which is HTML. The page may load nothing."""
+    assets = resources.files("flatout.view") / "assets"
+    style, script = ((assets / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     return (
         '<!doctype html>\n<html lang="en" data-axis="step" data-scale="linear"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{text(title)}</title><style>{asset('page.css')}</style></head>\n<body>"
+        f"<title>{text(title)}</title><style>{style}</style></head>\n<body>"
         '<button id="theme" type="button" data-toggle="theme" title="Light or dark">'
         '<span class="sun">☀</span><span class="moon">☾</span></button>'
-        f"<main>{body}</main>\n<script>{asset('page.js')}{script}</script></body></html>\n"
+        f"<main>{body}</main>\n<script>{script}</script></body></html>\n"
     )
 
 
-def text(value: object) -> str:
-    """Return plain text for HTML and its attributes; invisible characters become their code point."""
-    return _HIDDEN.sub(_code_point, escape(_cut(str(value))))
+def text(value: object, *, mark: str = "{}") -> str:
+    """Return plain text for HTML and its attributes; invisible characters become their code point, within `mark`."""
+    shown = str(value)
+    if len(shown) > MAX_TEXT:
+        shown = f"{shown[:MAX_TEXT]} ... ({len(shown):,} characters)"
+    return _HIDDEN.sub(lambda found: mark.format(f"U+{ord(found[0]):04X}"), escape(shown))
 
 
 def visible(value: str) -> str:
     """Return text for HTML with each invisible character marked."""
-    return _HIDDEN.sub(lambda found: f"<s>{_code_point(found)}</s>", escape(_cut(value)))
+    return text(value, mark="<s>{}</s>")
 
 
 def section(anchor: str, title: str, body: str, note: str = "") -> str:
@@ -72,24 +66,3 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, style: str
     return (
         f'<div class="scroll"><table class="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
-
-
-def folded(title: str, body: str) -> str:
-    """Return HTML that is shown on a click."""
-    return f"<details><summary>{text(title)}</summary>{body}</details>"
-
-
-def switch(name: str, choices: Sequence[str]) -> str:
-    """Return buttons that choose which plots of the page are visible; the script sets `data-name` of the page."""
-    buttons = "".join(
-        f'<button type="button" data-switch="{name}" data-value="{choice}">{choice}</button>' for choice in choices
-    )
-    return f'<span class="switch" role="group" aria-label="{name}">{buttons}</span>'
-
-
-def _cut(value: str) -> str:
-    return value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]} ... ({len(value):,} characters)"
-
-
-def _code_point(found: re.Match[str]) -> str:
-    return f"U+{ord(found[0]):04X}"

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from flatout.io.json_file import encode_json
 from flatout.io.redact import printable
 from flatout.track.run_log import RunLog
 from flatout.track.summary import summarize
 from flatout.view.facts import changed_settings, different_settings, headline, plan_rows, results, settings_of, show
+
+
+_RUN = TypeAdapter(RunLog)
 
 
 def markdown_report(logs: Mapping[str, RunLog]) -> str:
@@ -44,22 +48,12 @@ def markdown_report(logs: Mapping[str, RunLog]) -> str:
 
 def json_report(logs: Mapping[str, RunLog]) -> str:
     """Return the summaries, plans, evaluations, answers, events and settings of runs as JSON."""
-    return encode_json({"runs": [_run(name, log) for name, log in logs.items()]}).decode()
-
-
-def _run(name: str, log: RunLog) -> dict[str, Any]:
-    return {
-        "name": name,
-        "folder": str(log.folder.absolute()),
-        "summary": asdict(summarize(log)),
-        "start": asdict(log.start) if log.start else None,
-        "end": asdict(log.end) if log.end else None,
-        "last_step": asdict(log.steps[-1]) if log.steps else None,
-        "evaluations": [asdict(one) for one in log.evals],
-        "answers": [asdict(one) for one in log.answers],
-        "events": [dict(event) for event in log.events],
-        "settings": dict(settings_of(log)),
-    }
+    runs = []
+    for name, log in logs.items():
+        last = asdict(log.steps[-1]) if log.steps else None
+        more = {"name": name, "summary": asdict(summarize(log)), "last_step": last, "settings": dict(settings_of(log))}
+        runs.append(more | _RUN.dump_python(log, mode="json", exclude={"steps"}))
+    return encode_json({"runs": runs}).decode()
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

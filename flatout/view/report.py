@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from flatout.track.record import RunStart, describe_event
@@ -13,27 +13,23 @@ from flatout.view.charts import bar_plot, figure
 from flatout.view.curves import curves
 from flatout.view.facts import changed_settings, different_settings, headline, plan_rows, results, settings_of, show
 from flatout.view.packing import draw_packing
-from flatout.view.page import cards, folded, page, section, switch, table, text, visible
+from flatout.view.page import cards, section, table, text, visible
 
 # of many answers to a prompt this many are side by side, and of many events the newest are listed
 MAX_ANSWERS, MAX_EVENTS = 6, 1000
 _BADGES = {"complete": "good", "stopped": "", "failed": "bad", None: "live"}
 
 
-def run_page(log: RunLog) -> str:
-    """Return the whole page of one run."""
-    name = log.start.name if log.start else log.folder.name
-    return page(f"{name} · flatout", run_fragment(log))
-
-
 def run_fragment(log: RunLog) -> str:
     """Return the body of one run's page, for a run of any state."""
     summary, plan = summarize(log), log.start.plan if log.start else None
-    lengths = packing = ""
+    lengths = packing = promised = ""
     if plan:
+        happened = "so far" if log.end is None else "happened"
+        promised = table(["", "planned", happened], plan_rows(log), style="figures")
         bars = bar_plot("samples", plan.length_edges, plan.length_counts, "tokens in a sample")
         unit = f"samples; {plan.num_samples:,} in all"
-        lengths = figure("Sample lengths", [bars], unit=unit, is_wide=True) if bars else ""
+        lengths = figure("Sample lengths", [bars], unit=unit, is_wide=True)
         packing = draw_packing(plan.packing, plan.padded)
     note = (
         "The first steps, to scale. Above: the tokens that each rank computed, one block a sample. Below: what a "
@@ -45,7 +41,7 @@ def run_fragment(log: RunLog) -> str:
             cards(headline(summary)),
             "".join(f'<p class="warning">{text(warning)}</p>' for warning in summary.warnings),
             _curves({summary.name: log}),
-            section("plan", "Plan and run", _plan(log)),
+            section("plan", "Plan and run", promised),
             section("packing", "Packing", packing and lengths + f'<p class="note">{note}</p>' + packing),
             section("answers", "Answers while training", _answers(log)),
             section("events", "Events", _events(log)),
@@ -54,22 +50,23 @@ def run_fragment(log: RunLog) -> str:
     )
 
 
-def runs_page(logs: Mapping[str, RunLog]) -> str:
-    """Return a page that compares runs, each by its name."""
+def runs_fragment(logs: Mapping[str, RunLog]) -> str:
+    """Return the body of a page that compares runs, each by its name."""
     summaries, names = [summarize(log) for log in logs.values()], list(logs)
     settings = different_settings(list(logs.values()))
-    body = (
+    differences = table(["", *names], settings, style="settings") if settings else '<p class="note">None.</p>'
+    warnings = "".join(
+        f'<p class="warning"><b>{text(name)}</b> {text(warning)}</p>'
+        for name, summary in zip(names, summaries, strict=True)
+        for warning in summary.warnings
+    )
+    return (
         f'<h1>{len(logs)} runs</h1><p class="lead">{text(", ".join(names))}</p>'
         + section("results", "Results", table(["", *names], results(summaries), style="figures"))
-        + section(
-            "differences",
-            "Settings that differ",
-            table(["", *names], settings, style="settings") if settings else '<p class="note">None.</p>',
-        )
+        + section("differences", "Settings that differ", differences)
         + _curves(logs)
-        + section("warnings", "Warnings", _warnings(names, summaries))
+        + section("warnings", "Warnings", warnings)
     )
-    return page(f"{len(logs)} runs · flatout", body)
 
 
 def _title(log: RunLog, summary: RunSummary) -> str:
@@ -87,27 +84,27 @@ def _title(log: RunLog, summary: RunSummary) -> str:
 
 
 def _lead(start: RunStart) -> str:
+    """Return what a run trains, and where."""
     gpus = Counter(gpu.name for gpu in start.gpus)
     device = ", ".join(f"{count} × {name}" for name, count in gpus.items()) or f"{start.num_ranks} × {start.device}"
     resumed = f"resumed at step {start.resumed_step:,}" if start.resumed_step else ""
     sizes = f"{short_count(start.num_trained_parameters)} of {short_count(start.num_parameters)} parameters"
-    parts = (start.model, f"{start.method}, {sizes}", start.data, f"{device}, {start.dtype}, {start.strategy}", resumed)
-    return " · ".join(part for part in (*parts, f"started {_time(start.first_started_at)}") if part)
-
-
-def _time(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    started = datetime.fromtimestamp(start.first_started_at, UTC).strftime("started %Y-%m-%d %H:%M UTC")
+    where = f"{device}, {start.dtype}, {start.strategy}"
+    parts = (start.model, f"{start.method}, {sizes}", start.data, where, resumed, started)
+    return " · ".join(part for part in parts if part)
 
 
 def _curves(logs: Mapping[str, RunLog]) -> str:
+    """Return the charts with the switches of their axes, which the page's script sets."""
     drawn = curves(logs) or '<p class="empty">No steps yet.</p>'
-    choices = switch("axis", ("step", "tokens", "time")) + switch("scale", ("linear", "log"))
-    return f'<section id="curves"><div class="bar-of-switches"><h2>Curves</h2>{choices}</div>{drawn}</section>'
-
-
-def _plan(log: RunLog) -> str:
-    rows = plan_rows(log)
-    return table(["", "planned", "so far" if log.end is None else "happened"], rows, style="figures") if rows else ""
+    switches = ""
+    for name, choices in (("axis", ("step", "tokens", "time")), ("scale", ("linear", "log"))):
+        buttons = "".join(
+            f'<button type="button" data-switch="{name}" data-value="{choice}">{choice}</button>' for choice in choices
+        )
+        switches += f'<span class="switch" role="group" aria-label="{name}">{buttons}</span>'
+    return f'<section id="curves"><div class="bar-of-switches"><h2>Curves</h2>{switches}</div>{drawn}</section>'
 
 
 def _answers(log: RunLog) -> str:
@@ -131,7 +128,7 @@ def _answer(prompt: str, found: Sequence[tuple[int, str]], reference: str | None
     others = ""
     if len(shown) < len(found):
         every = "".join(f"<h3>step {step:,}</h3>{_said(answer)}" for step, answer in found)
-        others = folded(f"All {len(found)} answers", every)
+        others = f"<details><summary>All {len(found)} answers</summary>{every}</details>"
     return f'<div class="answer"><h3>prompt</h3>{_said(prompt)}<div class="steps">{"".join(beside)}</div>{others}</div>'
 
 
@@ -163,23 +160,16 @@ def _events(log: RunLog) -> str:
 
 
 def _settings(log: RunLog) -> str:
+    """Return the settings, those that differ from their defaults first; the rest on a click."""
     settings = settings_of(log)
     if not settings:
         return ""
     changed = changed_settings(settings)
     rows = [(name, show(value), show(default)) for name, (value, default) in changed.items()]
     rest = [(name, show(value)) for name, value in settings.items() if name not in changed]
-    parts = [table(["differs from its default", "value", "default"], rows, style="settings")] if rows else []
-    parts.append(folded(f"{len(rest)} settings at their defaults", table(["setting", "value"], rest, style="settings")))
+    parts = table(["differs from its default", "value", "default"], rows, style="settings") if rows else ""
+    folded = {f"{len(rest)} settings at their defaults": table(["setting", "value"], rest, style="settings")}
     if log.start:
-        parts.append(folded("Versions", table(["package", "version"], log.start.versions.items(), style="settings")))
-        parts.append(folded("Model", f"<pre>{text(log.start.model_text)}</pre>"))
-    return "".join(parts)
-
-
-def _warnings(names: Iterable[str], summaries: Iterable[RunSummary]) -> str:
-    return "".join(
-        f'<p class="warning"><b>{text(name)}</b> {text(warning)}</p>'
-        for name, summary in zip(names, summaries, strict=True)
-        for warning in summary.warnings
-    )
+        folded["Versions"] = table(["package", "version"], log.start.versions.items(), style="settings")
+        folded["Model"] = f"<pre>{text(log.start.model_text)}</pre>"
+    return parts + "".join(f"<details><summary>{name}</summary>{body}</details>" for name, body in folded.items())

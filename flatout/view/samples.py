@@ -54,37 +54,26 @@ def samples_page(store: TokenStore, decode: Decode, count: int) -> str:
         '<span><span class="k">context tokens</span> do not</span><span>one block a turn, after truncation</span></p>'
     )
     shown = "".join(_sample(store, index, decode, report) for index in range(min(count, store.num_samples)))
+    lengths, num_labels = store.lengths, int(store.num_labels.sum())
+    num_tokens, half, most = int(lengths.sum()), int(np.median(lengths)), int(lengths.max())
+    percentile = int(np.percentile(lengths, 95, method="higher"))
+    figures = [
+        ("Samples", f"{store.num_samples:,}", ""),
+        ("Tokens", short_count(num_tokens), f"{num_tokens:,}"),
+        ("Trained tokens", f"{num_labels / num_tokens:.1%}", f"{num_labels:,} carry the loss"),
+        ("Median length", f"{half:,}", f"tokens; 95% have at most {percentile:,}, the longest {most:,}"),
+        ("Padding avoided", f"{padding_share(lengths, 32):.1%}", "of a padding loader's tokens, batches of 32"),
+    ]
+    edges = np.unique(np.linspace(0, most + 1, NUM_LENGTH_BINS + 1).astype(np.int64))
+    bars = bar_plot("samples", edges.tolist(), np.histogram(lengths, edges)[0].tolist(), "tokens in a sample")
     return page(
         f"{meta.name} · flatout",
-        f'<h1>{text(meta.name)}</h1><p class="lead">{text(lead)}</p>{_figures(store)}{warnings}'
-        + section("lengths", "Lengths", _lengths(store))
+        f'<h1>{text(meta.name)}</h1><p class="lead">{text(lead)}</p>{cards(figures)}{warnings}'
+        + section("lengths", "Lengths", figure("Sample lengths", [bars], unit="samples", is_wide=True))
         + section("packing", "Packing", _packing(store))
         + section("rows", "Rows", table(["what became of the source's rows", "count"], fates, style="figures"))
         + section("samples", f"The first {min(count, store.num_samples):,} samples", shown and key + shown),
     )
-
-
-def _figures(store: TokenStore) -> str:
-    lengths, num_labels = store.lengths, int(store.num_labels.sum())
-    num_tokens, half, most = int(lengths.sum()), int(np.median(lengths)), int(lengths.max())
-    percentile = int(np.percentile(lengths, 95, method="higher"))
-    return cards(
-        [
-            ("Samples", f"{store.num_samples:,}", ""),
-            ("Tokens", short_count(num_tokens), f"{num_tokens:,}"),
-            ("Trained tokens", f"{num_labels / num_tokens:.1%}", f"{num_labels:,} carry the loss"),
-            ("Median length", f"{half:,}", f"tokens; 95 % have at most {percentile:,}, the longest {most:,}"),
-            ("Padding avoided", f"{padding_share(lengths, 32):.1%}", "of a padding loader's tokens, batches of 32"),
-        ]
-    )
-
-
-def _lengths(store: TokenStore) -> str:
-    lengths = store.lengths
-    edges = np.unique(np.linspace(0, int(lengths.max()) + 1, NUM_LENGTH_BINS + 1).astype(np.int64))
-    counts = np.histogram(lengths, edges)[0]
-    bars = bar_plot("samples", edges.tolist(), counts.tolist(), "tokens in a sample")
-    return figure("Sample lengths", [bars], unit="samples", is_wide=True)
 
 
 def _packing(store: TokenStore) -> str:
@@ -135,14 +124,11 @@ def split_turns(pieces: Sequence[Piece], end_of_turn: str) -> Iterator[list[Piec
 
 
 def _turn(pieces: Sequence[Piece]) -> str:
+    """Return a turn, its spaces, tabs and line breaks marked faintly; copied text stays the same."""
+    spaces = {" ": "<i> </i>", "\t": '<i class="tab">\t</i>', "\n": '<i class="end"></i>\n'}
+    marked = []
+    for piece, is_trained in pieces:
+        spaced = re.sub(r"[ \t\n]", lambda found: spaces[found[0]], visible(piece))
+        marked.append(f'<span class="{"t" if is_trained else "k"}">{spaced}</span>')
     trained = " trained" if any(is_trained for _, is_trained in pieces) else ""
-    marked = "".join(
-        f'<span class="{"t" if is_trained else "k"}">{_spaced(piece)}</span>' for piece, is_trained in pieces
-    )
-    return f'<div class="turn{trained}">{marked}</div>'
-
-
-def _spaced(piece: str) -> str:
-    """Return text with its spaces, tabs and line breaks marked faintly; copied text stays the same."""
-    marks = {" ": "<i> </i>", "\t": '<i class="tab">\t</i>', "\n": '<i class="end"></i>\n'}
-    return re.sub(r"[ \t\n]", lambda found: marks[found[0]], visible(piece))
+    return f'<div class="turn{trained}">{"".join(marked)}</div>'

@@ -37,21 +37,21 @@ class Scale:
         return [(share, tick_label(v, v if powers else step)) for share, v in zip(shares, found, strict=True)]
 
     def _share(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        if not self.is_log:
-            return (values - self.low) / (self.high - self.low)
-        low, high = math.log(self.low), math.log(self.high)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return (np.log(values) - low) / (high - low)
+        low, high = self.low, self.high
+        if self.is_log:
+            values, low, high = np.log(values), math.log(low), math.log(high)
+        return (values - low) / (high - low)
 
     def _log_ticks(self, count: int) -> list[float]:
+        """Return powers of ten, with their multiples by 2 and 5 where there is room; none within a decade."""
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        inside: list[float] = []
         for parts in ((1, 2, 5), (1, 3), (1,)):
             values = [part * 10.0**power for power in range(first, last + 1) for part in parts]
             inside = [value for value in values if self.low * 0.999 <= value <= self.high * 1.001]
             if len(inside) <= count + 2:
                 break
-        every = -(-len(inside) // (count + 2)) or 1
-        return inside[::every] if len(inside) > 2 else []  # less than a decade is marked as a linear axis is
+        return inside[:: -(-len(inside) // (count + 2)) or 1] if len(inside) > 2 else []
 
 
 def x_scale(low: float, high: float, size: float) -> Scale:

@@ -15,7 +15,8 @@ from flatout.cli.main import main
 from flatout.track.record import Answer, AnswersRecord
 from flatout.track.run_folder import RunFolderWriter
 from flatout.track.run_log import read_run
-from flatout.view.report import run_fragment, run_page
+from flatout.view.page import page as whole_page
+from flatout.view.report import run_fragment
 
 VOID = {"meta", "br", "path", "rect", "input"}
 
@@ -93,7 +94,7 @@ def test_one_run_has_every_part_and_loads_nothing(folder: Path, capsys: pytest.C
 
 def test_the_page_shows_the_figures_of_the_files(folder: Path) -> None:
     log = read_run(folder)
-    page = Page(run_page(log))
+    page = Page(whole_page("run", run_fragment(log)))
     best = min(log.evals, key=lambda one: one.eval_loss if one.is_best else 9)
     assert f"{log.steps[-1].loss:.4f}" in page.text
     assert f"{best.eval_loss:.4f}" in page.text
@@ -113,7 +114,7 @@ def test_what_a_run_says_cannot_become_markup(tmp_path: Path) -> None:
     writer = RunFolderWriter(folder)
     writer.on_answers(AnswersRecord(30, (Answer(evil, f"\u202e{evil}\x1b[2J", evil),), 1.0))
     writer.on_event(evil, {evil: evil})
-    page = run_page(read_run(folder))
+    page = whole_page(evil, run_fragment(read_run(folder)))
     found = Page(page)
     assert found.loads == []
     assert page.count("<script>") == 1
@@ -121,7 +122,6 @@ def test_what_a_run_says_cannot_become_markup(tmp_path: Path) -> None:
     assert "\u202e" not in page
     assert "U+202E" in found.texts
     assert "\x1b" not in page
-    assert Page(run_fragment(read_run(folder)).replace("<svg", "<svg")).loads == []
 
 
 def killed(folder: Path) -> Path:
@@ -260,7 +260,7 @@ def test_several_runs_show_what_differs(
     monkeypatch.chdir(tmp_path)
     assert report(folder, other) == 0
     page = Page((tmp_path / "report.html").read_text())
-    assert "Evaluation loss" in page.texts
+    assert "Loss, evaluation" in page.texts
     assert page.texts[page.texts.index("lora.rank") :][1:3] == ["32", "64"]
     assert "optim.lr" not in page.texts, "equal settings are left out"
     capsys.readouterr()
@@ -276,4 +276,4 @@ def test_runs_of_one_name_are_told_apart(folder: Path, tmp_path: Path) -> None:
     runs = json.loads((tmp_path / "both.json").read_text())["runs"]
     assert [run["name"] for run in runs] == [str(folder), str(other)]
     assert runs[1]["summary"]["num_steps"] == 10
-    assert runs[1]["evaluations"][-1]["eval_loss"] > 0
+    assert runs[1]["evals"][-1]["eval_loss"] > 0
