@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,9 @@ from flatout.view.page import text
 from flatout.view.scales import Scale, tick_label, x_scale, y_scale
 
 Floats = NDArray[np.float64]
+# the page's switches under which a plot is visible, such as {"axis": "tokens"}
+Show = Mapping[str, str]
+_ALWAYS: Show = MappingProxyType({})
 
 # units of the viewBox; the page stretches it
 WIDTH, HEIGHT = 1000, 240
@@ -28,7 +32,7 @@ NUM_BUCKETS = 600
 NUM_MEANS, MAX_HEAT_CELLS, MAX_HEAT_ROWS = 300, 4000, 64
 # a noisy line is smoothed over this share of its points
 SMOOTHED_SHARE = 0.02
-NUM_COLORS, NUM_SHADES = 8, 9
+NUM_COLORS, NUM_SHADES, MAX_DOTS = 8, 9, 40
 
 
 @dataclass(frozen=True)
@@ -76,18 +80,63 @@ def figure(
     )
 
 
-def line_plot(
-    lines: Sequence[Series],
-    x_name: str,
-    *,
-    from_zero: bool = False,
-    is_log: bool = False,
-    show: Mapping[str, str] | None = None,
-) -> str:
-    """Return a plot of lines, or nothing if no line has a finite value.
+@dataclass(frozen=True)
+class _Frame:
+    """The axes of a plot: they place values, and stand around the marks."""
 
-    `show` has the page's switches under which the plot is visible, such as {"axis": "tokens"}.
-    """
+    across: Scale
+    up: Scale
+    x_name: str
+
+    def points(self, xs: Floats, ys: Floats) -> str:
+        """Return the places of values as SVG writes them."""
+        places = zip(self.across.place(xs).tolist(), self.up.place(ys).tolist(), strict=True)
+        return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+    def line(self, style: str, xs: Floats, ys: Floats, *, are_dots: bool = False) -> str:
+        """Return a path with a gap at each NaN; a point alone is a dot, or each point with `are_dots`."""
+        is_gap = ~np.isfinite(ys)
+        cuts = np.arange(1, len(ys)) if are_dots else np.flatnonzero(np.diff(is_gap)) + 1
+        runs = [run for run in np.split(np.arange(len(ys)), cuts) if not is_gap[run[0]]]
+        pieces = (f"M{self.points(xs[run], ys[run])}{'h0' if len(run) == 1 else ''}" for run in runs)
+        return f'<path class="{style}" d="{"".join(pieces)}"/>'
+
+    def tip(self, name: str, color: int, xs: Floats, ys: Floats) -> dict[str, object]:
+        """Return the values of a line for the page's script: place in the plot, x and y."""
+        values = [float(f"{y:.5g}") if math.isfinite(y) else None for y in ys.tolist()]
+        places = [round(place, 1) for place in self.across.place(xs).tolist()]
+        return {"n": name, "c": _color(color), "p": places, "x": [float(f"{x:.6g}") for x in xs.tolist()], "y": values}
+
+    def plot(
+        self, label: str, marks: Sequence[str], tips: Sequence[object], show: Show, rows: Sequence[str] = ()
+    ) -> str:
+        """Return the marks with their axes; `rows` are names of strips, in place of the y axis."""
+        ticks = [(1.0 - share, tick) for share, tick in self.up.ticks(5)]
+        grid = "" if rows else "".join(f"M0 {share * HEIGHT:.1f}H{WIDTH}" for share, _ in ticks)
+        if rows:
+            every = -(-len(rows) // 8)
+            ticks = [((index + 0.5) / len(rows), rows[index]) for index in range(0, len(rows), every)]
+        left = "".join(f'<span style="top:{share:.2%}">{text(tick)}</span>' for share, tick in ticks)
+        below = "".join(
+            f'<span{" class=last" if share > 0.96 else ""} style="left:{share:.2%}">{tick}</span>'
+            for share, tick in self.across.ticks(5)
+        )
+        values = {"x": self.x_name, "series": tips, "rows": bool(rows)}
+        tip = escape(json.dumps(values, separators=(",", ":")))
+        switches = "".join(f' data-{name}="{value}"' for name, value in show.items())
+        return (
+            f'<div class="plot" style="--gutter:{max(len(tick) for _, tick in ticks)}ch"{switches}>'
+            f'<div class="y">{left}</div><div class="canvas" tabindex="0" data-tip="{tip}">'
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+            f'aria-label="{text(label)} by {text(self.x_name)}"><path class="grid" d="{grid}"/>{"".join(marks)}</svg>'
+            f'</div><div class="x">{below}</div><div class="xname">{text(self.x_name)}</div></div>'
+        )
+
+
+def line_plot(
+    lines: Sequence[Series], x_name: str, show: Show = _ALWAYS, *, from_zero: bool = False, is_log: bool = False
+) -> str:
+    """Return a plot of lines, the first on top, dots above all; nothing if no line has a value that can be drawn."""
     # a log scale leaves out what is not positive
     least = 0.0 if is_log else -math.inf
     drawn = [replace(one, ys=np.where(np.isfinite(one.ys) & (one.ys > least), one.ys, math.nan)) for one in lines]
@@ -95,100 +144,87 @@ def line_plot(
     if not drawn:
         return ""
     xs = np.concatenate([one.xs for one in drawn])
-    ys = np.concatenate([one.ys[np.isfinite(one.ys)] for one in drawn])
-    across = x_scale(float(xs.min()), float(xs.max()), WIDTH)
-    low = min(0.0, float(ys.min())) if from_zero else float(ys.min())
-    up = y_scale(low, float(ys.max()), HEIGHT, is_log=is_log)
-    marks, tips = [], []
+    low, high = min(np.nanmin(one.ys) for one in drawn), max(np.nanmax(one.ys) for one in drawn)
+    up = y_scale(min(0.0, low) if from_zero else float(low), float(high), HEIGHT, is_log=is_log)
+    frame = _Frame(x_scale(float(xs.min()), float(xs.max()), WIDTH), up, x_name)
+    below: list[str] = []
+    above, tips = [], []
     for one in drawn:
-        xs, ys = downsampled(one.xs, one.ys)
-        tip = (xs, ys)
+        xs, ys = shown = downsampled(one.xs, one.ys)
         style = f"line {_color(one.color)}"
+        marks = [frame.line(style, xs, ys)]
         if one.is_smoothed and len(one.xs) > 20:
-            marks.append(_path(f"{style} faint", across.place(xs), up.place(ys)))
-            xs, ys = downsampled(one.xs, moving_average(one.ys))
+            smooth = downsampled(one.xs, moving_average(one.ys))
+            marks = [frame.line(f"{style} faint", xs, ys), frame.line(style, *smooth)]
             # of a shortened series the mean says more than the extremes
-            tip = tip if len(tip[0]) == len(one.xs) else (xs, ys)
-        marks.append(_path(style, across.place(xs), up.place(ys)))
-        if one.has_dots and len(xs) <= NUM_BUCKETS:
-            marks += [
-                _path(f"dots {_color(one.color)}", across.place(xs[[i]]), up.place(ys[[i]])) for i in range(len(xs))
-            ]
-        tips.append(_tip(one.name, one.color, across.place(tip[0]), *tip))
-    label = ", ".join(one.name for one in drawn)
-    return _plot(label, "".join(marks), across, up, x_name, {"series": tips}, show)
+            shown = shown if len(xs) == len(one.xs) else smooth
+        if one.has_dots:
+            dots = frame.line(f"dots {_color(one.color)}", xs, ys, are_dots=True) if len(xs) <= MAX_DOTS else ""
+            above += [*marks, dots]
+        else:
+            below = marks + below
+        tips.append(frame.tip(one.name, one.color, *shown))
+    return frame.plot(", ".join(one.name for one in drawn), below + above, tips, show)
 
 
-def area_plot(
-    names: Sequence[str], xs: Floats, parts: Floats, x_name: str, *, show: Mapping[str, str] | None = None
-) -> str:
-    """Return stacked areas of `parts` (names, n) over `xs` (n,), each point the mean of a bucket."""
-    if not xs.size:
-        return ""
+def area_plot(names: Sequence[str], xs: Floats, parts: Floats, x_name: str, show: Show = _ALWAYS) -> str:
+    """Return stacked areas of `parts` (names, n) over `xs` (n,), n > 0, each point the mean of a bucket."""
     xs, parts = bucket_means(xs, parts, NUM_MEANS)
     if len(xs) == 1:  # one step: as wide as the plot
         xs, parts = np.array([xs[0] - 0.5, xs[0] + 0.5]), np.repeat(parts, 2, axis=1)
-    tops = np.vstack([np.zeros(len(xs)), np.cumsum(np.nan_to_num(parts), axis=0)])
-    across = x_scale(float(xs[0]), float(xs[-1]), WIDTH)
+    tops = np.vstack([np.zeros(len(xs)), np.cumsum(parts, axis=0)])
     up = y_scale(0.0, float(tops[-1].max()), HEIGHT)
-    places = across.place(xs)
+    frame = _Frame(x_scale(float(xs[0]), float(xs[-1]), WIDTH), up, x_name)
+    there_and_back = np.concatenate([xs, xs[::-1]])
     marks, tips = [], []
     for index, name in enumerate(names):
-        outline = np.concatenate([up.place(tops[index + 1]), up.place(tops[index])[::-1]])
-        points = _points(np.concatenate([places, places[::-1]]), outline)
-        marks.append(f'<path class="area {_color(index)}" d="M{points}z"/>')
-        tips.append(_tip(name, index, places, xs, parts[index]))
-    return _plot(", ".join(names), "".join(marks), across, up, x_name, {"series": tips[::-1]}, show)
+        outline = frame.points(there_and_back, np.concatenate([tops[index + 1], tops[index][::-1]]))
+        marks.append(f'<path class="area {_color(index)}" d="M{outline}z"/>')
+        tips.append(frame.tip(name, index, xs, parts[index]))
+    return frame.plot(", ".join(names), marks, tips[::-1], show)
 
 
 def bar_plot(name: str, edges: Sequence[float], counts: Sequence[float], x_name: str) -> str:
-    """Return a histogram: `counts` (n,) between `edges` (n + 1,)."""
+    """Return a histogram of `counts` (n,) between `edges` (n + 1,); nothing without a count."""
     if not counts or max(counts) <= 0:
         return ""
-    across, up = x_scale(edges[0], edges[-1], WIDTH), y_scale(0.0, max(counts), HEIGHT)
-    places, tops = across.place(np.array(edges)), up.place(np.array(counts))
-    bars = "".join(
+    frame = _Frame(x_scale(edges[0], edges[-1], WIDTH), y_scale(0.0, max(counts), HEIGHT), x_name)
+    places, tops = frame.across.place(np.array(edges)), frame.up.place(np.array(counts))
+    bars = [
         f'<rect class="bar c0" x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{HEIGHT - top:.1f}"/>'
         for left, right, top in zip(places[:-1], places[1:], tops, strict=True)
         if top < HEIGHT
-    )
-    middles = (places[:-1] + places[1:]) / 2
-    tip = _tip(name, 0, middles, np.array(edges[:-1]), np.array(counts))
-    return _plot(name, bars, across, up, x_name, {"series": [tip]}, None)
+    ]
+    middles = (np.array(edges[:-1]) + np.array(edges[1:])) / 2
+    return frame.plot(name, bars, [frame.tip(name, 0, middles, np.array(counts))], _ALWAYS)
 
 
-def heat_plot(
-    row_name: str, xs: Floats, values: Floats, x_name: str, *, full: float, show: Mapping[str, str] | None = None
-) -> str:
+def heat_plot(row_name: str, xs: Floats, values: Floats, x_name: str, full: float, show: Show = _ALWAYS) -> str:
     """Return one strip for each row of `values` (rows, n), from light for 0 to dark for `full` and above.
 
     Above MAX_HEAT_ROWS rows, neighbours share a strip, which shows their greatest value.
     """
-    if not values.size:
-        return ""
-    num_rows: int = len(values)
+    num_rows = values.shape[0]
     share = -(-num_rows // MAX_HEAT_ROWS)
     starts = np.arange(0, num_rows, share)
     xs, values = bucket_means(
         xs, np.fmax.reduceat(values, starts, axis=0), max(24, MAX_HEAT_CELLS // (8 + len(starts)))
     )
-    across = x_scale(float(xs[0]), float(xs[-1]), WIDTH)
-    columns = np.concatenate([[0.0], across.place((xs[1:] + xs[:-1]) / 2), [WIDTH]])
-    rows = np.linspace(0, HEIGHT, len(values) + 1)
+    frame = _Frame(x_scale(float(xs[0]), float(xs[-1]), WIDTH), y_scale(0.0, full, HEIGHT), x_name)
+    columns = np.concatenate([[0.0], frame.across.place((xs[1:] + xs[:-1]) / 2), [WIDTH]])
+    height = HEIGHT / len(starts)
     shades = np.clip(np.round(np.nan_to_num(values) / full * NUM_SHADES), 0, NUM_SHADES).astype(int)
     cells: dict[int, list[str]] = {}
     for row, column in np.ndindex(shades.shape):
-        width, height = columns[column + 1] - columns[column], rows[row + 1] - rows[row]
-        outline = f"M{columns[column]:.1f} {rows[row]:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z"
+        width = columns[column + 1] - columns[column]
+        outline = f"M{columns[column]:.1f} {row * height:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z"
         cells.setdefault(int(shades[row, column]), []).append(outline)
-    marks = "".join(f'<path class="heat s{shade}" d="{"".join(found)}"/>' for shade, found in sorted(cells.items()))
+    marks = [f'<path class="heat s{shade}" d="{"".join(found)}"/>' for shade, found in sorted(cells.items())]
     names = [
         f"{row_name} {one}" + (f" to {min(one + share, num_rows) - 1}" if share > 1 else "") for one in starts.tolist()
     ]
-    tips = [_tip(name, 0, across.place(xs), xs, ys) for name, ys in zip(names, values, strict=True)]
-    every = max(1, -(-len(names) // 8))
-    labels = [((index + 0.5) / len(names), name) for index, name in enumerate(names) if index % every == 0]
-    return _plot(row_name, marks, across, None, x_name, {"series": tips, "rows": True}, show, labels)
+    tips = [frame.tip(name, 0, xs, ys) for name, ys in zip(names, values, strict=True)]
+    return frame.plot(row_name, marks, tips, show, names)
 
 
 def downsampled(xs: Floats, ys: Floats, num_buckets: int = NUM_BUCKETS) -> tuple[Floats, Floats]:
@@ -249,55 +285,3 @@ def _buckets(xs: Floats, num_buckets: int) -> list[tuple[int, int]]:
 
 def _color(index: int) -> str:
     return f"c{index % NUM_COLORS}" + (" dashed" if index >= NUM_COLORS else "")
-
-
-def _points(places: Floats, tops: Floats) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(places.tolist(), tops.tolist(), strict=True))
-
-
-def _path(style: str, places: Floats, tops: Floats) -> str:
-    """Return a path with a gap at each NaN; a point alone between gaps is a dot."""
-    is_gap = ~np.isfinite(tops)
-    pieces = []
-    for run in np.split(np.arange(len(tops)), np.flatnonzero(np.diff(is_gap)) + 1):
-        if not is_gap[run[0]]:
-            pieces.append("M" + _points(places[run], tops[run]) + ("h0" if len(run) == 1 else ""))
-    return f'<path class="{style}" d="{"".join(pieces)}"/>'
-
-
-def _tip(name: str, color: int, places: Floats, xs: Floats, ys: Floats) -> dict[str, object]:
-    """Return the values of one series for the page's script: place in the plot, x and y."""
-    values = [float(f"{y:.5g}") if math.isfinite(y) else None for y in ys.tolist()]
-    where = [float(f"{x:.6g}") for x in xs.tolist()]
-    return {"n": name, "c": _color(color), "p": [round(place, 1) for place in places.tolist()], "x": where, "y": values}
-
-
-def _plot(
-    label: str,
-    marks: str,
-    across: Scale,
-    up: Scale | None,
-    x_name: str,
-    tip: Mapping[str, object],
-    show: Mapping[str, str] | None,
-    y_labels: Sequence[tuple[float, str]] | None = None,
-) -> str:
-    """Return marks with their axes: y from `up`, or `y_labels` as (share from the top, text)."""
-    lines = [] if up is None else [(1.0 - share, tick) for share, tick in up.ticks(5)]
-    grid = "".join(f"M0 {share * HEIGHT:.1f}H{WIDTH}" for share, _ in lines)
-    labels = lines if y_labels is None else y_labels
-    gutter = max((len(tick) for _, tick in labels), default=1)
-    left = "".join(f'<span style="top:{share:.2%}">{tick}</span>' for share, tick in labels)
-    below = "".join(
-        f'<span{" class=last" if share > 0.96 else ""} style="left:{share:.2%}">{tick}</span>'
-        for share, tick in across.ticks(5)
-    )
-    values = escape(json.dumps({"x": x_name, **tip}, separators=(",", ":")))
-    switches = "".join(f' data-{name}="{value}"' for name, value in (show or {}).items())
-    return (
-        f'<div class="plot" style="--gutter:{gutter}ch"{switches}><div class="y">{left}</div>'
-        f'<div class="canvas" tabindex="0" data-tip="{values}"><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'preserveAspectRatio="none" role="img" aria-label="{text(label)} by {text(x_name)}">'
-        f'<path class="grid" d="{grid}"/>{marks}</svg></div><div class="x">{below}</div>'
-        f'<div class="xname">{text(x_name)}</div></div>'
-    )

@@ -146,7 +146,7 @@ def _chart(title: str, measure: _Measure, lines: Sequence[_Line], x_names: Mappi
                 for color, one in enumerate(lines)
             ]
             show = {"axis": axis} | ({"scale": scale} if scale else {})
-            plots.append(line_plot(drawn, x_name, from_zero=measure.from_zero, is_log=scale == "log", show=show))
+            plots.append(line_plot(drawn, x_name, show, from_zero=measure.from_zero, is_log=scale == "log"))
     entries = [(one.name, color, float(one.ys[np.isfinite(one.ys)][-1])) for color, one in enumerate(lines)]
     return figure(title, plots, unit=measure.unit, entries=entries)
 
@@ -162,7 +162,7 @@ def _step_time(run: _Run, x_names: Mapping[str, str]) -> str:
     names = [part.replace("_", " ") for part in (*PARTS, "other")]
     means = np.average(parts, axis=1, weights=[record.num_recorded for record in steps])
     total = float(means.sum()) or 1.0
-    plots = [area_plot(names, run.axes[axis][kept], parts, x, show={"axis": axis}) for axis, x in x_names.items()]
+    plots = [area_plot(names, run.axes[axis][kept], parts, x, {"axis": axis}) for axis, x in x_names.items()]
     shares = [f"{mean / total:.1%}" for mean in means]
     entries = list(zip(names, range(len(names)), shares, strict=True))
     return figure("Step time", plots, unit=f"seconds; {total:.3g} in the mean", entries=entries, is_wide=True)
@@ -177,7 +177,7 @@ def _waiting(run: _Run, x_names: Mapping[str, str]) -> str:
     busy = np.array(list(zip_longest(*(run.log.steps[index].rank_busy_s for index in kept), fillvalue=math.nan)))
     waits = 100 * (1.0 - busy / np.fmax.reduce(busy, axis=0))
     plots = [
-        heat_plot("rank", run.axes[axis][kept], waits, x_name, full=100 * _DARKEST_WAIT, show={"axis": axis})
+        heat_plot("rank", run.axes[axis][kept], waits, x_name, 100 * _DARKEST_WAIT, {"axis": axis})
         for axis, x_name in x_names.items()
     ]
     unit = f"% of its busy time; darkest: {_DARKEST_WAIT:.0%} or more"

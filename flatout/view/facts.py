@@ -97,10 +97,10 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ from their defaults, as (value, default); a required one has no default."""
     try:
         method, model = settings.get("method", "lora"), settings.get("model.name", NONE)
-        config = make_config({"method": method, "model": {"name": model}, "run_dir": "run"})
+        config = make_config({"method": method, "model": {"name": model}})
     except FlatoutError:  # settings of another version
         return {}
-    defaults = dict(flatten(config.model_dump(mode="json"))) | {"model.name": NONE, "run_dir": NONE, "method": "lora"}
+    defaults = dict(flatten(config.model_dump(mode="json"))) | {"model.name": NONE, "method": "lora"}
     return {
         name: (value, defaults.get(name, NONE))
         for name, value in settings.items()

@@ -14,7 +14,6 @@ from flatout.track.run_log import RunLog
 from flatout.track.summary import summarize
 from flatout.view.facts import changed_settings, different_settings, headline, plan_rows, results, settings_of, show
 
-
 _RUN = TypeAdapter(RunLog)
 
 

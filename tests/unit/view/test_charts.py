@@ -110,10 +110,10 @@ def test_bars_have_the_heights_of_their_counts() -> None:
 
 def test_a_strip_for_each_rank_is_darker_where_the_value_is_greater_and_many_ranks_share_strips() -> None:
     xs = np.arange(1.0, 5.0)
-    plot = heat_plot("rank", xs, np.array([[0.0] * 4, [10.0] * 4]), "step", full=10)
+    plot = heat_plot("rank", xs, np.array([[0.0] * 4, [10.0] * 4]), "step", 10)
     assert {"s0", "s9"} == set(re.findall(r'class="heat (s\d)"', plot))
     assert [row["n"] for row in tip(plot)["series"]] == ["rank 0", "rank 1"]
-    plot = heat_plot("rank", np.arange(5000.0), np.ones((512, 5000)), "step", full=10)
+    plot = heat_plot("rank", np.arange(5000.0), np.ones((512, 5000)), "step", 10)
     assert len(tip(plot)["series"]) == 64
     assert tip(plot)["series"][1]["n"] == "rank 8 to 15"  # type: ignore[comparison-overlap]
     assert len(plot) < 400_000
