@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--root", type=Path, help="folder of the registry and the built data sets (data)")
     show = actions.add_parser("show", help="print samples, with tokens in the loss in color, and statistics")
     show.add_argument("name", help="name of a built data set")
-    show.add_argument("-n", type=int, default=3, help="number of samples to print (3)")
+    show.add_argument("-n", type=int, help="number of samples to show (3; 20 in a page)")
+    show.add_argument("--html", action="store_true", help="write a page with samples, packing and statistics")
+    show.add_argument("--out", type=Path, metavar="FILE", help="file of the page (NAME.html)")
     for command in (show, actions.add_parser("list", help="print the registry")):
         command.add_argument("--root", type=Path, default=Path("data"), help="folder of the registry (data)")
 
@@ -133,13 +135,29 @@ def _show(args: argparse.Namespace) -> None:
     from flatout.data.token_store import TokenStore
     from flatout.data.tokenizer import load_tokenizer
 
-    if args.n < 0:
-        raise UsageError(f"-n is {args.n}; expected 0 or more samples")
+    count = (20 if args.html else 3) if args.n is None else args.n
+    if count < 0:
+        raise UsageError(f"-n is {count}; expected 0 or more samples")
+    if args.out and not args.html:
+        raise UsageError("--out is only for --html; without it the samples are printed")
     store = TokenStore.open(registry.entry_dir(args.root, registry.find(args.root, args.name)))
     meta = store.meta
     console = Console(highlight=False, soft_wrap=True)
-    tokenizer = load_tokenizer(meta.tokenizer) if args.n > 0 else None
-    for index in range(min(args.n, store.num_samples)):
+    tokenizer = load_tokenizer(meta.tokenizer) if count > 0 else None
+
+    def decode(token_ids: list[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=False)) if tokenizer else ""
+
+    if args.html:
+        from flatout.io.durable_io import DurableIO
+        from flatout.view.samples import samples_page
+
+        content = samples_page(store, decode, count)
+        out = args.out or Path(f"{meta.name}.html")
+        facts = DurableIO().write_bytes(out, content.encode())
+        print(f"{out.absolute()}  {facts.size_bytes / 1e6:.1f} MB")
+        return
+    for index in range(min(count, store.num_samples)):
         if getattr(sys.stdout, "is_unread", False):  # a TolerantStream whose reader is gone, as with `| head`
             return
         token_ids, loss_mask = store.sample(index)
@@ -147,8 +165,7 @@ def _show(args: argparse.Namespace) -> None:
         console.print(f"--- Sample {index + 1} ({store.origin(index)}, {sizes}) ---")
         text = Text()
         for run in np.split(np.arange(len(token_ids)), np.flatnonzero(np.diff(loss_mask)) + 1):
-            piece = tokenizer.decode(token_ids[run].tolist(), skip_special_tokens=False) if tokenizer else ""
-            text.append(printable(piece), style="bold green" if loss_mask[run[0]] else "dim")
+            text.append(printable(decode(token_ids[run].tolist())), style="bold green" if loss_mask[run[0]] else "dim")
         console.print(text, end="\n\n")
     origin = f"{meta.name}: {', '.join(meta.sources)}; tokenizer {meta.tokenizer}; template {meta.template or 'none'};"
     print(printable(origin))

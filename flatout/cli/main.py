@@ -25,6 +25,7 @@ VERBS = {
     "watch": "show a running or finished run: progress, loss, speed, ranks, events",
     "launch": "write an sbatch script or a Kubernetes manifest for a run",
     "bench": "measure tokens per second and memory of a configuration or model on this machine",
+    "report": "write a page about a run, or several runs beside each other",
     "chat": "chat with a run, an adapter or a model",
     "merge": "merge an adapter into its base model's weights",
 }

@@ -166,6 +166,15 @@ def dotted_names(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[
                 yield from dotted_names(kind, f"{prefix}{name}.")
 
 
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each setting with its dotted name, such as `lora.rank`."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
 def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:

@@ -9,7 +9,8 @@ from flatout.data.token_store import TokenStore
 
 _PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 _BAR_WIDTH = 40
-_LABELS = {
+# counts of a store's meta, and how they are told
+ROW_FATES = {
     "rows": "rows read",
     "bad": "bad rows skipped",
     "truncated": "truncated",
@@ -43,7 +44,7 @@ def statistics_lines(store: TokenStore) -> list[str]:
         low, high, count = (1 << power) // 2 + 1, 1 << power, int(counts[power])
         bar = "█" * round(_BAR_WIDTH * count / int(counts.max()))
         lines.append(f"{low:>7}-{high:<7} {count:>9,} {bar}")
-    lines += [f"{label}: {store.meta.counts.get(name, 0):,}" for name, label in _LABELS.items()]
+    lines += [f"{label}: {store.meta.counts.get(name, 0):,}" for name, label in ROW_FATES.items()]
     return lines
 
 

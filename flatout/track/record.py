@@ -127,7 +127,8 @@ class PlanFacts:
     """What the plan promises. Counts are over the whole run; `padding_avoided` and `balance` are from sampled steps.
 
     `length_edges` (n + 1,) and `length_counts` (n,) are the histogram of sample lengths in tokens. `packing` holds the
-    first steps: for each step, for each rank, for each micro-batch the lengths of its samples.
+    first steps: for each step, for each rank, for each micro-batch the lengths of its samples; `padded` has the batches
+    of a padding loader for the same steps.
     `memory_bytes` is the planned peak of one rank, None on a CPU.
     """
 
@@ -145,6 +146,7 @@ class PlanFacts:
     length_edges: tuple[int, ...]
     length_counts: tuple[int, ...]
     packing: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+    padded: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

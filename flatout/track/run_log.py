@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from os import SEEK_END
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from flatout.errors import DataError
 from flatout.io.json_file import read_json
@@ -52,7 +52,7 @@ class LineFollower:
                 for line in lines:
                     self.offset += len(line) + 1
                     try:
-                        content = json.loads(line)
+                        content = from_json(line)
                     except ValueError:
                         content = None
                     if isinstance(content, dict):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator, Mapping
 from importlib import metadata
-from typing import Any
 
 import numpy as np
 import torch
 
 from flatout import __version__
+from flatout.config.read import flatten
 from flatout.config.schema import Config
 from flatout.io.redact import redacted
 from flatout.plan.memory.estimate import MicroBatchSize
@@ -73,15 +72,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each setting with its dotted name, such as `lora.rank`."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
 def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
     """Return the plan's totals, estimated from sampled steps where counting would visit every step."""
     plan, memory = planned.plan, planned.memory
@@ -110,6 +100,10 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
         length_counts=tuple(np.histogram(lengths, edges)[0].tolist()),
         packing=tuple(
             tuple(tuple(_lengths(plan, batch.sample_ids) for batch in rank) for rank in plan.step(index).ranks)
+            for index in range(min(NUM_PACKED_STEPS, plan.num_steps))
+        ),
+        padded=tuple(
+            tuple(tuple(map(tuple, rank)) for rank in plan.naive_batches(plan.step(index)))
             for index in range(min(NUM_PACKED_STEPS, plan.num_steps))
         ),
     )

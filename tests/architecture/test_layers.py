@@ -12,7 +12,7 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 # package -> packages of ours it may import, besides errors, environment and io
 _BELOW_TRAIN = {"config", "data", "plan", "models", "optim", "parallel", "checkpoint", "track"}
 MAY_IMPORT = {
-    "cli": _BELOW_TRAIN | {"bench", "demo", "doctor", "launch", "profile", "train", "verify"},
+    "cli": _BELOW_TRAIN | {"bench", "demo", "doctor", "launch", "profile", "train", "verify", "view"},
     "bench": _BELOW_TRAIN | {"demo", "train"},
     "demo": _BELOW_TRAIN | {"train"},
     "verify": _BELOW_TRAIN | {"train"},
@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "data": {"config"},
     "plan": {"config"},
     "track": {"config"},
+    "view": {"config", "data", "plan", "track"},
     "config": set(),
     "kernels": set(),
     "io": set(),
@@ -35,7 +36,7 @@ MAY_IMPORT = {
 }
 OPEN_TO_ALL = {"errors", "environment", "io"}
 CLOSED = {"kernels", "errors"}  # these know nothing of ours
-WITHOUT_TORCH = {"config", "data", "plan", "track", "errors", "launch", "io", "environment"}
+WITHOUT_TORCH = {"config", "data", "plan", "track", "errors", "launch", "io", "environment", "view"}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 

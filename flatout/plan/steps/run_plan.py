@@ -91,24 +91,31 @@ class RunPlan:
         return step.epoch + min(1.0, done / self.num_samples)
 
     def naive_tokens(self, step: StepPlan) -> int:
-        """Return the tokens, with padding, that a padding loader would compute for this step.
+        """Return the tokens, with padding, that a padding loader would compute for this step:
+
+        sum over batches of  count * longest,   count * longest <= micro_batch_tokens
+        """
+        return sum(len(batch) * max(batch) for rank in self.naive_batches(step) for batch in rank)
+
+    def naive_batches(self, step: StepPlan) -> list[list[list[int]]]:
+        """Return the batches of a padding loader for this step: for each rank, for each batch the samples' lengths.
 
         Each rank takes an equal number (within one) of consecutive samples, splits them into batches that fit the same
-        budget when padded, and pads each batch to its longest sample:
-
-            sum over batches of  count * longest,   count * longest <= micro_batch_tokens
+        budget when padded, and pads each batch to its longest sample.
         """
         lengths = self.samples.lengths[self.samples.indices_of(step.sample_ids)].tolist()
-        num_ranks, total = self.layout.num_ranks, 0
+        num_ranks, ranks = self.layout.num_ranks, []
         for rank in range(num_ranks):
-            count = longest = 0
+            batches: list[list[int]] = []
+            longest = 0
             for length in lengths[rank * len(lengths) // num_ranks : (rank + 1) * len(lengths) // num_ranks]:
-                if count and (count + 1) * max(longest, length) > self.layout.micro_batch_tokens:
-                    total += count * longest
-                    count = longest = 0
-                count, longest = count + 1, max(longest, length)
-            total += count * longest
-        return total
+                longest = max(longest, length)
+                if not batches or (len(batches[-1]) + 1) * longest > self.layout.micro_batch_tokens:
+                    batches.append([])
+                    longest = length
+                batches[-1].append(length)
+            ranks.append(batches)
+        return ranks
 
     def flops(self, step: StepPlan) -> float:
         """Return the FLOPs of one step by the cost model."""

@@ -1,0 +1,135 @@
+"""What a report says in words and figures, for HTML, Markdown and JSON alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from flatout.config.read import flatten, make_config
+from flatout.errors import FlatoutError
+from flatout.io.redact import redacted
+from flatout.track.record import StepRecord
+from flatout.track.run_log import RunLog
+from flatout.track.summary import RunSummary, short_count, short_time
+
+NONE = "–"
+# settings that differ between any two runs and say nothing about a result
+_OWN_NAMES = ("name", "run_dir")
+
+
+def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
+    """Return the figures that a run is judged by: (name, value, note)."""
+    first, last, found = summary.first_loss, summary.last_loss, []
+    if first is not None and last is not None:
+        found.append(("Training loss", f"{last:.4f}", f"{first:.4f} at the start"))
+    if one := summary.evaluation:
+        note = f"best after step {one.best_step:,}; {one.first:.4f} first, {one.last:.4f} last"
+        found.append(("Evaluation loss", f"{one.best:.4f}", note))
+    found.append(("Steps", f"{summary.num_steps:,}", f"of {summary.num_planned_steps:,} planned"))
+    if summary.num_steps:
+        label = f"{short_count(summary.num_label_tokens)} label tokens"
+        found.append(("Tokens", short_count(summary.num_tokens), label))
+        found.append(("Training time", short_time(summary.train_s), "without evaluations and saves"))
+    if summary.tokens_per_s is not None:
+        warm = f" after {summary.num_warm_up_records} warm-up records" if summary.num_warm_up_records else ""
+        found.append(("Throughput", f"{summary.tokens_per_s:,.0f}", f"tokens/s{warm}"))
+    if summary.mfu is not None:
+        found.append(("MFU", f"{summary.mfu:.1%}", "of the nominal peak"))
+    if summary.peak_memory_bytes:
+        found.append(("Peak memory", gib(summary.peak_memory_bytes), "of the rank with most"))
+    lost = summary.lost
+    parts = {
+        "padding": lost.padding_s, "imbalance": lost.imbalance_s, "data": lost.data_wait_s,
+        "compiling": lost.compile_s, "saving": lost.checkpoint_s, "evaluating": lost.eval_s,
+    }  # fmt: skip
+    greatest = sorted(parts, key=lambda name: -parts[name])[:2]
+    if summary.num_steps and parts[greatest[0]]:
+        note = ", ".join(f"{name} {short_time(parts[name])}" for name in greatest if parts[name])
+        found.append(("Lost time", short_time(sum(parts.values())), note))
+    return found
+
+
+def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
+    """Return the plan's promises beside what happened: (what, planned, happened); none without a plan."""
+    if log.start is None:
+        return []
+    plan, steps = log.start.plan, log.steps
+    num_steps = steps[-1].step if steps else 0
+    tokens = sum(record.num_tokens * record.num_recorded for record in steps)
+    labels = sum(record.num_label_tokens * record.num_recorded for record in steps)
+    # the padding loader's tokens of each step, from the share of them that was avoided
+    naive = sum(r.num_tokens * r.num_recorded / max(1e-9, 1.0 - r.padding_avoided) for r in steps)
+    balance = sum(record.balance for record in steps) / len(steps) if steps else 0.0
+    found = [one for record in steps if (one := measured_balance(record)) is not None]
+    measured = f", {sum(found) / len(found):.1%} measured" if found else ""
+    peak = max((record.peak_memory_bytes for record in steps), default=0)
+    return [
+        ("steps", f"{plan.num_steps:,}", f"{num_steps:,}"),
+        ("epochs", f"{plan.epochs:.3g}", f"{steps[-1].epoch:.3g}" if steps else "0"),
+        ("tokens", short_count(plan.num_tokens), short_count(tokens)),
+        ("label tokens", short_count(plan.num_label_tokens), short_count(labels)),
+        ("padding avoided", f"{plan.padding_avoided:.1%}", f"{1.0 - tokens / naive:.1%}" if naive else NONE),
+        ("balance of ranks", f"{plan.balance:.1%}", f"{balance:.1%}{measured}" if steps else NONE),
+        ("memory of a rank", gib(plan.memory_bytes or 0), gib(peak)),
+    ]
+
+
+def measured_balance(record: StepRecord) -> float | None:
+    """Return mean / max of the ranks' forward and backward seconds; None for one rank, or before they are known."""
+    busy = record.rank_busy_s
+    return sum(busy) / len(busy) / max(busy) if any(busy) else None
+
+
+def settings_of(log: RunLog) -> Mapping[str, Any]:
+    """Return a run's settings by dotted name: from start.json, else from config.yaml; empty if neither can be read."""
+    if log.start is not None:
+        return log.start.settings
+    try:
+        values = yaml.safe_load((log.folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return dict(flatten(redacted(values))) if isinstance(values, dict) else {}
+
+
+def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ from their defaults, as (value, default); a required one has no default."""
+    try:
+        method, model = settings.get("method", "lora"), settings.get("model.name", NONE)
+        config = make_config({"method": method, "model": {"name": model}})
+    except FlatoutError:  # settings of another version
+        return {}
+    defaults = dict(flatten(config.model_dump(mode="json"))) | {"model.name": NONE, "method": "lora"}
+    return {
+        name: (value, defaults.get(name, NONE))
+        for name, value in settings.items()
+        if defaults.get(name, NONE) != value and value not in ({}, [])
+    }
+
+
+def different_settings(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
+    """Return the settings in which runs differ: (name, value of each run)."""
+    found = [settings_of(log) for log in logs]
+    names = dict.fromkeys(name for settings in found for name in settings if name not in _OWN_NAMES)
+    rows = [(name, *(show(settings[name]) if name in settings else NONE for settings in found)) for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def results(summaries: Sequence[RunSummary]) -> list[tuple[str, ...]]:
+    """Return the headline figures of several runs: (name, value of each run)."""
+    found = [{name: value for name, value, _ in headline(summary)} for summary in summaries]
+    outcomes = ("Outcome", *(summary.outcome or "not ended" for summary in summaries))
+    names = dict.fromkeys(name for figures in found for name in figures)
+    return [outcomes, *((name, *(figures.get(name, NONE) for figures in found)) for name in names)]
+
+
+def show(value: Any) -> str:
+    """Return the value of a setting as YAML writes it."""
+    is_plain = isinstance(value, str) and value
+    return value if is_plain else yaml.safe_dump(value, default_flow_style=True, width=10_000).split("\n...")[0].strip()
+
+
+def gib(num_bytes: float) -> str:
+    """Return bytes in GiB; a dash for none, which are not known."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes else NONE

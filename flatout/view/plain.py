@@ -1,0 +1,61 @@
+"""Reports as Markdown, to paste, and as JSON, for programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+
+from pydantic import TypeAdapter
+
+from flatout.io.json_file import encode_json
+from flatout.io.redact import printable
+from flatout.track.run_log import RunLog
+from flatout.track.summary import summarize
+from flatout.view.facts import changed_settings, different_settings, headline, plan_rows, results, settings_of, show
+
+_RUN = TypeAdapter(RunLog)
+
+
+def markdown_report(logs: Mapping[str, RunLog]) -> str:
+    """Return the report of one run, or a comparison of several, as Markdown."""
+    if len(logs) > 1:
+        names, summaries = list(logs), [summarize(log) for log in logs.values()]
+        parts = [f"# {len(logs)} runs", _table(["", *names], results(summaries))]
+        if rows := different_settings(list(logs.values())):
+            parts += ["## Settings that differ", _table(["", *names], rows)]
+        return "\n\n".join(parts) + "\n"
+    log = next(iter(logs.values()))
+    summary = summarize(log)
+    parts = [f"# {printable(summary.name)}: {summary.outcome or 'not ended'}", _table(["", "", ""], headline(summary))]
+    parts += [f"> {printable(note)}" for note in (summary.why, *summary.warnings) if note]
+    if planned := plan_rows(log):
+        parts += ["## Plan and run", _table(["", "planned", "happened"], planned)]
+    if log.evals:
+        losses = [
+            (f"{e.step:,}", f"{e.eval_loss:.4f}", f"{e.eval_token_accuracy:.1%}", "best" if e.is_best else "")
+            for e in log.evals
+        ]
+        parts += ["## Evaluations", _table(["step", "loss", "token accuracy", ""], losses)]
+    if kinds := Counter(str(event.get("kind")) for event in log.events):
+        parts += ["## Events", _table(["kind", "count"], ((kind, str(count)) for kind, count in kinds.most_common()))]
+    if changed := changed_settings(settings_of(log)):
+        settings = [(name, show(value), show(default)) for name, (value, default) in changed.items()]
+        parts += ["## Settings that differ from their defaults", _table(["", "value", "default"], settings)]
+    return "\n\n".join(parts) + "\n"
+
+
+def json_report(logs: Mapping[str, RunLog]) -> str:
+    """Return the summaries, plans, evaluations, answers, events and settings of runs as JSON."""
+    runs = []
+    for name, log in logs.items():
+        last = asdict(log.steps[-1]) if log.steps else None
+        more = {"name": name, "summary": asdict(summarize(log)), "last_step": last, "settings": dict(settings_of(log))}
+        runs.append(more | _RUN.dump_python(log, mode="json", exclude={"steps"}))
+    return encode_json({"runs": runs}).decode()
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    cells = [[printable(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)

@@ -1,0 +1,134 @@
+"""The page of a data set: its samples with trained and context tokens, how they pack, statistics and warnings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from flatout.config.schema import BatchConfig
+from flatout.data.statistics import ROW_FATES, padding_share
+from flatout.data.token_store import TokenStore
+from flatout.errors import DataError
+from flatout.io.json_file import read_json, validated
+from flatout.plan.steps.run_plan import make_plan
+from flatout.track.summary import short_count
+from flatout.view.charts import bar_plot, figure
+from flatout.view.packing import draw_packing
+from flatout.view.page import cards, page, section, table, text, visible
+
+NUM_LENGTH_BINS, NUM_PACKED_STEPS = 48, 4
+# the budget of a micro-batch on a CPU, where a run does not choose one by its memory; and the default seed
+MICRO_BATCH_TOKENS, SEED = 8192, 42
+
+Decode = Callable[[list[int]], str]
+# a piece of a sample, and whether the loss counts its tokens
+Piece = tuple[str, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What the page reads of report.json: notes, and row numbers by what happened to them, then by file."""
+
+    notes: tuple[str, ...]
+    rows: Mapping[str, Mapping[str, tuple[int, ...]]]
+
+
+_REPORT = TypeAdapter(_Report)
+
+
+def samples_page(store: TokenStore, decode: Decode, count: int) -> str:
+    """Return the page of a store with its first `count` samples. Raises DataError for a damaged report.json."""
+    meta, path = store.meta, store.folder / "report.json"
+    report = validated(_REPORT, read_json(path, DataError), str(path), DataError)
+    template = f"template {meta.template or 'none'}, end of turn {meta.end_of_turn or 'none'!r}"
+    limits = f"loss on {meta.settings.get('loss_type')}, max_tokens {meta.settings.get('max_tokens')}"
+    lead = " · ".join((", ".join(meta.sources), f"tokenizer {meta.tokenizer}", template, limits))
+    warnings = "".join(f'<p class="warning remark">{text(note)}</p>' for note in report.notes)
+    fates = [(label, f"{meta.counts[name]:,}") for name, label in ROW_FATES.items() if meta.counts.get(name)]
+    key = (
+        '<p class="key"><span><span class="t">trained tokens</span> carry the loss</span>'
+        '<span><span class="k">context tokens</span> do not</span><span>one block a turn, after truncation</span></p>'
+    )
+    shown = "".join(_sample(store, index, decode, report) for index in range(min(count, store.num_samples)))
+    lengths, num_labels = store.lengths, int(store.num_labels.sum())
+    num_tokens, half, most = int(lengths.sum()), int(np.median(lengths)), int(lengths.max())
+    percentile = int(np.percentile(lengths, 95, method="higher"))
+    figures = [
+        ("Samples", f"{store.num_samples:,}", ""),
+        ("Tokens", short_count(num_tokens), f"{num_tokens:,}"),
+        ("Trained tokens", f"{num_labels / num_tokens:.1%}", f"{num_labels:,} carry the loss"),
+        ("Median length", f"{half:,}", f"tokens; 95% have at most {percentile:,}, the longest {most:,}"),
+        ("Padding avoided", f"{padding_share(lengths, 32):.1%}", "of a padding loader's tokens, batches of 32"),
+    ]
+    edges = np.unique(np.linspace(0, most + 1, NUM_LENGTH_BINS + 1).astype(np.int64))
+    bars = bar_plot("samples", edges.tolist(), np.histogram(lengths, edges)[0].tolist(), "tokens in a sample")
+    return page(
+        f"{meta.name} · flatout",
+        f'<h1>{text(meta.name)}</h1><p class="lead">{text(lead)}</p>{cards(figures)}{warnings}'
+        + section("lengths", "Lengths", figure("Sample lengths", [bars], unit="samples", is_wide=True))
+        + section("packing", "Packing", _packing(store))
+        + section("rows", "Rows", table(["what became of the source's rows", "count"], fates, style="figures"))
+        + section("samples", f"The first {min(count, store.num_samples):,} samples", shown and key + shown),
+    )
+
+
+def _packing(store: TokenStore) -> str:
+    """Draw the first steps that a run with default settings would take on one CPU."""
+    budget = max(MICRO_BATCH_TOKENS, int(store.lengths.max()))
+    plan = make_plan(store.lengths, store.num_labels, BatchConfig(), micro_batch_tokens=budget, seed=SEED, num_ranks=1)
+    steps = [plan.step(index) for index in range(min(NUM_PACKED_STEPS, plan.num_steps))]
+    lengths = store.lengths
+    packing = [[[lengths[list(one.sample_ids)].tolist() for one in rank] for rank in step.ranks] for step in steps]
+    note = (
+        f"The first steps of a run with default settings on one rank, at most {budget:,} tokens in a micro-batch. "
+        "Above: samples, one after the other. Below: the same samples, each batch padded to its longest."
+    )
+    return f'<p class="note">{note}</p>{draw_packing(packing, [plan.naive_batches(step) for step in steps])}'
+
+
+def _sample(store: TokenStore, index: int, decode: Decode, report: _Report) -> str:
+    token_ids, loss_mask = store.sample(index)
+    origin = store.origin(index)
+    sizes = f"{len(token_ids):,} tokens, {int(store.num_labels[index]):,} trained"
+    fates = [
+        fate for fate in ("truncated", "split") if origin.row_number in report.rows.get(fate, {}).get(origin.source, ())
+    ]
+    runs = np.split(np.arange(len(token_ids)), np.flatnonzero(np.diff(loss_mask)) + 1)
+    pieces = [(decode(token_ids[run].tolist()), bool(loss_mask[run[0]])) for run in runs]
+    turns = "".join(_turn(turn) for turn in split_turns(pieces, store.meta.end_of_turn))
+    badges = "".join(f'<span class="badge bad">{fate}</span>' for fate in fates)
+    title = f"<h3>Sample {index + 1}{badges}<small>{text(origin)}</small><small>{sizes}</small></h3>"
+    return f'<article class="sample">{title}{turns}</article>'
+
+
+def split_turns(pieces: Sequence[Piece], end_of_turn: str) -> Iterator[list[Piece]]:
+    """Yield the pieces of each turn: up to `end_of_turn` and the line breaks after it, or all if there is none."""
+    whole = "".join(piece for piece, _ in pieces)
+    ends = [found.end() for found in re.finditer(re.escape(end_of_turn) + r"\n*", whole)] if end_of_turn else []
+    turn: list[Piece] = []
+    place = 0
+    for piece, is_trained in pieces:
+        while ends and ends[0] <= place + len(piece):
+            cut = ends.pop(0) - place
+            yield [*turn, (piece[:cut], is_trained)]
+            turn, piece, place = [], piece[cut:], place + cut
+        if piece:
+            turn.append((piece, is_trained))
+        place += len(piece)
+    if turn:
+        yield turn
+
+
+def _turn(pieces: Sequence[Piece]) -> str:
+    """Return a turn, its spaces, tabs and line breaks marked faintly; copied text stays the same."""
+    spaces = {" ": "<i> </i>", "\t": '<i class="tab">\t</i>', "\n": '<i class="end"></i>\n'}
+    marked = []
+    for piece, is_trained in pieces:
+        spaced = re.sub(r"[ \t\n]", lambda found: spaces[found[0]], visible(piece))
+        marked.append(f'<span class="{"t" if is_trained else "k"}">{spaced}</span>')
+    trained = " trained" if any(is_trained for _, is_trained in pieces) else ""
+    return f'<div class="turn{trained}">{"".join(marked)}</div>'

@@ -1,0 +1,141 @@
+"""Pages as a reader meets them, in Debian's Chromium: from file://, light and dark, wide and narrow."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_run import write_synthetic_run
+
+from flatout.cli.main import main
+from flatout.track.run_log import read_run
+
+webdriver = pytest.importorskip("selenium.webdriver")
+CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (CHROMIUM and CHROMEDRIVER), reason="needs chromium and chromedriver")
+
+# boxes of all elements of a selector that are on the page: x, y, width, height
+BOXES = """
+return [...document.querySelectorAll(arguments[0])].filter((one) => one.checkVisibility())
+  .map((one) => { const b = one.getBoundingClientRect(); return [b.x, b.y, b.width, b.height]; })
+"""
+# labels of one axis whose boxes overlap, and labels outside the page
+OVERLAPS = """
+const found = [];
+for (const axis of document.querySelectorAll(".plot .x, .plot .y")) {
+  if (!axis.checkVisibility()) continue;
+  const boxes = [...axis.children].map((one) => one.getBoundingClientRect());
+  boxes.forEach((a, i) => boxes.slice(i + 1).forEach((b) => {
+    if (a.x < b.right && b.x < a.right && a.y < b.bottom && b.y < a.bottom) found.push(axis.textContent);
+  }));
+  if (boxes.some((box) => box.x < 0 || box.right > innerWidth)) found.push("outside: " + axis.textContent);
+}
+return found
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory, data_set: Any) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("pages")
+    one = write_synthetic_run(root / "one", num_steps=400)
+    other = write_synthetic_run(root / "other", num_steps=400, stop_after=250, seed=1, settings={"name": "other"})
+    assert main(["report", str(one)]) == 0
+    assert main(["report", str(one), str(other), "--out", str(root / "both.html")]) == 0
+    return {"one run": one / "report.html", "two runs": root / "both.html", "data set": data_set.page}
+
+
+def open_page(browser: Any, page: Path, width: int = 1280) -> None:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get(page.as_uri())
+    browser.execute_script("localStorage.clear()")
+    browser.get(page.as_uri())
+
+
+def click(browser: Any, selector: str) -> None:
+    browser.execute_script("document.querySelector(arguments[0]).click()", selector)
+
+
+@pytest.mark.parametrize("name", ["one run", "two runs", "data set"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_page_fits_its_window_and_its_charts_have_marks(
+    browser: Any, pages: dict[str, Path], name: str, width: int
+) -> None:
+    open_page(browser, pages[name], width)
+    assert [line for line in browser.get_log("browser") if line["level"] in ("SEVERE", "WARNING")] == []
+    assert browser.execute_script("return document.documentElement.scrollWidth") == width
+    plots = browser.execute_script(BOXES, ".plot")
+    marks = browser.execute_script(BOXES, ".plot svg :is(.line, .area, .bar, .heat)")
+    assert len(plots) >= (1 if name == "data set" else 9)
+    assert len(marks) >= len(plots)
+    assert all(w > 0 or h > 0 for _, _, w, h in marks)
+    canvases = browser.execute_script(BOXES, ".canvas")
+    assert all(w > 0.6 * plot[2] and h > 150 for (_, _, w, h), plot in zip(canvases, plots, strict=True))
+    assert browser.execute_script(OVERLAPS) == []
+    for axis in ("step", "tokens", "time") if name != "data set" else ():
+        click(browser, f"[data-switch=axis][data-value={axis}]")
+        assert browser.execute_script(OVERLAPS) == []
+
+
+def test_switches_theme_and_filter_work(browser: Any, pages: dict[str, Path]) -> None:
+    open_page(browser, pages["one run"])
+    shown = "return [...document.querySelectorAll('.charts .xname')].filter((x) => x.checkVisibility())"
+    for axis, name in (("tokens", "tokens"), ("time", "minutes of training"), ("step", "step")):
+        click(browser, f"[data-switch=axis][data-value={axis}]")
+        assert set(browser.execute_script(f"{shown}.map((x) => x.textContent)")) == {name}
+    charts = browser.execute_script(BOXES, ".charts .plot")
+    click(browser, "[data-switch=scale][data-value=log]")
+    assert len(browser.execute_script(BOXES, ".charts .plot")) == len(charts)
+    assert browser.execute_script("return document.querySelectorAll('[data-scale=log] .line').length") > 0
+    colors = []
+    for _ in range(3):
+        colors.append(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
+        click(browser, "#theme")
+    assert colors[0] == colors[2] != colors[1]
+    click(browser, '[data-kind="skipped"]')
+    rows = browser.execute_script("return [...document.querySelectorAll('.events tbody tr')].map((r) => r.hidden)")
+    assert rows.count(False) == 1
+    assert len(rows) > 5
+
+
+def test_the_value_under_the_pointer_is_the_records(browser: Any, pages: dict[str, Path]) -> None:
+    open_page(browser, pages["one run"])
+    log = read_run(pages["one run"].parent)
+    canvas = browser.find_element("css selector", ".canvas")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    webdriver.ActionChains(browser).move_to_element(canvas).perform()
+    lines = browser.find_element("css selector", ".tip").text.split("\n")
+    step = int(lines[0].removeprefix("step "))
+    assert abs(step - 200) < 3
+    assert float(lines[lines.index("training") + 1]) == pytest.approx(log.steps[step - 1].loss, rel=1e-4)
+    # the arrow keys go from value to value
+    canvas.send_keys(webdriver.Keys.ARROW_RIGHT)
+    assert int(browser.find_element("css selector", ".tip b").text.removeprefix("step ")) == step + 1
+    browser.execute_script("document.querySelector('#theme').click()")
+    assert not browser.find_elements("css selector", ".tip")
+
+
+def test_charts_are_complete_without_the_script(browser: Any, pages: dict[str, Path]) -> None:
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        browser.get(pages["one run"].as_uri())
+        plots = [plot for plot in browser.find_elements("css selector", ".charts .plot") if plot.is_displayed()]
+        assert len(plots) >= 9
+        assert all(plot.find_element("css selector", ".x").text for plot in plots)
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})

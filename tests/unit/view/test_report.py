@@ -1,0 +1,279 @@
+"""`flatout report`: a page of every state of a run, one sentence for everything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from synthetic_run import write_synthetic_run
+
+from flatout.cli.main import main
+from flatout.track.record import Answer, AnswersRecord
+from flatout.track.run_folder import RunFolderWriter
+from flatout.track.run_log import read_run
+from flatout.view.page import page as whole_page
+from flatout.view.report import run_fragment
+
+VOID = {"meta", "br", "path", "rect", "input"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced; keeps the text, and what the page would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [str(value) for name, value in attrs if name in ("src", "href", "action", "poster", "data")]
+        assert not any(name.startswith("on") for name, _ in attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"} & set(self.open):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.texts)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_synthetic_run(tmp_path_factory.mktemp("run") / "one", num_steps=300, num_ranks=4)
+
+
+def report(*words: object) -> int:
+    return main(["report", *map(str, words)])
+
+
+def test_one_run_has_every_part_and_loads_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(folder) == 0
+    shown = capsys.readouterr().out
+    out = folder / "report.html"
+    assert str(out) in shown
+    assert "MB" in shown
+    text = out.read_text()
+    page = Page(text)
+    assert page.loads == []
+    assert "url(" not in text
+    assert "@import" not in text
+    titles = (
+        "Loss", "Token accuracy", "Throughput", "Model FLOPs utilization", "Memory", "Learning rate", "Gradient norm",
+        "Step time", "Waiting for the slowest rank", "Sample lengths", "Packing", "Plan and run", "Events", "Settings",
+    )  # fmt: skip
+    for title in titles:
+        assert title in page.texts, title
+    # the shares of a step's parts, of which nothing is left over or counted twice
+    names = ("data wait", "forward", "backward", "gradient sum", "checkpoint wait", "optimizer", "other")
+    shares = [float(re.search(rf"{name} <b>([\d.]+)%", text)[1]) for name in names]  # type: ignore[index]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+    assert shares[2] == max(shares)
+    # every chart by step, by tokens and by time; the loss also on a log scale
+    for axis in ("step", "tokens", "time"):
+        for scale in ("linear", "log"):
+            assert f'data-axis="{axis}" data-scale="{scale}"' in text
+    assert "At sea level, water boils at 100 degrees Celsius" in page.text
+    assert "lora.rank" in page.texts
+
+
+def test_the_page_shows_the_figures_of_the_files(folder: Path) -> None:
+    log = read_run(folder)
+    page = Page(whole_page("run", run_fragment(log)))
+    best = min(log.evals, key=lambda one: one.eval_loss if one.is_best else 9)
+    assert f"{log.steps[-1].loss:.4f}" in page.text
+    assert f"{best.eval_loss:.4f}" in page.text
+    assert f"{log.steps[-1].peak_memory_bytes / 2**30:.2f} GiB" in page.text
+    assert log.start is not None
+    packed = log.start.plan.packing[0][0]
+    padded = log.start.plan.padded[0][0]
+    assert f"{sum(map(sum, packed)):,}" in page.texts
+    assert f"{sum(len(batch) * max(batch) for batch in padded):,}" in page.texts
+
+
+def test_what_a_run_says_cannot_become_markup(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
+    folder = write_synthetic_run(
+        tmp_path / "run", num_steps=20, num_evals=2, settings={"name": evil, "lora.rank": evil}
+    )
+    writer = RunFolderWriter(folder)
+    writer.on_answers(AnswersRecord(30, (Answer(evil, f"\u202e{evil}\x1b[2J", evil),), 1.0))
+    writer.on_event(evil, {evil: evil})
+    page = whole_page(evil, run_fragment(read_run(folder)))
+    found = Page(page)
+    assert found.loads == []
+    assert page.count("<script>") == 1
+    assert "<img" not in page
+    assert "\u202e" not in page
+    assert "U+202E" in found.texts
+    assert "\x1b" not in page
+
+
+def killed(folder: Path) -> Path:
+    return write_synthetic_run(folder, num_steps=100, stop_after=40)
+
+
+def without_start(folder: Path) -> Path:
+    write_synthetic_run(folder, num_steps=50)
+    (folder / "start.json").unlink()
+    (folder / "config.yaml").write_text("method: lora\nmodel: {name: tiny}\nlora: {rank: 77}\n")
+    return folder
+
+
+def no_steps_yet(folder: Path) -> Path:
+    write_synthetic_run(folder, num_steps=50, stop_after=1, num_evals=1)
+    for name in ("metrics.jsonl", "answers.jsonl", "events.jsonl"):
+        (folder / name).write_text("")
+    return folder
+
+
+def only_settings(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "train.log").write_text("")
+    (folder / "config.yaml").write_text("method: lora\nmodel: {name: tiny}\n")
+    return folder
+
+
+def one_step_of_one_rank(folder: Path) -> Path:
+    return write_synthetic_run(folder, num_steps=1, num_ranks=1)
+
+
+def half_a_line(folder: Path) -> Path:
+    write_synthetic_run(folder, num_steps=30, stop_after=20)
+    lines = (folder / "metrics.jsonl").read_bytes()
+    (folder / "metrics.jsonl").write_bytes(b"garbage\n" + lines[:-40])
+    return folder
+
+
+def empty_plan(folder: Path) -> Path:
+    write_synthetic_run(folder, num_steps=30)
+    start = json.loads((folder / "start.json").read_text())
+    start["plan"] |= {"packing": [], "padded": [], "length_edges": [], "length_counts": [], "memory_bytes": None}
+    (folder / "start.json").write_text(json.dumps(start))
+    return folder
+
+
+STATES = {
+    killed: "not ended",
+    without_start: "77",
+    no_steps_yet: "No steps yet",
+    only_settings: "No steps yet",
+    one_step_of_one_rank: "complete",
+    half_a_line: "1 lines of this run",
+    empty_plan: "complete",
+}
+
+
+@pytest.mark.parametrize("make", STATES, ids=lambda make: make.__name__)
+def test_every_state_of_a_run_has_a_page(make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    folder = make(tmp_path / "run")
+    for kind in ("html", "md", "json"):
+        assert report(folder, "--format", kind) == 0, capsys.readouterr().err
+    page = Page((folder / "report.html").read_text())
+    assert STATES[make] in page.text
+    json.loads(capsys.readouterr().out.split("MB\n")[1].partition("{")[2].join(("{", "")))
+
+
+def empty(folder: Path) -> None:
+    folder.mkdir()
+
+
+def foreign(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"loss": 1.0}\nepoch 3\n')
+
+
+def truncated(folder: Path) -> None:
+    write_synthetic_run(folder, num_steps=3)
+    start = (folder / "start.json").read_bytes()
+    (folder / "start.json").write_bytes(start[: len(start) // 2])
+
+
+def nothing_recorded(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("")
+
+
+def a_file(folder: Path) -> None:
+    folder.write_text("not a folder")
+
+
+def binary(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_bytes(bytes(range(256)) * 40)
+
+
+def a_folder_as_metrics(folder: Path) -> None:
+    write_synthetic_run(folder, num_steps=3)
+    (folder / "events.jsonl").unlink()
+    (folder / "events.jsonl").mkdir()
+
+
+@pytest.mark.parametrize(
+    "make", [empty, foreign, truncated, nothing_recorded, a_file, binary, a_folder_as_metrics], ids=lambda m: m.__name__
+)
+def test_other_folders_are_refused_in_a_sentence(make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    folder, good = tmp_path / "run", write_synthetic_run(tmp_path / "good", num_steps=2)
+    make(folder)
+    for words in ([folder], [good, folder]):
+        assert report(*words, "--out", tmp_path / "out.html") == 3
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("error: ")
+        assert str(folder) in captured.err
+        assert captured.err.count("\n") == 1
+    assert not (tmp_path / "out.html").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_an_unreadable_folder_is_refused(tmp_path: Path) -> None:
+    folder = write_synthetic_run(tmp_path / "run", num_steps=3)
+    (folder / "metrics.jsonl").chmod(0)
+    assert report(folder) == 3
+
+
+def test_a_missing_folder_or_one_given_twice_is_a_usage_error(folder: Path, tmp_path: Path) -> None:
+    assert report(tmp_path / "nothing") == 2
+    assert report(folder, folder / ".", "--format", "md") == 2
+
+
+def test_several_runs_show_what_differs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"name": "high rank", "lora.rank": 64}
+    other = write_synthetic_run(tmp_path / "two", num_steps=200, stop_after=150, seed=1, settings=settings)
+    monkeypatch.chdir(tmp_path)
+    assert report(folder, other) == 0
+    page = Page((tmp_path / "report.html").read_text())
+    assert "Loss, evaluation" in page.texts
+    assert page.texts[page.texts.index("lora.rank") :][1:3] == ["32", "64"]
+    assert "optim.lr" not in page.texts, "equal settings are left out"
+    capsys.readouterr()
+    assert report(folder, other, "--format", "md") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "| lora.rank | 32 | 64 |" in lines
+    assert "| Outcome | complete | not ended |" in lines
+
+
+def test_runs_of_one_name_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    other = write_synthetic_run(tmp_path / "two", num_steps=10)
+    assert report(folder, other, "--format", "json", "--out", tmp_path / "both.json") == 0
+    runs = json.loads((tmp_path / "both.json").read_text())["runs"]
+    assert [run["name"] for run in runs] == [str(folder), str(other)]
+    assert runs[1]["summary"]["num_steps"] == 10
+    assert runs[1]["evals"][-1]["eval_loss"] > 0
