@@ -175,7 +175,8 @@ class ConsoleCallback(Callback):
             parts.append(f"{short_time(round(phase_s / done * (total - done)))} left")
         if record is not None:
             done, total = record.step, record.num_steps
-            figures = step_figures(record, max(0.0, record.eta_s - (now_s - self._recorded_s)))
+            waited_s = now_s - self._recorded_s if self._phase == "step" else 0.0
+            figures = step_figures(record, max(0.0, record.eta_s - waited_s))
             parts = figures if self._phase in ("", "step") else [figures[0], *parts, *figures[1:]]
         line = Table.grid(padding=(0, 1))
         bar: list[RenderableType] = [ProgressBar(total, done, width=BAR_WIDTH)] if total else []
