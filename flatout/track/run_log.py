@@ -22,6 +22,8 @@ _RECORDS: Mapping[str, TypeAdapter[Any]] = {
 }
 _START, _END = TypeAdapter(RunStart), TypeAdapter(RunEnd)
 
+# no figure of a run is so great: a line with a greater one is damaged
+MAX_NUMBER = 1e24
 # bytes read at once while catching up with a long file
 BLOCK_BYTES = 1 << 22
 
@@ -52,7 +54,7 @@ class LineFollower:
                 for line in lines:
                     self.offset += len(line) + 1
                     try:
-                        content = from_json(line)
+                        content = from_json(line, allow_inf_nan=False)
                     except ValueError:
                         content = None
                     if isinstance(content, dict):
@@ -134,7 +136,8 @@ def read_run(folder: Path) -> RunLog:
 def record_of(line: Mapping[str, Any]) -> Record | None:
     """Return the record of one line of metrics.jsonl or answers.jsonl; None if it is none that this version knows."""
     adapter = _RECORDS.get(str(line.get("kind")))
-    if adapter is None:
+    is_sane = all(-MAX_NUMBER < value < MAX_NUMBER for value in line.values() if isinstance(value, int | float))
+    if adapter is None or not is_sane:
         return None
     try:
         record: Record = adapter.validate_python(line)

@@ -16,6 +16,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from flatout.track.run_log import MAX_NUMBER
 from flatout.view.page import text
 from flatout.view.scales import Scale, tick_label, x_scale, y_scale
 
@@ -138,8 +139,8 @@ def line_plot(
 ) -> str:
     """Return a plot of lines, the first on top, dots above all; nothing if no line has a value that can be drawn."""
     # a log scale leaves out what is not positive
-    least = 0.0 if is_log else -math.inf
-    drawn = [replace(one, ys=np.where(np.isfinite(one.ys) & (one.ys > least), one.ys, math.nan)) for one in lines]
+    least = 0.0 if is_log else -MAX_NUMBER
+    drawn = [replace(one, ys=np.where((one.ys > least) & (one.ys < MAX_NUMBER), one.ys, math.nan)) for one in lines]
     drawn = [one for one in drawn if np.isfinite(one.ys).any()]
     if not drawn:
         return ""
@@ -185,8 +186,8 @@ def area_plot(names: Sequence[str], xs: Floats, parts: Floats, x_name: str, show
 
 
 def bar_plot(name: str, edges: Sequence[float], counts: Sequence[float], x_name: str) -> str:
-    """Return a histogram of `counts` (n,) between `edges` (n + 1,); nothing without a count."""
-    if not counts or max(counts) <= 0:
+    """Return a histogram of `counts` (n,) between `edges` (n + 1,); nothing without a count or of other lengths."""
+    if max(counts, default=0) <= 0 or len(edges) != len(counts) + 1:
         return ""
     frame = _Frame(x_scale(edges[0], edges[-1], WIDTH), y_scale(0.0, max(counts), HEIGHT), x_name)
     places, tops = frame.across.place(np.array(edges)), frame.up.place(np.array(counts))

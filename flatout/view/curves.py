@@ -10,7 +10,7 @@ from itertools import zip_longest
 import numpy as np
 
 from flatout.track.record import EvalRecord, StepRecord
-from flatout.track.run_log import RunLog
+from flatout.track.run_log import MAX_NUMBER, RunLog
 from flatout.track.summary import after_warm_up, seconds_of
 from flatout.view.charts import Floats, Series, area_plot, figure, heat_plot, line_plot
 from flatout.view.facts import measured_balance
@@ -170,11 +170,12 @@ def _step_time(run: _Run, x_names: Mapping[str, str]) -> str:
 
 def _waiting(run: _Run, x_names: Mapping[str, str]) -> str:
     """Return how long each rank waits for the slowest one, as a strip for each rank."""
-    kept = [index for index, record in enumerate(run.log.steps) if any(record.rank_busy_s)]
+    kept = [index for index, record in enumerate(run.log.steps) if max(record.rank_busy_s, default=0.0) > 1e-9]
     if not kept:
         return ""
     # a resumed run may have another number of ranks
-    busy = np.array(list(zip_longest(*(run.log.steps[index].rank_busy_s for index in kept), fillvalue=math.nan)))
+    by_rank = zip_longest(*(run.log.steps[index].rank_busy_s for index in kept), fillvalue=math.nan)
+    busy = np.clip(np.array(list(by_rank)), 0.0, MAX_NUMBER)
     waits = 100 * (1.0 - busy / np.fmax.reduce(busy, axis=0))
     plots = [
         heat_plot("rank", run.axes[axis][kept], waits, x_name, 100 * _DARKEST_WAIT, {"axis": axis})

@@ -79,7 +79,7 @@ def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
 def measured_balance(record: StepRecord) -> float | None:
     """Return mean / max of the ranks' forward and backward seconds; None for one rank, or before they are known."""
     busy = record.rank_busy_s
-    return sum(busy) / len(busy) / max(busy) if any(busy) else None
+    return sum(busy) / len(busy) / max(busy) if max(busy, default=0.0) > 1e-9 else None
 
 
 def settings_of(log: RunLog) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 MAX_LANES = 24
 # units of the viewBox; a gap between micro-batches is this share of the widest lane
@@ -18,9 +19,9 @@ def draw_packing(packing: Steps, padded: Steps) -> str:
     Both are, for each step, for each rank, for each batch the lengths of its samples.
     """
     lanes = [
-        (f"step {step + 1}", f"rank {rank}" if len(ranks) > 1 else "", batches, padded[step][rank] if padded else ())
-        for step, ranks in enumerate(packing)
-        for rank, batches in enumerate(ranks)
+        (f"step {step}", f"rank {rank}" if len(ranks) > 1 else "", batches, beside)
+        for step, (ranks, all_beside) in enumerate(zip_longest(packing, padded, fillvalue=()), start=1)
+        for rank, (batches, beside) in enumerate(zip_longest(ranks, all_beside, fillvalue=()))
     ][:MAX_LANES]
     if not lanes:
         return ""

@@ -17,6 +17,8 @@ from flatout.view.page import cards, section, table, text, visible
 
 # of many answers to a prompt this many are side by side, and of many events the newest are listed
 MAX_ANSWERS, MAX_EVENTS = 6, 1000
+# the end of the year 9999, which no clock of a run shows
+MAX_UNIX_S = 253_402_300_800.0
 _BADGES = {"complete": "good", "stopped": "", "failed": "bad", None: "live"}
 
 
@@ -89,7 +91,9 @@ def _lead(start: RunStart) -> str:
     device = ", ".join(f"{count} × {name}" for name, count in gpus.items()) or f"{start.num_ranks} × {start.device}"
     resumed = f"resumed at step {start.resumed_step:,}" if start.resumed_step else ""
     sizes = f"{short_count(start.num_trained_parameters)} of {short_count(start.num_parameters)} parameters"
-    started = datetime.fromtimestamp(start.first_started_at, UTC).strftime("started %Y-%m-%d %H:%M UTC")
+    started = ""
+    if 0 < start.first_started_at < MAX_UNIX_S:
+        started = datetime.fromtimestamp(start.first_started_at, UTC).strftime("started %Y-%m-%d %H:%M UTC")
     where = f"{device}, {start.dtype}, {start.strategy}"
     parts = (start.model, f"{start.method}, {sizes}", start.data, where, resumed, started)
     return " · ".join(part for part in parts if part)

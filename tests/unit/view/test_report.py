@@ -168,7 +168,21 @@ def empty_plan(folder: Path) -> Path:
     return folder
 
 
+def damaged_numbers(folder: Path) -> Path:
+    write_synthetic_run(folder, num_steps=30)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    broken = [{"loss": 1e308}, {"elapsed_s": -1e308}, {"step_s": float("inf")}]
+    lines[3:6] = [json.dumps(json.loads(line) | more) for line, more in zip(lines[3:6], broken, strict=True)]
+    lines[6] = json.dumps(json.loads(lines[6]) | {"rank_busy_s": [1e308, 5e-324]})
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    start = json.loads((folder / "start.json").read_text()) | {"first_started_at": 1e300}
+    start["plan"] |= {"length_edges": [0, 1], "padded": start["plan"]["padded"][:1], "num_tokens": 10**30}
+    (folder / "start.json").write_text(json.dumps(start))
+    return folder
+
+
 STATES = {
+    damaged_numbers: "3 lines of this run",
     killed: "not ended",
     without_start: "77",
     no_steps_yet: "No steps yet",
