@@ -25,8 +25,7 @@ Floats = NDArray[np.float64]
 Show = Mapping[str, str]
 _ALWAYS: Show = MappingProxyType({})
 
-# units of the viewBox; the page stretches it
-WIDTH, HEIGHT = 1000, 240
+WIDTH, HEIGHT = 1000, 240  # of the viewBox, which the page stretches
 # a longer series is drawn by the least and the greatest value of this many buckets
 NUM_BUCKETS = 600
 # areas, and cells of a heat strip, are means over this many buckets
@@ -120,7 +119,7 @@ class _Frame:
         left = "".join(f'<span style="top:{share:.2%}">{text(tick)}</span>' for share, tick in ticks)
         below = "".join(
             f'<span{" class=last" if share > 0.96 else ""} style="left:{share:.2%}">{tick}</span>'
-            for share, tick in self.across.ticks(5)
+            for share, tick in self.across.ticks(6)
         )
         values = {"x": self.x_name, "series": tips, "rows": bool(rows)}
         tip = escape(json.dumps(values, separators=(",", ":")))

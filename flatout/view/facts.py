@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import yaml
@@ -39,11 +40,7 @@ def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
         found.append(("MFU", f"{summary.mfu:.1%}", "of the nominal peak"))
     if summary.peak_memory_bytes:
         found.append(("Peak memory", gib(summary.peak_memory_bytes), "of the rank with most"))
-    lost = summary.lost
-    parts = {
-        "padding": lost.padding_s, "imbalance": lost.imbalance_s, "data": lost.data_wait_s,
-        "compiling": lost.compile_s, "saving": lost.checkpoint_s, "evaluating": lost.eval_s,
-    }  # fmt: skip
+    parts = {name.removesuffix("_s").replace("_", " "): lost_s for name, lost_s in asdict(summary.lost).items()}
     greatest = sorted(parts, key=lambda name: -parts[name])[:2]
     if summary.num_steps and parts[greatest[0]]:
         note = ", ".join(f"{name} {short_time(parts[name])}" for name in greatest if parts[name])

@@ -17,8 +17,7 @@ from flatout.view.page import cards, section, table, text, visible
 
 # of many answers to a prompt this many are side by side, and of many events the newest are listed
 MAX_ANSWERS, MAX_EVENTS = 6, 1000
-# the end of the year 9999, which no clock of a run shows
-MAX_UNIX_S = 253_402_300_800.0
+MAX_UNIX_S = 253_402_300_800.0  # the end of the year 9999
 _BADGES = {"complete": "good", "stopped": "", "failed": "bad", None: "live"}
 
 

@@ -64,7 +64,7 @@ MAX_PACKAGE_LINES = {
     "track": 1200,
     "train": 2550,
     "verify": 720,
-    "view": 1250,
+    "view": 1240,
 }
 
 
