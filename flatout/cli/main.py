@@ -27,6 +27,7 @@ VERBS = {
     "bench": "measure tokens per second and memory of a configuration or model on this machine",
     "report": "write a page about a run, or several runs beside each other",
     "chat": "chat with a run, an adapter or a model",
+    "track": "send a run to TensorBoard, Weights & Biases, MLflow, Comet or Trackio",
     "merge": "merge an adapter into its base model's weights",
 }
 WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "bench")

@@ -72,6 +72,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "sets which settings may change": "checkpoint.allow_change",
         "sets when to give up": "faults.max_restarts faults.hang_s faults.stall_s faults.long_phase_s faults.join_s",
         "any number of ranks takes the same steps": "faults.min_ranks",
+        "sets where figures are sent": "track.to track.project track.tags track.upload_final",
     },
 }
 RESUME_EFFECTS: Mapping[str, tuple[Effect, str]] = {

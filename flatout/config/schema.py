@@ -16,6 +16,7 @@ from flatout.config.optim import LR_OF_METHOD, OptimConfig, ScheduleConfig
 from flatout.config.parallel import STRATEGIES, CommConfig, FaultsConfig, ShardingConfig, StrategyName
 from flatout.config.resume_effects import RESUME_EFFECTS
 from flatout.config.section import Section, Share, refuse_unused
+from flatout.config.track import TrackConfig
 
 __all__ = ["NAME_PATTERN", "Config", "DataConfig", "OptimConfig", "ScheduleConfig", "SourceConfig"]
 
@@ -216,6 +217,7 @@ class Config(Section):
     sharding: ShardingConfig = ShardingConfig()
     comm: CommConfig = CommConfig()
     faults: FaultsConfig = FaultsConfig()
+    track: TrackConfig = TrackConfig()
 
     @field_validator("gpus")
     @classmethod

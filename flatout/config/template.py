@@ -58,7 +58,8 @@ def _allowed(schema: Mapping[str, Any]) -> str:
         return "one of " + ", ".join(map(str, schema["enum"]))
     kind = str(schema.get("type", ""))
     if kind == "array":
-        return f"list of {_allowed(schema['items'])}s"
+        items = _allowed(schema["items"])
+        return f"list of {items.removeprefix('one of ')}" if "enum" in schema["items"] else f"list of {items}s"
     if kind == "object":
         return "mapping of text to text"
     kind = {"string": "text", "boolean": "true or false"}.get(kind, kind)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # a URL that was turned into a path has only one of its two slashes
 _USER = re.compile(r"(?<=:/)(/?)[^/\s]+(?=@)")
 _QUERY = re.compile(r"([?&][^=&\s]*(?:token|key|secret|signature|sig|password|credential)[^=&\s]*=)[^&\s\"']+", re.I)
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# variables whose values are secrets, by their names
+_SECRET_VARIABLE = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(_|$)", re.I)
+# a shorter value, such as "true", could be a part of anything
+_MIN_SECRET = 6
 
 
 def printable(text: str) -> str:
@@ -17,10 +21,18 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def redacted(value: Any) -> Any:
-    """Return a JSON value with the user part and secret query values of every URL replaced by ***."""
+def redacted(value: Any, secrets: Sequence[str] = ()) -> Any:
+    """Return a JSON value with `secrets`, and the user part and secret query values of every URL, replaced by ***."""
     if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, "***")
         return _QUERY.sub(r"\1***", _USER.sub(r"\1***", value))
     if isinstance(value, Mapping):
-        return {redacted(key): redacted(part) for key, part in value.items()}
-    return [redacted(part) for part in value] if isinstance(value, list | tuple) else value
+        return {redacted(key, secrets): redacted(part, secrets) for key, part in value.items()}
+    return [redacted(part, secrets) for part in value] if isinstance(value, list | tuple) else value
+
+
+def secrets_of(env: Mapping[str, str]) -> list[str]:
+    """Return the values of variables whose names end in _TOKEN, _API_KEY and the like, longest first."""
+    found = {text for name, text in env.items() if _SECRET_VARIABLE.search(name) and len(text) >= _MIN_SECRET}
+    return sorted(found, key=len, reverse=True)

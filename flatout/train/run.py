@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,8 @@ from flatout.track.callback import Callback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.record import RunEnd
 from flatout.track.run_folder import RunFolderWriter
+from flatout.track.tracker_process import TrackerProcess
+from flatout.track.trackers import require_installed
 from flatout.train.build import build_run
 from flatout.train.loop import evaluate_now, run_steps, save
 from flatout.train.planning import plan_run, require_same_run, weakest_gpu
@@ -88,6 +91,7 @@ def train(
             f"gpus: {config.gpus} needs one process per GPU, but train() runs in one process; use "
             "`flatout train`, which starts them, or set gpus to one GPU"
         )
+    require_installed(config.track.to)
     # taking the lock also detects a folder that is not writable, before anything slow happens
     with ExitStack() as stack:
         reporter = Reporter()
@@ -95,7 +99,9 @@ def train(
             lock = stack.enter_context(RunLock(config.folder))
             shown = console or stack.enter_context(ConsoleCallback(every_record=config.log_every_steps > 1))
             folder = RunFolderWriter(config.folder, lambda text: shown.on_event("log", {"why": text}), lock.keep)
-            reporter = Reporter(shown, folder, *callbacks)
+            # after the run folder, whose files its process reads
+            trackers = TrackerProcess(config.folder, config.track.to, partial(shown.on_stage, "track"))
+            reporter = Reporter(shown, folder, *([trackers] if config.track.to else ()), *callbacks)
         watch = PeerWatch(
             config.faults,
             reporter.event,

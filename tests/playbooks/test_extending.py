@@ -1,4 +1,4 @@
-"""The playbooks of docs/extending.md, each done once: a model, a kernel, a row format, a reporter."""
+"""The playbooks of docs/extending.md, each done once: a model, a kernel, a row format, a callback, a tracker."""
 
 import ast
 import json
@@ -11,12 +11,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from flatout.cli.main import main
 from flatout.data.build import open_or_build
 from flatout.data.conversation import Conversation, Message, Origin
 from flatout.data.rows.formats.fields import Reading
 from flatout.data.rows.formats.parser import RULES, FormatRule
 from flatout.track.callback import Callback
 from flatout.track.record import EvalRecord, RunEnd, RunStart, StepRecord
+from flatout.track.tracker import Tracker, parameters
+from flatout.track.trackers import TRACKERS
 from flatout.train.run import train
 
 ROOT = Path(__file__).parents[2]
@@ -140,3 +143,28 @@ def test_a_callback_is_one_class(tiny: Any, tmp_path: Path) -> None:
     assert {"config", "tokens", "plan", "model", "final"} <= set(listener.stages)
     assert listener.calls == ["start of 2 steps", "eval 0", "step 1", "step 2", "eval 2", "save 2", "complete"]
     assert "saved" in listener.events
+
+
+class NoteTracker(Tracker):
+    """Keeps its notes in a file."""
+
+    def on_start(self, start: RunStart) -> None:
+        super().on_start(start)
+        self._notes: list[Any] = [["start", self.config.tags, parameters(start)["lora.rank"]]]
+
+    def send(self, values: Mapping[str, float], step: int) -> None:
+        self._notes.append([step, sorted(values)])
+
+    def on_end(self, end: RunEnd) -> None:
+        (self.folder / "all.json").write_text(json.dumps([*self._notes, ["end", end.outcome]]))
+
+
+def test_a_tracker_is_one_class_and_one_row(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRACKERS, "notes", ("json", f"{__name__}.NoteTracker"))
+    train(tiny.config(tmp_path / "run", batch={"max_steps": 1}, eval={"fraction": 0.1}))
+    assert main(["track", str(tmp_path / "run"), "--to", "notes"]) == 0
+    notes = json.loads((tmp_path / "run/trackers/all.json").read_text())
+    assert notes[0] == ["start", [], 4]
+    assert [note[0] for note in notes[1:]] == [0, 1, 1, "end"]
+    assert "eval/loss" in notes[1][1]
+    assert {"train/loss", "train/tokens_per_s", "train/lr"} <= set(notes[2][1])

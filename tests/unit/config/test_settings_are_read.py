@@ -99,6 +99,7 @@ WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "sharding.offload": {"strategy": "ddp", "sharding": {"offload": True}},
     "comm.compress": {"strategy": "single", "comm": {"compress": "bf16"}},
     "deepspeed": {"strategy": "fsdp", "deepspeed": {}},
+    "track.tags": {"track": {"tags": ["a"]}},
 }
 
 

@@ -132,6 +132,10 @@ SHOWN_BY: dict[str, str] = {
     "faults.long_phase_s": "unit/parallel/test_watch.py",
     "faults.join_s": "unit/launch/test_rendezvous.py",
     "faults.min_ranks": "distributed/test_faults.py",
+    "track.to": "test_a_run_and_its_resumption_are_one_run_at_the_service",
+    "track.project": "test_a_run_and_its_resumption_are_one_run_at_the_service",
+    "track.tags": "test_a_run_and_its_resumption_are_one_run_at_the_service",
+    "track.upload_final": "test_a_run_and_its_resumption_are_one_run_at_the_service",
 }
 
 

@@ -1,0 +1,79 @@
+"""`flatout track RUN`: sends a run folder to its trackers now, or what they have not received yet."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+from flatout.cli.screen import WIDTH
+from flatout.environment import environment
+from flatout.errors import ResourceError, UsageError
+from flatout.io.bounded_wait import to_stderr
+from flatout.io.file_lock import RunLock, locked
+from flatout.io.redact import redacted, secrets_of
+from flatout.track.delivery import LOG_NAME, Delivery
+from flatout.track.forward import LINGER_S, LINGER_UPLOAD_S, RedactedLog, end_of, tracked_run
+from flatout.track.trackers import TRACKERS, require_installed
+
+POLL_S, PRINT_EVERY_S = 0.1, 4.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's options."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--to", metavar="NAME[,NAME]", help=f"instead of the run's track.to: {', '.join(TRACKERS)}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Send. Returns 0 if every tracker has everything; raises ResourceError (exit code 6) if one does not answer."""
+    clean = partial(redacted, secrets=secrets_of(environment()))
+    start, config = tracked_run(args.run, clean)
+    names = list(dict.fromkeys(args.to.split(","))) if args.to else config.to
+    if not names:
+        raise UsageError(f"{args.run} was trained without trackers; name one: --to mlflow")
+    if unknown := [name for name in names if name not in TRACKERS]:
+        raise UsageError(f"--to: {unknown[0]!r} is not a tracker; use {', '.join(TRACKERS)}")
+    require_installed(names)
+    limit_s = LINGER_UPLOAD_S if config.upload_final else LINGER_S
+    before, screen = os.umask(0o077), sys.stdout
+    try:
+        # a run that trains sends by itself
+        with RunLock(args.run), locked(args.run / "trackers" / ".lock", "the run's trackers", to_stderr, limit_s):
+            deliveries = [Delivery(args.run, name, start, config, clean, retries=False) for name in names]
+            clients = RedactedLog(args.run / "trackers" / LOG_NAME, clean)
+            with redirect_stdout(clients), redirect_stderr(clients):
+                for delivery in deliveries:
+                    delivery.finish(end_of(args.run, start))
+                    delivery.start()
+                _show_progress(deliveries, limit_s, screen)
+    finally:
+        os.umask(before)
+    if failed := [one for one in deliveries if not one.is_complete]:
+        reasons = "; ".join(f"{one.name}: {one.trouble or f'no answer for {limit_s:.0f} s'}" for one in failed)
+        raise ResourceError(f"{reasons}; nothing is lost: run the same command again")
+    for delivery in deliveries:
+        print(f"{delivery.name:<11} has everything; {delivery.num_sent:,} records sent now"[:WIDTH])
+    return 0
+
+
+def _show_progress(deliveries: list[Delivery], limit_s: float, screen: TextIO) -> None:
+    """Return when all deliveries have ended, or nothing was sent for `limit_s`; print a line every few seconds."""
+    num_sent, changed_at, printed_at = 0, time.monotonic(), time.monotonic()
+    while alive := [one for one in deliveries if one.is_alive()]:
+        now_s = time.monotonic()
+        before, num_sent = num_sent, sum(one.num_sent for one in deliveries)
+        if num_sent > before:
+            changed_at = now_s
+        if now_s - changed_at > limit_s:
+            return
+        if now_s - printed_at > PRINT_EVERY_S:
+            printed_at = now_s
+            names = ", ".join(one.name for one in alive)
+            print(f"sending to {names}: {num_sent:,} records so far", file=screen, flush=True)
+        time.sleep(POLL_S)

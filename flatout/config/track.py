@@ -1,0 +1,43 @@
+"""Settings of the trackers: the services that a run's figures are sent to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from flatout.config.data import Name
+from flatout.config.section import Section, refuse_unused
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "comet", "trackio"]
+
+
+class TrackConfig(Section):
+    """Where figures are sent besides the run folder; `track: [mlflow, wandb]` is short for `track: {to: [...]}`."""
+
+    to: list[TrackerName] = []
+    """Services that get settings, metrics and answers; each needs its package: pip install 'flatout[mlflow]'."""
+    project: Annotated[str, Field(min_length=1)] | None = None
+    """Project or experiment there; null: what the service's own environment variable says, else flatout."""
+    tags: list[Name] = []
+    """Tags of the run there."""
+    upload_final: bool = False
+    """Also upload the final adapter or model."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        if value is None or isinstance(value, Mapping | TrackConfig):
+            return value
+        return {"to": [value] if isinstance(value, str) else value}
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> Self:
+        if len(set(self.to)) < len(self.to):
+            raise ValueError("a tracker is listed twice; list each once")
+        if not self.to:
+            refuse_unused(self, ("project", "tags", "upload_final"), "no tracker; list one in track.to")
+        if self.to == ["tensorboard"]:
+            refuse_unused(self, ("project", "upload_final"), "only tensorboard, which has neither")
+        return self

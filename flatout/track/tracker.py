@@ -1,0 +1,111 @@
+"""What a tracker is: a callback that sends records to a service, and what all of them send under the same names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from flatout.config.track import TrackConfig
+from flatout.track.callback import Callback
+from flatout.track.record import AnswersRecord, EvalRecord, RunEnd, RunStart, StepRecord
+
+DEFAULT_PROJECT = "flatout"
+
+
+class Tracker(Callback):
+    """Sends to one service; see Callback for the methods. It may block and raise: it never runs in training.
+
+    `on_start` creates the remote run, or continues it if it exists. After an exception the object is dropped, and a new
+    one gets what was not confirmed. `on_end` returns when everything has arrived; for a killed run the end is made up.
+    `run_id` (32 hex digits) stays the same over restarts; `folder` is for local files.
+    """
+
+    # whether a step that is sent again replaces the older one; otherwise a step that a resumed run repeats is left out
+    replaces_steps = False
+
+    def __init__(self, run_id: str, folder: Path, config: TrackConfig) -> None:
+        self.run_id, self.folder, self.config = run_id, folder, config
+        self.first_started_at = self.time = 0.0
+        self.last_step = 0
+
+    def on_start(self, start: RunStart) -> None:
+        self.first_started_at = self.time = start.first_started_at
+
+    def on_step(self, record: StepRecord) -> None:
+        self.time = self.first_started_at + record.elapsed_s
+        self.on_eval(record)
+
+    def on_eval(self, record: StepRecord | EvalRecord) -> None:
+        self.send(metrics(record), record.step)
+        self.last_step = record.step
+
+    def send(self, values: Mapping[str, float], step: int) -> None:
+        """Send one record's metrics; `time` is the Unix time of its step, without pauses between restarts."""
+        raise NotImplementedError
+
+    def flush(self) -> bool:
+        """Send what is buffered; return whether the service confirmed everything so far. By default only the end does.
+
+        What is not confirmed is sent again after a crash.
+        """
+        return False
+
+
+def parameters(start: RunStart) -> dict[str, bool | int | float | str]:
+    """Return all settings by dotted name, and what the run runs on as `environment.*`; other values become JSON."""
+    names = ("device", "dtype", "strategy", "num_ranks", "num_parameters", "num_trained_parameters", "folder")
+    found = {**start.settings, **{f"environment.{name}": getattr(start, name) for name in names}}
+    gpus = [f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in start.gpus]
+    found["environment.gpus"] = ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none"
+    found |= {f"environment.versions.{package}": version for package, version in start.versions.items()}
+    return {name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+            for name, value in found.items()}  # fmt: skip
+
+
+def metrics(record: StepRecord | EvalRecord) -> dict[str, float]:
+    """Return all numbers of a record, as `train/loss`, `eval/loss` and, by data set, `eval/NAME/loss`."""
+    if isinstance(record, StepRecord):
+        return _numbers(record, "train/", leave_out=("step", "num_steps"))
+    found = {
+        name.replace("/eval_", "/"): value for name, value in _numbers(record, "eval/", leave_out=("step",)).items()
+    }
+    found["eval/time_s"] = found.pop("eval/s")
+    for data, figures in record.by_data.items():
+        found |= _numbers(figures, f"eval/{data}/")
+    return found
+
+
+def _numbers(record: Any, prefix: str, leave_out: tuple[str, ...] = ()) -> dict[str, float]:
+    values = {field.name: getattr(record, field.name) for field in fields(record) if field.name not in leave_out}
+    return {
+        f"{prefix}{name}": value
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+ANSWER_COLUMNS = ("step", "prompt", "answer", "reference")
+
+
+def answer_rows(record: AnswersRecord) -> list[list[Any]]:
+    """Return a row of ANSWER_COLUMNS for each answer."""
+    return [[record.step, one.prompt, one.answer, one.reference or ""] for one in record.answers]
+
+
+def answers_text(record: AnswersRecord) -> str:
+    """Return the answers as Markdown; indented, so that their own markup has no effect."""
+    shown = [
+        f"{name}:\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
+        for row in answer_rows(record)
+        for name, text in zip(ANSWER_COLUMNS[1:], row[1:], strict=True)
+        if text
+    ]
+    return "\n\n".join(shown)
+
+
+def end_facts(end: RunEnd) -> dict[str, str]:
+    """Return how the run ended, as text."""
+    return {"outcome": end.outcome, **({"why": end.why} if end.why else {})}

@@ -1,0 +1,106 @@
+"""The callback that starts the trackers' process beside training, and says at the end what it could not send."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STORE_SOCKET, environment
+from flatout.errors import FlatoutError
+from flatout.io.durable_io import DurableIO, open_own
+from flatout.track.callback import Callback
+from flatout.track.delivery import LOG_NAME, count_unsent, read_cursor
+from flatout.track.record import RunEnd, RunStart, StepRecord
+
+# how long a complete run waits for its trackers; one that failed may have to free its GPU soon
+WAIT_S, WAIT_AFTER_FAILURE_S, NOTICE_AFTER_S = 10.0, 2.0, 2.0
+# between looks at whether a tracker is in trouble
+CHECK_EVERY_S = 30.0
+
+
+class TrackerProcess(Callback):
+    """Runs `python -m flatout.track.forward` while a run trains; no method raises. `log` gets one line at a time."""
+
+    def __init__(self, folder: Path, names: Sequence[str], log: Callable[[str], None]) -> None:
+        self._folder, self._names, self._log = folder, names, log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._troubles: dict[str, str | None] = {}
+        self._checked_at = time.monotonic()
+
+    def on_start(self, start: RunStart) -> None:
+        # what describes this process as a rank does not apply to that one
+        hidden = {*RANK_VARIABLES, LOGS, PARENT, SECRET, STORE_SOCKET}
+        env = {name: value for name, value in environment().items() if name not in hidden}
+        trackers = self._folder / "trackers"
+        try:
+            DurableIO().make_dir(trackers)
+            trackers.chmod(0o700)
+            log = open_own(trackers / LOG_NAME, os.O_WRONLY | os.O_APPEND)
+            try:
+                os.fchmod(log, 0o600)
+                # in its own session, so that it outlives a killed run by what is left to send
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "flatout.track.forward", str(self._folder.absolute()), str(os.getpid())],
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            finally:
+                os.close(log)
+        except (OSError, FlatoutError) as error:
+            self._log(f"not started: {error}; `flatout track {self._folder}` sends everything after the run")
+
+    def on_step(self, record: StepRecord) -> None:
+        if time.monotonic() - self._checked_at < CHECK_EVERY_S or self._process is None:
+            return
+        self._checked_at = time.monotonic()
+        for name in self._names:
+            trouble = self._trouble_of(name)
+            if trouble != self._troubles.get(name):
+                self._troubles[name] = trouble
+                self._log(
+                    f"{name}: {trouble or 'works again'}" + ("; records wait in metrics.jsonl" if trouble else "")
+                )
+
+    def on_end(self, end: RunEnd) -> None:
+        if self._process is None:
+            return
+        limit_s = WAIT_S if end.outcome == "complete" else WAIT_AFTER_FAILURE_S
+        try:
+            try:
+                exit_code = self._process.wait(NOTICE_AFTER_S)
+            except subprocess.TimeoutExpired:
+                if limit_s > NOTICE_AFTER_S:
+                    self._log(f"sending the last records to {', '.join(self._names)}, for at most {limit_s:.0f} s")
+                exit_code = self._process.wait(max(0.0, limit_s - NOTICE_AFTER_S))
+            if exit_code == 0:
+                return
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            pass  # Ctrl-C ends the wait, not the run, which is complete
+        missing = False
+        for name in self._names:
+            try:
+                num_records, trouble = count_unsent(self._folder, name), self._trouble_of(name)
+            except FlatoutError as error:
+                num_records, trouble = 1, str(error)
+            if num_records:
+                missing = True
+                self._log(f"{name}: {num_records:,} records not sent" + (f" ({trouble})" if trouble else ""))
+        if missing:
+            going_on = "sending goes on for a minute; then " if self._process.poll() is None else ""
+            self._log(f"{going_on}`flatout track {self._folder}` sends the rest")
+
+    def _trouble_of(self, name: str) -> str | None:
+        """Return why a tracker takes nothing now."""
+        if self._process is not None and self._process.poll():
+            return f"its process ended; see {self._folder / 'trackers' / LOG_NAME}"
+        try:
+            return read_cursor(self._folder, name).trouble
+        except FlatoutError as error:
+            return str(error)

@@ -1,0 +1,276 @@
+"""Trackers beside a run: what arrives, what waits while a service is away, and what never leaves this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch  # noqa: F401  (its import is no part of a test's time)
+
+from flatout.cli.main import main
+from flatout.config.read import dump_config, make_config
+from flatout.config.track import TrackerName
+from flatout.errors import DataError, ProblemsError, UsageError
+from flatout.io.redact import redacted, secrets_of
+from flatout.track import tracker_process
+from flatout.track.delivery import read_cursor
+from flatout.track.trackers import TRACKERS, require_installed
+from tests.unit.track.service import Service
+
+CANARY = "canary-9f2c77e1"
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    client = tmp_path / "client"
+    client.mkdir()
+    found = Service(client)
+    monkeypatch.syspath_prepend(str(client))
+    monkeypatch.setenv("PYTHONPATH", f"{client}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("SERVICE", found.address)
+    monkeypatch.setenv("SERVICE_TOKEN", CANARY)
+    # in this process `flatout track` imports the client, too
+    for name in ("trackio", "flatout.track.trackers.trackio"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield found
+    found.close()
+    for name in ("trackio", "flatout.track.trackers.trackio"):
+        sys.modules.pop(name, None)
+
+
+def until(is_so: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + 100
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def losses(run: Path, metrics_of: Any) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in metrics_of(run)]
+
+
+def train(tiny: Any, run: Path, num_steps: int, **track: Any) -> None:
+    from flatout.train.run import train
+
+    sections = {"batch": {"max_steps": num_steps}, "eval": {"fraction": 0.1}, "track": {"to": ["trackio"], **track}}
+    train(tiny.config(run, "checkpoint.allow_change=[batch.max_steps]", **sections))
+
+
+def written(tiny: Any, folder: Path, run: Path) -> Path:
+    """A configuration file of a run of three steps."""
+    config = tiny.config(run, track=["trackio"], batch={"max_steps": 3}, eval={"fraction": 0.1})
+    (folder / "run.yaml").write_text(dump_config(config))
+    return folder / "run.yaml"
+
+
+def forwarders(run: Path) -> list[int]:
+    """The processes that send this run's records."""
+    words = f"flatout.track.forward\0{run}\0".encode()
+    return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if words in _bytes(path)]
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_run_and_its_resumption_are_one_run_at_the_service(
+    tiny: Any, tmp_path: Path, service: Service, metrics_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker_process, "WAIT_S", 100.0)
+    run = tmp_path / "run"
+    train(tiny, run, 2, tags=["first"], project="papers", upload_final=True)
+    (start,) = service.of_kind("init")
+    assert start["project"] == "papers"
+    assert start["config"]["tags"] == ["first"]
+    assert start["config"]["lora.rank"] == 4
+    assert start["config"]["environment.num_trained_parameters"] > 0
+    assert "Qwen3ForCausalLM" in start["config"]["model_text"]
+    assert service.values("train/loss") == losses(run, metrics_of)
+    assert [step for step, _ in service.values("eval/loss")] == [0, 2]
+    assert service.values("outcome") == [(2, "complete")]
+    assert "adapter_model.safetensors" in service.of_kind("artifact")[0]["files"]
+
+    train(tiny, run, 4)
+    assert {one["run"] for one in service.received} == {start["run"]}
+    assert service.values("train/loss") == losses(run, metrics_of)
+    assert len(service.values("train/loss")) == 4
+
+    # a kill after a step was sent and before it was noted, or a step that is trained again, adds no second point
+    cursor = json.loads((run / "trackers/trackio.json").read_text())
+    (run / "trackers/trackio.json").write_text(json.dumps({**cursor, "sent_bytes": {}, "ended_at": None}))
+    assert main(["track", str(run)]) == 0
+    assert len(service.values("train/loss")) == 4
+
+    # the client prints its token: no file of the run holds it, and others cannot read what the trackers keep
+    assert CANARY not in json.dumps(service.received)
+    assert "sending log with ***" in (run / "trackers/forward.log").read_text()
+    assert not [path for path in run.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+    kept = [run / "trackers", *(run / "trackers").rglob("*")]
+    assert not [path for path in kept if stat.S_IMODE(path.stat().st_mode) & 0o077]
+
+
+def test_training_ends_while_the_service_stalls_and_what_waits_is_sent_later(
+    tiny: Any, tmp_path: Path, service: Service, metrics_of: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(tracker_process, "WAIT_S", 2.5)
+    service.mode, run = "stall", tmp_path / "run"
+    train(tiny, run, 3)
+    until(lambda: service.num_stalled)
+    assert service.received == []
+    assert len(metrics_of(run)) == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "sending the last records to trackio" in printed
+    assert re.search(
+        rf"trackio: \d+ records not sent track sending goes on for a minute; then `flatout track {run}` sends the rest",
+        printed,
+    )
+    # the process is still there, and goes on when the service does
+    service.take()
+    until(lambda: read_cursor(run, "trackio").ended_at)
+    assert service.values("train/loss") == losses(run, metrics_of)
+
+
+def test_a_service_that_refuses_costs_nothing_and_gets_everything_later(
+    tiny: Any, tmp_path: Path, service: Service, metrics_of: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(tracker_process, "WAIT_S", 2.5)
+    monkeypatch.setattr(tracker_process, "CHECK_EVERY_S", 0.0)
+    service.mode, run = 500, tmp_path / "run"
+    # a folder of the package's name is no package
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    (tmp_path / "no_such_package").mkdir()
+    assert main(["train", str(written(tiny, tmp_path, run))]) == 0
+    assert "records not sent (HTTP Error 500" in " ".join(capsys.readouterr().out.split())
+    until(lambda: not [pid for pid in forwarders(run) if os.kill(pid, signal.SIGKILL)])
+    for mode, why in ((500, "HTTP Error 500"), (401, "HTTP Error 401")):
+        service.mode = mode
+        assert main(["track", str(run)]) == 6
+        assert f"error: trackio: {why}" in capsys.readouterr().err
+    monkeypatch.setenv("SERVICE", "http://127.0.0.1:1")
+    assert main(["track", str(run)]) == 6
+    assert "error: trackio: Connection refused" in capsys.readouterr().err
+    monkeypatch.setenv("SERVICE", service.address)
+    service.mode = "take"
+    assert main(["track", str(run)]) == 0
+    assert re.search(r"trackio     has everything; \d+ records sent now", capsys.readouterr().out)
+    assert service.values("train/loss") == losses(run, metrics_of)
+    assert read_cursor(run, "trackio").trouble is None
+
+    assert main(["track", str(run), "--to", "neptune"]) == 2
+    start = json.loads((run / "start.json").read_text())
+    start["settings"]["track.to"] = ["neptune"]
+    (run / "start.json").write_text(json.dumps(start))
+    assert main(["track", str(run)]) == 3
+    assert "start.json: track: " in capsys.readouterr().err
+
+
+def test_when_training_is_killed_the_rest_is_sent_and_no_process_stays(
+    tiny: Any, tmp_path: Path, service: Service, metrics_of: Any
+) -> None:
+    run = tmp_path / "run"
+    train(tiny, run, 2)
+    until(lambda: not forwarders(run))
+    shutil.rmtree(run / "trackers")
+    (run / "end.json").unlink()
+    service.received.clear()
+    # a process in training's place
+    code = f"""if True:
+        import sys, time
+        from pathlib import Path
+        from flatout.track.run_log import read_start
+        from flatout.track.tracker_process import TrackerProcess
+        TrackerProcess(Path({str(run)!r}), ["trackio"], print).on_start(read_start(Path({str(run)!r})))
+        time.sleep(1000)"""
+    training = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        until(lambda: len(service.values("train/loss")) == 2)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({**metrics_of(run)[-1], "step": 3}) + "\n")
+    finally:
+        training.kill()
+        training.wait(60)
+    until(lambda: not forwarders(run))
+    assert [step for step, _ in service.values("train/loss")] == [1, 2, 3]
+    assert service.values("outcome") == [(3, "stopped")]
+    assert main(["track", str(run)]) == 0
+    assert len(service.of_kind("init")) == 1
+
+
+def test_a_folder_that_cannot_be_sent_is_refused(tmp_path: Path, capsys: Any) -> None:
+    assert main(["track", str(tmp_path)]) == 3
+    assert "has no start.json" in capsys.readouterr().err
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers/mlflow.json").write_text('{"run_id": 7}')
+    with pytest.raises(DataError, match="remove it to send everything as a new run"):
+        read_cursor(tmp_path, "mlflow")
+
+
+def test_settings_of_trackers() -> None:
+    def settings(*overrides: str, **sections: Any) -> Any:
+        return make_config({"model": {"name": "m"}, **sections}, overrides).track
+
+    assert (
+        settings(track=["mlflow", "wandb"])
+        == settings("track=[mlflow,wandb]")
+        == settings(track={"to": ["mlflow", "wandb"]})
+    )
+    assert settings("track=mlflow").to == ["mlflow"]
+    for wrong, why in (
+        ({"to": ["mlflow", "mlflow"]}, "track: a tracker is listed twice"),
+        ({"project": "x"}, "track: project has no effect with no tracker"),
+        ({"to": ["tensorboard"], "upload_final": True}, "track: upload_final has no effect with only tensorboard"),
+        ({"to": ["mlflow"], "tags": ["a b"]}, "track.tags.0: string should match pattern"),
+        (["neptune"], "track.to.0: input should be 'tensorboard'"),
+    ):
+        with pytest.raises(ProblemsError, match=why):
+            settings(track=wrong)
+
+
+def test_every_tracker_has_a_name_a_row_and_an_extra() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    extras = {name: requirements[0] for name, requirements in project["optional-dependencies"].items()}
+    assert set(get_args(TrackerName)) == set(TRACKERS)
+    assert TRACKERS.keys() <= extras.keys()
+    assert not any("mlflow" in text for text in (*project["dependencies"], *project["optional-dependencies"]["dev"]))
+
+
+def test_a_missing_package_is_told_before_anything_is_loaded(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setitem(TRACKERS, "trackio", ("no_such_package", TRACKERS["trackio"][1]))
+    with pytest.raises(UsageError, match=r"no_such_package, which is not installed; pip install 'flatout\[trackio\]'"):
+        require_installed(["trackio"])
+    # a folder of the package's name is no package
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    (tmp_path / "no_such_package").mkdir()
+    assert main(["train", str(written(tiny, tmp_path, tmp_path / "run"))]) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_secrets_are_found_by_the_names_of_variables() -> None:
+    env = {
+        "HF_TOKEN": "hf_abcdef",
+        "WANDB_API_KEY": "0123456",
+        "KEYBOARD": "keyboard",
+        "AWS_SECRET_ACCESS_KEY": "sixsix",
+    }
+    secrets = secrets_of({**env, "X_TOKEN": "no"})
+    assert sorted(secrets) == ["0123456", "hf_abcdef", "sixsix"]
+    assert redacted({"a": ["x hf_abcdef y", "keyboard"]}, secrets) == {"a": ["x *** y", "keyboard"]}
