@@ -27,6 +27,7 @@ VERBS = {
     "bench": "measure tokens per second and memory of a configuration or model on this machine",
     "report": "write a page about a run, or several runs beside each other",
     "chat": "chat with a run, an adapter or a model",
+    "eval": "score a run, an adapter or a model on tasks and on own questions",
     "merge": "merge an adapter into its base model's weights",
 }
 WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "bench")
