@@ -28,6 +28,7 @@ VERBS = {
     "report": "write a page about a run, or several runs beside each other",
     "chat": "chat with a run, an adapter or a model",
     "track": "send a run to TensorBoard, Weights & Biases, MLflow, Comet or Trackio",
+    "eval": "score a run, an adapter or a model on tasks and on own questions",
     "merge": "merge an adapter into its base model's weights",
 }
 WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "bench")

@@ -65,6 +65,8 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "sets when to evaluate, which changes no weight and no random state": "eval.every_steps",
         "sets when to stop, and changes no step": "eval.patience",
         "sets what counts as a new best, and changes no step": "eval.min_delta",
+        "sets what is answered, which changes no weight and no random state": "eval.prompts eval.max_new_tokens "
+        "eval.temperature",
         "sets when to save": "checkpoint.every_steps",
         "sets which checkpoints to keep": "checkpoint.keep",
         "sets whether to resume": "checkpoint.resume",

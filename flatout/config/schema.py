@@ -128,14 +128,35 @@ class EvalConfig(Section):
 
     fraction: float = Field(default=0.0, ge=0.0, le=0.5)
     """Share of the data set held out for evaluation, drawn with `seed`."""
-    data: Name | None = None
-    """Name of a built data set to evaluate on instead of a held-out share."""
+    data: str | list[str] | None = None
+    """Name of a built data set to evaluate on instead of a held-out share, or several, such as [code, chats]: figures
+    are recorded for each; the mean over all their label tokens decides what is best."""
     every_steps: int | None = Field(default=None, ge=1)
     """Steps between evaluations; null: only at the end."""
     patience: int | None = Field(default=None, ge=1)
     """Stop early after this many evaluations without a new best loss."""
     min_delta: float = Field(default=0.0, ge=0)
     """Minimum improvement in loss that counts as a new best."""
+    prompts: list[str] | str | None = None
+    """Prompts to answer at each evaluation, to read how the model changes: a list, or a file (.txt with one prompt a
+    line, or JSON or JSONL rows with `prompt` or `messages`); null: three rows of the evaluation set; []: none. A whole
+    forward pass computes each token, so three prompts cost at most as much as evaluating 192 samples of their size."""
+    max_new_tokens: int = Field(default=64, ge=1, le=1024)
+    """Maximum tokens of each of these answers."""
+    temperature: float = Field(default=0.0, ge=0, le=100)
+    """Sampling temperature of these answers, drawn with `seed`; 0: the likeliest token each time."""
+
+    @field_validator("data")
+    @classmethod
+    def _data_has_names(cls, value: str | list[str] | None) -> str | list[str] | None:
+        names = [value] if isinstance(value, str) else value
+        if names is None:
+            return None
+        if not names or len(set(names)) < len(names):
+            raise ValueError("expected at least one data set, each named once")
+        if not all(re.fullmatch(NAME_PATTERN, name) for name in names):
+            raise ValueError(f"string should match pattern '{NAME_PATTERN}'")
+        return value if len(names) > 1 else names[0]
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -145,8 +166,17 @@ class EvalConfig(Section):
             raise ValueError("patience needs every_steps")
         if not (self.fraction or self.data):
             why = "there are no rows to evaluate on; set eval.fraction or eval.data"
-            refuse_unused(self, ("every_steps", "patience", "min_delta"), why)
+            refuse_unused(self, ("every_steps", "patience", "min_delta", "max_new_tokens", "temperature"), why)
+            if self.prompts:
+                raise ValueError(f"prompts has no effect with {why}")
+        if self.prompts == []:
+            refuse_unused(self, ("max_new_tokens", "temperature"), "prompts: []")
         return self
+
+    @property
+    def data_names(self) -> list[str]:
+        """The data sets of `data`."""
+        return [self.data] if isinstance(self.data, str) else self.data or []
 
 
 class CheckpointConfig(Section):

@@ -88,17 +88,21 @@ def answer(
     return str(tokenizer.decode(new_tokens, skip_special_tokens=True)).strip()
 
 
-def stop_token_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    """Return the tokens that end an answer: the model's, the tokenizer's, and its chat template's end of turn."""
+def stop_token_ids(model: PreTrainedModel, tokenizer: Any, end_of_turn: str | None = None) -> list[int]:
+    """Return the tokens that end an answer: the model's, the tokenizer's, and that of `end_of_turn`.
+
+    If `end_of_turn` is None, it is what the tokenizer's chat template writes behind an answer.
+    """
     stops: set[int] = set()
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
     stops.update([configured] if isinstance(configured, int) else configured or [])
     if tokenizer.eos_token_id is not None:
         stops.add(int(tokenizer.eos_token_id))
-    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "flatout"}]
-    with bounded("the tokenizer's chat template"):
-        behind = str(tokenizer.apply_chat_template(turn, tokenize=False)).rpartition("flatout")[2]
-    first = tokenizer(behind, add_special_tokens=False)["input_ids"][:1]
+    if end_of_turn is None:
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "flatout"}]
+        with bounded("the tokenizer's chat template"):
+            end_of_turn = str(tokenizer.apply_chat_template(turn, tokenize=False)).rpartition("flatout")[2]
+    first = tokenizer(end_of_turn, add_special_tokens=False)["input_ids"][:1]
     if first and first[0] in tokenizer.all_special_ids + list(tokenizer.added_tokens_decoder):
         stops.add(int(first[0]))
     return sorted(stops)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
-from flatout.kernels.cross_entropy.reference import product_loss
+from flatout.kernels.cross_entropy.reference import product_loss, scaled_logits
 from flatout.kernels.cross_entropy.tiled import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused, token_loss
 from flatout.models.arch_quirks import logits_scale
 from flatout.models.blocks import hidden_states
@@ -83,10 +83,24 @@ class PackedLoss(nn.Module):
         # computes hidden states by recorded graphs; None: the model's own forward pass
         self.decoder: GraphedDecoder | None = None
 
-    def forward(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `LossSums` as a plain tuple, in which every strategy can find the tensors."""
+    def forward(self, batch: PackedBatch, predict: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `LossSums` as a plain tuple, in which every strategy can find the tensors.
+
+        With `predict`, return `next_logits` instead; strategies gather sharded weights only around this method.
+        """
+        if predict:
+            return next_logits(self.model, batch)
         loss_sum, num_correct = packed_loss(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)
         return loss_sum, num_correct
+
+
+def next_logits(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits after each of a batch's label rows, (L, V) fp32 (fp64 in fp64), and the likeliest ids (L,)."""
+    rows = hidden_states(model, batch).index_select(0, batch.label_rows)
+    config = model.config.get_text_config()
+    product = model.get_output_embeddings()(rows)
+    logits = scaled_logits(product, logits_scale(config), getattr(config, "final_logit_softcapping", None))
+    return logits, logits.argmax(-1)
 
 
 def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:

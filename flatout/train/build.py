@@ -62,10 +62,7 @@ def build_run(
         reporter.stage("recompute", "the embedding table is in host memory")
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, size_buckets=size_buckets)
-    eval_feed = None
-    if planned.eval_store is not None and planned.eval_plan is not None:
-        counts = (len(batch.sample_ids) for batches in planned.eval_plan.ranks for batch in batches)
-        eval_feed = Feed(planned.eval_store, device, max_documents=max(counts))
+    eval_feeds = tuple(Feed(each.store, device, max_documents=each.max_documents) for each in planned.eval_sets)
     loss = PackedLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute])
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
     compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, reporter)
@@ -78,8 +75,9 @@ def build_run(
         reporter=reporter,
         plan=planned.plan,
         feed=feed,
-        eval_plan=planned.eval_plan,
-        eval_feed=eval_feed,
+        eval_sets=planned.eval_sets,
+        eval_feeds=eval_feeds,
+        prompts=planned.prompts,
         model=loaded.model,
         loss=wrapped_loss,
         dtype=loaded.dtype,
@@ -130,7 +128,7 @@ def load_trainable(config: Config, planned: PlannedRun, device: torch.device, re
     )
     for line in loaded.report:
         reporter.stage("model", line)
-    stores = [store for store in (planned.store, planned.eval_store) if store is not None]
+    stores = [planned.store, *(each.store for each in planned.eval_sets)]
     longest = max(int(store.lengths.max()) for store in stores)
     dtype = weight_dtype_of(config.method, config.full, loaded.dtype)
     reporter.phase("self-test")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +12,11 @@ import torch
 from flatout.errors import PreemptedError
 from flatout.models.compile.layers import report_compilations
 from flatout.plan.steps.step_plan import StepPlan
-from flatout.track.record import EvalRecord
+from flatout.train.evaluate import evaluate_now
 from flatout.train.metrics import Meter
 from flatout.train.resume import take_snapshot
 from flatout.train.state import Run
-from flatout.train.step import Pending, autocast, step_launcher
+from flatout.train.step import Pending, step_launcher
 
 
 def run_steps(run: Run) -> None:
@@ -93,46 +92,3 @@ def save(run: Run, *, best: bool = False, required: bool = False) -> None:
     """
     run.watch.set_phase("save", run.progress.step)
     run.saver.save(take_snapshot(run), best=best, required=required)
-
-
-def evaluate_now(run: Run) -> bool:
-    """Evaluate, record it, and decide on early stopping. Returns True for a new best, False without evaluation data."""
-    if run.eval_plan is None:
-        return False
-    started = time.perf_counter()
-    progress = run.progress
-    run.watch.set_phase("evaluate", progress.step)
-    loss, accuracy = evaluate(run)
-    if progress.first_eval_loss is None:
-        progress.first_eval_loss = loss
-    is_best = progress.best_eval_loss is None or loss < progress.best_eval_loss - run.config.eval.min_delta
-    if is_best:
-        progress.best_eval_loss, progress.best_step = loss, progress.step
-    progress.last_eval_loss, progress.last_eval_step = loss, progress.step
-    progress.num_evals_without_best = 0 if is_best else progress.num_evals_without_best + 1
-    eval_s = time.perf_counter() - started
-    run.reporter.record(EvalRecord(progress.step, loss, accuracy, run.eval_plan.num_label_tokens, is_best, eval_s))
-    patience = run.config.eval.patience
-    if patience is not None and progress.num_evals_without_best >= patience:
-        progress.stopped_early = True
-        run.reporter.event("early_stop", {"step": progress.step, "best_step": progress.best_step})
-    return is_best
-
-
-@torch.no_grad()
-def evaluate(run: Run) -> tuple[float, float]:
-    """Return the mean loss and token accuracy, without dropout, over the evaluation set's label tokens; collective."""
-    assert run.eval_plan is not None
-    assert run.eval_feed is not None
-    run.model.eval()
-    run.fused_lora.refresh()
-    totals = torch.zeros(2, dtype=torch.float64, device=run.device)
-    # graphs are specialized on train mode; compiling for eval mode would take longer than these forward passes
-    with torch.compiler.set_stance("force_eager"):
-        for batch in run.eval_feed.batches(run.eval_plan.ranks[run.rank.index]):
-            with autocast(run):
-                sums = run.loss(batch)
-            totals += torch.stack([value.double() for value in sums])
-    run.model.train()
-    loss_total, correct_total = run.strategy.sum_values(totals).tolist()
-    return loss_total / run.eval_plan.num_label_tokens, correct_total / run.eval_plan.num_label_tokens

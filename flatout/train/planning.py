@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from xxhash import xxh3_64_hexdigest
 
 from flatout.checkpoint.compatibility import config_changes
 from flatout.config.schema import Config, DataConfig
@@ -35,11 +36,26 @@ from flatout.plan.steps.run_plan import RunPlan, make_eval_plan, make_plan, spli
 from flatout.plan.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.train.model_shape import read_shape
+from flatout.train.prompts import PromptSet, plan_prompts
 
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
 LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split")
 # paths and process counts may differ between nodes; content is compared by fingerprint
 NODE_LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.tokenizer", "data.num_procs"})
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """One evaluation data set; `plan` is one pass over it."""
+
+    name: str
+    store: TokenStore
+    plan: StepPlan
+
+    @property
+    def max_documents(self) -> int:
+        """The most samples of a micro-batch."""
+        return max(len(batch.sample_ids) for rank in self.plan.ranks for batch in rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +65,8 @@ class PlannedRun:
     shape: ModelShape
     store: TokenStore
     plan: RunPlan
-    eval_store: TokenStore | None
-    eval_plan: StepPlan | None
+    eval_sets: tuple[EvalSet, ...]
+    prompts: PromptSet | None
     parallel_layout: ParallelLayout
     memory: MemoryDecision
     fingerprints: Mapping[str, Any]
@@ -95,11 +111,14 @@ def plan_run(
     if config.full.update == "backward":
         check_backward_update(config, plan, rank)
     reporter.stage("plan", plan.describe())
-    eval_store, eval_plan = plan_evaluation(config, store, train_ids, eval_ids, plan, memory, reporter)
-    fingerprints = {"data": _identity(store), "plan": plan.fingerprint}
-    if eval_store is not None:
-        fingerprints["eval_data"] = _identity(eval_store)
-    return PlannedRun(shape, store, plan, eval_store, eval_plan, parallel_layout, memory, fingerprints)
+    eval_sets = plan_evaluation(config, store, train_ids, eval_ids, plan, memory, reporter)
+    evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets]
+    prompts = plan_prompts(config, store, evaluated, shape.max_positions, reporter)
+    fingerprints: dict[str, Any] = {"data": _identity(store), "plan": plan.fingerprint}
+    if eval_sets:
+        identities = [_identity(each.store) for each in eval_sets]
+        fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
+    return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, fingerprints)
 
 
 def open_tokens(data: DataConfig, config: Config, reporter: Reporter) -> TokenStore:
@@ -152,32 +171,36 @@ def plan_evaluation(
     plan: RunPlan,
     memory: MemoryDecision,
     reporter: Reporter,
-) -> tuple[TokenStore | None, StepPlan | None]:
-    """Return the evaluation set's tokens and plan, or None without one. Logs an event for rows also trained on."""
-    if config.eval.data is not None:
-        eval_config = config.data.model_copy(update={"name": config.eval.data, "sources": []})
-        eval_store = open_tokens(eval_config, config, reporter)
-    elif config.eval.fraction:
-        eval_store = store
-    else:
-        return None, None
-    # evaluation keeps no activations, so a micro-batch may be as long as its longest sample
-    longest = int((eval_store.lengths if eval_ids is None else eval_store.lengths[eval_ids]).max())
-    eval_plan = make_eval_plan(
-        eval_store.lengths,
-        eval_store.num_labels,
-        eval_ids,
-        micro_batch_tokens=config.batch.micro_batch_tokens or max(memory.micro_batch_tokens, longest),
-        num_ranks=plan.layout.num_ranks,
-        cost=plan.layout.cost,
-        lockstep=plan.layout.lockstep,
-    )
-    reporter.stage("eval", f"{len(eval_plan.sample_ids):,} samples, {eval_plan.num_label_tokens:,} label tokens")
+) -> tuple[EvalSet, ...]:
+    """Return the evaluation data sets; empty without one. Logs an event for rows that are also trained on."""
+    stores = {config.data.name: store} if config.eval.fraction else {}
+    for name in config.eval.data_names:
+        eval_config = config.data.model_copy(update={"name": name, "sources": []})
+        stores[name] = open_tokens(eval_config, config, reporter)
+    eval_sets = []
     train_hashes = store.hashes if train_ids is None else store.hashes[train_ids]
-    num_seen = int(np.isin(eval_store.hashes[list(eval_plan.sample_ids)], train_hashes).sum())
-    if num_seen:
-        reporter.event("overlap", {"eval_samples_also_trained_on": num_seen, "do": "remove the duplicate rows"})
-    return eval_store, eval_plan
+    for name, eval_store in stores.items():
+        # evaluation keeps no activations, so a micro-batch may be as long as its longest sample
+        longest = int((eval_store.lengths if eval_ids is None else eval_store.lengths[eval_ids]).max())
+        eval_plan = make_eval_plan(
+            eval_store.lengths,
+            eval_store.num_labels,
+            eval_ids,
+            micro_batch_tokens=config.batch.micro_batch_tokens or max(memory.micro_batch_tokens, longest),
+            num_ranks=plan.layout.num_ranks,
+            cost=plan.layout.cost,
+            lockstep=plan.layout.lockstep,
+        )
+        of_data = f"{name}: " if len(stores) > 1 else ""
+        counts = f"{len(eval_plan.sample_ids):,} samples, {eval_plan.num_label_tokens:,} label tokens"
+        reporter.stage("eval", of_data + counts)
+        num_seen = int(np.isin(eval_store.hashes[list(eval_plan.sample_ids)], train_hashes).sum())
+        if num_seen:
+            where = {"data": name} if len(stores) > 1 else {}
+            facts = {**where, "eval_samples_also_trained_on": num_seen, "do": "remove the duplicate rows"}
+            reporter.event("overlap", facts)
+        eval_sets.append(EvalSet(name, eval_store, eval_plan))
+    return tuple(eval_sets)
 
 
 def _identity(store: TokenStore) -> dict[str, Any]:
@@ -252,12 +275,12 @@ def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -
 
     Collective. For example, a node was started with another config file, or built its data from other rows.
     """
-    layout, memory = planned.parallel_layout, planned.memory
+    layout, memory, prompts = planned.parallel_layout, planned.memory, planned.prompts
     split = [layout.strategy, memory.micro_batch_tokens, memory.recompute, memory.transposed_weights]
     mine = {
         "host": socket.gethostname(),
         "config": config.model_dump(mode="json"),
-        "data": dict(planned.fingerprints),
+        "data": {**planned.fingerprints, "prompts": prompts and xxh3_64_hexdigest(repr(prompts.prompts).encode())},
         "split": [*split, layout.reshard_after_forward],
     }
     first, *others = group.all_gather(mine)

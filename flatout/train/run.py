@@ -39,7 +39,8 @@ from flatout.track.run_folder import RunFolderWriter
 from flatout.track.tracker_process import TrackerProcess
 from flatout.track.trackers import require_installed
 from flatout.train.build import build_run
-from flatout.train.loop import evaluate_now, run_steps, save
+from flatout.train.evaluate import evaluate_now
+from flatout.train.loop import run_steps, save
 from flatout.train.planning import plan_run, require_same_run, weakest_gpu
 from flatout.train.resume import check_facts, find_checkpoint, restore_weights
 from flatout.train.run_facts import run_start
@@ -171,7 +172,7 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch) -> 
             finish(run, final_dir)
     finally:
         run.saver.close()
-        for feed in filter(None, (run.feed, run.eval_feed)):
+        for feed in (run.feed, *run.eval_feeds):
             feed.close()
     return Result(config.folder, final_dir, run.plan.num_steps, run.progress)
 

@@ -87,7 +87,7 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
     return PlanFacts(
         num_steps=plan.num_steps,
         num_samples=plan.num_samples,
-        num_eval_samples=0 if planned.eval_plan is None else len(planned.eval_plan.sample_ids),
+        num_eval_samples=sum(len(each.plan.sample_ids) for each in planned.eval_sets),
         samples_per_step=config.batch.samples_per_step,
         micro_batch_tokens=plan.layout.micro_batch_tokens,
         epochs=epochs,

@@ -23,6 +23,8 @@ from flatout.plan.steps.run_plan import RunPlan
 from flatout.plan.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.train.feed import Feed
+from flatout.train.planning import EvalSet
+from flatout.train.prompts import PromptSet
 from flatout.train.rank_meter import RankMeter
 from flatout.train.stop_request import StopRequest
 
@@ -78,8 +80,9 @@ class Run:
     reporter: Reporter
     plan: RunPlan
     feed: Feed
-    eval_plan: StepPlan | None
-    eval_feed: Feed | None
+    eval_sets: tuple[EvalSet, ...]
+    eval_feeds: tuple[Feed, ...]
+    prompts: PromptSet | None
     model: PreTrainedModel
     loss: PackedLoss
     dtype: torch.dtype

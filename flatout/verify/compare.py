@@ -152,7 +152,7 @@ def set_up_quietly(config: Config, planned: PlannedRun, rank: Rank, folder: Path
     try:
         yield run
     finally:
-        for feed in filter(None, (run.feed, run.eval_feed)):
+        for feed in (run.feed, *run.eval_feeds):
             feed.close()
         del run
         free_memory()

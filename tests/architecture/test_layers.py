@@ -12,8 +12,9 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 # package -> packages of ours it may import, besides errors, environment and io
 _BELOW_TRAIN = {"config", "data", "plan", "models", "optim", "parallel", "checkpoint", "track"}
 MAY_IMPORT = {
-    "cli": _BELOW_TRAIN | {"bench", "demo", "doctor", "launch", "profile", "train", "verify", "view"},
+    "cli": _BELOW_TRAIN | {"bench", "demo", "doctor", "eval", "launch", "profile", "train", "verify", "view"},
     "bench": _BELOW_TRAIN | {"demo", "train"},
+    "eval": {"data", "models"},
     "demo": _BELOW_TRAIN | {"train"},
     "verify": _BELOW_TRAIN | {"train"},
     "doctor": _BELOW_TRAIN | {"train"},

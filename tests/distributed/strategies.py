@@ -29,8 +29,9 @@ from flatout.parallel.shards import global_tensors, local_part
 from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
 from flatout.plan.steps.step_plan import MicroBatch
 from flatout.track.callback import Reporter
+from flatout.train.answers import generate
 from flatout.train.build import build_run
-from flatout.train.loop import evaluate
+from flatout.train.evaluate import evaluate
 from flatout.train.planning import plan_run
 from flatout.train.state import Run
 from flatout.train.step import launch_step
@@ -68,6 +69,14 @@ def never_recompiling(run: Run) -> AbstractContextManager[object]:
     return dynamo_config.patch(error_on_recompile=True)
 
 
+def answered(run: Run) -> Tensor:
+    """The tokens that answer the prompts. Only in fp64: in less, rounding may change the likeliest token."""
+    if run.dtype != torch.float64 or run.prompts is None:
+        return torch.zeros(0)
+    answers = generate(run, run.prompts)
+    return torch.tensor([token_id for answer in answers for token_id in (-1, *answer)], dtype=torch.float64)
+
+
 def take(run: Run, num_steps: int) -> dict[str, Any]:
     """Loss and norm of each step, gradients of the first, weights and evaluation after the last."""
     losses, norms, grads = [], [], {}
@@ -84,12 +93,14 @@ def take(run: Run, num_steps: int) -> dict[str, Any]:
             named = run.named_parameters.items()
             # after the clip, which scales all alike
             grads = {name: whole(parameter.grad) for name, parameter in named if parameter.grad is not None}
+    total, _ = evaluate(run)
     return {
         "loss": torch.tensor(losses, dtype=torch.float64),
         "norm": torch.tensor(norms, dtype=torch.float64),
         "grads": grads,
         "weights": {name: whole(weight_of(run, parameter)) for name, parameter in run.named_parameters.items()},
-        "eval": torch.tensor(evaluate(run), dtype=torch.float64) if run.eval_plan is not None else torch.zeros(0),
+        "eval": torch.tensor([total.loss, total.token_accuracy], dtype=torch.float64),
+        "answers": answered(run),
     }
 
 

@@ -32,7 +32,7 @@ def values(tiny: Any, method: str, precision: str = "fp64", **sections: Any) -> 
         "batch": {"samples_per_step": 8, "micro_batch_tokens": 500, "max_steps": 20},
         "optim": {"lr": 1e-3, "max_grad_norm": 0.1, "weight_decay": 0.1},
         "checkpoint": {"every_steps": None},
-        "eval": {"fraction": 0.1},
+        "eval": {"fraction": 0.1, "max_new_tokens": 4},
     }
     if method == "lora":
         given["lora"] = {"rank": 4, "alpha": 8}
@@ -154,7 +154,7 @@ def assert_close(report: dict[str, dict[str, Any]], prefix: str, limits: dict[st
     assert not {name: over for name, over in wrong.items() if over}
 
 
-EXACT = {"loss": 1e-10, "norm": 1e-10, "grads": 1e-10, "weights": 1e-10, "eval": 1e-10}
+EXACT = {"loss": 1e-10, "norm": 1e-10, "grads": 1e-10, "weights": 1e-10, "eval": 1e-10, "answers": 0.0}
 
 
 def check_fp64(two_ranks: dict[str, dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from flatout.plan.steps.run_plan import make_plan
 from flatout.plan.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.train.build import build_run
-from flatout.train.loop import evaluate
+from flatout.train.evaluate import evaluate
 from flatout.train.planning import PlannedRun, plan_run
 from flatout.train.state import Run
 from flatout.train.step import accumulate_gradients, launch_step
@@ -162,12 +162,11 @@ def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(
     wake_adapter(run)
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    loss, accuracy = evaluate(run)
+    total, _ = evaluate(run)
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None or not p.grad.any() for p in run.parameters)
     assert run.model.training
-    assert planned.eval_plan is not None
-    held_out = planned.eval_plan.sample_ids
+    held_out = planned.eval_sets[0].plan.sample_ids
     assert not set(held_out) & {i for step in planned.plan.steps() for i in step.sample_ids}
     run.model.eval()
     run.fused_lora.refresh()
@@ -183,8 +182,8 @@ def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(
             expected += F.cross_entropy(logits[keep], row[1:][keep], reduction="sum").item()
             correct += int((logits[keep].argmax(-1) == row[1:][keep]).sum())
             count += int(keep.sum())
-    assert loss == pytest.approx(expected / count, rel=1e-12)
-    assert accuracy == correct / count
+    assert total.loss == pytest.approx(expected / count, rel=1e-12)
+    assert (total.token_accuracy, total.num_label_tokens) == (correct / count, count)
 
 
 def test_a_step_without_labels_updates_nothing(tiny: Any, tmp_path: Path) -> None:

@@ -12,11 +12,17 @@ def product_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of a head's output, and the number of rows whose argmax is the target.
 
-    Logits are u = scale * product (L, V), or softcap * tanh(u / softcap) with a cap (Gemma 2, arXiv:2408.00118,
-    section 2), in fp32, or fp64 for fp64 inputs; targets int64 (L,). Returns the loss sum (0-d, with its graph) and the
-    count (0-d int64).
+    `product` (L, V), `scale` and `softcap` as in `scaled_logits`; targets int64 (L,). Returns the loss sum (0-d, with
+    its graph) and the count (0-d int64).
+    """
+    logits = scaled_logits(product, scale, softcap)
+    return F.cross_entropy(logits, targets, reduction="sum"), (logits.argmax(-1) == targets).sum()
+
+
+def scaled_logits(product: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Return logits (L, V) of a head's output: u = scale * product, or softcap * tanh(u / softcap) with a cap.
+
+    In fp32, or fp64 for fp64 inputs. The cap is Gemma 2's (arXiv:2408.00118, section 2).
     """
     logits = product.to(torch.promote_types(product.dtype, torch.float32)) * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return F.cross_entropy(logits, targets, reduction="sum"), (logits.argmax(-1) == targets).sum()
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -98,9 +98,9 @@ class EngineLoss(nn.Module):
         super().__init__()
         self.engine, self._num_ranks = engine, num_ranks
 
-    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return (loss_sum, num_correct), as PackedLoss does."""
-        loss_sum, num_correct = self.engine(batch)
+    def forward(self, batch: Any, predict: bool = False) -> tuple[Tensor, Tensor]:
+        """Return (loss_sum, num_correct), or with `predict` the next logits, as PackedLoss does."""
+        loss_sum, num_correct = self.engine(batch, predict)
         if loss_sum.requires_grad:
             loss_sum.register_hook(lambda grad: grad * self._num_ranks)
         return loss_sum, num_correct

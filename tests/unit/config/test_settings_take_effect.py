@@ -110,10 +110,17 @@ SAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "strategy": ("ddp", {}, "one rank, so not ddp"),
     "checkpoint.asynchronous": (False, {}, "training waits for each save: as configured"),
     "eval.data": ("absent", {"eval": {"every_steps": 2}}, "absent"),
+    "eval.prompts": (["What is 1 + 1?"], EVAL, "answers +1 prompts"),
+    "eval.max_new_tokens": (
+        2,
+        {"eval": {**EVAL["eval"], "prompts": ["a", "b"], "max_new_tokens": 1}},
+        "at most 2 tokens",
+    ),
 }
 # what needs a GPU, several ranks or several runs, and the test that shows its effect
 SHOWN_BY: dict[str, str] = {
     "gpus": "test_several_gpus_are_refused_in_one_process",
+    "eval.temperature": "unit/train/test_answers.py",
     "deterministic": "test_deterministic_runs_are_equal_to_the_bit",
     "memory": "test_more_memory_never_gives_less",
     "deepspeed": "distributed/test_deepspeed.py",

@@ -1,0 +1,128 @@
+"""`flatout eval`: scores a run, an adapter or a model on lm-eval's tasks and on own questions."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from flatout.cli.screen import quiet_transformers
+from flatout.errors import DataError, ResourceError, UsageError
+from flatout.io.durable_io import DurableIO
+from flatout.io.json_file import now_utc
+from flatout.io.redact import redacted
+
+MAX_ANSWERS_BYTES = 64 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's options."""
+    add = parser.add_argument
+    add("target", metavar="RUN_OR_ADAPTER_OR_MODEL", help="run, adapter or model folder, or hub id")
+    add("--tasks", help="tasks of lm-eval, such as arc_easy,hellaswag (needs the extra `eval`)")
+    add("--include-path", type=Path, metavar="FOLDER", help="folder of further lm-eval tasks; their files can run code")
+    add("--chat", action="store_true", help="put the tasks' questions into the chat template")
+    add("--batch-size", type=int, default=8, help="samples that lm-eval computes together (8)")
+    answers = "JSONL with prompt or messages, and answer (a text, or a list of accepted ones): exact match, without "
+    add("--answers", type=Path, metavar="FILE", help=answers + "the space around answers")
+    add("--ignore-case", action="store_true", help="with --answers: capital letters do not count")
+    add("--max-new-tokens", type=int, default=256, help="with --answers: maximum answer length in tokens (256)")
+    add("--limit", type=int, metavar="N", help="use only the first N samples of each task or file")
+    add("--merged", action="store_true", help="merge the adapter into the base weights first, as flatout merge does")
+    add("--base", help="base model (folder or hub id) to use instead of the adapter's own")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if available")
+    add("--out", type=Path, metavar="FILE", help="JSON file of the results (RUN/eval/NAME.json)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score and print. Raises UsageError, DataError for the file of answers, ResourceError for a missing GPU."""
+    tasks = [name.strip() for name in (args.tasks or "").split(",") if name.strip()]
+    _check(args, tasks)
+    from flatout.data.prompts import read_prompts
+
+    prompts = [] if args.answers is None else read_prompts(args.answers, max_bytes=MAX_ANSWERS_BYTES)[: args.limit]
+    if unanswered := [index for index, prompt in enumerate(prompts, start=1) if not prompt.accepted]:
+        raise DataError(f"{args.answers}: prompt {unanswered[0]} has no answer to compare with; add `answer`")
+    import torch
+    from rich.console import Console
+
+    from flatout.eval.exact_match import score_answers
+    from flatout.eval.tasks import open_tasks, score_tasks
+    from flatout.models.export import merge
+    from flatout.models.load.inference import load_trained, resolve_model_paths
+    from flatout.track.console import ConsoleCallback
+
+    quiet_transformers()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ResourceError("--device: this machine has no CUDA GPU; use --device cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
+    trained = resolve_model_paths(args.target, base=args.base)
+    if args.merged and trained.adapter is None:
+        raise UsageError(f"--merged: {args.target} has no adapter to merge; leave it out")
+    with ConsoleCallback(Console(stderr=True)) as console:
+        console.on_phase("reading tasks")
+        manager = open_tasks(tasks, args.include_path) if tasks else None
+        console.on_phase(f"loading {trained.base}")
+        model, tokenizer = load_trained(trained, device=device)
+        num_merged = merge(model) if args.merged else 0
+    if args.chat and not tokenizer.chat_template:
+        raise UsageError("--chat: the tokenizer has no chat template; use the one saved in the run's final/ folder")
+    adapter = None if trained.adapter is None else str(trained.adapter)
+    facts = {"model": redacted(trained.base), "adapter": adapter, "merged": bool(num_merged), "limit": args.limit}
+    if tasks:
+        # lm-eval draws its own progress bars
+        rows = score_tasks(
+            model, tokenizer, manager, tasks, limit=args.limit, batch_size=args.batch_size, chat=args.chat
+        )
+        _print_tasks(rows)
+        _write(args, "-".join(tasks), {**facts, "chat": args.chat, "tasks": rows})
+    if prompts:
+        marked: list[dict[str, Any]] = []
+        options = {"ignore_case": args.ignore_case, "max_new_tokens": args.max_new_tokens}
+        with ConsoleCallback(Console(stderr=True)) as console:
+            console.on_phase("answering prompts")
+            for row in score_answers(model, tokenizer, prompts, **options):
+                marked.append(row)
+                console.on_phase("answering prompts", len(marked), len(prompts))
+        num_right = sum(row["right"] for row in marked)
+        counts = {"num_prompts": len(marked), "num_right": num_right, "exact_match": num_right / len(marked)}
+        print(f"exact match: {num_right} of {len(marked)} right ({num_right / len(marked):.1%})")
+        _write(args, args.answers.stem, {**facts, **options, **counts, "answers": marked})
+    return 0
+
+
+def _check(args: argparse.Namespace, tasks: list[str]) -> None:
+    if not tasks and args.answers is None:
+        raise UsageError("nothing to score: give --tasks, such as --tasks arc_easy, or --answers FILE")
+    for name in ("limit", "batch_size", "max_new_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
+    if not tasks and (args.include_path or args.chat):
+        raise UsageError("--include-path and --chat have no effect without --tasks")
+    if args.ignore_case and args.answers is None:
+        raise UsageError("--ignore-case has no effect without --answers")
+    if tasks and args.answers and args.out:
+        raise UsageError("--out is one file, but --tasks and --answers write one each; leave one out")
+
+
+def _print_tasks(rows: list[dict[str, Any]]) -> None:
+    print(f"{'task':<32} {'metric':<20} {'value':>8} {'+-':>8} {'n':>7}")
+    for row in rows:
+        value, stderr = ("-" if row[name] is None else f"{row[name]:.4f}" for name in ("value", "stderr"))
+        name, count = row["task"][:32], row["num_samples"] or "-"
+        print(f"{name:<32} {row['metric'][:20]:<20} {value:>8} {stderr:>8} {count:>7}")
+
+
+def _write(args: argparse.Namespace, name: str, content: dict[str, Any]) -> None:
+    """Write results to --out, or into the target's folder; those of a hub id are only shown."""
+    folder = Path(args.target)
+    safe_name = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:100]
+    file = args.out or (folder / "eval" / f"{safe_name}.json" if folder.is_dir() else None)
+    if file is None:
+        print("not written, as the model is a hub id; name a file with --out")
+        return
+    DurableIO().make_dir(file.parent)
+    DurableIO().write_json(file, {"written_at": now_utc(), **content})
+    print(f"written to {file}")

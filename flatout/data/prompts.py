@@ -1,0 +1,89 @@
+"""Reads prompts from a file: texts or conversations, with the answers that count as right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatout.data.conversation import ROLES, Origin
+from flatout.data.rows.read import RawRow, read_rows
+from flatout.errors import DataError, reason_of
+
+FILE_TYPES = (".txt", ".json", ".jsonl", ".ndjson")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation that ends where the assistant answers, and the answers that count as right, if any are known."""
+
+    messages: tuple[dict[str, str], ...]
+    accepted: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The prompt for people: a single turn's content, or all turns with their roles."""
+        if len(self.messages) == 1:
+            return self.messages[0]["content"]
+        return "\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
+
+
+def user_prompt(text: str) -> Prompt:
+    """Return a prompt of one user turn."""
+    return Prompt(({"role": "user", "content": text},))
+
+
+def read_prompts(path: Path, *, max_bytes: int) -> list[Prompt]:
+    """Read JSON or JSONL rows with `prompt` or `messages` and optional `answer` (text or list), or .txt lines.
+
+    Raises DataError with file and row for a missing, empty, too large or unreadable file, and for a row without prompt.
+    """
+    if path.suffix.lower() not in FILE_TYPES:
+        raise DataError(f"{path}: expected a file of prompts: {', '.join(FILE_TYPES)}")
+    try:
+        num_bytes = path.stat().st_size
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: {reason_of(error)}; name a file of prompts") from error
+    if num_bytes > max_bytes:
+        raise DataError(f"{path}: {num_bytes:,} bytes of prompts exceed the limit of {max_bytes:,}; use fewer")
+    prompts = [_prompt_of(row) for row in _rows(path)]
+    if not prompts:
+        raise DataError(f"{path}: no prompts; write one a line, or rows with `prompt` or `messages`")
+    return prompts
+
+
+def _rows(path: Path) -> Iterator[RawRow]:
+    for row in read_rows(path):
+        if path.suffix.lower() != ".txt":
+            yield row
+            continue
+        # to the reader of rows, a text file is one document
+        for number, line in enumerate(row.columns["text"].split("\n"), start=1):
+            if line.strip():
+                yield RawRow(Origin(str(path), number), {"prompt": line.strip()})
+
+
+def _prompt_of(row: RawRow) -> Prompt:
+    """Return the prompt of a row. Raises DataError naming row and field."""
+    columns: Mapping[str, Any] = row.columns
+    answer = columns.get("answer", [])
+    accepted = [answer] if isinstance(answer, str) else answer
+    if not isinstance(accepted, list) or not all(isinstance(text, str) for text in accepted):
+        raise DataError(f"{row.origin}: answer must be a text or a list of texts")
+    if ("prompt" in columns) == ("messages" in columns):
+        raise DataError(f"{row.origin}: expected one of the columns prompt and messages; found {', '.join(columns)}")
+    if "prompt" in columns:
+        messages: Any = [{"role": "user", "content": columns["prompt"]}]
+    else:
+        messages = columns["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{row.origin}: messages must be a list of turns with role and content")
+    for place, message in enumerate(messages, start=1):
+        turn = message if isinstance(message, dict) else {}
+        if turn.get("role") not in ROLES or not isinstance(turn.get("content"), str) or not turn["content"].strip():
+            raise DataError(f"{row.origin}: turn {place} needs a role ({', '.join(ROLES)}) and a text as its content")
+    if messages[-1]["role"] == "assistant":
+        raise DataError(f"{row.origin}: the last turn is the assistant's; leave it out, and give it as `answer`")
+    kept = tuple({"role": message["role"], "content": message["content"]} for message in messages)
+    return Prompt(kept, tuple(accepted))

@@ -1,0 +1,27 @@
+"""Scores a model on own questions: an answer is right if it equals one of the accepted answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from flatout.data.prompts import Prompt
+from flatout.models.generate import Sampling, answer
+
+
+def score_answers(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, ignore_case: bool, max_new_tokens: int
+) -> Iterator[dict[str, Any]]:
+    """Yield for each prompt: prompt, answer (greedy), accepted answers, and whether it is right.
+
+    Space around answers never counts. Raises UsageError for a tokenizer without chat template.
+    """
+
+    def compared(text: str) -> str:
+        return text.strip().casefold() if ignore_case else text.strip()
+
+    for prompt in prompts:
+        greedy = Sampling(temperature=0.0)
+        text = answer(model, tokenizer, prompt.messages, max_new_tokens=max_new_tokens, sampling=greedy)
+        is_right = compared(text) in map(compared, prompt.accepted)
+        yield {"prompt": prompt.text, "answer": text, "accepted": list(prompt.accepted), "right": is_right}

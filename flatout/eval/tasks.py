@@ -1,0 +1,75 @@
+"""Scores a model on lm-eval's tasks (https://github.com/EleutherAI/lm-evaluation-harness)."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import UsageError
+from flatout.models.load.model import library_errors
+
+
+def open_tasks(names: Sequence[str], folder: Path | None) -> Any:
+    """Return lm-eval's TaskManager with these tasks; `folder` holds further task files, which can run code.
+
+    Raises UsageError if lm-eval is not installed, the folder is missing, or a task is unknown.
+    """
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UsageError(f"--tasks needs lm-eval ({error}): pip install 'flatout[eval]'; --answers does not") from error
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"--include-path: {folder} is not a folder; give the folder of the tasks' YAML files")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with library_errors("--tasks: lm-eval cannot read its tasks"):
+        manager = TaskManager(include_path=None if folder is None else str(folder))
+        known = list(manager.all_tasks)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(f"--tasks: lm-eval has no task {name[:80]!r}; {hint}`lm-eval ls tasks` lists all")
+    return manager
+
+
+def score_tasks(
+    model: Any, tokenizer: Any, manager: Any, names: Sequence[str], *, limit: int | None, batch_size: int, chat: bool
+) -> list[dict[str, Any]]:
+    """Run tasks and return their metrics: task, metric, value, stderr (None if unknown) and num_samples.
+
+    `limit` is the most samples of each task; `chat` puts questions into the chat template. Raises UsageError for tasks
+    whose files or data cannot be read.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    with library_errors(f"--tasks: lm-eval cannot run {', '.join(names)}", "; its data may need a download"):
+        found = simple_evaluate(
+            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+            tasks=list(names),
+            limit=limit,
+            apply_chat_template=chat,
+            task_manager=manager,
+            log_samples=False,
+        )
+    rows = []
+    for task, figures in found["results"].items():
+        num_samples = found["n-samples"].get(task, {}).get("effective")
+        for key, value in figures.items():
+            # a metric is `name,filter`; other keys are the task's alias and sizes
+            name, comma, filtered = key.partition(",")
+            if not comma or name.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = figures.get(f"{name}_stderr,{filtered}")
+            row = {"task": task, "metric": name if filtered == "none" else key, "value": _finite(value)}
+            rows.append({**row, "stderr": _finite(error), "num_samples": num_samples})
+    return rows
+
+
+def _finite(value: Any) -> float | None:
+    # lm-eval writes "N/A" for an unknown error; JSON has no NaN
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

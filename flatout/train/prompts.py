@@ -1,0 +1,153 @@
+"""Which prompts a run answers at each evaluation, as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from flatout.config.schema import Config
+from flatout.data.prompts import Prompt, read_prompts, user_prompt
+from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
+from flatout.data.token_store import TokenStore
+from flatout.data.tokenizer import control_pattern, load_tokenizer
+from flatout.errors import DataError, UsageError, reason_of
+from flatout.io.template_limits import bounded
+from flatout.track.callback import Reporter
+
+# every evaluation writes all of them into one line of answers.jsonl
+MAX_PROMPTS, MAX_PROMPT_BYTES = 32, 128 << 10
+NUM_ROWS = 3
+# rows of the evaluation set up to this length are preferred, as every token of an answer computes its prompt again
+MAX_ROW_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt as people read it and as the model does, and the data set's own answer, if it has one."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    reference: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The prompts of a run; `end_of_turn` is what ends an answer in its chat template, empty without one.
+
+    `max_positions` is the longest sequence that the model was made for.
+    """
+
+    prompts: tuple[TokenPrompt, ...]
+    tokenizer: PreTrainedTokenizerBase
+    end_of_turn: str
+    max_positions: int | None
+
+
+def plan_prompts(
+    config: Config,
+    store: TokenStore,
+    evaluated: Sequence[tuple[TokenStore, Sequence[int]]],
+    max_positions: int | None,
+    reporter: Reporter,
+) -> PromptSet | None:
+    """Return what to answer at each evaluation, None for nothing; `evaluated` are stores and their sample ids.
+
+    Prompts of the configuration are rendered by the training data's template. Raises DataError or UsageError for a
+    file or prompt that cannot be used.
+    """
+    if config.eval.prompts == [] or not evaluated:
+        return None
+    tokenizer = load_tokenizer(config.data.tokenizer or config.model.name)
+    meta, args = store.meta, config.data.template_args
+    template = ChatTemplate(meta.template, meta.template_text, tokenizer, args) if meta.template_text else None
+    if config.eval.prompts is None:
+        prompts = [_prompt_of_row(tokenizer, template, *row) for row in choose_rows(evaluated)]
+    else:
+        prompts = [_rendered(tokenizer, template, prompt) for prompt in _given_prompts(config.eval.prompts)]
+    if not prompts:
+        return None
+    if max_positions is not None:
+        room = max(max_positions - config.eval.max_new_tokens, max_positions // 2)
+        for number, prompt in enumerate(prompts, start=1):
+            if (num_tokens := len(prompt.token_ids)) > room:
+                what = f"prompt {number}: only its last {room:,} of {num_tokens:,} tokens are used"
+                reporter.stage("answers", f"{what}; the model has {max_positions:,} positions")
+        prompts = [replace(prompt, token_ids=prompt.token_ids[-room:]) for prompt in prompts]
+    most = config.eval.max_new_tokens
+    reporter.stage("answers", f"{len(prompts)} prompts at each evaluation, at most {most} tokens each")
+    return PromptSet(tuple(prompts), tokenizer, meta.end_of_turn, max_positions)
+
+
+def _given_prompts(given: Sequence[str] | str) -> list[Prompt]:
+    if isinstance(given, str):
+        prompts = read_prompts(Path(given), max_bytes=MAX_PROMPT_BYTES)
+    else:
+        prompts = [user_prompt(text) for text in given]
+        if any(not text.strip() for text in given) or len("".join(given).encode(errors="replace")) > MAX_PROMPT_BYTES:
+            raise UsageError(f"eval.prompts: expected prompts with text, {MAX_PROMPT_BYTES:,} bytes in all")
+    if len(prompts) > MAX_PROMPTS:
+        raise UsageError(f"eval.prompts: {len(prompts)} prompts; at most {MAX_PROMPTS} are answered, keep the best")
+    return prompts
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None, prompt: Prompt) -> TokenPrompt:
+    """Tokenize a prompt as `flatout chat` does, or as plain text to be continued if the data has no template."""
+    try:
+        with bounded("the chat template"):
+            messages: list[dict[str, Any]] = [*prompt.messages]
+            text = template.render(messages, generation_prompt=True) if template else prompt.text
+        token_ids = tuple(tokenizer(text, add_special_tokens=template is None)["input_ids"])
+    except RENDER_ERRORS as error:
+        raise DataError(f"eval.prompts: {prompt.text[:80]!r} cannot be tokenized: {reason_of(error)}") from error
+    if not token_ids:
+        raise DataError(f"eval.prompts: {prompt.text[:80]!r} has no tokens; leave it out")
+    return TokenPrompt(prompt.text, token_ids, prompt.accepted[0] if prompt.accepted else None)
+
+
+def choose_rows(
+    evaluated: Sequence[tuple[TokenStore, Sequence[int]]],
+) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+    """Return the tokens and masks of NUM_ROWS samples: evenly spaced among the short ones, data sets in turn."""
+    chosen = []
+    for number in range(NUM_ROWS):
+        store, sample_ids = evaluated[number % len(evaluated)]
+        ids = np.sort(np.asarray(sample_ids))
+        lengths = store.lengths[ids]
+        # a sample of one token has nothing to answer
+        limit = max(MAX_ROW_TOKENS, int(np.sort(lengths)[:NUM_ROWS][-1]))
+        ids = np.unique(ids[(lengths <= limit) & (lengths > 1)])
+        if number < len(ids):
+            chosen.append(store.sample(int(ids[(2 * number + 1) * len(ids) // (2 * NUM_ROWS)])))
+    return chosen
+
+
+def _prompt_of_row(
+    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate | None,
+    token_ids: NDArray[np.int32],
+    loss_mask: NDArray[np.bool_],
+) -> TokenPrompt:
+    """Split a sample before its last trained span, or in the middle if nothing untrained precedes that."""
+    ends = np.flatnonzero(loss_mask)
+    end = int(ends[-1]) + 1 if len(ends) else len(token_ids)
+    untrained = np.flatnonzero(~loss_mask[:end])
+    start = int(untrained[-1]) + 1 if len(untrained) else 0
+    if not 1 < start < end:
+        start, end = (len(token_ids) + 1) // 2, len(token_ids)
+    context, reference = token_ids[:start].tolist(), token_ids[start:end].tolist()
+    text = str(tokenizer.decode(context, skip_special_tokens=True)).strip()
+    if template is not None:
+        # show a single user turn without the template's marks
+        turn = [{"role": "user", "content": "flatout"}]
+        before, _, after = template.render(turn, generation_prompt=True).partition("flatout")
+        whole, control = str(tokenizer.decode(context)), control_pattern(tokenizer)
+        inner = whole.removeprefix(before).removesuffix(after)
+        is_single = len(inner) == len(whole) - len(before) - len(after)
+        text = inner if is_single and not (control and control.search(inner)) else text
+    return TokenPrompt(text, tuple(context), str(tokenizer.decode(reference, skip_special_tokens=True)).strip())
