@@ -136,8 +136,8 @@ def read_run(folder: Path) -> RunLog:
 def record_of(line: Mapping[str, Any]) -> Record | None:
     """Return the record of one line of metrics.jsonl or answers.jsonl; None if it is none that this version knows."""
     adapter = _RECORDS.get(str(line.get("kind")))
-    is_sane = all(-MAX_NUMBER < value < MAX_NUMBER for value in line.values() if isinstance(value, int | float))
-    if adapter is None or not is_sane:
+    numbers = [value for value in line.values() if type(value) in (float, int)]
+    if adapter is None or not -MAX_NUMBER < min(numbers, default=0) <= max(numbers, default=0) < MAX_NUMBER:
         return None
     try:
         record: Record = adapter.validate_python(line)
