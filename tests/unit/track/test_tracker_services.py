@@ -221,7 +221,7 @@ class MlflowServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "mlflow", *words],
                 cwd=self.folder,
-                env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"},
+                env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
