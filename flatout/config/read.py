@@ -135,8 +135,7 @@ def make_config(
 
     A path in `deepspeed` is looked up here, then in `folder`. Raises ProblemsError with every wrong field's name.
     """
-    merged = copy.deepcopy(dict(values))
-    problems = [problem for text in overrides if (problem := _apply_override(merged, text))]
+    merged, problems = merge_overrides(values, overrides)
     if isinstance(name := merged.get("deepspeed"), str):
         merged["deepspeed"] = _read_deepspeed(name, folder)
     for setting, names in RENAMED_VALUES.items():
@@ -150,6 +149,12 @@ def make_config(
     if problems:
         raise ProblemsError(origin, problems)
     return config
+
+
+def merge_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return a copy of `values` with `a.b=value` overrides applied, unchecked, and what is wrong with each override."""
+    merged = copy.deepcopy(dict(values))
+    return merged, [problem for text in overrides if (problem := _apply_override(merged, text))]
 
 
 def dump_config(config: Config) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -35,6 +36,32 @@ def render_template(config: Config, intro: Sequence[str] = (), *, everything: bo
     first = {name for name in FIRST_SETTINGS if config.method == "lora" or not name.startswith("lora.")}
     shown = set(dotted_names()) if everything else first | changed
     return "\n".join([*lines, *_section(config, shown)]) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting for a form. `allowed` says which values it takes, `choices` lists them if they are few.
+
+    `default` is YAML on one line; None for a required setting.
+    """
+
+    name: str
+    help: str
+    allowed: str
+    choices: tuple[str, ...]
+    default: str | None
+
+
+def describe_setting(name: str, root: type[BaseModel] = Config) -> Setting:
+    """Describe the setting of a dotted name in `root`. Raises KeyError for a name that is none."""
+    *sections, leaf = name.split(".")
+    kind: Any = root
+    for section in sections:
+        kind = kind.model_fields[section].annotation
+    schema, field = kind.model_json_schema()["properties"][leaf], kind.model_fields[leaf]
+    choices = tuple(map(str, schema.get("enum", ()))) or (("false", "true") if schema.get("type") == "boolean" else ())
+    default = None if field.is_required() else _scalar(_plain_default(kind, leaf))
+    return Setting(name, str(field.description), _allowed(schema), choices, default)
 
 
 def changed_settings(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:

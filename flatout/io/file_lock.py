@@ -6,8 +6,10 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
@@ -18,6 +20,22 @@ from flatout.io.json_file import now_utc
 
 # a large data set takes hours to build, and others wait for it
 LIMIT_S = 12 * 3600.0
+# more than looking at a lock takes
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that holds a run folder; `pid` is 0 before it has written its name. `since` is UTC, ISO 8601."""
+
+    pid: int
+    host: str
+    since: str
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it runs on this machine."""
+        return self.host == socket.gethostname()
 
 
 def open_lock(path: Path) -> int:
@@ -77,11 +95,17 @@ class RunLock:
         self._durable_io.make_dir(self._run_dir)
         fd = open_lock(self._path)
         try:
-            if not take_lock(fd, self._path):
+            is_ours = take_lock(fd, self._path)
+            if not is_ours:
+                # `holder_of` of another process has it for a moment
+                time.sleep(_LOOK_S)
+                is_ours = take_lock(fd, self._path)
+            if not is_ours:
                 raise ResourceError(
-                    f"{self._run_dir} is locked by {_holder(fd)}; wait for it, stop it, or choose a different run_dir"
+                    f"{self._run_dir} is locked by {_describe_holder(fd)}; wait for it, stop it, "
+                    "or choose a different run_dir"
                 )
-            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": now_utc()}
+            holder = asdict(Holder(os.getpid(), socket.gethostname(), now_utc()))
             probe = self._run_dir / ".write-probe"
             self._durable_io.remove_tree(probe)
             content = memoryview(json.dumps(holder).encode())
@@ -116,17 +140,41 @@ class RunLock:
             self._fd = None
 
 
-def _holder(fd: int) -> str:
-    """Describe who holds the lock, according to the file."""
+def holder_of(run_dir: Path) -> Holder | None:
+    """Return who holds a run folder; None if no process does. A run that starts at this moment is not refused."""
     try:
-        holder = json.loads(os.pread(fd, 4096, 0))
-        pid, host, since = int(holder["pid"]), str(holder["host"]), str(holder["since"])
+        fd = os.open(run_dir / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        # shared, so that two readers do not take each other for a run
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_holder(fd) or Holder(0, "", "")
+    except OSError:
+        return None  # a file system without locks, on which no run starts
+    finally:
+        os.close(fd)
+    return None
+
+
+def _read_holder(fd: int) -> Holder | None:
+    try:
+        found = json.loads(os.pread(fd, 4096, 0))
+        return Holder(int(found["pid"]), str(found["host"]), str(found["since"]))
     except (ValueError, KeyError, TypeError):
-        return "another process"  # it took the lock just now and has not written its name yet
-    text = f"pid {pid} on {host} since {since}"
-    if host == socket.gethostname():
+        return None  # it took the lock just now and has not written its name yet
+
+
+def _describe_holder(fd: int) -> str:
+    """Describe who holds the lock, according to the file."""
+    holder = _read_holder(fd)
+    if holder is None:
+        return "another process"
+    text = f"pid {holder.pid} on {holder.host} since {holder.since}"
+    if holder.is_local:
         try:
-            os.kill(pid, 0)
+            os.kill(holder.pid, 0)
         except ProcessLookupError:
             # forked children inherit the lock, so a child may hold it after the run has ended
             return f"{text} (that process has exited, but one of its children still holds the lock)"

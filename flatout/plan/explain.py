@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flatout.plan.memory.estimate import MemoryEstimate, MicroBatchSize
@@ -107,3 +107,41 @@ def explain(
         label_share=num_labels / num_tokens,
         padding_avoided=1.0 - num_tokens / num_naive,
     )
+
+
+def report_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
+    """Yield the report as pairs of name and text."""
+    held_out = f", {report.num_held_out:,} held out" if report.num_held_out else ""
+    each_step = f"{report.num_micro_batches / report.num_steps:.1f} per step"
+    largest = f"at most {report.max_micro_batch_tokens:,} tokens each"
+    naive = f"{report.num_naive_tokens:,} tokens of batches padded to their longest sample"
+    yield "steps", f"{report.num_steps:,}"
+    yield "samples", f"{report.num_samples:,}{held_out}, {report.epochs:.4g} epochs"
+    yield "tokens", f"{report.num_tokens:,}, {report.label_share:.1%} of them label tokens"
+    yield "micro-batches", f"{report.num_micro_batches:,} on {_ranks(report.num_ranks)}, {each_step}, {largest}"
+    yield "padding avoided", f"{report.padding_avoided:.1%} of the {naive} at the same budget"
+    for balance in report.balances:
+        mark = " (this run)" if balance.num_ranks == report.num_ranks else ""
+        text = f"mean {balance.mean:.3f}, worst step {balance.worst:.3f} of planned FLOPs{mark}"
+        yield f"balance, {_ranks(balance.num_ranks)}", text
+    petaflops = report.flops / 1e15
+    yield "compute", f"{petaflops:,.0f} PFLOP" if petaflops >= 100 else f"{petaflops:.3g} PFLOP"
+    if memory := report.memory:
+        parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working")
+        sizes = {name: getattr(memory, f"{name}_bytes") for name in parts}
+        detail = ", ".join(f"{name} {memory_size(num_bytes)}" for name, num_bytes in sizes.items() if num_bytes)
+        yield "memory per rank", f"about {memory_size(memory.total_bytes)} (estimate: {detail})"
+    if report.time_s is not None:
+        minutes, seconds = divmod(round(report.time_s), 60)
+        hours, minutes = divmod(minutes, 60)
+        yield "time", f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+    yield "fingerprint", report.fingerprint
+
+
+def _ranks(number: int) -> str:
+    return f"{number:,} rank{'' if number == 1 else 's'}"
+
+
+def memory_size(num_bytes: int) -> str:
+    """Return bytes as GiB, or as MiB if they are few."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.01 * 2**30 else f"{num_bytes / 2**20:.2f} MiB"

@@ -7,7 +7,8 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -132,6 +133,19 @@ def lora_scaling(config: LoraConfig) -> float:
 def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
     """Return all LoraLinear of a model by full module name, in the model's order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Make the model compute as its base does, inside a `with` block."""
+    layers = lora_layers(model)
+    for name, layer in layers.items():
+        replace_module(model, name, layer.base)
+    try:
+        yield
+    finally:
+        for name, layer in layers.items():
+            replace_module(model, name, layer)
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from flatout.cli.plan import report_rows, step_lines
+from flatout.cli.plan import step_lines
 from flatout.config.schema import BatchConfig
 from flatout.plan.cost import CostModel
 from flatout.plan.devices import GIB
-from flatout.plan.explain import explain
+from flatout.plan.explain import explain, report_rows
 from flatout.plan.memory.estimate import MemoryEstimate, MicroBatchSize
 from flatout.plan.steps.run_plan import make_plan
 
