@@ -42,19 +42,20 @@ _REPORT = TypeAdapter(_Report)
 
 def samples_page(store: TokenStore, decode: Decode, count: int) -> str:
     """Return the page of a store with its first `count` samples. Raises DataError for a damaged report.json."""
-    meta, path = store.meta, store.folder / "report.json"
-    report = validated(_REPORT, read_json(path, DataError), str(path), DataError)
+    count = min(count, store.num_samples)
+    body = overview(store) + statistics(store)
+    if count:
+        body += section("samples", f"The first {count:,} samples", sample_list(store, decode, 0, count))
+    return page(f"{store.meta.name} · flatout", f"<h1>{text(store.meta.name)}</h1>{body}")
+
+
+def overview(store: TokenStore) -> str:
+    """Return how a store was built, its headline figures and warnings. Raises DataError for a damaged report.json."""
+    meta, lengths, num_labels = store.meta, store.lengths, int(store.num_labels.sum())
     template = f"template {meta.template or 'none'}, end of turn {meta.end_of_turn or 'none'!r}"
     limits = f"loss on {meta.settings.get('loss_type')}, max_tokens {meta.settings.get('max_tokens')}"
     lead = " · ".join((", ".join(meta.sources), f"tokenizer {meta.tokenizer}", template, limits))
-    warnings = "".join(f'<p class="warning remark">{text(note)}</p>' for note in report.notes)
-    fates = [(label, f"{meta.counts[name]:,}") for name, label in ROW_FATES.items() if meta.counts.get(name)]
-    key = (
-        '<p class="key"><span><span class="t">trained tokens</span> carry the loss</span>'
-        '<span><span class="k">context tokens</span> do not</span><span>one block a turn, after truncation</span></p>'
-    )
-    shown = "".join(_sample(store, index, decode, report) for index in range(min(count, store.num_samples)))
-    lengths, num_labels = store.lengths, int(store.num_labels.sum())
+    warnings = "".join(f'<p class="warning remark">{text(note)}</p>' for note in _read_report(store).notes)
     num_tokens, half, most = int(lengths.sum()), int(np.median(lengths)), int(lengths.max())
     percentile = int(np.percentile(lengths, 95, method="higher"))
     figures = [
@@ -64,16 +65,37 @@ def samples_page(store: TokenStore, decode: Decode, count: int) -> str:
         ("Median length", f"{half:,}", f"tokens; 95% have at most {percentile:,}, the longest {most:,}"),
         ("Padding avoided", f"{padding_share(lengths, 32):.1%}", "of a padding loader's tokens, batches of 32"),
     ]
-    edges = np.unique(np.linspace(0, most + 1, NUM_LENGTH_BINS + 1).astype(np.int64))
-    bars = bar_plot("samples", edges.tolist(), np.histogram(lengths, edges)[0].tolist(), "tokens in a sample")
-    return page(
-        f"{meta.name} · flatout",
-        f'<h1>{text(meta.name)}</h1><p class="lead">{text(lead)}</p>{cards(figures)}{warnings}'
-        + section("lengths", "Lengths", figure("Sample lengths", [bars], unit="samples", is_wide=True))
+    return f'<p class="lead">{text(lead)}</p>{cards(figures)}{warnings}'
+
+
+def statistics(store: TokenStore) -> str:
+    """Return the lengths of samples, how they pack, and what became of the rows."""
+    counts = store.meta.counts
+    fates = [(label, f"{counts[name]:,}") for name, label in ROW_FATES.items() if counts.get(name)]
+    edges = np.unique(np.linspace(0, int(store.lengths.max()) + 1, NUM_LENGTH_BINS + 1).astype(np.int64))
+    numbers = np.histogram(store.lengths, edges)[0]
+    bars = bar_plot("samples", edges.tolist(), numbers.tolist(), "tokens in a sample")
+    return (
+        section("lengths", "Lengths", figure("Sample lengths", [bars], unit="samples", is_wide=True))
         + section("packing", "Packing", _packing(store))
         + section("rows", "Rows", table(["what became of the source's rows", "count"], fates, style="figures"))
-        + section("samples", f"The first {min(count, store.num_samples):,} samples", shown and key + shown),
     )
+
+
+def sample_list(store: TokenStore, decode: Decode, first: int, count: int) -> str:
+    """Return up to `count` samples from number `first` on, turn by turn. Raises DataError for a damaged report.json."""
+    report = _read_report(store)
+    key = (
+        '<p class="key"><span><span class="t">trained tokens</span> carry the loss</span>'
+        '<span><span class="k">context tokens</span> do not</span><span>one block a turn, after truncation</span></p>'
+    )
+    numbers = range(first, min(first + count, store.num_samples))
+    return key + "".join(_sample(store, index, decode, report) for index in numbers)
+
+
+def _read_report(store: TokenStore) -> _Report:
+    path = store.folder / "report.json"
+    return validated(_REPORT, read_json(path, DataError), str(path), DataError)
 
 
 def _packing(store: TokenStore) -> str:
