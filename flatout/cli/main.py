@@ -30,6 +30,7 @@ VERBS = {
     "track": "send a run to TensorBoard, Weights & Biases, MLflow, Comet or Trackio",
     "eval": "score a run, an adapter or a model on tasks and on own questions",
     "merge": "merge an adapter into its base model's weights",
+    "studio": "do all of it in a browser: data, plan, training, chat",
 }
 WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "bench")
 LONGEST_LINE = 700

@@ -12,9 +12,10 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 # package -> packages of ours it may import, besides errors, environment and io
 _BELOW_TRAIN = {"config", "data", "plan", "models", "optim", "parallel", "checkpoint", "track"}
 MAY_IMPORT = {
-    "cli": _BELOW_TRAIN | {"bench", "demo", "doctor", "eval", "launch", "profile", "train", "verify", "view"},
+    "cli": _BELOW_TRAIN | {"bench", "demo", "doctor", "eval", "launch", "profile", "studio", "train", "verify", "view"},
     "bench": _BELOW_TRAIN | {"demo", "train"},
     "eval": {"data", "models"},
+    "studio": _BELOW_TRAIN | {"launch", "train", "view"},
     "demo": _BELOW_TRAIN | {"train"},
     "verify": _BELOW_TRAIN | {"train"},
     "doctor": _BELOW_TRAIN | {"train"},
@@ -221,6 +222,9 @@ WAITS = {
     "launch/supervise.py: process.wait": "a process that was killed",
     "launch/tmux.py: subprocess.run": "tmux, which answers at once",
     "parallel/strategies/buckets.py: work.wait": "other ranks; faults.stall_s",
+    "studio/jobs.py: process.wait": "a process that closed its output",
+    "studio/jobs.py: self._changed.wait": "wait_for bounds it",
+    "studio/jobs.py: self._process.wait": "a process that was killed",
     "train/build.py: importing.join": "an import in this process",
     "train/feed.py: future.result": "this process's disk; over ranks faults.stall_s",
     "train/resume.py: run.saver.wait": "as write_async's",

@@ -8,7 +8,7 @@ from flatout.config.schema import LoraConfig
 from flatout.errors import CheckpointError, UsageError
 from flatout.models.export import save_model
 from flatout.models.lora.adapter import apply_adapter, load_adapter, save_adapter
-from flatout.models.lora.layer import LoraLinear, add_lora, freeze, lora_layers, trainable_parameters
+from flatout.models.lora.layer import LoraLinear, add_lora, freeze, lora_layers, trainable_parameters, without_adapter
 
 
 def swapped(model, **settings):
@@ -177,3 +177,18 @@ def test_unsupported_peft_options_are_refused(tmp_path):
         file.write_text(json.dumps({**content, **changes}))
         with pytest.raises(UsageError, match=message):
             apply_adapter(tiny_model("llama", torch.float32), tmp_path)
+
+
+def test_without_its_adapter_a_model_is_its_base():
+    model = tiny_model("llama", torch.float32)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        base = model(tokens).logits
+        add_lora(model, LoraConfig(rank=4), seed=0)
+        for layer in lora_layers(model).values():
+            layer.lora_b.fill_(0.1)
+        adapted = model(tokens).logits
+        with without_adapter(model):
+            assert torch.equal(model(tokens).logits, base)
+        assert torch.equal(model(tokens).logits, adapted)
+    assert not torch.equal(adapted, base)

@@ -1,0 +1,42 @@
+"""`flatout studio`: a page in the browser for the whole road: data, plan, training, chat."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import webbrowser
+from pathlib import Path
+
+from flatout.environment import environment
+from flatout.errors import UsageError
+
+DEFAULT_PORT = 8765
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's options."""
+    port = f"port on 127.0.0.1 ({DEFAULT_PORT}); 0: any free one"
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, metavar="N", help=port)
+    parser.add_argument("--no-browser", action="store_true", help="only print the address")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve the current folder until Ctrl-C. Returns 0; raises UsageError, and ResourceError for a port in use."""
+    if not 0 <= args.port < 1 << 16:
+        raise UsageError(f"--port is {args.port}; expected 0 to 65535")
+    try:
+        from flatout.studio.server import serve
+    except ModuleNotFoundError as error:
+        raise UsageError(f"flatout studio needs {error.name}: pip install 'flatout[studio]'") from error
+
+    def on_ready(address: str) -> None:
+        print(f"flatout studio for {Path.cwd()}\n  {address}", flush=True)
+        print("Only this machine can open it. Ctrl-C ends it; runs go on.", flush=True)
+        # a browser that is opened should be on the screen of the person who typed the command
+        names = environment().keys()
+        has_screen = sys.platform == "darwin" or not names.isdisjoint({"DISPLAY", "WAYLAND_DISPLAY"})
+        if has_screen and "SSH_CONNECTION" not in names and not args.no_browser:
+            webbrowser.open(address)
+
+    serve(Path.cwd(), args.port, print, on_ready)
+    return 0

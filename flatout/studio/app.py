@@ -1,0 +1,273 @@
+"""The pages of studio and what their scripts ask for. Each request calls what the command line calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from jinja2 import Environment, PackageLoader
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from flatout.config.read import dotted_names
+from flatout.config.schema import SourceConfig
+from flatout.config.template import describe_setting
+from flatout.data import registry
+from flatout.errors import FlatoutError, ResourceError, SecurityError, UsageError
+from flatout.io.redact import printable, redacted
+from flatout.plan.devices import DEVICES
+from flatout.studio.guard import Guard
+from flatout.studio.jobs import Job, Worker
+from flatout.studio.trainings import Trainings
+from flatout.studio.workspace import MAX_UPLOAD_BYTES, Workspace
+from flatout.view.open_runs import open_runs
+from flatout.view.report import runs_fragment
+
+MAX_BODY_BYTES = 1 << 20
+SAMPLES_PER_PAGE = 5
+LINES = "application/x-ndjson"
+DATA_SETTINGS = ("data.name", "model.name", "data.max_tokens", "data.loss_type", "data.template", "data.on_bad_row")
+# groups of a form: title, settings
+RUN_SETTINGS = (
+    ("Model", ("model.name", "method", "base.storage", "lora.rank", "lora.alpha", "model.precision")),
+    ("Steps", ("batch.samples_per_step", "batch.epochs", "batch.max_steps", "optim.lr", "schedule.kind")),
+    ("Evaluation and saving", ("eval.fraction", "eval.every_steps", "checkpoint.every_steps")),
+    ("Machine", ("device", "memory", "recompute")),
+)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class _Settings(_Body):
+    settings: dict[str, str]
+    overrides: list[str] = []
+
+
+class _Build(_Settings):
+    source: str
+    format: str = "auto"
+    replaces: bool = False
+
+
+class _Plan(_Settings):
+    device: str = ""
+    tokens_per_s: Annotated[float, Field(gt=0)] | None = None
+
+
+class _Folder(_Body):
+    folder: str
+
+
+class _Samples(_Body):
+    name: str
+    first: int = Field(default=0, ge=0)
+    count: int = Field(default=SAMPLES_PER_PAGE, ge=1, le=100)
+
+
+class _Turn(_Body):
+    prompt: str
+    run: str
+    base: str = ""
+
+
+class _Chat(_Body):
+    run: str
+    turns: list[_Turn]
+    prompt: str = Field(min_length=1)
+    max_new_tokens: int = Field(ge=1, le=8192)
+    temperature: Literal[0] | Annotated[float, Field(ge=0.01, le=5)] | None = None
+
+
+JOBS: dict[str, type[_Body]] = {"build": _Build, "samples": _Samples, "plan": _Plan, "chat": _Chat}
+# the pages, and the step of the road that each belongs to
+PAGES = {"data": "data", "plan": "plan", "runs": "runs", "run": "runs", "compare": "runs", "chat": "chat"}
+BodyType = TypeVar("BodyType", bound=_Body)
+
+
+def make_app(root: Path, token: str, port: int, log: Callable[[str], None]) -> Guard:
+    """Return studio for the workspace `root`; `log` gets one sentence about the runs that go on when it ends."""
+    studio = Studio(Workspace(root))
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        for worker in studio.workers.values():
+            await worker.close()
+        for folder, pid in studio.trainings.running().items():
+            log(f"{folder} goes on as pid {pid}; stop it with `kill {pid}`, watch it with `flatout watch {folder}`")
+
+    files: list[str | tuple[str, str]] = [("flatout.view", "assets"), ("flatout.studio", "assets")]
+    routes: list[BaseRoute] = [
+        Route("/", studio.entry),
+        Mount("/static", StaticFiles(packages=files)),
+        Route("/api/run", studio.live),
+        Route("/api/build", studio.follow_build),
+        Route("/api/upload", studio.upload, methods=["POST"]),
+        Route("/api/cancel", studio.cancel, methods=["POST"]),
+        *(Route(f"/api/{kind}", studio.run_job, methods=["POST"]) for kind in JOBS),
+        *(Route(f"/api/{action}", studio.control, methods=["POST"]) for action in ("train", "stop", "resume")),
+        *(Route(f"/{name}", studio.page) for name in PAGES),
+    ]
+    handlers: dict[Any, Any] = {FlatoutError: studio.refuse}
+    return Guard(Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan), token, port)
+
+
+class Studio:
+    """The handlers of all requests, and what they share: the workspace, its runs, and two worker processes."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace, self.trainings = workspace, Trainings(workspace)
+        self.workers = {name: Worker(workspace.root) for name in ("prepare", "chat")}
+        self._templates = Environment(loader=PackageLoader("flatout.studio", "assets"), autoescape=True)
+
+    async def entry(self, request: Request) -> Response:
+        """Exchange the token of the address for a cookie, and go on to the first page."""
+        # not a redirect: after one from another page, the browser would hold back the SameSite=Strict cookie
+        response = HTMLResponse(self._templates.get_template("entry.html").render())
+        name, token = request.scope["studio_cookie"]
+        response.set_cookie(name, token, httponly=True, samesite="strict", path="/")
+        return response
+
+    def page(self, request: Request) -> Response:
+        """Return one of PAGES. Raises UsageError, and SecurityError for a run outside the workspace."""
+        name, query, workspace = request.url.path[1:], request.query_params, self.workspace
+        facts: dict[str, Any] = {"current": PAGES[name], "workspace": workspace.root}
+        if name in ("data", "plan"):
+            sets = list(registry.load(workspace.data_root).values())
+            shown = query.get("name") or (sets[-1].name if sets else "")
+            facts |= run_settings() | {"sets": sets, "shown": shown, "per_page": SAMPLES_PER_PAGE, "devices": DEVICES}
+        if name in ("data", "plan", "runs", "chat"):
+            facts["survey"] = workspace.survey()
+        if name in ("runs", "chat"):
+            facts |= {"runs": self.trainings.rows(facts["survey"].runs), "chosen": query.get("run", "")}
+        elif name == "run":
+            folder = workspace.inside(query.get("folder", ""))
+            if not folder.is_dir():
+                raise UsageError(f"there is no folder {workspace.relative(folder)}; choose a run from the list")
+            facts["folder"] = workspace.relative(folder)
+        elif name == "compare":
+            folders = [workspace.inside(folder) for folder in query.getlist("run")]
+            if len(folders) < 2:
+                raise UsageError("choose at least two runs to compare")
+            logs = zip(map(workspace.relative, folders), open_runs(folders).values(), strict=True)
+            facts["fragment"] = runs_fragment(dict(logs))
+        return HTMLResponse(self._templates.get_template(f"{name}.html").render(facts))
+
+    async def upload(self, request: Request) -> Response:
+        """Write the body of the request to a file of the workspace; return its path."""
+        if int(request.headers.get("content-length") or 0) > MAX_UPLOAD_BYTES:
+            limit = f"{MAX_UPLOAD_BYTES >> 30} GiB"
+            raise UsageError(f"the file is larger than {limit}; copy it into the workspace instead")
+        name = request.query_params.get("name", "")
+        return JSONResponse({"path": await self.workspace.receive(name, request.stream())})
+
+    async def run_job(self, request: Request) -> Response:
+        """Have a worker do one of JOBS and answer with its lines. The request is checked before a process starts."""
+        kind = request.url.path.rpartition("/")[2]
+        body = await _read(request, JOBS[kind])
+        facts = body.model_dump()
+        for name in {"source", "run"} & facts.keys():
+            self.workspace.inside(facts[name])
+        try:
+            config = self.workspace.config(body.settings, body.overrides) if isinstance(body, _Settings) else None
+        except UsageError as error:
+            if kind != "plan":
+                raise
+            # a setting that is being typed is no failed request
+            return Response(json.dumps({"error": str(error)}) + "\n", media_type=LINES)
+        if config and isinstance(body, _Plan) and body.tokens_per_s is None and not body.device:
+            speed = await run_in_threadpool(self.trainings.measured_speed, config)
+            facts |= {"tokens_per_s": speed[0], "measured_in": speed[1]} if speed else {}
+        return _stream(self.workers["chat" if kind == "chat" else "prepare"].submit(kind, **facts))
+
+    async def follow_build(self, request: Request) -> Response:
+        """The build that runs, for a page that is opened meanwhile; an empty answer if there is none."""
+        job = self.workers["prepare"].current
+        return _stream(job) if job is not None and job.request["kind"] == "build" else Response()
+
+    async def cancel(self, request: Request) -> Response:
+        """End the build that runs; what it has written is removed by the next one."""
+        await self.workers["prepare"].close()
+        return JSONResponse({})
+
+    async def control(self, request: Request) -> Response:
+        """Start, stop or resume a run."""
+        action = request.url.path.rpartition("/")[2]
+        if action == "train":
+            body = await _read(request, _Settings)
+            config = self.workspace.config(body.settings, body.overrides)
+            shown = await run_in_threadpool(self.trainings.start, config)
+        else:
+            shown = (await _read(request, _Folder)).folder
+            act = self.trainings.stop if action == "stop" else self.trainings.resume
+            await run_in_threadpool(act, self.workspace.inside(shown))
+        if action != "stop":
+            # before the run measures the memory that is free; a build goes on
+            for worker in self.workers.values():
+                if worker.current is None or worker.current.request["kind"] != "build":
+                    await worker.close()
+        return JSONResponse({"folder": shown})
+
+    def live(self, request: Request) -> Response:
+        """Return the state of a run, and its drawing if the page has an older one."""
+        version, folder = request.query_params.get("version", "0"), request.query_params.get("folder", "")
+        number = int(version) if version.isdecimal() else 0
+        return JSONResponse(self.trainings.live(self.workspace.inside(folder), number))
+
+    async def refuse(self, request: Request, error: FlatoutError) -> Response:
+        """Answer with the error's sentence: as JSON to a script, as a page to a person."""
+        status = 403 if isinstance(error, SecurityError) else 409 if isinstance(error, ResourceError) else 400
+        text = printable(redacted(str(error)))
+        if request.url.path.startswith("/api/"):
+            return JSONResponse({"error": text}, status)
+        facts = {"text": text, "current": "", "workspace": self.workspace.root}
+        return HTMLResponse(self._templates.get_template("error.html").render(facts), status)
+
+
+@cache
+def run_settings() -> dict[str, Any]:
+    """Return what the forms of data and of runs show, from the schema."""
+    return {
+        "fields": [describe_setting(name) for name in DATA_SETTINGS],
+        "formats": describe_setting("format", SourceConfig),
+        "groups": [(title, [describe_setting(name) for name in names]) for title, names in RUN_SETTINGS],
+        "names": list(dotted_names()),
+    }
+
+
+async def _read(request: Request, kind: type[BodyType]) -> BodyType:
+    """Read and check a JSON body. Raises UsageError."""
+    content = b""
+    try:
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > MAX_BODY_BYTES:
+                raise UsageError(f"the request is larger than {MAX_BODY_BYTES:,} bytes")
+        return kind.model_validate_json(content)
+    except ClientDisconnect as error:
+        raise UsageError("the page was closed") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "request"
+        raise UsageError(f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}") from error
+
+
+def _stream(job: Job) -> Response:
+    """Answer with the lines of a job as they come, one JSON object a line."""
+
+    async def lines() -> AsyncIterator[str]:
+        async for line in job.follow():
+            yield json.dumps(line) + "\n"
+
+    return StreamingResponse(lines(), media_type=LINES)

@@ -1,0 +1,220 @@
+"""Runs of the workspace: started as processes of their own, and observed through their folders."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from threading import Lock
+from typing import Any
+
+from flatout.config.read import load_config
+from flatout.config.schema import Config
+from flatout.config.template import render_template
+from flatout.errors import DataError, FlatoutError, ResourceError, UsageError
+from flatout.io.durable_io import DurableIO, open_own
+from flatout.io.file_lock import RunLock, holder_of
+from flatout.io.redact import printable, redacted
+from flatout.studio.workspace import Workspace
+from flatout.track.run_log import RunFollower, read_end, read_run, read_start
+from flatout.view.report import run_fragment
+
+CONFIG_FILE, OUTPUT_FILE = "studio.yaml", "logs/studio.log"
+# a page shows the end of what a run printed
+TAIL_BYTES, TAIL_LINES = 8192, 14
+# drawing a run takes at most this share of the time of the process
+DRAWING_SHARE = 0.2
+# runs that are kept in memory
+MAX_DRAWINGS = 8
+# runs whose speed may be that of a planned one
+MAX_LOOKED_AT = 20
+
+
+@dataclass
+class _Drawing:
+    """A run as drawn last: `version` counts drawings."""
+
+    follower: RunFollower
+    html: str = ""
+    version: int = 0
+    not_before_s: float = 0.0
+    lock: Lock = field(default_factory=Lock)
+
+
+class Trainings:
+    """Starts, stops, resumes and shows the runs of a workspace.
+
+    Each run is `python -m flatout train CONFIG` in its own session, with its output in the run folder, so that it goes
+    on when studio ends.
+    """
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._processes: dict[Path, subprocess.Popen[bytes]] = {}
+        self._drawings: dict[Path, _Drawing] = {}
+        self._lock = Lock()
+
+    def start(self, config: Config) -> str:
+        """Start a new run; return its folder. Raises ResourceError if it is held, UsageError if it has a run."""
+        folder = self._workspace.inside(str(config.folder))
+        shown = self._workspace.relative(folder)
+        with self._lock:
+            self._require_free(folder)
+            if any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "final")):
+                raise UsageError(f"{shown} already holds a run; resume it, or choose another name")
+            intro = [f"Written by flatout studio. From a terminal: flatout train {shown}/{CONFIG_FILE}"]
+            DurableIO().write_bytes(folder / CONFIG_FILE, render_template(config, intro, everything=False).encode())
+            self._spawn(folder, folder / CONFIG_FILE)
+        return shown
+
+    def resume(self, folder: Path) -> None:
+        """Continue a run that stopped, with its own settings."""
+        files = [file for name in (CONFIG_FILE, "config.yaml") if (file := folder / name).is_file()]
+        shown = self._workspace.relative(folder)
+        if not files:
+            raise UsageError(f"{shown} has no {CONFIG_FILE} and no config.yaml; start the run again")
+        if self._workspace.inside(str(load_config(files[0]).folder)) != folder:
+            raise UsageError(f"{shown}/{files[0].name} is for another run folder; set run_dir: {shown} in it")
+        with self._lock:
+            self._require_free(folder)
+            self._spawn(folder, files[0])
+
+    def stop(self, folder: Path) -> None:
+        """Ask a run to save and end. Raises UsageError if it does not run, ResourceError if it is out of reach."""
+        process, shown = self._processes.get(folder), self._workspace.relative(folder)
+        if process is not None and process.poll() is None:
+            process.terminate()  # a launcher passes it on to its ranks
+            return
+        holder = holder_of(folder)
+        if holder is None:
+            raise UsageError(f"{shown} is not running")
+        if not holder.is_local:
+            raise ResourceError(f"{shown} runs on {holder.host}; stop it there")
+        try:
+            os.kill(holder.pid, signal.SIGTERM)
+        except (ProcessLookupError, PermissionError) as error:
+            raise ResourceError(
+                f"{shown} runs as pid {holder.pid}, which cannot be stopped: {error.strerror}"
+            ) from error
+
+    def state(self, folder: Path) -> str:
+        """Return running, complete, stopped, failed, damaged, or interrupted: it wrote no end, as after a power cut."""
+        process = self._processes.get(folder)
+        code = None if process is None else process.poll()
+        if (process is not None and code is None) or holder_of(folder) is not None:
+            return "running"
+        try:
+            end = read_end(folder)
+        except FlatoutError:
+            return "damaged"
+        # a process may end before it writes an end, or leave that of an earlier one
+        if code is not None and code != (end.exit_code if end else 0):
+            return "failed" if code > 0 else "interrupted"
+        return end.outcome if end is not None else "interrupted"
+
+    def rows(self, folders: Sequence[str]) -> list[dict[str, Any]]:
+        """Return name, state, model, method and start of each run, for a list."""
+        found = []
+        for name in folders:
+            folder = self._workspace.root / name
+            row: dict[str, Any] = {"folder": name, "state": self.state(folder), "started_at": folder.stat().st_mtime}
+            row["is_finished"] = row["state"] != "running" and (folder / "final").is_dir()
+            try:
+                if start := read_start(folder):
+                    row |= {"model": start.model, "method": start.method, "data": start.data}
+                    row["started_at"] = start.first_started_at
+            except FlatoutError as error:
+                row["problem"] = str(error)
+            found.append(row)
+        return found
+
+    def live(self, folder: Path, version: int) -> dict[str, Any]:
+        """Return the state of a run, the end of its output, and its drawing if that is newer than `version`."""
+        answer: dict[str, Any] = {"state": self.state(folder), "output": self._tail(folder)}
+        with self._lock, suppress(DataError):  # the run has written nothing yet
+            if folder not in self._drawings:
+                self._drawings[folder] = _Drawing(RunFollower(folder))
+                for oldest in list(self._drawings)[:-MAX_DRAWINGS]:
+                    del self._drawings[oldest]
+        drawing = self._drawings.get(folder)
+        if drawing is None:
+            return answer
+        with drawing.lock:
+            now_s = time.monotonic()
+            # a run that ended is drawn a last time
+            if now_s >= drawing.not_before_s or answer["state"] != "running":
+                if drawing.follower.poll() or not drawing.html:
+                    drawing.html, drawing.version = run_fragment(drawing.follower.log), drawing.version + 1
+                took_s = time.monotonic() - now_s
+                drawing.not_before_s = now_s + took_s / DRAWING_SHARE
+            if steps := drawing.follower.log.steps:
+                answer |= {"step": steps[-1].step, "num_steps": steps[-1].num_steps, "eta_s": steps[-1].eta_s}
+            if drawing.version != version:
+                answer |= {"html": drawing.html, "version": drawing.version}
+        return answer
+
+    def measured_speed(self, config: Config) -> tuple[float, str] | None:
+        """Return the tokens/s of the newest run of this model and method, and its folder; None if there is none."""
+        for name in self._workspace.survey().runs[:MAX_LOOKED_AT]:
+            try:
+                start = read_start(self._workspace.root / name)
+                if start is None or (start.model, start.method) != (config.model.name, config.method):
+                    continue
+                steps = read_run(self._workspace.root / name).steps
+            except FlatoutError:
+                continue
+            # the first half has warm-up and compilation in it
+            if rates := [step.tokens_per_s for step in steps[len(steps) // 2 :]]:
+                return median(rates), name
+        return None
+
+    def running(self) -> dict[str, int]:
+        """Return the processes that studio started and that still run: pid by folder."""
+        return {
+            self._workspace.relative(folder): one.pid for folder, one in self._processes.items() if one.poll() is None
+        }
+
+    def _require_free(self, folder: Path) -> None:
+        process = self._processes.get(folder)
+        if process is not None and process.poll() is None and holder_of(folder) is None:
+            shown = self._workspace.relative(folder)
+            raise ResourceError(f"{shown} is being started as pid {process.pid}; wait for it, or stop it")
+        with RunLock(folder):  # raises for a run that goes on
+            pass
+
+    def _spawn(self, folder: Path, config_file: Path) -> None:
+        root = self._workspace.root
+        self._drawings.pop(folder, None)
+        DurableIO().make_dir(folder / "logs")
+        output = open_own(folder / OUTPUT_FILE, os.O_WRONLY | os.O_TRUNC)
+        try:
+            self._processes[folder] = subprocess.Popen(
+                [sys.executable, "-m", "flatout", "train", str(config_file.relative_to(root))],
+                cwd=root,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # in its own session: neither Ctrl-C in the terminal of studio nor its end reaches the run
+                start_new_session=True,
+            )
+        finally:
+            os.close(output)
+
+    def _tail(self, folder: Path) -> str:
+        """Return the last lines of what the run printed; of train.log if studio did not start it."""
+        for name in (OUTPUT_FILE, "train.log"):
+            try:
+                with (folder / name).open("rb") as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                    text = file.read().decode(errors="replace")
+            except OSError:
+                continue
+            return printable(redacted("\n".join(text.splitlines()[-TAIL_LINES:])))
+        return ""

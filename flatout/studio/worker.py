@@ -1,0 +1,204 @@
+"""The child process of studio for what is slow: building and showing data, planning, answering.
+
+It reads one JSON request a line from stdin and answers in JSON lines on stdout: `log`, `progress` or `piece` any number
+of times, then `result` or `error`. It calls what `flatout data build`, `plan` and `chat` call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
+from io import TextIOBase
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import FlatoutError, UsageError, first_line
+from flatout.io.redact import printable, redacted
+from flatout.launch.ranks import end_with_parent
+from flatout.studio.workspace import Workspace
+from flatout.track.callback import MemoryCallback, Reporter
+
+Emit = Callable[..., None]
+"""Called as `emit(log="...")`: writes one line of the answer."""
+
+
+def main() -> None:
+    """Answer requests until stdin ends, or until the server does."""
+    end_with_parent(os.getppid())
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print must not come between the answers
+
+    def emit(**line: Any) -> None:
+        answers.write(json.dumps(line) + "\n")
+        answers.flush()
+
+    functions: dict[str, Callable[..., Any]] = {"build": build, "samples": samples, "plan": plan, "chat": chat}
+    for text in sys.stdin:
+        request = json.loads(text)
+        try:
+            emit(result=functions[request.pop("kind")](emit=emit, **request))
+        except FlatoutError as error:
+            emit(error=printable(redacted(str(error))), exit_code=error.exit_code)
+        except Exception as error:  # noqa: BLE001  (the page says so, and the worker lives on)
+            sys.excepthook(type(error), error, error.__traceback__)  # the terminal of studio has the whole of it
+            emit(error=f"unexpected {type(error).__name__}: {printable(redacted(first_line(error)))}")
+
+
+def build(
+    settings: Mapping[str, str], overrides: Sequence[str], source: str, format: str, replaces: bool, emit: Emit
+) -> str:
+    """Tokenize a file of the workspace into a data set; return its name. `settings` are those of `data`."""
+    workspace = Workspace(Path())
+    path = workspace.relative(workspace.inside(source))
+    sources = json.dumps([{"path": path, "hub": False, "format": format}])
+    config = workspace.config(settings, [f"data.sources={sources}", *overrides])
+    emit(log=f"loading the tokenizer of {config.model.name}")
+    from flatout.data.build import open_or_build
+
+    def progress(done: int, total: int | None) -> None:
+        emit(progress=[done, total])
+
+    open_or_build(config.data, config.model.name, replaces=replaces, progress=progress, log=lambda text: emit(log=text))
+    return config.data.name
+
+
+def samples(name: str, first: int, count: int, emit: Emit) -> dict[str, Any]:
+    """Return `count` samples of a data set from number `first` on, and what is known of the whole set, as HTML."""
+    emit(log="loading the data set and its tokenizer")
+    from flatout.data import registry
+    from flatout.data.token_store import TokenStore
+    from flatout.data.tokenizer import load_tokenizer
+    from flatout.view.samples import overview, sample_list, statistics
+
+    root = Workspace(Path()).data_root
+    store = TokenStore.open(registry.entry_dir(root, registry.find(root, name)), verify=False)
+    tokenizer = load_tokenizer(store.meta.tokenizer)
+    listed = sample_list(store, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)), first, count)
+    facts = {} if first else {"overview": overview(store), "statistics": statistics(store)}
+    return {"samples": listed, "num_samples": store.num_samples, **facts}
+
+
+@dataclass
+class _PageCallback(MemoryCallback):
+    """Keeps what planning reports, and writes each stage as a line of the answer."""
+
+    emit: Emit = print
+
+    def on_stage(self, name: str, text: str) -> None:
+        self.emit(log=f"{name}: {text}")
+
+
+def plan(
+    settings: Mapping[str, str],
+    overrides: Sequence[str],
+    device: str,
+    tokens_per_s: float | None,
+    emit: Emit,
+    measured_in: str = "",
+) -> dict[str, Any]:
+    """Plan the run of a form for `device` (empty: the one of this machine); return its figures and its rows of text."""
+    config = Workspace(Path()).config(settings, overrides)
+    emit(log="loading torch and transformers")
+    from flatout.parallel.rank import Rank
+    from flatout.plan.devices import DEVICES
+    from flatout.train.plan_summary import summarize_plan
+    from flatout.train.planning import gpu_of, plan_run
+
+    if device and device not in DEVICES:
+        raise UsageError(f"device {device!r:.50} is unknown; choose one of {', '.join(DEVICES)}")
+    rank, callback = Rank(0, len(config.gpus or [0])), _PageCallback(emit=emit)
+    gpu = DEVICES[device] if device else gpu_of(config, rank)
+    planned = plan_run(config, Reporter(callback), rank, lambda: gpu)
+    summary = summarize_plan(config, planned, gpu, tokens_per_s)
+    report, memory = summary.report, summary.report.memory
+    parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working")
+    return {
+        "rows": list(summary.rows(callback.events)),
+        "memory_parts": {name: getattr(memory, f"{name}_bytes") for name in parts} if memory else {},
+        "num_steps": report.num_steps,
+        "num_tokens": report.num_tokens,
+        "padding_avoided": report.padding_avoided,
+        "time_s": report.time_s,
+        "measured_in": measured_in,
+        "settings": config.model_dump(mode="json"),
+    }
+
+
+# the run that was last asked, as its folder and the time of its export: model, tokenizer, base
+_MODELS: dict[tuple[str, int], tuple[Any, Any, Any]] = {}
+
+
+def _loaded(folder: Path) -> tuple[Any, Any, Any]:
+    """Return a run's model, its tokenizer, and its base: the model itself under its adapter, another, or None."""
+    import torch
+
+    from flatout.config.read import load_config
+    from flatout.models.load.inference import load_for_inference, load_trained, resolve_model_paths
+
+    paths = resolve_model_paths(str(folder))
+    key = (str(folder), (folder / "final").stat().st_mtime_ns)
+    if key in _MODELS:
+        return _MODELS[key]
+    _MODELS.clear()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_trained(paths, device=device)
+    base = model
+    if paths.adapter is None:
+        began = load_config(folder / "config.yaml").model
+        is_random = began.init == "random"
+        base = None if is_random else load_for_inference(began.name, revision=began.revision, device=device)
+    _MODELS[key] = model, tokenizer, base
+    return _MODELS[key]
+
+
+@dataclass
+class _Pieces(TextIOBase):
+    """What `answer` prints while it generates, as lines of the answer to the page."""
+
+    emit: Emit
+    side: str
+
+    def write(self, text: str) -> int:
+        self.emit(piece=text, side=self.side)
+        return len(text)
+
+
+def chat(
+    run: str,
+    turns: Sequence[Mapping[str, str]],
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float | None,
+    emit: Emit,
+) -> dict[str, str]:
+    """Answer `prompt` with a run's model and with its base; return both answers by side.
+
+    `turns` are the earlier ones: `prompt`, and each side's own answer. Sides are `run` and, if there is one, `base`.
+    """
+    folder = Workspace(Path()).inside(run)
+    emit(log=f"loading {run} and its base model")
+    from flatout.models.generate import Sampling, answer
+    from flatout.models.lora.layer import without_adapter
+
+    model, tokenizer, base = _loaded(folder)
+    found = {}
+    for side, one in (("run", model), ("base", base)):
+        if one is None:
+            continue
+        messages = []
+        for turn in turns:
+            messages += [{"role": "user", "content": turn["prompt"]}, {"role": "assistant", "content": turn[side]}]
+        messages.append({"role": "user", "content": prompt})
+        adapted = without_adapter(model) if side == "base" and base is model else nullcontext()
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": Sampling(temperature), "stream": True}
+        with redirect_stdout(_Pieces(emit, side)), adapted:
+            found[side] = answer(one, tokenizer, messages, **options)
+    return found
+
+
+if __name__ == "__main__":
+    main()

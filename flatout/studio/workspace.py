@@ -1,0 +1,164 @@
+"""The workspace: the folder in which studio was started. Requests name files and folders inside it, and no others."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flatout.config.read import make_config, merge_overrides
+from flatout.config.schema import NAME_PATTERN, Config, DataConfig
+from flatout.data import registry
+from flatout.data.rows.read import ROW_TYPES, row_type
+from flatout.errors import DataError, ProblemsError, SecurityError, UsageError, reason_of
+from flatout.io.durable_io import DurableIO
+
+UPLOADS = "uploads"
+MAX_UPLOAD_BYTES = 2 << 30
+# how far below the workspace files are offered, and of how many entries
+MAX_DEPTH, MAX_ENTRIES = 4, 20_000
+# folders of many files of which none is for a person to pick
+_SKIPPED = {"built_dataset", "checkpoints", "logs", "node_modules", "__pycache__", "site-packages"}
+_MODEL_FILES = {"config.json", "tokenizer.json", "adapter_config.json"}
+_RUN_FILES = {"metrics.jsonl", "train.log"}
+
+
+@dataclass
+class Survey:
+    """What the workspace holds, as paths relative to it. `is_complete` is False if there was too much to look at."""
+
+    data_files: list[str] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
+    is_complete: bool = True
+
+
+class Workspace:
+    """The folder `root` and what may be read and written in it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+
+    @property
+    def data_root(self) -> Path:
+        """The folder of the registry and the built data sets."""
+        return self.root / DataConfig().root
+
+    def inside(self, path: str) -> Path:
+        """Return the absolute path, links resolved. Raises SecurityError if it is outside the workspace."""
+        found = self._resolve(path)
+        try:
+            found.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # may be made
+        except (OSError, ValueError) as error:
+            raise SecurityError(f"{path!r:.200} is no path in the workspace: {reason_of(error)}") from error
+        return found
+
+    def _resolve(self, path: str) -> Path:
+        found = None
+        with suppress(OSError, ValueError, RuntimeError):
+            found = (self.root / path).resolve()
+        # some readers expand ~ to a home folder
+        if found is None or path.startswith("~") or not found.is_relative_to(self.root):
+            raise SecurityError(f"{path!r:.200} is outside the workspace {self.root}; choose something inside it")
+        return found
+
+    def relative(self, path: Path) -> str:
+        """Return a path inside the workspace as pages show it."""
+        return path.relative_to(self.root).as_posix()
+
+    def survey(self) -> Survey:
+        """Look for data files, model folders and run folders, newest run first."""
+        found, num_entries = Survey(), 0
+        for parent, folders, files in os.walk(self.root):
+            num_entries += len(folders) + len(files)
+            if num_entries > MAX_ENTRIES:
+                found.is_complete = False
+                break
+            folder = Path(parent)
+            is_model = {"config.json", "tokenizer.json"} <= set(files)
+            if not _RUN_FILES.isdisjoint(files):
+                found.runs.append(self.relative(folder))
+            elif is_model:
+                found.models.append(self.relative(folder))
+            elif _MODEL_FILES.isdisjoint(files):
+                names = (name for name in files if row_type(Path(name)) and name != registry.FILE_NAME)
+                found.data_files += [self.relative(folder / name) for name in names]
+            is_deep = len(folder.relative_to(self.root).parts) >= MAX_DEPTH
+            kept = [] if is_model or is_deep else [name for name in folders if name[0] != "." and name not in _SKIPPED]
+            folders[:] = sorted(kept)
+        found.data_files.sort()
+        found.runs.sort(key=lambda name: -(self.root / name).stat().st_mtime)
+        return found
+
+    def config(self, settings: Mapping[str, str], overrides: Sequence[str] = ()) -> Config:
+        """Return the configuration of a form: `settings` by dotted name as text, then `section.name=value` overrides.
+
+        Raises ProblemsError with every wrong setting, and SecurityError for a path outside the workspace.
+        """
+        values: dict[str, Any] = {}
+        for name, value in settings.items():
+            *sections, leaf = name.split(".")
+            holder = values
+            for section in sections:
+                holder = holder.setdefault(section, {})
+                if not isinstance(holder, dict):
+                    raise UsageError(f"{name}: {section} is given as a value too; keep one")
+            holder[leaf] = value
+        merged, problems = merge_overrides(values, [line.strip() for line in overrides if line.strip()])
+        if problems:
+            raise ProblemsError("settings", problems)
+        for text in _texts(merged):
+            self._resolve(text)  # a hub id or a regular expression, read as a path, is inside
+        config = make_config(merged, origin="settings", folder=self.root)
+        self.inside(str(config.folder))
+        return config
+
+    async def receive(self, name: str, content: AsyncIterator[bytes]) -> str:
+        """Write an uploaded file to `uploads/` piece by piece; return its path relative to the workspace.
+
+        Raises UsageError for a name that no data file has or that is taken, DataError beyond MAX_UPLOAD_BYTES.
+        """
+        if re.fullmatch(NAME_PATTERN, name) is None or row_type(Path(name)) is None:
+            kinds = ", ".join(ROW_TYPES)
+            raise UsageError(
+                f"file name {name!r:.100}: use letters, digits, dot, dash and underscore, at most 64, and one of the "
+                f"endings {kinds} (also with .gz, .xz or .zst); rename the file"
+            )
+        folder, durable_io = self.inside(UPLOADS), DurableIO()
+        durable_io.make_dir(folder)
+        path, partial, num_bytes = folder / name, folder / f".{name}.part", 0
+        if path.exists():
+            raise UsageError(f"{UPLOADS}/{name} already exists; rename the file, or pick it from the list")
+        durable_io.remove_tree(partial)  # of an upload that was cut off
+        try:
+            with durable_io.open_new(partial) as file, durable_io.resource_errors("write", partial):
+                async for chunk in content:
+                    num_bytes += len(chunk)
+                    if num_bytes > MAX_UPLOAD_BYTES:
+                        limit = f"{MAX_UPLOAD_BYTES >> 30} GiB"
+                        raise DataError(f"{name} is larger than {limit}; copy it into the workspace instead")
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            durable_io.rename(partial, path)
+        finally:
+            durable_io.remove_tree(partial)
+        return self.relative(path)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in a tree of settings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _texts(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)

@@ -1,0 +1,200 @@
+"""The whole road in a browser: data, plan, training, watching, comparing, chat, on a tiny model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout.track.run_log import read_run
+from tests.conftest import Tiny
+
+webdriver = pytest.importorskip("selenium.webdriver")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
+
+# for a machine ten times slower
+LIMIT_S = 600
+# a folder for screenshots; empty: none are taken
+SHOTS = os.environ.get("FLATOUT_SHOTS", "")
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,1000"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def studio(tiny: Tiny, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """The address of `flatout studio` in a fresh folder that holds the tiny model."""
+    shutil.copytree(tiny.model_dir, tmp_path / "tiny-model")
+    with subprocess.Popen(
+        [sys.executable, "-m", "flatout", "studio", "--port", "0", "--no-browser"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().strip() for _ in range(2)]
+        yield lines[1], tmp_path
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+class Page:
+    """A browser as a person uses it: by labels and what is visible."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+        self.errors: list[Any] = []
+
+    def find(self, selector: str) -> Any:
+        """Wait for the first visible element."""
+        return self.until(lambda: next((one for one in self.all(selector) if one.is_displayed()), None), selector)
+
+    def all(self, selector: str) -> list[Any]:
+        return list(self.driver.find_elements("css selector", selector))
+
+    def until(self, condition: Any, what: str) -> Any:
+        """Wait until `condition` is true; a page may be replaced meanwhile."""
+        from selenium.common.exceptions import StaleElementReferenceException, TimeoutException
+        from selenium.webdriver.support.wait import WebDriverWait
+
+        wait = WebDriverWait(self.driver, LIMIT_S, 0.1, ignored_exceptions=[StaleElementReferenceException])
+        try:
+            return wait.until(lambda _: condition())
+        except TimeoutException:
+            pytest.fail(f"waited for {what}; the page says: {self.text('body')}")
+
+    def text(self, selector: str) -> str:
+        return " ".join(one.text for one in self.all(selector))
+
+    def fill(self, selector: str, value: str) -> None:
+        field = self.find(selector)
+        if field.tag_name == "select":
+            self.driver.execute_script(
+                "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input', {bubbles: true}));"
+                "arguments[0].dispatchEvent(new Event('change', {bubbles: true}))",
+                field,
+                value,
+            )
+        else:
+            field.clear()
+            field.send_keys(value)
+
+    def shoot(self, name: str) -> None:
+        """Check the console, and take the page light and dark, wide and narrow, if screenshots are asked for."""
+        self.errors += [entry for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+        for width, theme in [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")] if SHOTS else []:
+            self.driver.execute_cdp_cmd(
+                "Emulation.setDeviceMetricsOverride",
+                {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500},
+            )
+            self.driver.execute_script(f"document.documentElement.dataset.theme = '{theme}'")
+            height = self.driver.execute_script("return document.documentElement.scrollHeight")
+            assert self.driver.execute_script("return document.documentElement.scrollWidth") <= width, name
+            self.driver.execute_cdp_cmd(
+                "Emulation.setDeviceMetricsOverride",
+                {"width": width, "height": min(height, 4000), "deviceScaleFactor": 1, "mobile": width < 500},
+            )
+            self.driver.save_screenshot(str(Path(SHOTS, f"{name}-{width}-{theme}.png")))
+        self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.slow
+def test_the_whole_road_runs_in_a_browser(browser: Any, studio: tuple[str, Path], tiny: Tiny) -> None:
+    address, workspace = studio
+    page = Page(browser)
+    browser.get(address)
+    page.find("#build")
+    assert "token" not in browser.current_url
+    build_data(page, tiny)
+    plan_a_run(page)
+    watch_stop_and_resume(page, workspace / "runs" / "first")
+    ask_both_models(page)
+    compare_two_runs(page, workspace / "runs")
+    assert not page.errors
+
+
+def build_data(page: Page, tiny: Tiny) -> None:
+    """Upload, build, and look at the mask."""
+    page.driver.find_element("id", "upload").send_keys(str(tiny.chats))
+    page.until(lambda: "uploaded uploads/chats.jsonl" in page.text("#upload-status"), "the upload")
+    assert page.find("[name='data.name']").get_property("value") == "chats"
+    assert page.find("[name='model.name']").get_property("value") == "tiny-model"
+    page.shoot("data-empty")
+    page.find("#build [type=submit]").click()
+    assert page.find("#samples-body .t").text
+    page.until(lambda: "of 120" in page.text("#samples-status"), "the number of samples")
+    page.shoot("data")
+
+
+def plan_a_run(page: Page) -> None:
+    """The figures follow the settings, and a wrong setting is named."""
+    page.find("#sets td a[href^='/plan']").click()
+    page.until(lambda: page.text("#plan-status") == "up to date", "the plan")
+    assert page.text("[data-figure=steps]") == "4"
+    page.fill("[name='lora.rank']", "4")
+    page.fill("[name='batch.samples_per_step']", "20")
+    page.fill("#overrides", "data.max_tokenz=1")
+    page.until(lambda: "data.max_tokenz: unknown key" in page.text("#plan-error"), "the error")
+    page.fill("#overrides", "optim.lr=5e-3\neval.every_steps=50")
+    page.fill("[name='device']", "cpu")
+    page.fill("[name='batch.epochs']", "60")
+    page.until(lambda: page.text("[data-figure=steps]") == "360", "360 steps")
+    page.until(lambda: page.text("#plan-status") == "up to date", "the plan")
+    page.shoot("plan")
+    page.fill("#name", "first")
+    page.find("#start [type=submit]").click()
+
+
+def watch_stop_and_resume(page: Page, folder: Path) -> None:
+    page.until(lambda: page.all("#live .chart path.line"), "a curve")
+    page.until(lambda: "of 360" in page.text("#run-status"), "the steps done")
+    page.find("#stop").click()
+    page.until(lambda: page.text("#state") == "stopped", "the stop")
+    page.find("#resume").click()
+    page.until(lambda: page.text("#state") == "complete", "the end of the run")
+    page.until(lambda: "resumed at step" in page.text("#live"), "the last drawing")
+    page.shoot("run")
+    assert (folder / "final").is_dir()
+    start = read_run(folder).start
+    assert start is not None
+    assert start.resumed_step
+
+
+def ask_both_models(page: Page) -> None:
+    page.find("#talk").click()
+    page.fill("#prompt", "What is your name?")
+    page.fill("#max-tokens", "12")
+    page.find("#chat [type=submit]").click()
+    page.find("#turns .answered")
+    assert page.text(".side.run") != page.text(".side.base")
+    page.shoot("chat")
+
+
+def compare_two_runs(page: Page, runs: Path) -> None:
+    shutil.copytree(runs / "first", runs / "second")
+    page.find("nav a[href='/runs']").click()
+    for box in page.until(lambda: len(boxes := page.all("#runs [name=run]")) == 2 and boxes, "two runs"):
+        box.click()
+    page.shoot("runs")
+    page.find("#runs [type=submit]").click()
+    page.until(lambda: page.all(".chart path.line"), "curves")
+    page.shoot("compare")

@@ -1,0 +1,279 @@
+"""What studio refuses, and what it hands over to the functions of the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httpx")
+testclient = pytest.importorskip("starlette.testclient")
+pytest.importorskip("uvicorn")
+
+from flatout.cli.main import main  # noqa: E402
+from flatout.config.read import load_config  # noqa: E402
+from flatout.config.schema import Config, DataConfig  # noqa: E402
+from flatout.io.file_lock import RunLock, holder_of  # noqa: E402
+from flatout.studio import app as app_module  # noqa: E402
+from flatout.studio import workspace as workspace_module  # noqa: E402
+from flatout.studio.app import make_app  # noqa: E402
+from tests.conftest import Tiny  # noqa: E402
+
+PORT, TOKEN = 8765, "the-token-of-this-test"
+ADDRESS = f"http://127.0.0.1:{PORT}"
+SETTINGS = {"model.name": "tiny-model", "data.name": "chats"}
+
+
+@pytest.fixture(scope="module")
+def workspace(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("workspace")
+    shutil.copytree(tiny.model_dir, root / "tiny-model")
+    shutil.copy(tiny.chats, root / "chats.jsonl")
+    (root / "way-out").symlink_to("/etc")
+    return root
+
+
+@pytest.fixture
+def client(workspace: Path) -> Iterator[Any]:
+    """A browser with the cookie; its requests come from a page of studio."""
+    guard = make_app(workspace, TOKEN, PORT, print)
+    with testclient.TestClient(guard, ADDRESS, headers={"origin": ADDRESS}, raise_server_exceptions=False) as client:
+        assert client.get("/", params={"token": TOKEN}).status_code == 200
+        yield client
+
+
+def lines_of(answer: Any) -> list[dict[str, Any]]:
+    assert answer.status_code == 200, answer.text
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def refusal(answer: Any, status: int) -> str:
+    """The sentence of a refusal."""
+    assert answer.status_code == status, answer.text
+    found = answer.json()["error"] if answer.headers["content-type"] == "application/json" else answer.text
+    assert "Traceback" not in found
+    return str(found).strip()
+
+
+@pytest.mark.parametrize("path", ["/", "/data", "/plan", "/static/studio.js", "/api/run?folder=runs"])
+@pytest.mark.parametrize("token", [None, "wrong", "ÿ"])
+def test_nothing_is_shown_without_the_token(workspace: Path, path: str, token: str | None) -> None:
+    with testclient.TestClient(make_app(workspace, TOKEN, PORT, print), ADDRESS) as client:
+        client.cookies.set(f"flatout-studio-{PORT}", "wrong too")
+        answer = client.get(path, params={} if token is None else {"token": token})
+        assert "needs the token" in refusal(answer, 403)
+        assert "set-cookie" not in answer.headers
+        # a token in the address opens the first page only
+        if path != "/":
+            assert client.get(path, params={"token": TOKEN}).status_code == 403
+
+
+def test_the_cookie_is_out_of_reach_for_scripts_and_other_sites(client: Any) -> None:
+    answer = client.get("/", params={"token": TOKEN})
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    assert TOKEN not in answer.text
+
+
+@pytest.mark.parametrize("host", ["evil.example", f"evil.example:{PORT}", "127.0.0.1", "127.0.0.1:80", ""])
+def test_a_name_that_was_pointed_at_this_machine_is_refused(client: Any, host: str) -> None:
+    assert "another host" in refusal(client.get("/data", headers={"host": host}), 403)
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", f"https://127.0.0.1:{PORT}", "http://127.0.0.1:80", "null"])
+def test_a_page_of_another_site_changes_nothing(client: Any, workspace: Path, origin: str) -> None:
+    answer = client.post("/api/upload", params={"name": "evil.jsonl"}, content=b"{}", headers={"origin": origin})
+    assert "another site" in refusal(answer, 403)
+    del client.headers["origin"]
+    answer = client.post("/api/upload", params={"name": "evil.jsonl"}, content=b"{}")
+    assert "which page" in refusal(answer, 403)
+    assert not list(workspace.rglob("*evil*"))
+    # a program with the token in a header needs no page
+    assert client.post("/api/cancel", headers={"x-flatout-token": TOKEN}).status_code == 200
+
+
+def test_every_page_forbids_what_is_not_its_own(client: Any) -> None:
+    pages = [
+        "/data",
+        "/plan",
+        "/runs",
+        "/chat",
+        "/run?folder=tiny-model",
+        "/run?folder=nothing",
+        "/static/page.css",
+        "/x",
+    ]
+    for path in pages:
+        answer = client.get(path)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "http" not in policy
+        assert "script-src 'self';" in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert TOKEN not in answer.text
+        assert "onclick" not in answer.text
+        assert "<script>" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "path", ["..", "/etc/passwd", "way-out/passwd", "tiny-model/../../x", "a\0b", "runs/" + "x" * 5000]
+)
+def test_paths_outside_the_workspace_are_refused(client: Any, path: str) -> None:
+    assert "workspace" in refusal(client.get("/api/run", params={"folder": path}), 403)
+    assert "workspace" in client.get("/run", params={"folder": path}).text
+    for action, body in {
+        "build": {"source": path, "settings": SETTINGS},
+        "stop": {"folder": path},
+        "resume": {"folder": path},
+        "chat": {"run": path, "turns": [], "prompt": "Hi", "max_new_tokens": 1},
+    }.items():
+        assert "workspace" in refusal(client.post(f"/api/{action}", json=body), 403), action
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["run_dir=/tmp/elsewhere", "run_dir=../x", "data.sources=[{path: /etc/passwd}]", "deepspeed=/etc/passwd",
+     "model.name=way-out", "data.template='~/x.jinja'", "lora.continue_from=way-out/x", "data.root=.."],
+)  # fmt: skip
+def test_settings_that_name_other_places_are_refused(client: Any, workspace: Path, override: str) -> None:
+    for action in ("train", "plan"):
+        answer = client.post(f"/api/{action}", json={"settings": SETTINGS, "overrides": [override]})
+        assert "outside the workspace" in refusal(answer, 403)
+    assert not (workspace / "runs").exists()
+
+
+def test_wrong_settings_are_named(client: Any) -> None:
+    body = {"settings": {**SETTINGS, "lora.rank": "many"}, "overrides": ["lora.rnak=8", "no-equals"]}
+    assert "no-equals" in refusal(client.post("/api/train", json=body), 400)
+    body["overrides"] = ["lora.rnak=8"]
+    text = refusal(client.post("/api/train", json=body), 400)
+    assert "did you mean lora.rank" in text
+    assert "got 'many'" in text
+    assert "input should be an object" in refusal(client.post("/api/train", content=b"[]"), 400)
+    assert "larger than" in refusal(client.post("/api/train", content=b" " * (app_module.MAX_BODY_BYTES + 1)), 400)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".hidden.jsonl", "../x.jsonl", "a/b.jsonl", "x.exe", "x" * 70 + ".jsonl", "a b.jsonl"]
+)
+def test_an_upload_needs_the_name_of_a_data_file(client: Any, workspace: Path, name: str) -> None:
+    assert "rename the file" in refusal(client.post("/api/upload", params={"name": name}, content=b"{}"), 400)
+    assert not (workspace / "uploads").exists() or not list((workspace / "uploads").iterdir())
+
+
+def test_an_upload_is_streamed_bounded_and_never_overwrites(
+    client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workspace_module, "MAX_UPLOAD_BYTES", 100_000)
+    answer = client.post("/api/upload", params={"name": "big.jsonl"}, content=(b"x" * 1000 for _ in range(200)))
+    assert "larger than" in refusal(answer, 400)
+    assert not list((workspace / "uploads").iterdir())
+    answer = client.post("/api/upload", params={"name": "own.jsonl"}, content=(b"{}\n" for _ in range(3)))
+    assert answer.json() == {"path": "uploads/own.jsonl"}
+    assert (workspace / "uploads" / "own.jsonl").read_bytes() == b"{}\n" * 3
+    assert "already exists" in refusal(client.post("/api/upload", params={"name": "own.jsonl"}, content=b""), 400)
+    monkeypatch.setattr(app_module, "MAX_UPLOAD_BYTES", 100)
+    assert "larger than" in refusal(client.post("/api/upload", params={"name": "b.jsonl"}, content=b"x" * 101), 400)
+
+
+def test_a_second_run_on_one_folder_is_refused(client: Any, workspace: Path) -> None:
+    folder = workspace / "runs" / "taken"
+    with RunLock(folder):
+        holder = holder_of(folder)
+        assert holder is not None
+        assert (holder.pid, holder.is_local) == (os.getpid(), True)
+        for action, body in {
+            "train": {"settings": {**SETTINGS, "name": "taken"}},
+            "resume": {"folder": "runs/taken"},
+        }.items():
+            (folder / "config.yaml").write_text("{name: taken, model: {name: tiny-model}}")
+            assert f"is locked by pid {os.getpid()}" in refusal(client.post(f"/api/{action}", json=body), 409)
+        assert client.get("/api/run", params={"folder": "runs/taken"}).json()["state"] == "running"
+    assert holder_of(folder) is None
+    assert not (folder / "studio.yaml").exists()
+    (folder / "metrics.jsonl").write_text("")
+    answer = client.post("/api/train", json={"settings": {**SETTINGS, "name": "taken"}})
+    assert "already holds a run" in refusal(answer, 400)
+    assert "not running" in refusal(client.post("/api/stop", json={"folder": "runs/taken"}), 400)
+    shutil.rmtree(workspace / "runs")
+
+
+def test_what_files_and_settings_hold_is_escaped(client: Any, workspace: Path) -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    file = workspace / f"{evil}.jsonl"
+    file.write_text("{}")
+    for address in ("/data", f"/data?name={evil}", f"/chat?run={evil}", f"/run?folder={evil}"):
+        assert "<img" not in client.get(address).text, address
+    file.unlink()
+
+
+def test_the_form_shows_the_schemas_own_help_and_defaults(client: Any) -> None:
+    html = client.get("/plan").text
+    for name in ("lora.rank", "schedule.kind", "eval.every_steps"):
+        section, _, leaf = name.partition(".")
+        field = Config.model_fields[section].annotation.model_fields[leaf]
+        assert field.description.split(":")[0].split(";")[0] in html.replace("&#39;", "'").replace("&lt;", "<")
+    assert 'placeholder="16"' in html
+    assert "<option selected>linear</option>" in html
+    assert DataConfig.model_fields["loss_type"].default in client.get("/data").text
+
+
+def test_a_run_that_fails_says_why_and_lives_in_its_own_session(
+    client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    body = {"settings": {**SETTINGS, "name": "lost"}, "overrides": ["gpus=[3]"]}
+    assert client.post("/api/train", json=body).json() == {"folder": "runs/lost"}
+    text = refusal(client.post("/api/train", json=body), 409)
+    assert "is being started as pid" in text
+    pid = int(text.partition("pid ")[2].partition(";")[0])
+    assert os.getsid(pid) == pid != os.getsid(0)
+    while (found := client.get("/api/run", params={"folder": "runs/lost"}).json())["state"] == "running":
+        pass
+    assert found["state"] == "failed"
+    (workspace / "runs" / "lost" / "train.log").touch()
+    (workspace / "runs" / "lost" / "end.json").write_text("{}")
+    assert "damaged" in client.get("/runs").text
+    assert "CUDA_VISIBLE_DEVICES" in found["output"]
+    assert load_config(workspace / "runs" / "lost" / "studio.yaml").gpus == [3]
+    shutil.rmtree(workspace / "runs")
+
+
+def test_data_is_built_and_shown_by_a_worker_that_may_die(client: Any, workspace: Path) -> None:
+    body = {"source": "chats.jsonl", "settings": {**SETTINGS, "data.num_procs": "1"}}
+    found = lines_of(client.post("/api/build", json=body))
+    assert found[-1] == {"result": "chats"}
+    assert any("progress" in line for line in found)
+    *_, last = lines_of(client.post("/api/samples", json={"name": "chats"}))
+    assert last["result"]["num_samples"] == 120
+    assert 'class="t"' in last["result"]["samples"]
+    *_, last = lines_of(client.post("/api/samples", json={"name": "none"}))
+    assert "no data set 'none'" in last["error"]
+    body["settings"]["data.max_tokens"] = "64"
+    *_, last = lines_of(client.post("/api/build", json=body))
+    assert "already exists and differs" in last["error"]
+    client.post("/api/cancel", headers={"x-flatout-token": TOKEN})
+    # the next request starts another process
+    *_, last = lines_of(client.post("/api/build", json={**body, "source": "tiny-model/config.json"}))
+    assert "error" in last
+
+
+def test_a_port_in_use_and_a_missing_extra_are_said(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["studio", "--port", str(port), "--no-browser"]) == 6
+    assert f"port {port} is in use; choose another with --port" in capsys.readouterr().err
+    assert main(["studio", "--port", "70000"]) == 2
+    for name in ("uvicorn", "flatout.studio.server"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["studio"]) == 2
+    assert "pip install 'flatout[studio]'" in capsys.readouterr().err
