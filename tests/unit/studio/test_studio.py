@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("httpx")
 testclient = pytest.importorskip("starlette.testclient")
 pytest.importorskip("uvicorn")
 
