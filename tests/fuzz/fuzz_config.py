@@ -42,6 +42,10 @@ def cases(world: World) -> Iterator[Case]:
             )  # fmt: skip
             word = f"{dotted}={_as_override(value)}"
             if "\0" not in word and len(word) < 100_000:
+                # YAML reads 1e+308 as text, which a path may be
+                is_text = isinstance(value, float) and isinstance(yaml.safe_load(_as_override(value)), str)
+                if is_text and _may_be(_as_override(value), field, schema):
+                    must, about, inputs = "either", (), _INPUTS[:3]
                 argv = (*(("launch", "run.yaml", "--slurm") if must == "refuse" else ("plan", "run.yaml")), word)
                 yield Case(
                     f"{dotted}={what} override", argv, world.put(*inputs, "run.yaml"),

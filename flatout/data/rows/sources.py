@@ -179,7 +179,7 @@ def _open_hub(source: SourceConfig) -> RowSource:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise DataError(
             f"hub data set {name} (revision {source.revision or 'main'}) cannot be loaded: "
-            f"{' '.join(lines[:2]) or type(error).__name__} "
+            f"{re.sub(r' *[(][A-Za-z]+Error[)]', '', ' '.join(lines[:2])) or 'no reason given'}; "
             "There is no local file or folder of that name; check path, subset, split and revision, and log in for a "
             f"private set. If offline, run `hf download {source.path} --repo-type dataset --local-dir DIR` on a "
             "machine with a network and set path: DIR."
