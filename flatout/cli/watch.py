@@ -90,17 +90,20 @@ def _modified_at(path: Path) -> float:
 
 def _print_lines(follower: RunFollower) -> None:
     """Print what is new, as the run itself does in a pipe."""
-    log, last_step, num_events = follower.log, -1, 0
+    log, num_events = follower.log, 0
+    last_steps: dict[type, int] = {}
     with ConsoleCallback() as console:
         for _ in _polls(follower):
             records: list[StepRecord | EvalRecord] = [*log.steps, *log.evals]
-            for record in sorted((one for one in records if one.step > last_step), key=lambda one: one.step):
+            # an evaluation is recorded after the step that it follows
+            new = (one for one in records if one.step > last_steps.get(type(one), -1))
+            for record in sorted(new, key=lambda one: one.step):
                 deliver(console, record)
+                last_steps[type(record)] = record.step
             for event in log.events[num_events:]:
                 console.on_event(str(event.get("kind")), _facts(event))
-            last_step = max((one.step for one in records), default=-1)
             num_events = len(log.events)
-            console.on_phase("nothing new after step", max(0, last_step))
+            console.on_phase("nothing new after step", max(last_steps.values(), default=0))
 
 
 def _facts(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -139,8 +139,8 @@ class EvalConfig(Section):
     """Minimum improvement in loss that counts as a new best."""
     prompts: list[str] | str | None = None
     """Prompts to answer at each evaluation, to read how the model changes: a list, or a file (.txt with one prompt a
-    line, or JSON or JSONL rows with `prompt` or `messages`); null: three rows of the evaluation set; []: none. A whole
-    forward pass computes each token, so three prompts cost at most as much as evaluating 192 samples of their size."""
+    line, or JSON or JSONL rows with `prompt` or `messages`); null: three rows of the evaluation set; []: none. Each
+    new token costs one forward pass over prompt and answer: three prompts cost at most as much as 192 such samples."""
     max_new_tokens: int = Field(default=64, ge=1, le=1024)
     """Maximum tokens of each of these answers."""
     temperature: float = Field(default=0.0, ge=0, le=100)

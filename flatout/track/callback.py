@@ -16,7 +16,9 @@ from flatout.track.record import AnswersRecord, EvalRecord, Record, RunEnd, RunS
 class Callback:
     """Receives what a run reports: derive from it and define the methods that you need.
 
-    Methods are called on the first rank only, one at a time; training waits for each. An exception ends the run.
+    Methods are called on the first rank only, one at a time; training waits for each, so a call must return well within
+    `faults.hang_s`, or other ranks take this one for lost. An exception ends the run. `on_event`, `on_phase` and
+    `on_save` may come from a background thread, whose exceptions cannot end it at once.
     """
 
     def on_start(self, start: RunStart) -> None:

@@ -96,7 +96,8 @@ class ConsoleCallback(Callback):
 
     def on_step(self, record: StepRecord) -> None:
         with self._lock:
-            self._record, self._recorded_s = record, self._clock()
+            self._record = record
+            self._recorded_s = self._phase_began_s = self._clock()
             self.on_phase("step", record.step + 1)
             is_last = record.step == record.num_steps
             if self.is_terminal:

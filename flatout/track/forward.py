@@ -15,6 +15,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from pydantic import ValidationError
@@ -41,12 +42,14 @@ class RedactedLog(io.TextIOBase):
 
     def __init__(self, path: Path, clean: Callable[[Any], Any]) -> None:
         self._file, self._clean, self._rest = AppendFile(path), clean, ""
+        self._lock = Lock()  # each tracker has a thread
 
     def write(self, text: str) -> int:
         """See TextIO."""
-        *lines, self._rest = (self._rest + text).split("\n")
-        for line in filter(str.strip, lines):
-            self._file.write(f"{now_utc()} {printable(self._clean(line))}")
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+            for line in filter(str.strip, lines):
+                self._file.write(f"{now_utc()} {printable(self._clean(line))}")
         return len(text)
 
 

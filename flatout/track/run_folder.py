@@ -43,9 +43,10 @@ class RunFolderWriter(Callback):
         names = ("metrics.jsonl", "answers.jsonl", "events.jsonl", "train.log")
         self._files = [AppendFile(folder / name) for name in names]
         self._metrics, self._answers, self._events, self._train_log = self._files
-        self._num_lost, self._is_ours = 0, True
+        self._num_lost, self._is_ours, self._has_started = 0, True, False
 
     def on_start(self, start: RunStart) -> None:
+        self._has_started = True
         (self._folder / "end.json").unlink(missing_ok=True)
         self._write_json("start.json", asdict(start))
 
@@ -68,7 +69,9 @@ class RunFolderWriter(Callback):
         self.on_stage(kind, describe_event(kind, facts))
 
     def on_end(self, end: RunEnd) -> None:
-        self._write_json("end.json", asdict(end))
+        # a start that failed before its first step does not change how the run ended before
+        if self._has_started or not (self._folder / "end.json").exists():
+            self._write_json("end.json", asdict(end))
         for file in self._files:
             file.close()
 
@@ -83,6 +86,10 @@ class RunFolderWriter(Callback):
         self.on_stage(kind, text)
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        try:
+            self._keep_folder()
+        except FlatoutError:
+            self._is_ours = False
         if not self._is_ours:
             return
         try:

@@ -95,6 +95,8 @@ class RunFollower:
     def poll(self) -> bool:
         """Read what is new. Raises DataError for start.json or end.json that was not written by flatout."""
         log, found = self.log, False
+        # first, so that no line is missed that was written before the end
+        start, end = read_start(log.folder), read_end(log.folder)
         for line in self._files["metrics"].new_lines():
             found = self._add(line) or found
         for line in self._files["answers"].new_lines():
@@ -102,7 +104,6 @@ class RunFollower:
         for line in self._files["events"].new_lines():
             log.events.append(line)
             found = True
-        start, end = read_start(log.folder), read_end(log.folder)
         found = found or (start, end) != (log.start, log.end)
         log.start, log.end = start, end
         log.num_bad_lines = sum(file.num_bad for file in self._files.values()) + self._num_unknown

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
 
+from flatout.errors import NumericError
 from flatout.track.record import EvalFigures, EvalRecord
 from flatout.train.answers import answer_prompts
 from flatout.train.state import Run
@@ -24,6 +26,12 @@ def evaluate_now(run: Run) -> bool:
     run.watch.set_phase("evaluate", progress.step)
     total, by_data = evaluate(run)
     loss = total.loss
+    if not math.isfinite(loss):
+        which = next(name for name, figures in by_data.items() if not math.isfinite(figures.loss))
+        raise NumericError(
+            f"step {progress.step}: the evaluation loss on {which} is {loss}; earlier checkpoints are kept; check its "
+            "rows, lower optim.lr or set model.precision: fp32"
+        )
     if progress.first_eval_loss is None:
         progress.first_eval_loss = loss
     is_best = progress.best_eval_loss is None or loss < progress.best_eval_loss - run.config.eval.min_delta

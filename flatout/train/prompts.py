@@ -122,7 +122,7 @@ def choose_rows(
         # a sample of one token has nothing to answer
         limit = max(MAX_ROW_TOKENS, int(np.sort(lengths)[:NUM_ROWS][-1]))
         ids = np.unique(ids[(lengths <= limit) & (lengths > 1)])
-        if number < len(ids):
+        if number // len(evaluated) < len(ids):
             chosen.append(store.sample(int(ids[(2 * number + 1) * len(ids) // (2 * NUM_ROWS)])))
     return chosen
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from flatout.config.read import dump_config
 from flatout.config.schema import Config
 from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import FlatoutError, PreemptedError, ResourceError, UsageError
+from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock
 from flatout.io.redact import redacted
@@ -115,16 +116,27 @@ def train(
             leave_group()
         except BaseException as error:
             # after any other error the group is not destroyed: a clean shutdown would wait for the lost rank
-            if isinstance(error, PreemptedError):
-                leave_group()
             end = ended_by(error)
-            if isinstance(error, FlatoutError):
-                reporter.event("stopped", {"exit_code": end.exit_code, "why": end.why})
-            reporter.end(end)
+            with errors_printed():
+                if isinstance(error, PreemptedError):
+                    leave_group()
+                if isinstance(error, FlatoutError):
+                    reporter.event("stopped", {"exit_code": end.exit_code, "why": end.why})
+            with errors_printed():
+                reporter.end(end)
             raise
         final_dir = str(result.final_dir)
         reporter.end(RunEnd("complete", 0, time.time(), final_dir=final_dir))
         return result
+
+
+@contextmanager
+def errors_printed() -> Iterator[None]:
+    """Print an error and go on: the one that ended the run must stay the one that is raised."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  (a callback may raise anything)
+        to_stderr(f"at the end of the run: {type(error).__name__}: {redacted(str(error))}")
 
 
 def ended_by(error: BaseException) -> RunEnd:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from contextlib import suppress
 from importlib import metadata
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from flatout import __version__
 from flatout.config.read import flatten
 from flatout.config.schema import Config
+from flatout.errors import DataError
 from flatout.io.redact import redacted
 from flatout.plan.memory.estimate import MicroBatchSize
 from flatout.plan.steps.run_plan import RunPlan
@@ -35,7 +37,10 @@ def run_start(run: Run, planned: PlannedRun) -> RunStart:
     if run.device.type == "cuda":
         properties = torch.cuda.get_device_properties(run.device)
         gpus = run.checkpoints.group.all_gather((properties.name, properties.total_memory))
-    earlier = read_start(config.folder) if run.rank.is_first and run.progress.step else None
+    earlier = None
+    if run.rank.is_first and run.progress.step:
+        with suppress(DataError):  # of another version: only the first start's time is lost
+            earlier = read_start(config.folder)
     trained = run.named_parameters.values()
     return RunStart(
         name=config.name,

@@ -185,7 +185,7 @@ def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures)
             _update(run, norm, lr)
         return lambda: outcome
 
-    set_found_inf(run.optimizer, ~totals.isfinite().all() | (totals[2] > 0))
+    set_found_inf(run.optimizer, ~torch.stack([totals[0], totals[-1]]).isfinite().all() | (totals[2] > 0))
     _update(run, norm, lr)
     run.state.num_in_flight += 1
     read, ended = copy_to_host_async(totals)

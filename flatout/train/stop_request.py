@@ -15,8 +15,9 @@ class StopRequest(StopSignals):
     The loop reads the flag between micro-batches. A second signal raises KeyboardInterrupt immediately; a save in
     progress then leaves only temporary files, never a partial checkpoint.
 
-    After a SIGTERM or SIGHUP that ended in a PreemptedError, further ones are ignored: the process is exiting, and a
-    launcher that signals again (torch's does when another node leaves) would turn "stopped and saved" into "killed".
+    After a PreemptedError, further SIGTERMs and SIGHUPs are ignored, unless Ctrl-C asked for the stop: the process is
+    exiting, and its launcher may signal now (another rank was asked to stop first) or again (torch's does when another
+    node leaves), which would turn "stopped and saved" into "killed".
     """
 
     def __init__(self, *, settle_s: float = 0.5) -> None:
@@ -30,7 +31,7 @@ class StopRequest(StopSignals):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.number in (signal.SIGTERM, signal.SIGHUP) and isinstance(error, PreemptedError):
+        if self.number != signal.SIGINT and isinstance(error, PreemptedError):
             # not SIG_IGN, which child processes would inherit
             self._found |= dict.fromkeys(self._found.keys() - {signal.SIGINT}, lambda number, frame: None)
         super().__exit__(kind, error, trace)

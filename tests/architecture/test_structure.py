@@ -64,8 +64,8 @@ MAX_PACKAGE_LINES = {
     "plan": 1730,
     "profile": 230,
     "studio": 1110,
-    "track": 2030,
-    "train": 2920,
+    "track": 2050,
+    "train": 2950,
     "verify": 720,
     "view": 1270,
 }

@@ -220,7 +220,8 @@ class PeerWatch:
         rank, step = failure.rank, failure.status.step
         self._lost_error = error = PeerLostError(str(failure), rank, step=step, exit_code=failure.exit_code)
         self._lost.set()
-        with suppress(OSError, ValueError):
+        # this thread must go on whatever a callback raises
+        with suppress(Exception):
             if self._on_peer_lost is not None:
                 # without delay: NCCL or gloo may abort this process at any moment
                 self._on_peer_lost(error)
