@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
 import socket
 import sys
@@ -276,3 +277,30 @@ def test_a_port_in_use_and_a_missing_extra_are_said(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["studio"]) == 2
     assert "pip install 'flatout[studio]'" in capsys.readouterr().err
+
+
+def test_the_browser_gets_a_private_file_instead_of_the_token(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    opened: queue.Queue[tuple[str, str, int]] = queue.Queue()
+
+    def open_browser(url: str) -> None:
+        path = Path(url.removeprefix("file://"))
+        opened.put((url, path.read_text(), path.stat().st_mode & 0o777))
+
+    def serve(root: Path, port: int, log: Any, on_ready: Any) -> None:
+        on_ready(f"{ADDRESS}/?token={TOKEN}")
+        found.append(opened.get())
+
+    found: list[tuple[str, str, int]] = []
+    monkeypatch.setattr("webbrowser.open", open_browser)
+    monkeypatch.setattr("flatout.studio.server.serve", serve)
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    assert main(["studio"]) == 0
+    ((url, html, mode),) = found
+    assert TOKEN not in url
+    assert f"url={ADDRESS}/?token={TOKEN}" in html
+    assert mode == 0o600
+    assert not Path(url.removeprefix("file://")).parent.exists()
+    assert TOKEN in capsys.readouterr().out
