@@ -99,7 +99,7 @@ class Worker:
             await job.add({"log": "starting a worker process"})
             self._was_cancelled = False
             process = self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "flatout.studio.worker"),
+                *(sys.executable, "-P", "-m", "flatout.studio.worker"),  # -P: modules of the workspace are not imported
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 cwd=self._root,

@@ -196,7 +196,8 @@ class Trainings:
         output = open_own(folder / OUTPUT_FILE, os.O_WRONLY | os.O_TRUNC)
         try:
             self._processes[folder] = subprocess.Popen(
-                [sys.executable, "-m", "flatout", "train", str(config_file.relative_to(root))],
+                # -P: a tokenize.py of the workspace is not the one that libraries import
+                [sys.executable, "-P", "-m", "flatout", "train", str(config_file.relative_to(root))],
                 cwd=root,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -37,6 +37,9 @@ def workspace(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(tiny.model_dir, root / "tiny-model")
     shutil.copy(tiny.chats, root / "chats.jsonl")
     (root / "way-out").symlink_to("/etc")
+    # neither the worker nor a run takes them for the modules of the same names
+    for name in ("random.py", "tokenize.py"):
+        (root / name).write_text("raise SystemExit('a module of the workspace was imported')")
     return root
 
 
