@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import queue
@@ -9,6 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from flatout.config.read import load_config  # noqa: E402
 from flatout.config.schema import Config, DataConfig  # noqa: E402
 from flatout.io.file_lock import RunLock, holder_of  # noqa: E402
 from flatout.studio import app as app_module  # noqa: E402
+from flatout.studio import jobs as jobs_module  # noqa: E402
 from flatout.studio import workspace as workspace_module  # noqa: E402
 from flatout.studio.app import make_app  # noqa: E402
+from flatout.studio.jobs import Worker  # noqa: E402
 from tests.conftest import Tiny  # noqa: E402
 
 PORT, TOKEN = 8765, "the-token-of-this-test"
@@ -200,6 +204,10 @@ def test_a_second_run_on_one_folder_is_refused(client: Any, workspace: Path) -> 
             (folder / "config.yaml").write_text("{name: taken, model: {name: tiny-model}}")
             assert f"is locked by pid {os.getpid()}" in refusal(client.post(f"/api/{action}", json=body), 409)
         assert client.get("/api/run", params={"folder": "runs/taken"}).json()["state"] == "running"
+        # a lock that names studio, its process group or init is no reason to signal them
+        for pid in (os.getpid(), 0, 1, -1):
+            (folder / ".lock").write_text(json.dumps({**asdict(holder), "pid": pid}))
+            assert "not known" in refusal(client.post("/api/stop", json={"folder": "runs/taken"}), 409)
     assert holder_of(folder) is None
     assert not (folder / "studio.yaml").exists()
     (folder / "metrics.jsonl").write_text("")
@@ -267,6 +275,25 @@ def test_data_is_built_and_shown_by_a_worker_that_may_die(client: Any, workspace
     # the next request starts another process
     *_, last = lines_of(client.post("/api/build", json={**body, "source": "tiny-model/config.json"}))
     assert "error" in last
+
+
+def test_a_worker_that_broke_the_protocol_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def last_line(worker: Worker) -> str:
+        job = worker.submit("samples", name="none", first=0, count=1)
+        return str([line async for line in job.follow()][-1]["error"])
+
+    async def ask_twice() -> list[str]:
+        worker = Worker(tmp_path)
+        monkeypatch.setattr(jobs_module, "MAX_LINE_BYTES", 8)
+        found = [await last_line(worker)]
+        monkeypatch.setattr(jobs_module, "MAX_LINE_BYTES", 1 << 20)
+        found.append(await last_line(worker))
+        await worker.close()
+        return found
+
+    first, second = asyncio.run(ask_twice())
+    assert "cannot be used" in first
+    assert "no data set 'none'" in second
 
 
 def test_a_port_in_use_and_a_missing_extra_are_said(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
