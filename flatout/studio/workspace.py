@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -132,10 +133,10 @@ class Workspace:
             )
         folder, durable_io = self.inside(UPLOADS), DurableIO()
         durable_io.make_dir(folder)
-        path, partial, num_bytes = folder / name, folder / f".{name}.part", 0
+        path, partial, num_bytes = folder / name, folder / f".{secrets.token_hex(8)}.part", 0
+        taken = f"{UPLOADS}/{name} already exists; rename the file, or pick it from the list"
         if path.exists():
-            raise UsageError(f"{UPLOADS}/{name} already exists; rename the file, or pick it from the list")
-        durable_io.remove_tree(partial)  # of an upload that was cut off
+            raise UsageError(taken)
         try:
             with durable_io.open_new(partial) as file, durable_io.resource_errors("write", partial):
                 async for chunk in content:
@@ -146,6 +147,10 @@ class Workspace:
                     file.write(chunk)
                 file.flush()
                 os.fsync(file.fileno())
+            try:
+                path.touch(exist_ok=False)  # another upload of this name may have ended first
+            except FileExistsError as error:
+                raise UsageError(taken) from error
             durable_io.rename(partial, path)
         finally:
             durable_io.remove_tree(partial)

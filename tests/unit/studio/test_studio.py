@@ -9,7 +9,7 @@ import queue
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,14 @@ pytest.importorskip("uvicorn")
 from flatout.cli.main import main  # noqa: E402
 from flatout.config.read import load_config  # noqa: E402
 from flatout.config.schema import Config, DataConfig  # noqa: E402
+from flatout.errors import UsageError  # noqa: E402
 from flatout.io.file_lock import RunLock, holder_of  # noqa: E402
 from flatout.studio import app as app_module  # noqa: E402
 from flatout.studio import jobs as jobs_module  # noqa: E402
 from flatout.studio import workspace as workspace_module  # noqa: E402
 from flatout.studio.app import make_app  # noqa: E402
 from flatout.studio.jobs import Worker  # noqa: E402
+from flatout.studio.workspace import Workspace  # noqa: E402
 from tests.conftest import Tiny  # noqa: E402
 
 PORT, TOKEN = 8765, "the-token-of-this-test"
@@ -189,6 +191,55 @@ def test_an_upload_is_streamed_bounded_and_never_overwrites(
     assert "already exists" in refusal(client.post("/api/upload", params={"name": "own.jsonl"}, content=b""), 400)
     monkeypatch.setattr(app_module, "MAX_UPLOAD_BYTES", 100)
     assert "larger than" in refusal(client.post("/api/upload", params={"name": "b.jsonl"}, content=b"x" * 101), 400)
+
+
+def test_two_uploads_of_one_name_do_not_mix(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+
+    async def content(text: bytes, first_done: asyncio.Event | None = None) -> AsyncIterator[bytes]:
+        yield text
+        if first_done is not None:
+            await first_done.wait()
+
+    async def upload_both() -> None:
+        first_done = asyncio.Event()
+        late = asyncio.create_task(workspace.receive("a.jsonl", content(b"late", first_done)))
+        await asyncio.sleep(0)
+        assert await workspace.receive("a.jsonl", content(b"first")) == "uploads/a.jsonl"
+        first_done.set()
+        with pytest.raises(UsageError, match="already exists"):
+            await late
+
+    asyncio.run(upload_both())
+    (file,) = (tmp_path / "uploads").iterdir()
+    assert file.read_bytes() == b"first"
+
+
+def test_a_cut_off_request_and_an_unreadable_file_are_refused_in_a_sentence(
+    client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    sent: list[dict[str, Any]] = []
+    headers = {"host": f"127.0.0.1:{PORT}", "x-flatout-token": TOKEN}
+    scope = {"type": "http", "method": "POST", "path": "/api/upload", "query_string": b"name=cut.jsonl"}
+    scope["headers"] = [(name.encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(make_app(workspace, TOKEN, PORT, print)(scope, receive, send))
+    assert sent[0]["status"] == 400
+    assert b"cut off" in sent[1]["body"]
+    assert not list(workspace.rglob("*.part"))
+
+    def survey(self: Workspace) -> None:
+        raise PermissionError(13, "Permission denied", "secret-folder")
+
+    monkeypatch.setattr(Workspace, "survey", survey)
+    answer = client.get("/runs")
+    assert answer.status_code == 409
+    assert "cannot use secret-folder: Permission denied" in answer.text
 
 
 def test_a_second_run_on_one_folder_is_refused(client: Any, workspace: Path) -> None:
