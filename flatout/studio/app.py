@@ -147,6 +147,7 @@ class Studio:
             sets = list(registry.load(workspace.data_root).values())
             shown = query.get("name") or (sets[-1].name if sets else "")
             facts |= run_settings() | {"sets": sets, "shown": shown, "per_page": SAMPLES_PER_PAGE, "devices": DEVICES}
+            facts |= {"free_name": workspace.free_run_name(), "max_upload_bytes": MAX_UPLOAD_BYTES}
         if name in ("data", "plan", "runs", "chat"):
             facts["survey"] = workspace.survey()
         if name in ("runs", "chat"):

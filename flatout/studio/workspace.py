@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,11 @@ class Workspace:
         found.data_files.sort()
         found.runs.sort(key=lambda name: -(self.root / name).stat().st_mtime)
         return found
+
+    def free_run_name(self) -> str:
+        """Return the first of run, run-2, run-3 ... of which there is no folder."""
+        names = chain(["run"], (f"run-{number}" for number in count(2)))
+        return next(name for name in names if not (self.root / "runs" / name).exists())
 
     def config(self, settings: Mapping[str, str], overrides: Sequence[str] = ()) -> Config:
         """Return the configuration of a form: `settings` by dotted name as text, then `section.name=value` overrides.

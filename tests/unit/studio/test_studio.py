@@ -261,6 +261,9 @@ def test_a_second_run_on_one_folder_is_refused(client: Any, workspace: Path) -> 
             assert "not known" in refusal(client.post("/api/stop", json={"folder": "runs/taken"}), 409)
     assert holder_of(folder) is None
     assert not (folder / "studio.yaml").exists()
+    assert '<input id="name" value="run"' in client.get("/plan").text
+    (workspace / "runs" / "run").mkdir()
+    assert '<input id="name" value="run-2"' in client.get("/plan").text
     (folder / "metrics.jsonl").write_text("")
     answer = client.post("/api/train", json={"settings": {**SETTINGS, "name": "taken"}})
     assert "already holds a run" in refusal(answer, 400)
