@@ -14,6 +14,7 @@ from flatout.io.json_file import now_utc
 from flatout.io.redact import redacted
 
 MAX_ANSWERS_BYTES = 64 << 20
+BATCH_SIZE, MAX_NEW_TOKENS = 8, 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tasks", help="tasks of lm-eval, such as arc_easy,hellaswag (needs the extra `eval`)")
     add("--include-path", type=Path, metavar="FOLDER", help="folder of further lm-eval tasks; their files can run code")
     add("--chat", action="store_true", help="put the tasks' questions into the chat template")
-    add("--batch-size", type=int, default=8, help="samples that lm-eval computes together (8)")
+    add("--batch-size", type=int, metavar="N", help=f"samples that lm-eval computes together ({BATCH_SIZE})")
     answers = "JSONL with prompt or messages, and answer (a text, or a list of accepted ones): exact match, without "
     add("--answers", type=Path, metavar="FILE", help=answers + "the space around answers")
-    add("--ignore-case", action="store_true", help="with --answers: capital letters do not count")
-    add("--max-new-tokens", type=int, default=256, help="with --answers: maximum answer length in tokens (256)")
+    add("--ignore-case", action="store_true", help="with --answers: ignore upper and lower case")
+    length = f"with --answers: maximum answer length in tokens ({MAX_NEW_TOKENS})"
+    add("--max-new-tokens", type=int, metavar="N", help=length)
     add("--limit", type=int, metavar="N", help="use only the first N samples of each task or file")
     add("--merged", action="store_true", help="merge the adapter into the base weights first, as flatout merge does")
     add("--base", help="base model (folder or hub id) to use instead of the adapter's own")
@@ -66,20 +68,20 @@ def run(args: argparse.Namespace) -> int:
         console.on_phase(f"loading {trained.base}")
         model, tokenizer = load_trained(trained, device=device)
         num_merged = merge(model) if args.merged else 0
-    if args.chat and not tokenizer.chat_template:
-        raise UsageError("--chat: the tokenizer has no chat template; use the one saved in the run's final/ folder")
+    if (args.chat or prompts) and not tokenizer.chat_template:
+        option = "--chat" if args.chat else "--answers"
+        raise UsageError(f"{option}: the tokenizer has no chat template; use the one saved in the run's final/ folder")
     adapter = None if trained.adapter is None else str(trained.adapter)
     facts = {"model": redacted(trained.base), "adapter": adapter, "merged": bool(num_merged), "limit": args.limit}
     if tasks:
         # lm-eval draws its own progress bars
-        rows = score_tasks(
-            model, tokenizer, manager, tasks, limit=args.limit, batch_size=args.batch_size, chat=args.chat
-        )
+        batch_size = args.batch_size or BATCH_SIZE
+        rows = score_tasks(model, tokenizer, manager, tasks, limit=args.limit, batch_size=batch_size, chat=args.chat)
         _print_tasks(rows)
         _write(args, "-".join(tasks), {**facts, "chat": args.chat, "tasks": rows})
     if prompts:
         marked: list[dict[str, Any]] = []
-        options = {"ignore_case": args.ignore_case, "max_new_tokens": args.max_new_tokens}
+        options = {"ignore_case": args.ignore_case, "max_new_tokens": args.max_new_tokens or MAX_NEW_TOKENS}
         with ConsoleCallback(Console(stderr=True)) as console:
             console.on_phase("answering prompts")
             for row in score_answers(model, tokenizer, prompts, **options):
@@ -88,7 +90,10 @@ def run(args: argparse.Namespace) -> int:
         num_right = sum(row["right"] for row in marked)
         counts = {"num_prompts": len(marked), "num_right": num_right, "exact_match": num_right / len(marked)}
         print(f"exact match: {num_right} of {len(marked)} right ({num_right / len(marked):.1%})")
-        _write(args, args.answers.stem, {**facts, **options, **counts, "answers": marked})
+        name = args.answers.stem
+        # a file of questions may have the name of a task
+        name = f"answers-{name}" if tasks and _safe(name) == _safe("-".join(tasks)) else name
+        _write(args, name, {**facts, **options, **counts, "answers": marked})
     return 0
 
 
@@ -99,10 +104,10 @@ def _check(args: argparse.Namespace, tasks: list[str]) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
-    if not tasks and (args.include_path or args.chat):
-        raise UsageError("--include-path and --chat have no effect without --tasks")
-    if args.ignore_case and args.answers is None:
-        raise UsageError("--ignore-case has no effect without --answers")
+    if not tasks and (args.include_path or args.chat or args.batch_size):
+        raise UsageError("--include-path, --chat and --batch-size have no effect without --tasks")
+    if args.answers is None and (args.ignore_case or args.max_new_tokens):
+        raise UsageError("--ignore-case and --max-new-tokens have no effect without --answers")
     if tasks and args.answers and args.out:
         raise UsageError("--out is one file, but --tasks and --answers write one each; leave one out")
 
@@ -115,11 +120,15 @@ def _print_tasks(rows: list[dict[str, Any]]) -> None:
         print(f"{name:<32} {row['metric'][:20]:<20} {value:>8} {stderr:>8} {count:>7}")
 
 
+def _safe(name: str) -> str:
+    """Return a name as that of a file."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:100]
+
+
 def _write(args: argparse.Namespace, name: str, content: dict[str, Any]) -> None:
     """Write results to --out, or into the target's folder; those of a hub id are only shown."""
     folder = Path(args.target)
-    safe_name = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:100]
-    file = args.out or (folder / "eval" / f"{safe_name}.json" if folder.is_dir() else None)
+    file = args.out or (folder / "eval" / f"{_safe(name)}.json" if folder.is_dir() else None)
     if file is None:
         print("not written, as the model is a hub id; name a file with --out")
         return

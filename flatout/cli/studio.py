@@ -1,9 +1,12 @@
-"""`flatout studio`: a page in the browser for the whole road: data, plan, training, chat."""
+"""`flatout studio`: prepare data, plan, train and chat in a browser."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
+import threading
 import webbrowser
 from pathlib import Path
 
@@ -36,7 +39,22 @@ def run(args: argparse.Namespace) -> int:
         names = environment().keys()
         has_screen = sys.platform == "darwin" or not names.isdisjoint({"DISPLAY", "WAYLAND_DISPLAY"})
         if has_screen and "SSH_CONNECTION" not in names and not args.no_browser:
-            webbrowser.open(address)
+            page = write_redirect(Path(private), address)
+            # in a thread: a browser in the terminal returns only when it is closed
+            threading.Thread(target=webbrowser.open, args=(page.as_uri(),), daemon=True).start()
 
-    serve(Path.cwd(), args.port, print, on_ready)
+    with tempfile.TemporaryDirectory(prefix="flatout-studio-") as private:
+        serve(Path.cwd(), args.port, print, on_ready)
     return 0
+
+
+def write_redirect(folder: Path, address: str) -> Path:
+    """Write a page that leads to `address` and that only this user can read; return its path.
+
+    A browser is opened with this file: other users see the command line of every process, and the address has a token.
+    """
+    path = folder / "open.html"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={address}">\n')
+    return path

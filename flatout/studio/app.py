@@ -22,7 +22,7 @@ from flatout.config.read import dotted_names
 from flatout.config.schema import SourceConfig
 from flatout.config.template import describe_setting
 from flatout.data import registry
-from flatout.errors import FlatoutError, ResourceError, SecurityError, UsageError
+from flatout.errors import FlatoutError, ResourceError, SecurityError, UsageError, reason_of
 from flatout.io.redact import printable, redacted
 from flatout.plan.devices import DEVICES
 from flatout.studio.guard import Guard
@@ -119,7 +119,7 @@ def make_app(root: Path, token: str, port: int, log: Callable[[str], None]) -> G
         *(Route(f"/api/{action}", studio.control, methods=["POST"]) for action in ("train", "stop", "resume")),
         *(Route(f"/{name}", studio.page) for name in PAGES),
     ]
-    handlers: dict[Any, Any] = {FlatoutError: studio.refuse}
+    handlers: dict[Any, Any] = dict.fromkeys((FlatoutError, ClientDisconnect, OSError), studio.refuse)
     return Guard(Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan), token, port)
 
 
@@ -147,6 +147,7 @@ class Studio:
             sets = list(registry.load(workspace.data_root).values())
             shown = query.get("name") or (sets[-1].name if sets else "")
             facts |= run_settings() | {"sets": sets, "shown": shown, "per_page": SAMPLES_PER_PAGE, "devices": DEVICES}
+            facts |= {"free_name": workspace.free_run_name(), "max_upload_bytes": MAX_UPLOAD_BYTES}
         if name in ("data", "plan", "runs", "chat"):
             facts["survey"] = workspace.survey()
         if name in ("runs", "chat"):
@@ -225,8 +226,13 @@ class Studio:
         number = int(version) if version.isdecimal() else 0
         return JSONResponse(self.trainings.live(self.workspace.inside(folder), number))
 
-    async def refuse(self, request: Request, error: FlatoutError) -> Response:
+    async def refuse(self, request: Request, error: Exception) -> Response:
         """Answer with the error's sentence: as JSON to a script, as a page to a person."""
+        if isinstance(error, ClientDisconnect):
+            error = UsageError("the request was cut off; send it again")
+        elif isinstance(error, OSError):
+            where = error.filename or "a file of the workspace"
+            error = ResourceError(f"cannot use {where}: {reason_of(error)}; check that it can be read and written")
         status = 403 if isinstance(error, SecurityError) else 409 if isinstance(error, ResourceError) else 400
         text = printable(redacted(str(error)))
         if request.url.path.startswith("/api/"):
@@ -255,8 +261,6 @@ async def _read(request: Request, kind: type[BodyType]) -> BodyType:
             if len(content) > MAX_BODY_BYTES:
                 raise UsageError(f"the request is larger than {MAX_BODY_BYTES:,} bytes")
         return kind.model_validate_json(content)
-    except ClientDisconnect as error:
-        raise UsageError("the page was closed") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "request"

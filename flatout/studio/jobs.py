@@ -88,6 +88,7 @@ class Worker:
             try:
                 await self._exchange(job)
             except (OSError, ValueError) as error:
+                await self.close()  # what it says next would be taken for the answer to the next request
                 await job.add({"error": f"the worker process cannot be used: {reason_of(error)}; try again"})
             finally:
                 self.current = None
@@ -99,7 +100,7 @@ class Worker:
             await job.add({"log": "starting a worker process"})
             self._was_cancelled = False
             process = self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "flatout.studio.worker"),
+                *(sys.executable, "-P", "-m", "flatout.studio.worker"),  # -P: modules of the workspace are not imported
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 cwd=self._root,
@@ -112,7 +113,10 @@ class Worker:
             process.stdin.write(json.dumps(job.request).encode() + b"\n")
             await process.stdin.drain()
         while content := await process.stdout.readline():
-            await job.add(json.loads(content))
+            line = json.loads(content)
+            if not isinstance(line, dict):
+                raise ValueError("its answer is no JSON object")
+            await job.add(line)
             if job.is_done:
                 return
         code = await process.wait()

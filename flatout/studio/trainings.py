@@ -20,7 +20,7 @@ from flatout.config.schema import Config
 from flatout.config.template import render_template
 from flatout.errors import DataError, FlatoutError, ResourceError, UsageError
 from flatout.io.durable_io import DurableIO, open_own
-from flatout.io.file_lock import RunLock, holder_of
+from flatout.io.file_lock import holder_of
 from flatout.io.redact import printable, redacted
 from flatout.studio.workspace import Workspace
 from flatout.track.run_log import RunFollower, read_end, read_run, read_start
@@ -70,6 +70,7 @@ class Trainings:
             if any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "final")):
                 raise UsageError(f"{shown} already holds a run; resume it, or choose another name")
             intro = [f"Written by flatout studio. From a terminal: flatout train {shown}/{CONFIG_FILE}"]
+            DurableIO().make_dir(folder)
             DurableIO().write_bytes(folder / CONFIG_FILE, render_template(config, intro, everything=False).encode())
             self._spawn(folder, folder / CONFIG_FILE)
         return shown
@@ -97,6 +98,9 @@ class Trainings:
             raise UsageError(f"{shown} is not running")
         if not holder.is_local:
             raise ResourceError(f"{shown} runs on {holder.host}; stop it there")
+        # the file is only a note: never signal studio, its process group (0) or init (1), nor a run that just ended
+        if holder.pid <= 1 or holder.pid == os.getpid() or holder_of(folder) != holder:
+            raise ResourceError(f"{shown} is starting or ending, and its process is not known; try again")
         try:
             os.kill(holder.pid, signal.SIGTERM)
         except (ProcessLookupError, PermissionError) as error:
@@ -182,12 +186,13 @@ class Trainings:
         }
 
     def _require_free(self, folder: Path) -> None:
-        process = self._processes.get(folder)
+        process, shown = self._processes.get(folder), self._workspace.relative(folder)
         if process is not None and process.poll() is None and holder_of(folder) is None:
-            shown = self._workspace.relative(folder)
             raise ResourceError(f"{shown} is being started as pid {process.pid}; wait for it, or stop it")
-        with RunLock(folder):  # raises for a run that goes on
-            pass
+        # looks only: to take the lock would write the pid of studio into it
+        if holder := holder_of(folder):
+            who = f"pid {holder.pid} on {holder.host} since {holder.since}" if holder.pid else "another process"
+            raise ResourceError(f"{shown} is locked by {who}; wait for it, stop it, or choose another name")
 
     def _spawn(self, folder: Path, config_file: Path) -> None:
         root = self._workspace.root
@@ -196,7 +201,8 @@ class Trainings:
         output = open_own(folder / OUTPUT_FILE, os.O_WRONLY | os.O_TRUNC)
         try:
             self._processes[folder] = subprocess.Popen(
-                [sys.executable, "-m", "flatout", "train", str(config_file.relative_to(root))],
+                # -P: a tokenize.py of the workspace is not the one that libraries import
+                [sys.executable, "-P", "-m", "flatout", "train", str(config_file.relative_to(root))],
                 cwd=root,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,11 @@ class Workspace:
         found.runs.sort(key=lambda name: -(self.root / name).stat().st_mtime)
         return found
 
+    def free_run_name(self) -> str:
+        """Return the first of run, run-2, run-3 ... of which there is no folder."""
+        names = chain(["run"], (f"run-{number}" for number in count(2)))
+        return next(name for name in names if not (self.root / "runs" / name).exists())
+
     def config(self, settings: Mapping[str, str], overrides: Sequence[str] = ()) -> Config:
         """Return the configuration of a form: `settings` by dotted name as text, then `section.name=value` overrides.
 
@@ -132,10 +139,10 @@ class Workspace:
             )
         folder, durable_io = self.inside(UPLOADS), DurableIO()
         durable_io.make_dir(folder)
-        path, partial, num_bytes = folder / name, folder / f".{name}.part", 0
+        path, partial, num_bytes = folder / name, folder / f".{secrets.token_hex(8)}.part", 0
+        taken = f"{UPLOADS}/{name} already exists; rename the file, or pick it from the list"
         if path.exists():
-            raise UsageError(f"{UPLOADS}/{name} already exists; rename the file, or pick it from the list")
-        durable_io.remove_tree(partial)  # of an upload that was cut off
+            raise UsageError(taken)
         try:
             with durable_io.open_new(partial) as file, durable_io.resource_errors("write", partial):
                 async for chunk in content:
@@ -146,6 +153,10 @@ class Workspace:
                     file.write(chunk)
                 file.flush()
                 os.fsync(file.fileno())
+            try:
+                path.touch(exist_ok=False)  # another upload of this name may have ended first
+            except FileExistsError as error:
+                raise UsageError(taken) from error
             durable_io.rename(partial, path)
         finally:
             durable_io.remove_tree(partial)

@@ -43,8 +43,9 @@ class TrackerProcess(Callback):
             try:
                 os.fchmod(log, 0o600)
                 # in its own session, so that it outlives a killed run by what is left to send
+                module = ["-P", "-m", "flatout.track.forward"]  # -P: a wandb.py of this folder is not imported
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "flatout.track.forward", str(self._folder.absolute()), str(os.getpid())],
+                    [sys.executable, *module, str(self._folder.absolute()), str(os.getpid())],
                     env=env,
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -101,7 +101,8 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {
         name: (value, defaults.get(name, NONE))
         for name, value in settings.items()
-        if defaults.get(name, NONE) != value and value not in ({}, [])
+        # an empty section is no setting; an empty list may replace a default, as in eval.prompts: []
+        if defaults.get(name, NONE) != value and (name in defaults or value not in ({}, []))
     }
 
 

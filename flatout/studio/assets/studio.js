@@ -92,9 +92,13 @@
       const models = byId("models").options;
       if (models.length === 1) form.elements["model.name"].value = models[0].value;
 
-      async function upload(file) {
-        const status = byId("upload-status");
+      async function upload(files) {
+        const status = byId("upload-status"), [file] = files, limit = Number(byId("upload").dataset.maxBytes);
         if (!file) return;
+        if (file.size > limit) {
+          status.textContent = `${file.name} is larger than ${limit / 2 ** 30} GiB; copy it into the workspace instead`;
+          return;
+        }
         status.textContent = `uploading ${file.name}`;
         try {
           const { path } = await (await ask("/api/upload?name=" + encodeURIComponent(file.name), file)).json();
@@ -104,19 +108,19 @@
           label.append(radio, text);
           byId("files").querySelector(".empty")?.remove();
           byId("files").prepend(label);
-          status.textContent = `uploaded ${path}`;
+          status.textContent = `uploaded ${path}` + (files.length > 1 ? `; only the first of ${files.length} files was taken` : "");
           nameAfter(path);
         } catch (problem) {
           status.textContent = problem.message;
         }
       }
-      byId("upload").addEventListener("change", (event) => upload(event.target.files[0]));
+      byId("upload").addEventListener("change", (event) => upload(event.target.files));
       const drop = byId("drop");
       for (const kind of ["dragover", "dragleave", "drop"]) {
         drop.addEventListener(kind, (event) => {
           event.preventDefault();
           drop.classList.toggle("over", kind === "dragover");
-          if (kind === "drop") upload(event.dataTransfer.files[0]);
+          if (kind === "drop") upload(event.dataTransfer.files);
         });
       }
 
@@ -133,7 +137,10 @@
               if (line.progress[1]) { bar.max = line.progress[1]; bar.value = line.progress[0]; }
             }
           });
-          if (built) location.href = "/data?name=" + encodeURIComponent(built) + "#samples";
+          if (!built) return;
+          const page = "/data?name=" + encodeURIComponent(built), isOpen = page === location.pathname + location.search;
+          location.href = page + "#samples";
+          if (isOpen) location.reload();  // only the fragment changed, but the data set was replaced
         } finally {
           button.disabled = false;
           byId("cancel").hidden = bar.hidden = true;
@@ -341,7 +348,7 @@
       const form = byId("chat"), list = byId("turns"), error = byId("chat-error"), prompt = byId("prompt");
       if (!form) return;
       let turns = [];
-      const clear = () => { turns = []; list.textContent = ""; show(error, ""); };
+      const clear = () => { turns = []; list.textContent = byId("chat-status").textContent = ""; show(error, ""); };
       byId("clear").addEventListener("click", clear);
       byId("run-choice").addEventListener("change", clear);
       prompt.addEventListener("keydown", (event) => {
@@ -366,12 +373,14 @@
         if (!text || send.disabled) return;
         show(error, "");
         send.disabled = true;
-        const { turn, sides } = addTurn(text), status = statusOf(byId("chat-status"));
+        // a new chat replaces `turns`: an answer that comes later belongs to the old one
+        const mine = turns, { turn, sides } = addTurn(text), status = statusOf(byId("chat-status"));
         prompt.value = "";
         try {
           const heat = byId("temperature").value;
-          const body = { run: byId("run-choice").value, turns, prompt: text, max_new_tokens: Number(byId("max-tokens").value), temperature: heat === "" ? null : Number(heat) };
+          const body = { run: byId("run-choice").value, turns: mine, prompt: text, max_new_tokens: Number(byId("max-tokens").value), temperature: heat === "" ? null : Number(heat) };
           const answers = await follow(await ask("/api/chat", body), (line) => {
+            if (mine !== turns) return;
             if (line.piece) sides[line.side].textContent += line.piece;
             status(line.piece ? { log: line.side === "run" ? "the run answers" : "its base model answers" } : line);
           });
@@ -381,15 +390,16 @@
             sides[side].classList.toggle("nothing", !answers[side]);
           }
           turn.className = "answered";
-          turns.push({ prompt: text, ...answers });
+          mine.push({ prompt: text, ...answers });
         } catch (problem) {
+          if (mine !== turns) return;
           turn.remove();
           prompt.value = text;
           show(error, problem.message);
         } finally {
           send.disabled = false;
           byId("chat-status").textContent = "";
-          prompt.focus();
+          if (mine === turns) prompt.focus();
         }
       });
     },

@@ -96,6 +96,15 @@ def test_tasks_of_lm_eval_are_scored(
     assert f"{row['value']:.4f}" in shown
     assert max(map(len, shown.splitlines()[:2])) <= 80
 
+    # a file of questions with the name of the task
+    own = tmp_path / "own" / "colors.jsonl"
+    own.parent.mkdir()
+    own.write_text(json.dumps({"prompt": QUESTION, "answer": "a"}) + "\n")
+    assert main([*command, "colors", "--limit", "4", "--answers", str(own), "--max-new-tokens", "2"]) == 0
+    assert "tasks" in json.loads((finished / "eval" / "colors.json").read_text())
+    assert "answers" in json.loads((finished / "eval" / "answers-colors.json").read_text())
+    capsys.readouterr()
+
     assert main([*command, "collors"]) == 2
     assert "lm-eval has no task 'collors'; did you mean colors?" in capsys.readouterr().err
     (tmp_path / "tasks" / "colors.yaml").write_text(TASK.replace("DATA", str(tmp_path / "gone.jsonl")))
@@ -111,10 +120,12 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "no answer": (["--answers", "open.jsonl"], 3, "open.jsonl: prompt 1 has no answer to compare with"),
     "bad row": (["--answers", "bad.jsonl"], 3, "bad.jsonl:1: answer must be a text or a list of texts"),
     "no folder": (["--tasks", "a", "--include-path", "gone"], 2, "--include-path: gone is not a folder"),
-    "no effect": (["--answers", "open.jsonl", "--chat"], 2, "--include-path and --chat have no effect without --tasks"),
+    "no effect": (["--answers", "open.jsonl", "--chat"], 2, "--chat and --batch-size have no effect without --tasks"),
+    "no batches": (["--answers", "open.jsonl", "--batch-size", "4"], 2, "--batch-size have no effect without --tasks"),
+    "no length": (["--tasks", "a", "--max-new-tokens", "4"], 2, "--max-new-tokens have no effect without --answers"),
     "two outputs": (["--answers", "a.jsonl", "--tasks", "a", "--out", "b"], 2, "--out is one file"),
     "not merged": (["--answers", "good.jsonl", "--merged"], 2, "has no adapter to merge"),
-    "no template": (["--answers", "good.jsonl"], 2, "the tokenizer has no chat template"),
+    "no template": (["--answers", "good.jsonl"], 2, "--answers: the tokenizer has no chat template"),
 }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import queue
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,14 @@ pytest.importorskip("uvicorn")
 from flatout.cli.main import main  # noqa: E402
 from flatout.config.read import load_config  # noqa: E402
 from flatout.config.schema import Config, DataConfig  # noqa: E402
+from flatout.errors import UsageError  # noqa: E402
 from flatout.io.file_lock import RunLock, holder_of  # noqa: E402
 from flatout.studio import app as app_module  # noqa: E402
+from flatout.studio import jobs as jobs_module  # noqa: E402
 from flatout.studio import workspace as workspace_module  # noqa: E402
 from flatout.studio.app import make_app  # noqa: E402
+from flatout.studio.jobs import Worker  # noqa: E402
+from flatout.studio.workspace import Workspace  # noqa: E402
 from tests.conftest import Tiny  # noqa: E402
 
 PORT, TOKEN = 8765, "the-token-of-this-test"
@@ -36,6 +43,9 @@ def workspace(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(tiny.model_dir, root / "tiny-model")
     shutil.copy(tiny.chats, root / "chats.jsonl")
     (root / "way-out").symlink_to("/etc")
+    # neither the worker nor a run takes them for the modules of the same names
+    for name in ("random.py", "tokenize.py"):
+        (root / name).write_text("raise SystemExit('a module of the workspace was imported')")
     return root
 
 
@@ -183,6 +193,55 @@ def test_an_upload_is_streamed_bounded_and_never_overwrites(
     assert "larger than" in refusal(client.post("/api/upload", params={"name": "b.jsonl"}, content=b"x" * 101), 400)
 
 
+def test_two_uploads_of_one_name_do_not_mix(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+
+    async def content(text: bytes, first_done: asyncio.Event | None = None) -> AsyncIterator[bytes]:
+        yield text
+        if first_done is not None:
+            await first_done.wait()
+
+    async def upload_both() -> None:
+        first_done = asyncio.Event()
+        late = asyncio.create_task(workspace.receive("a.jsonl", content(b"late", first_done)))
+        await asyncio.sleep(0)
+        assert await workspace.receive("a.jsonl", content(b"first")) == "uploads/a.jsonl"
+        first_done.set()
+        with pytest.raises(UsageError, match="already exists"):
+            await late
+
+    asyncio.run(upload_both())
+    (file,) = (tmp_path / "uploads").iterdir()
+    assert file.read_bytes() == b"first"
+
+
+def test_a_cut_off_request_and_an_unreadable_file_are_refused_in_a_sentence(
+    client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    sent: list[dict[str, Any]] = []
+    headers = {"host": f"127.0.0.1:{PORT}", "x-flatout-token": TOKEN}
+    scope = {"type": "http", "method": "POST", "path": "/api/upload", "query_string": b"name=cut.jsonl"}
+    scope["headers"] = [(name.encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(make_app(workspace, TOKEN, PORT, print)(scope, receive, send))
+    assert sent[0]["status"] == 400
+    assert b"cut off" in sent[1]["body"]
+    assert not list(workspace.rglob("*.part"))
+
+    def survey(self: Workspace) -> None:
+        raise PermissionError(13, "Permission denied", "secret-folder")
+
+    monkeypatch.setattr(Workspace, "survey", survey)
+    answer = client.get("/runs")
+    assert answer.status_code == 409
+    assert "cannot use secret-folder: Permission denied" in answer.text
+
+
 def test_a_second_run_on_one_folder_is_refused(client: Any, workspace: Path) -> None:
     folder = workspace / "runs" / "taken"
     with RunLock(folder):
@@ -196,8 +255,15 @@ def test_a_second_run_on_one_folder_is_refused(client: Any, workspace: Path) -> 
             (folder / "config.yaml").write_text("{name: taken, model: {name: tiny-model}}")
             assert f"is locked by pid {os.getpid()}" in refusal(client.post(f"/api/{action}", json=body), 409)
         assert client.get("/api/run", params={"folder": "runs/taken"}).json()["state"] == "running"
+        # a lock that names studio, its process group or init is no reason to signal them
+        for pid in (os.getpid(), 0, 1, -1):
+            (folder / ".lock").write_text(json.dumps({**asdict(holder), "pid": pid}))
+            assert "not known" in refusal(client.post("/api/stop", json={"folder": "runs/taken"}), 409)
     assert holder_of(folder) is None
     assert not (folder / "studio.yaml").exists()
+    assert '<input id="name" value="run"' in client.get("/plan").text
+    (workspace / "runs" / "run").mkdir()
+    assert '<input id="name" value="run-2"' in client.get("/plan").text
     (folder / "metrics.jsonl").write_text("")
     answer = client.post("/api/train", json={"settings": {**SETTINGS, "name": "taken"}})
     assert "already holds a run" in refusal(answer, 400)
@@ -265,6 +331,25 @@ def test_data_is_built_and_shown_by_a_worker_that_may_die(client: Any, workspace
     assert "error" in last
 
 
+def test_a_worker_that_broke_the_protocol_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def last_line(worker: Worker) -> str:
+        job = worker.submit("samples", name="none", first=0, count=1)
+        return str([line async for line in job.follow()][-1]["error"])
+
+    async def ask_twice() -> list[str]:
+        worker = Worker(tmp_path)
+        monkeypatch.setattr(jobs_module, "MAX_LINE_BYTES", 8)
+        found = [await last_line(worker)]
+        monkeypatch.setattr(jobs_module, "MAX_LINE_BYTES", 1 << 20)
+        found.append(await last_line(worker))
+        await worker.close()
+        return found
+
+    first, second = asyncio.run(ask_twice())
+    assert "cannot be used" in first
+    assert "no data set 'none'" in second
+
+
 def test_a_port_in_use_and_a_missing_extra_are_said(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -276,3 +361,30 @@ def test_a_port_in_use_and_a_missing_extra_are_said(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["studio"]) == 2
     assert "pip install 'flatout[studio]'" in capsys.readouterr().err
+
+
+def test_the_browser_gets_a_private_file_instead_of_the_token(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    opened: queue.Queue[tuple[str, str, int]] = queue.Queue()
+
+    def open_browser(url: str) -> None:
+        path = Path(url.removeprefix("file://"))
+        opened.put((url, path.read_text(), path.stat().st_mode & 0o777))
+
+    def serve(root: Path, port: int, log: Any, on_ready: Any) -> None:
+        on_ready(f"{ADDRESS}/?token={TOKEN}")
+        found.append(opened.get())
+
+    found: list[tuple[str, str, int]] = []
+    monkeypatch.setattr("webbrowser.open", open_browser)
+    monkeypatch.setattr("flatout.studio.server.serve", serve)
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    assert main(["studio"]) == 0
+    ((url, html, mode),) = found
+    assert TOKEN not in url
+    assert f"url={ADDRESS}/?token={TOKEN}" in html
+    assert mode == 0o600
+    assert not Path(url.removeprefix("file://")).parent.exists()
+    assert TOKEN in capsys.readouterr().out

@@ -15,6 +15,7 @@ from flatout.cli.main import main
 from flatout.track.record import Answer, AnswersRecord
 from flatout.track.run_folder import RunFolderWriter
 from flatout.track.run_log import read_run
+from flatout.view.facts import changed_settings
 from flatout.view.page import page as whole_page
 from flatout.view.report import run_fragment
 
@@ -201,6 +202,12 @@ def test_every_state_of_a_run_has_a_page(make, tmp_path: Path, capsys: pytest.Ca
     page = Page((folder / "report.html").read_text())
     assert STATES[make] in page.text
     json.loads(capsys.readouterr().out.split("MB\n")[1].partition("{")[2].join(("{", "")))
+
+
+def test_a_setting_that_was_emptied_is_a_change() -> None:
+    changed = changed_settings({"model.name": "tiny", "eval.prompts": [], "unknown": {}})
+    assert changed["eval.prompts"] == ([], None)
+    assert "unknown" not in changed
 
 
 def empty(folder: Path) -> None:
