@@ -26,7 +26,7 @@ ROW_FATES = {
 
 
 def statistics_lines(store: TokenStore) -> list[str]:
-    """Return statistics of a store with at least one sample: sizes, lengths, a histogram, and what became of rows."""
+    """Return statistics of a store with at least one sample: sizes, lengths, a histogram, and row outcomes."""
     lengths = store.lengths
     num_tokens, num_labels = int(lengths.sum()), int(store.num_labels.sum())
     percentiles = np.percentile(lengths, _PERCENTILES, method="higher")

@@ -50,7 +50,7 @@ _MEASURES = (
         "Model FLOPs utilization", "% of the nominal peak", {"MFU": lambda r: None if r.mfu is None else 100 * r.mfu},
         from_zero=True, is_smoothed=True,
     ),
-    _Measure("Memory", "GiB, the rank with most", {
+    _Measure("Memory", "GiB, highest of all ranks", {
         "peak": lambda r: r.peak_memory_bytes / _GIB,
         "peak reserved": lambda r: r.peak_reserved_memory_bytes / _GIB or None,
         "now": lambda r: r.memory_bytes / _GIB or None,

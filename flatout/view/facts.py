@@ -39,7 +39,7 @@ def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
     if summary.mfu is not None:
         found.append(("MFU", f"{summary.mfu:.1%}", "of the nominal peak"))
     if summary.peak_memory_bytes:
-        found.append(("Peak memory", gib(summary.peak_memory_bytes), "of the rank with most"))
+        found.append(("Peak memory", gib(summary.peak_memory_bytes), "highest of all ranks"))
     parts = {name.removesuffix("_s").replace("_", " "): lost_s for name, lost_s in asdict(summary.lost).items()}
     greatest = sorted(parts, key=lambda name: -parts[name])[:2]
     if summary.num_steps and parts[greatest[0]]:
@@ -49,7 +49,7 @@ def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
 
 
 def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
-    """Return the plan's promises beside what happened: (what, planned, happened); none without a plan."""
+    """Return the plan's promises beside what happened: (what, planned, actual); none without a plan."""
     if log.start is None:
         return []
     plan, steps = log.start.plan, log.steps

@@ -30,7 +30,7 @@ def markdown_report(logs: Mapping[str, RunLog]) -> str:
     parts = [f"# {printable(summary.name)}: {summary.outcome or 'not ended'}", _table(["", "", ""], headline(summary))]
     parts += [f"> {printable(note)}" for note in (summary.why, *summary.warnings) if note]
     if planned := plan_rows(log):
-        parts += ["## Plan and run", _table(["", "planned", "happened"], planned)]
+        parts += ["## Plan and run", _table(["", "planned", "actual"], planned)]
     if log.evals:
         losses = [
             (f"{e.step:,}", f"{e.eval_loss:.4f}", f"{e.eval_token_accuracy:.1%}", "best" if e.is_best else "")

@@ -26,8 +26,8 @@ def run_fragment(log: RunLog) -> str:
     summary, plan = summarize(log), log.start.plan if log.start else None
     lengths = packing = promised = ""
     if plan:
-        happened = "so far" if log.end is None else "happened"
-        promised = table(["", "planned", happened], plan_rows(log), style="figures")
+        actual = "so far" if log.end is None else "actual"
+        promised = table(["", "planned", actual], plan_rows(log), style="figures")
         bars = bar_plot("samples", plan.length_edges, plan.length_counts, "tokens in a sample")
         unit = f"samples; {plan.num_samples:,} in all"
         lengths = figure("Sample lengths", [bars], unit=unit, is_wide=True)
@@ -75,7 +75,7 @@ def _title(log: RunLog, summary: RunSummary) -> str:
     why = f'<p class="warning">{text(summary.why)}</p>' if summary.why else ""
     note = ""
     if summary.outcome is None:
-        note = '<p class="note">The run has written no end: it still runs, or it was killed.</p>'
+        note = '<p class="note">This run has not recorded an end: it is still running or was killed.</p>'
     if log.start is None:
         lead = f"{log.folder}: no start.json, so this page has no plan and little about the run"
     else:

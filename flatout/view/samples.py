@@ -69,7 +69,7 @@ def overview(store: TokenStore) -> str:
 
 
 def statistics(store: TokenStore) -> str:
-    """Return the lengths of samples, how they pack, and what became of the rows."""
+    """Return the lengths of samples, how they pack, and row outcomes."""
     counts = store.meta.counts
     fates = [(label, f"{counts[name]:,}") for name, label in ROW_FATES.items() if counts.get(name)]
     edges = np.unique(np.linspace(0, int(store.lengths.max()) + 1, NUM_LENGTH_BINS + 1).astype(np.int64))
@@ -78,7 +78,7 @@ def statistics(store: TokenStore) -> str:
     return (
         section("lengths", "Lengths", figure("Sample lengths", [bars], unit="samples", is_wide=True))
         + section("packing", "Packing", _packing(store))
-        + section("rows", "Rows", table(["what became of the source's rows", "count"], fates, style="figures"))
+        + section("rows", "Rows", table(["Row outcomes", "count"], fates, style="figures"))
     )
 
 

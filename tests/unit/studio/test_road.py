@@ -1,4 +1,4 @@
-"""The whole road in a browser: data, plan, training, watching, comparing, chat, on a tiny model."""
+"""Studio in a browser: data, plan, training, watching, comparing, chat, on a tiny model."""
 
 from __future__ import annotations
 
