@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -43,8 +44,13 @@ def run(args: argparse.Namespace) -> int:
             # in a thread: a browser in the terminal returns only when it is closed
             threading.Thread(target=webbrowser.open, args=(page.as_uri(),), daemon=True).start()
 
-    with tempfile.TemporaryDirectory(prefix="flatout-studio-") as private:
-        serve(Path.cwd(), args.port, print, on_ready)
+    # uvicorn raises SIGTERM again at its end; without a handler, the folder would stay
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        with tempfile.TemporaryDirectory(prefix="flatout-studio-") as private:
+            serve(Path.cwd(), args.port, print, on_ready)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 
