@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,3 +145,22 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if found:
         kinds = ("cases", "tracebacks", "accepted-wrong", "unclear")
         terminalreporter.write_line("fuzz: " + ", ".join(f"{found[kind]:,} {kind}" for kind in kinds))
+
+
+@pytest.fixture(scope="session")
+def open_chromium() -> Callable[..., Any]:
+    """Open a headless Chromium with further arguments, and keep what its console says; skips without Chromium."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("needs chromium and chromedriver")
+
+    def open_browser(*arguments: str) -> Any:
+        options = webdriver.ChromeOptions()
+        options.binary_location = chromium
+        for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", *arguments):
+            options.add_argument(argument)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        return webdriver.Chrome(options, webdriver.ChromeService(driver))
+
+    return open_browser

@@ -47,8 +47,9 @@ class RunFolderWriter(Callback):
 
     def on_start(self, start: RunStart) -> None:
         self._has_started = True
-        (self._folder / "end.json").unlink(missing_ok=True)
         self._write_json("start.json", asdict(start))
+        if self._is_ours:
+            (self._folder / "end.json").unlink(missing_ok=True)
 
     def on_stage(self, name: str, text: str) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")

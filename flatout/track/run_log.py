@@ -160,10 +160,13 @@ def read_end(folder: Path) -> RunEnd | None:
 
 
 def _read(path: Path, adapter: TypeAdapter[Any]) -> Any:
-    if not path.exists():
-        return None
     try:
         return adapter.validate_python(read_json(path, DataError))
+    except DataError:
+        # a run that starts again removes its end.json
+        if path.exists():
+            raise
+        return None
     except ValidationError as error:
         wrong = error.errors()[0]
         where = ".".join(map(str, wrong["loc"])) or "the file"

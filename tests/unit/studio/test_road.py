@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,9 @@ import pytest
 from flatout.track.run_log import read_run
 from tests.conftest import Tiny
 
-webdriver = pytest.importorskip("selenium.webdriver")
+pytest.importorskip("selenium")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
 
 # for a machine ten times slower
 LIMIT_S = 600
@@ -29,13 +27,8 @@ SHOTS = os.environ.get("FLATOUT_SHOTS", "")
 
 
 @pytest.fixture
-def browser() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,1000"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+def browser(open_chromium: Callable[..., Any]) -> Iterator[Any]:
+    driver = open_chromium("--window-size=1280,1000")
     yield driver
     driver.quit()
 

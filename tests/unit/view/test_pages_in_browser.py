@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from flatout.cli.main import main
 from flatout.track.run_log import read_run
 
 webdriver = pytest.importorskip("selenium.webdriver")
-CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (CHROMIUM and CHROMEDRIVER), reason="needs chromium and chromedriver")
 
 # boxes of all elements of a selector that are on the page: x, y, width, height
 BOXES = """
@@ -38,13 +35,8 @@ return found
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
+def browser(open_chromium: Callable[..., Any]) -> Iterator[Any]:
+    driver = open_chromium("--hide-scrollbars")
     yield driver
     driver.quit()
 
