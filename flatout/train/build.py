@@ -25,6 +25,7 @@ from flatout.models.load.sharded import DeferredWeights
 from flatout.models.lora.adapter import adapter_config, load_adapter
 from flatout.models.lora.fused import FusedLayers, fuse_layers
 from flatout.models.lora.layer import add_lora, freeze, freeze_unreached, trainable_parameters
+from flatout.models.objective import CROSS_ENTROPY, Objective
 from flatout.models.selftest import check_packing
 from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
@@ -50,6 +51,7 @@ def build_run(
     reporter: Reporter,
     rank: Rank,
     watch: PeerWatch | None = None,
+    objective: Objective = CROSS_ENTROPY,
 ) -> Run:
     """Build model, strategy, optimizer and feed, and restore what was `saved`. Raises a FlatoutError.
 
@@ -63,7 +65,7 @@ def build_run(
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, size_buckets=size_buckets)
     eval_feeds = tuple(Feed(each.store, device, max_documents=each.max_documents) for each in planned.eval_sets)
-    loss = PackedLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute])
+    loss = PackedLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=objective)
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
     compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, reporter)
     named = trainable_parameters(loaded.model)
@@ -93,6 +95,7 @@ def build_run(
         fused_lora=fused,
         watch=watch or PeerWatch(config.faults, reporter.event),
         rank_meter=RankMeter(device),
+        divisors=planned.divisors,
     )
     if saved is not None:
         restore(run, saved)

@@ -10,6 +10,7 @@ import torch
 from flatout.errors import NumericError
 from flatout.track.record import EvalFigures, EvalRecord
 from flatout.train.answers import answer_prompts
+from flatout.train.planning import loss_divisor
 from flatout.train.state import Run
 from flatout.train.step import autocast
 
@@ -62,7 +63,7 @@ def evaluate_now(run: Run) -> bool:
 
 @torch.no_grad()
 def evaluate(run: Run) -> tuple[EvalFigures, dict[str, EvalFigures]]:
-    """Return figures over the label tokens of all evaluation data sets and of each, without dropout; collective."""
+    """Return figures over all evaluation data sets and of each, without dropout; collective."""
     run.model.eval()
     run.fused_lora.refresh()
     totals = torch.zeros(len(run.eval_sets), 2, dtype=torch.float64, device=run.device)
@@ -71,14 +72,16 @@ def evaluate(run: Run) -> tuple[EvalFigures, dict[str, EvalFigures]]:
         for total, each, feed in zip(totals, run.eval_sets, run.eval_feeds, strict=True):
             for batch in feed.batches(each.plan.ranks[run.rank.index]):
                 with autocast(run):
-                    sums = run.loss(batch)
-                total += torch.stack([value.double() for value in sums])
+                    loss_and_correct = run.loss(batch)
+                total += torch.stack([value.double() for value in loss_and_correct])
     run.model.train()
-    counts = [each.plan.num_label_tokens for each in run.eval_sets]
-    sums_by_data = run.strategy.sum_values(totals).tolist()
-    by_data = {
-        each.name: EvalFigures(loss_sum / count, num_correct / count, count)
-        for each, (loss_sum, num_correct), count in zip(run.eval_sets, sums_by_data, counts, strict=True)
-    }
-    loss_sum, num_correct = map(sum, zip(*sums_by_data, strict=True))
-    return EvalFigures(loss_sum / sum(counts), num_correct / sum(counts), sum(counts)), by_data
+    sums = [
+        (loss_sum, num_correct, loss_divisor(each.plan, each.divisors), each.plan.num_label_tokens)
+        for each, (loss_sum, num_correct) in zip(run.eval_sets, run.strategy.sum_values(totals).tolist(), strict=True)
+    ]
+    by_data = {each.name: _figures(*own) for each, own in zip(run.eval_sets, sums, strict=True)}
+    return _figures(*map(sum, zip(*sums, strict=True))), by_data
+
+
+def _figures(loss_sum: float, num_correct: float, divisor: float, num_label_tokens: int) -> EvalFigures:
+    return EvalFigures(loss_sum / divisor, num_correct / num_label_tokens, num_label_tokens)

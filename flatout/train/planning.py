@@ -17,6 +17,7 @@ from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError
+from flatout.models.objective import CROSS_ENTROPY, Objective
 from flatout.optim.lr_schedule import check_warmup
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import choose_device
@@ -46,11 +47,12 @@ NODE_LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.to
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """One evaluation data set; `plan` is one pass over it."""
+    """One evaluation data set; `plan` is one pass over it, `divisors` as in `PlannedRun`."""
 
     name: str
     store: TokenStore
     plan: StepPlan
+    divisors: NDArray[np.float64] | None = None
 
     @property
     def max_documents(self) -> int:
@@ -60,7 +62,10 @@ class EvalSet:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """Tokens and steps of a run. `fingerprints` identifies the data and the plan."""
+    """Tokens and steps of a run. `fingerprints` identifies the data, the plan and the objective.
+
+    `divisors` (num_samples,) is what each sample adds to the divisor of its step; None: its label tokens.
+    """
 
     shape: ModelShape
     store: TokenStore
@@ -70,10 +75,15 @@ class PlannedRun:
     parallel_layout: ParallelLayout
     memory: MemoryDecision
     fingerprints: Mapping[str, Any]
+    divisors: NDArray[np.float64] | None = None
 
 
 def plan_run(
-    config: Config, reporter: Reporter, rank: Rank, device_of: Callable[[], Device | None] = lambda: None
+    config: Config,
+    reporter: Reporter,
+    rank: Rank,
+    device_of: Callable[[], Device | None] = lambda: None,
+    objective: Objective = CROSS_ENTROPY,
 ) -> PlannedRun:
     """Open or build the token store, choose a micro-batch that fits in device memory, and plan every step.
 
@@ -111,14 +121,44 @@ def plan_run(
     if config.full.update == "backward":
         check_backward_update(config, plan, rank)
     reporter.stage("plan", plan.describe())
-    eval_sets = plan_evaluation(config, store, train_ids, eval_ids, plan, memory, reporter)
+    eval_sets = plan_evaluation(config, store, train_ids, eval_ids, plan, memory, reporter, objective)
+    divisors = sample_divisors(objective, store, reporter)
     evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets]
     prompts = plan_prompts(config, store, evaluated, shape.max_positions, reporter)
     fingerprints: dict[str, Any] = {"data": _identity(store), "plan": plan.fingerprint}
     if eval_sets:
         identities = [_identity(each.store) for each in eval_sets]
         fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
-    return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, fingerprints)
+    if divisors is not None:
+        fingerprints["objective"] = {"name": objective.name, "divisors": xxh3_64_hexdigest(divisors.tobytes())}
+    return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, fingerprints, divisors)
+
+
+def sample_divisors(objective: Objective, store: TokenStore, reporter: Reporter) -> NDArray[np.float64] | None:
+    """Return what each sample adds to the divisor of its step; None where that is its label tokens.
+
+    Raises DataError for a value that is negative or not finite, and if all are 0.
+    """
+    if objective is CROSS_ENTROPY:
+        return None
+    values = np.empty(store.num_samples)
+    for index in range(store.num_samples):
+        values[index] = objective.sample_divisor(*store.sample(index))
+        if not 0 <= values[index] < np.inf:
+            raise DataError(
+                f"{store.origin(index)}: sample_divisor of objective {objective.name} is {values[index]}; it must be "
+                "a finite number, at least 0"
+            )
+        if index % 10_000 == 0:
+            reporter.phase("reading divisors of sample", index, store.num_samples)
+    if not values.any():
+        raise DataError(f"sample_divisor of objective {objective.name} is 0 for every sample: nothing can be learnt")
+    return values
+
+
+def loss_divisor(step: StepPlan, divisors: NDArray[np.float64] | None) -> float:
+    """Return what the summed loss of a step is divided by, known before the first forward pass."""
+    return step.num_label_tokens if divisors is None else float(divisors[list(step.sample_ids)].sum())
 
 
 def open_tokens(data: DataConfig, config: Config, reporter: Reporter) -> TokenStore:
@@ -171,6 +211,7 @@ def plan_evaluation(
     plan: RunPlan,
     memory: MemoryDecision,
     reporter: Reporter,
+    objective: Objective,
 ) -> tuple[EvalSet, ...]:
     """Return the evaluation data sets; empty without one. Logs an event for rows that are also trained on."""
     stores = {config.data.name: store} if config.eval.fraction else {}
@@ -199,7 +240,7 @@ def plan_evaluation(
             where = {"data": name} if len(stores) > 1 else {}
             facts = {**where, "eval_samples_also_trained_on": num_seen, "do": "remove the duplicate rows"}
             reporter.event("overlap", facts)
-        eval_sets.append(EvalSet(name, eval_store, eval_plan))
+        eval_sets.append(EvalSet(name, eval_store, eval_plan, sample_divisors(objective, eval_store, reporter)))
     return tuple(eval_sets)
 
 

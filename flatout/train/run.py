@@ -27,6 +27,7 @@ from flatout.io.redact import redacted
 from flatout.models.export import save_model
 from flatout.models.load.source import fingerprint_model
 from flatout.models.lora.adapter import adapter_parameters, read_back, save_adapter
+from flatout.models.objective import CROSS_ENTROPY, Objective
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
 from flatout.parallel.process_group import choose_device, leave_group
@@ -78,6 +79,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     console: ConsoleCallback | None = None,
     on_peer_lost: OnPeerLost | None = None,
+    objective: Objective = CROSS_ENTROPY,
 ) -> Result:
     """Train a configuration to the end; `callbacks` are called on the first rank, after the console and run folder.
 
@@ -112,7 +114,7 @@ def train(
         )
         try:
             with watch.guard():
-                result = _train(config, reporter, rank, watch)
+                result = _train(config, reporter, rank, watch, objective)
             leave_group()
         except BaseException as error:
             # after any other error the group is not destroyed: a clean shutdown would wait for the lost rank
@@ -149,7 +151,7 @@ def ended_by(error: BaseException) -> RunEnd:
     return RunEnd("failed", 1, time.time(), redacted(f"{type(error).__name__}: {error}"))
 
 
-def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch) -> Result:
+def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, objective: Objective) -> Result:
     method = f"{config.method} at lr {config.optim.lr:g}"
     reporter.stage("config", f"{config.name}: {method} on {config.model.name}, folder {config.folder}")
 
@@ -159,7 +161,7 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch) -> 
         return watch.join(rank, choose_device(config.wanted_device, rank))
 
     # tokenizing may take long, so it comes before ranks connect, which has a timeout
-    planned = plan_run(config, reporter, rank, lambda: weakest_gpu(config, rank, meet))
+    planned = plan_run(config, reporter, rank, lambda: weakest_gpu(config, rank, meet), objective)
     reporter.phase("reading the model's fingerprint")
     planned = replace(planned, fingerprints={**planned.fingerprints, "model": fingerprint_model(config.model)})
     group, keep = meet(), config.checkpoint.keep
@@ -175,7 +177,7 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch) -> 
         DurableIO().write_bytes(config.folder / "config.yaml", redacted(dump_config(config)).encode())
     if checkpoint is not None:
         reporter.event("resumed", {"step": checkpoint.step})
-    run = build_run(config, planned, checkpoints, checkpoint, reporter, rank, watch)
+    run = build_run(config, planned, checkpoints, checkpoint, reporter, rank, watch, objective)
     del checkpoint  # its open files would keep deleted checkpoints on disk
     reporter.start(run_start(run, planned))
     try:

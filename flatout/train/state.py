@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -72,7 +74,10 @@ class LoopState:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Everything the loop needs, made by `build_run`. Fields keep their objects; a step changes what these hold."""
+    """Everything the loop needs, made by `build_run`. Fields keep their objects; a step changes what these hold.
+
+    `divisors` as in `PlannedRun`.
+    """
 
     config: Config
     rank: Rank
@@ -98,6 +103,7 @@ class Run:
     fused_lora: FusedLayers
     watch: PeerWatch
     rank_meter: RankMeter
+    divisors: NDArray[np.float64] | None = None
     progress: Progress = field(default_factory=Progress)
     state: LoopState = field(default_factory=LoopState)
     stop: StopRequest = field(default_factory=StopRequest)

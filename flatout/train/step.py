@@ -28,6 +28,7 @@ from flatout.optim.update import (
 )
 from flatout.parallel.shards import local_part
 from flatout.plan.steps.step_plan import MicroBatch, StepPlan
+from flatout.train.planning import loss_divisor
 from flatout.train.rank_meter import RankFigures, gathered_figures, scatter_figures
 from flatout.train.state import Run
 
@@ -71,7 +72,7 @@ def launch_step(run: Run, step: StepPlan) -> Pending:
     both cases no launched step has changed any weight.
     """
     run.optimizer.zero_grad(set_to_none=True)
-    if step.num_label_tokens == 0:
+    if divisor_of(run, step) == 0:
         return lambda: NOTHING_TO_LEARN
     run.rank_meter.start_step(run.feed.wait_s)
     loss_sum, num_correct = accumulate_gradients(run, step)
@@ -106,6 +107,7 @@ def accumulate_gradients(run: Run, step: StepPlan) -> tuple[Tensor, Tensor]:
 def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor] | MicroBatch:
     """Return the sums over all micro-batches, or the micro-batch that did not fit in memory."""
     run.fused_lora.refresh()
+    divisor = divisor_of(run, step)
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
     num_correct = torch.zeros((), dtype=torch.float64, device=run.device)
     index = 0
@@ -120,12 +122,17 @@ def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]
                     batch_loss, batch_correct = run.loss(batch)
                 with run.rank_meter.phase("backward"):
                     # the plan fixes this divisor before step 0, so ranks need no collective for it
-                    run.scaler.scale(batch_loss / step.num_label_tokens).backward()
+                    run.scaler.scale(batch_loss / divisor).backward()
             loss_sum += batch_loss.detach()
             num_correct += batch_correct
     except torch.OutOfMemoryError:
         return micro_batches[index]
     return loss_sum, num_correct
+
+
+def divisor_of(run: Run, step: StepPlan) -> float:
+    """Return what the summed loss of a step is divided by."""
+    return loss_divisor(step, run.divisors)
 
 
 def micro_batches_of(run: Run, step: StepPlan) -> Sequence[MicroBatch]:
@@ -235,7 +242,7 @@ def _read_totals(
         run.optimizer.zero_grad(set_to_none=True)
         clear_found_inf(run.optimizer)
         return None
-    loss = loss_total / step.num_label_tokens
+    loss = loss_total / divisor_of(run, step)
     skipped = None
     if run.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
         skipped, grad_norm = "fp16 overflow", 0.0
@@ -246,7 +253,7 @@ def _read_totals(
             accumulate_gradients(run, step)
             run.strategy.sum_gradients(run.parameters)
         require_finite(run, step, loss, grad_norm)
-    accuracy = correct_total / step.num_label_tokens
+    accuracy = correct_total / max(1, step.num_label_tokens)
     return StepOutcome(loss, accuracy, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended)
 
 
@@ -302,7 +309,8 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
     backward pass, so a loss that is not finite stops the run before any update. A gradient that is not finite is only
     found after the updates: NumericError then says to resume from the newest checkpoint.
     """
-    if step.num_label_tokens == 0:
+    divisor = divisor_of(run, step)
+    if divisor == 0:
         return lambda: NOTHING_TO_LEARN
     if run.stop.requested:
         return lambda: None
@@ -319,13 +327,13 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
     with run.rank_meter.phase("checkpoint_wait"):
         run.saver.before_update()
     with run.rank_meter.phase("backward"):
-        (batch_loss / step.num_label_tokens).backward()
+        (batch_loss / divisor).backward()
     grad_norm = update.finish().item()
     if not math.isfinite(grad_norm):
         raise NumericError(
             f"step {step.index + 1}: gradient norm {grad_norm}, found after the update (full.update: backward); resume "
             "from the newest checkpoint with a lower optim.lr, or full.update: step, which checks before it updates"
         )
-    loss, accuracy = loss_sum / step.num_label_tokens, num_correct / step.num_label_tokens
+    loss, accuracy = loss_sum / divisor, num_correct / max(1, step.num_label_tokens)
     outcome = StepOutcome(loss, accuracy, grad_norm, lr, ranks=(run.rank_meter.figures(run.feed.wait_s),))
     return lambda: outcome

@@ -12,7 +12,7 @@ from flatout.config.schema import LoraConfig
 from flatout.kernels.cross_entropy import tiled
 from flatout.kernels.cross_entropy.reference import product_loss
 from flatout.kernels.cross_entropy.tiled import tile_terms
-from flatout.models import head
+from flatout.models import head, objective
 from flatout.models.head import packed_loss, prepare_head
 from flatout.models.lora.layer import add_lora
 from flatout.models.packed import flatten_samples
@@ -254,9 +254,9 @@ def test_tiles_that_are_filled_up_give_the_same(num_rows, monkeypatch):
 
 def test_the_head_is_prepared_for_every_size_of_a_tile(monkeypatch):
     model, sizes = tiny_model("llama", attention="flatout_plain"), []
-    real = head.token_loss
+    real = objective.token_loss
     monkeypatch.setattr(
-        head, "token_loss", lambda rows, *rest, **more: sizes.append(len(rows)) or real(rows, *rest, **more)
+        objective, "token_loss", lambda rows, *rest, **more: sizes.append(len(rows)) or real(rows, *rest, **more)
     )
     prepare_head(model, 512)
     assert not sizes  # in fp64 on a CPU tiles have the sizes they come in
