@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 
 from flatout.cli.screen import quiet_transformers
-from flatout.errors import ResourceError, UsageError, reason_of
-from flatout.io.durable_io import DurableIO
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,26 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Merge and save. Raises UsageError if there is no adapter, ResourceError if the output cannot be written."""
-    import torch
-
-    from flatout.models.export import merge, publish_model
-    from flatout.models.load.inference import load_trained, resolve_model_paths
+    """Merge and save. Returns 0; raises as `merge_adapter` does."""
+    from flatout.models.merge import merge_adapter
 
     quiet_transformers()
-    try:
-        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-            raise ResourceError(f"--out: {args.out} already exists and is not empty; choose a different folder")
-    except OSError as error:
-        raise UsageError(f"--out: {args.out}: {reason_of(error)}; choose a different folder") from error
-    # fail before the model is loaded if the folder cannot be created
-    DurableIO().make_dir(args.out)
-    trained = resolve_model_paths(args.target, base=args.base)
-    if trained.adapter is None:
-        raise UsageError(f"{args.target} has no adapter to merge: it is already a plain model; copy it instead")
-    model, tokenizer = load_trained(trained, device=torch.device(args.device))
-    num_layers = merge(model)
-    publish_model(model, tokenizer, args.out)
-    dtype = str(model.dtype).removeprefix("torch.")
-    print(f"merged {num_layers} layers of {trained.adapter} into {trained.base}: {args.out} ({dtype})")
+    print(merge_adapter(args.target, args.out, base=args.base, device=args.device))
     return 0

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     started_at = time.time()
     try:
         if isinstance(place, SpawnRanks):
-            return _start_ranks(config, place, words)
+            return start_ranks(config, place, words)
         set_environment({**expandable_segments_env(environment()), **place.environment})
         _train_here(config, args.profile)
         return 0
@@ -102,28 +102,6 @@ def _print_summary(folder: Path, started_at: float) -> None:
         if log.steps and log.end is not None and log.end.ended_at >= started_at:
             is_short = log.end.outcome != "complete"
             print("\n".join(summary_lines(summarize(log), next_commands(log), is_short=is_short)))
-
-
-def _start_ranks(config: Config, start: SpawnRanks, words: list[str]) -> int:
-    """Start the ranks of this node and supervise them until the run ends."""
-    nodes, faults, env = start.nodes, config.faults, environment()
-    logs = config.folder / "logs"
-    if nodes.index == 0:
-        # refuse a second run here, before it touches the logs of the first
-        with RunLock(config.folder):
-            pass
-    rendezvous: Rendezvous
-    if nodes.num_max == 1:
-        secret, rendezvous = secrets.token_hex(32), Rendezvous()
-    else:
-        logs = logs / f"node-{nodes.index}"
-        secret = secret_of_nodes(env)
-        kind = HostRendezvous if nodes.index == 0 else ClientRendezvous
-        rendezvous = kind(nodes, secret, join_s=faults.join_s, log=to_stderr)
-    with ConsoleCallback() as console:
-        console.on_phase("starting ranks")
-        out = cast(TextIO, RankOutput(console, sys.stdout, config.folder))
-        return Supervisor(logs, words, faults, rendezvous, env, secret, to_stderr, out).run(start)
 
 
 def _start_in_tmux(config: Config, place: RunHere | SpawnRanks, name: str, words: list[str], *, dry_run: bool) -> None:

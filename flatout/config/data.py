@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Literal
+import re
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from flatout.config.section import Section
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Format = Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "oasst", "segments", "text", "tokens"]
+
+_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".xz", ".gz", ".zst")
+
+
+def data_section(value: Any) -> Any:
+    """Return the section that `data: PATH_OR_NAME` or a list of paths is short for; any other value unchanged.
+
+    Text with a slash or the suffix of a data file is a path or hub id, any other the name of a built data set. The data
+    set that is built from a path has the name of its file.
+    """
+    if isinstance(value, str) and "/" not in value and not value.endswith(_SUFFIXES):
+        return {"name": value}
+    if isinstance(value, str):
+        stem = re.sub(r"[^A-Za-z0-9_-]+", "-", PurePath(value).name.partition(".")[0]).strip("-_")[:64]
+        return {"sources": [{"path": value}], **({"name": stem} if stem else {})}
+    if isinstance(value, list):
+        return {"sources": [{"path": path} if isinstance(path, str) else path for path in value]}
+    return value
 
 
 class SourceConfig(Section):
@@ -40,7 +59,10 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    """Training data: the name of a data set that is already built, or sources that are built on first use."""
+    """Training data: the name of a data set that is already built, or sources that are built on first use.
+
+    `data: chats.jsonl` is short for a data set `chats` of that source, `data: chats` for `data: {name: chats}`.
+    """
 
     name: Name = "default"
     """Name of the data set in the registry `<root>/data_config.json` and of its folder in `<root>/built_dataset/`."""
@@ -76,3 +98,8 @@ class DataConfig(Section):
     """Seed for sampling and mixing rows."""
     num_procs: int | None = Field(default=None, ge=1)
     """Tokenizer processes; null: one per core, at most 16. The maximum is 16 or the number of cores, if larger."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return data_section(value)

@@ -124,6 +124,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return make_config(_read_yaml(path), overrides, origin=str(path), folder=path.parent)
 
 
+def load_values(path: Path) -> dict[str, Any]:
+    """Return the settings of a file, unchecked if it is YAML. Raises as `load_config` does."""
+    return _run_python(path, ()).model_dump(mode="json") if path.suffix == ".py" else _read_yaml(path)
+
+
 def make_config(
     values: Mapping[str, Any],
     overrides: Sequence[str] = (),
@@ -143,7 +148,7 @@ def make_config(
             _log.warning(f"{setting}: {old} was renamed; write {setting}: {new}")
             merged[setting] = new
     try:
-        config = Config.model_validate(merged)
+        config = Config.model_validate(merged, context={"is_file": True})
     except ValidationError as error:
         problems += [_describe(item) for item in error.errors(include_url=False)]
     if problems:

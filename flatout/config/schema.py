@@ -6,9 +6,9 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from flatout.config import deepspeed
 from flatout.config.data import NAME_PATTERN, DataConfig, Name, SourceConfig
@@ -16,6 +16,7 @@ from flatout.config.optim import LR_OF_METHOD, OptimConfig, ScheduleConfig
 from flatout.config.parallel import STRATEGIES, CommConfig, FaultsConfig, ShardingConfig, StrategyName
 from flatout.config.resume_effects import RESUME_EFFECTS
 from flatout.config.section import Section, Share, refuse_unused
+from flatout.config.shortcuts import expand
 from flatout.config.track import TrackConfig
 
 __all__ = ["NAME_PATTERN", "Config", "DataConfig", "OptimConfig", "ScheduleConfig", "SourceConfig"]
@@ -24,7 +25,10 @@ Recompute = Literal["none", "selective", "budget", "full", "offload"]
 
 
 class ModelConfig(Section):
-    """The model: unmodified transformers code, safetensors weights only, never remote code."""
+    """The model: unmodified transformers code, safetensors weights only, never remote code.
+
+    `model: Qwen/Qwen3-0.6B` is short for `model: {name: ...}`.
+    """
 
     name: str
     """Hub id or folder of a causal language model."""
@@ -39,6 +43,11 @@ class ModelConfig(Section):
     """Attention over packed samples: fa4 or fa3 (FlashAttention packages), cudnn (nvidia-cudnn-frontend), varlen
     (torch's CUDA kernel), sdpa (exact, one document at a time), plain (unfused; the reference in tests); auto: the
     first that is available and passes the parity check."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
 
 class BaseConfig(Section):
@@ -249,6 +258,34 @@ class Config(Section):
     faults: FaultsConfig = FaultsConfig()
     track: TrackConfig = TrackConfig()
 
+    if TYPE_CHECKING:
+        # what editors complete: sections, their short forms, and the keywords of SHORTCUTS
+        def __init__(
+            self,
+            *,
+            model: ModelConfig | Mapping[str, Any] | str,
+            data: DataConfig | Mapping[str, Any] | str | list[str] = ...,
+            name: str = ...,
+            run_dir: Path | str | None = ...,
+            gpus: list[int] | None = ...,
+            device: Literal["auto", "cpu", "cuda"] = ...,
+            method: Literal["lora", "full"] = ...,
+            rank: int = ...,
+            alpha: float = ...,
+            dropout: float = ...,
+            targets: str | list[str] = ...,
+            storage: Literal["model", "fp8", "nf4"] = ...,
+            lr: float = ...,
+            weight_decay: float = ...,
+            epochs: float = ...,
+            max_steps: int | None = ...,
+            samples_per_step: int = ...,
+            micro_batch_tokens: int | None = ...,
+            max_tokens: int | None = ...,
+            loss_type: Literal["response_only", "all"] = ...,
+            **sections: Any,
+        ) -> None: ...
+
     @field_validator("gpus")
     @classmethod
     def _gpus_are_unique(cls, value: list[int] | None) -> list[int] | None:
@@ -274,6 +311,14 @@ class Config(Section):
         if isinstance(given, Mapping) and given.get("lr", "auto") == "auto" and lr is not None:
             return {**values, "optim": {**given, "lr": lr}}
         return values
+
+    # pydantic calls it before the one above
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_shortcuts(cls, values: Any, info: ValidationInfo) -> Any:
+        """Accept the keywords of SHORTCUTS, except from files, where a setting has one name."""
+        is_file = info.context is not None and info.context.get("is_file")
+        return values if is_file or not isinstance(values, Mapping) else expand(values)
 
     @model_validator(mode="after")
     def _sections_belong_to_the_method(self) -> Self:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from threading import current_thread, main_thread
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -15,8 +16,8 @@ class StopSignals:
     """Handles SIGTERM, SIGINT and SIGHUP inside a `with` block: calls `on_first` once, then `on_second`.
 
     `number` is the first signal. A launcher and a terminal often both forward one Ctrl-C, so signals within `settle_s`
-    seconds of the first count as one. Enter it in the main thread. Ignored signals stay ignored (SIGHUP under nohup).
-    The previous handlers are restored on exit.
+    seconds of the first count as one. Ignored signals stay ignored (SIGHUP under nohup). The previous handlers are
+    restored on exit. In any thread but the main one, where Python allows no handlers, signals stay as they are.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class StopSignals:
         self._found: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in SIGNALS:
+        for number in SIGNALS if current_thread() is main_thread() else ():
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._found[number] = signal.signal(number, self._handle)
         return self

@@ -171,22 +171,27 @@ def fingerprint_model(model: ModelConfig) -> dict[str, str]:
     digests = {"config.json": xxhash.xxh3_128_hexdigest(config.encode())}
     if model.init == "random":
         return digests
-    # loading reads model.safetensors, else the files in the index, else all
-    if single := hub_file(name, "model.safetensors", revision):
-        files = [single]
-    elif index := hub_file(name, "model.safetensors.index.json", revision):
-        content = read_json(index)
-        weight_map = content.get("weight_map") if isinstance(content, dict) else content
-        shards = validated(TypeAdapter(dict[str, str]), weight_map, f"{index}: weight_map").values()
-        files = [file for shard in sorted(set(shards)) if (file := hub_file(name, shard, revision))]
-    else:
-        files = sorted(Path(name).glob("*.safetensors"))
-    for file in files:
+    for file in weight_files(name, revision):
         try:
             digests[file.name] = cached_file_hash(file, cache_folder() / "digests").xxh3
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read: {error.strerror}; download or copy it again") from error
     return digests
+
+
+def weight_files(name: str, revision: str | None) -> list[Path]:
+    """Return the weight files that loading reads: model.safetensors, else the files in the index, else all.
+
+    Raises like `read_model_config`.
+    """
+    if single := hub_file(name, "model.safetensors", revision):
+        return [single]
+    if index := hub_file(name, "model.safetensors.index.json", revision):
+        content = read_json(index)
+        weight_map = content.get("weight_map") if isinstance(content, dict) else content
+        shards = validated(TypeAdapter(dict[str, str]), weight_map, f"{index}: weight_map").values()
+        return [file for shard in sorted(set(shards)) if (file := hub_file(name, shard, revision))]
+    return sorted(Path(name).glob("*.safetensors"))
 
 
 def cached_file_hash(path: Path, memory: Path) -> FileFacts:

@@ -1,0 +1,1 @@
+"""What `import flatout` offers: training, planning and finished runs from Python."""

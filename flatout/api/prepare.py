@@ -1,0 +1,71 @@
+"""What precedes a run, from Python: data sets, plans, and the proof that a run's step is right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flatout.api.inputs import data_file, tokenizer_folder
+from flatout.api.start import ConfigLike, resolve_config
+from flatout.config.data import DataConfig
+from flatout.errors import ProblemsError, UsageError
+
+if TYPE_CHECKING:
+    from flatout.data.token_store import TokenStore
+    from flatout.train.plan_summary import PlanSummary
+    from flatout.verify.compare import Row
+
+
+def build_data(data: Any, *, tokenizer: Any, name: str, replace: bool = False, **settings: Any) -> TokenStore:
+    """Tokenize data into a named data set, as `flatout data build` does; an unchanged one is opened.
+
+    `data` as for `flatout.train`, or a list of paths; `settings` are those of the `data` section. `replace` allows
+    another data set of that name to be replaced. Raises DataError and UsageError with what is wrong.
+    """
+    from pydantic import ValidationError
+
+    from flatout.data.build import open_or_build
+
+    try:
+        config = DataConfig.model_validate({"name": name, **settings})
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        raise ProblemsError("build_data", problems) from error
+    is_paths = isinstance(data, list) and all(isinstance(one, str) for one in data)
+    paths = data if is_paths else [data_file(data, config.root / "in_memory")]
+    sources = DataConfig.model_validate({"sources": [{"path": path} for path in paths]}).sources
+    config = config.model_copy(update={"sources": sources})
+    folder = tokenizer_folder(tokenizer, config.root / "tokenizers")
+    return open_or_build(config, folder, replaces=replace)
+
+
+def plan(config: ConfigLike = None, *, ranks: int = 1, device: str | None = None, **settings: Any) -> PlanSummary:
+    """Plan a run, as `flatout plan` does, without a GPU; print the result to read it.
+
+    `device` names the GPU to plan memory for, such as h100 or 4090. Raises as `flatout.train` does before its model.
+    """
+    from flatout.parallel.rank import Rank
+    from flatout.plan.devices import DEVICES
+    from flatout.track.callback import Reporter
+    from flatout.train.plan_summary import summarize_plan
+    from flatout.train.planning import plan_run
+
+    if device is not None and device.lower() not in DEVICES:
+        raise UsageError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
+    if ranks < 1:
+        raise UsageError(f"ranks is {ranks}; expected at least 1")
+    resolved = resolve_config(config, settings)
+    gpu = DEVICES[device.lower()] if device is not None else None
+    return summarize_plan(resolved, plan_run(resolved, Reporter(), Rank(0, ranks), lambda: gpu), gpu)
+
+
+def verify(config: ConfigLike = None, *, ranks: int = 2, fp64: bool = False, **settings: Any) -> list[Row]:
+    """Compare this run's step with plain transformers, as `flatout verify` does; return one row per way to compute it.
+
+    Raises NumericError if one differs.
+    """
+    from flatout.verify.run import require_equal
+    from flatout.verify.run import verify as verify_run
+
+    rows, _ = verify_run(resolve_config(config, settings), num_ranks=ranks, exact="fp64" if fp64 else "fp32")
+    require_equal(rows)
+    return rows

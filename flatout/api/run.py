@@ -1,0 +1,150 @@
+"""A run as an object: its figures, curves and answers, and the way out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from flatout.config.read import load_config
+from flatout.config.schema import Config
+from flatout.errors import FlatoutError, UsageError
+from flatout.track.run_log import RunLog, read_run
+from flatout.track.summary import next_commands, summarize, summary_lines
+
+
+class Run:
+    """A run folder, of a finished run or of one in any other state; made by `flatout.train` and `flatout.load`.
+
+    Raises DataError for a folder that is not a run's.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._loaded: tuple[Any, Any] | None = None
+        read_run(self.folder)
+
+    @property
+    def log(self) -> RunLog:
+        """What the run has written so far: start, steps, evaluations, answers, events, end."""
+        return read_run(self.folder)
+
+    @property
+    def config(self) -> Config:
+        """The settings of the run."""
+        return load_config(self.folder / "config.yaml")
+
+    @property
+    def final_dir(self) -> Path:
+        """The folder with the trained adapter or model. Raises UsageError if the run is not finished."""
+        if not (self.folder / "final").is_dir():
+            raise UsageError(f"{self.folder} has no final/: the run is not finished; call flatout.train again to resume")
+        return self.folder / "final"
+
+    def metrics(self, kind: str = "steps") -> Any:
+        """Return the records of all "steps" or "evals" as a pandas.DataFrame, or as a list of dicts without pandas."""
+        if kind not in ("steps", "evals"):
+            raise UsageError(f"metrics: kind is {kind!r}; expected steps or evals")
+        rows = [asdict(record) for record in getattr(self.log, kind)]
+        try:
+            import pandas
+        except ImportError:
+            return rows
+        return pandas.DataFrame(rows)
+
+    def plot(self) -> Page:
+        """Return the run's report; a notebook shows it, `save` writes it to a file."""
+        from flatout.view.page import page
+        from flatout.view.report import run_fragment
+
+        return Page(page(self.folder.name, run_fragment(self.log)))
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[Mapping[str, Any]]],
+        *,
+        system: str | None = None,
+        max_new_tokens: int = 512,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> list[str]:
+        """Return an answer to each prompt: text, or messages of a conversation. The model is loaded once.
+
+        Sampled as its generation_config says, unless `temperature` (0: greedy), `top_p` or `top_k` is given.
+        """
+        from flatout.models.generate import Sampling, answer
+
+        model, tokenizer = self._model()
+        before = [{"role": "system", "content": system}] if system else []
+        return [
+            answer(
+                model,
+                tokenizer,
+                [*before, {"role": "user", "content": one}] if isinstance(one, str) else list(one),
+                max_new_tokens=max_new_tokens,
+                sampling=Sampling(temperature, top_p, top_k),
+                seed=seed,
+            )
+            for one in ([prompts] if isinstance(prompts, str) else prompts)
+        ]
+
+    def chat(self, prompt: str | None = None, **options: Any) -> str | None:
+        """Answer one prompt, or hold a conversation with the keyboard; `options` as for `generate`."""
+        if prompt is not None:
+            return self.generate([prompt], **options)[0]
+        messages: list[Mapping[str, Any]] = []
+        while said := input("> ").strip():
+            messages.append({"role": "user", "content": said})
+            messages.append({"role": "assistant", "content": self.generate([messages], **options)[0]})
+            print(messages[-1]["content"])
+        return None
+
+    def merge(self, out: str | Path, *, device: str = "cpu") -> Path:
+        """Merge the adapter into its base model and write a plain transformers folder; return it."""
+        from flatout.models.merge import merge_adapter
+
+        merge_adapter(str(self.folder), Path(out), device=device)
+        return Path(out)
+
+    def __repr__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
+        log = self.log
+        if not log.steps:
+            return [f"Run({str(self.folder)!r}): no step yet"]
+        return [f"Run({str(self.folder)!r})", *summary_lines(summarize(log), next_commands(log))]
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>"
+
+    def _model(self) -> tuple[Any, Any]:
+        if self._loaded is None:
+            import torch
+
+            from flatout.models.load.inference import load_trained, resolve_model_paths
+
+            device = torch.device("cuda" if torch.cuda.is_available() and self.config.device != "cpu" else "cpu")
+            self._loaded = load_trained(resolve_model_paths(str(self.folder)), device=device)
+        return self._loaded
+
+
+class Page:
+    """An HTML page that a notebook shows in a frame."""
+
+    def __init__(self, html: str) -> None:
+        self.html = html
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page to a file; return its path."""
+        from flatout.io.durable_io import DurableIO
+
+        DurableIO().write_bytes(Path(path), self.html.encode())
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        return f'<iframe srcdoc="{escape(self.html)}" width="100%" height="720" style="border:0"></iframe>'

@@ -1,0 +1,222 @@
+"""Start a run from Python: in this process, or as ranks that this process supervises."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any, Self, TextIO, cast
+
+from flatout.api.inputs import data_file, model_source, tokenizer_folder
+from flatout.api.run import Run
+from flatout.config.read import dump_config, load_values, make_config
+from flatout.config.schema import Config
+from flatout.config.shortcuts import expand
+from flatout.environment import environment, expandable_segments_env, secret_of_nodes, set_environment
+from flatout.errors import FlatoutError, ResourceError, UsageError
+from flatout.io.bounded_wait import to_stderr
+from flatout.io.durable_io import DurableIO
+from flatout.io.file_lock import RunLock
+from flatout.io.redact import redacted
+from flatout.launch.launch_mode import Nodes, RunHere, SpawnRanks, choose_launch_mode, visible_devices
+from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, Rendezvous
+from flatout.launch.supervise import Supervisor
+from flatout.track.callback import Callback, deliver
+from flatout.track.console import ConsoleCallback, RankOutput
+from flatout.track.run_log import LineFollower, read_end, read_start, record_of
+
+if TYPE_CHECKING:
+    from flatout.models.objective import Objective
+
+ConfigLike = Config | Mapping[str, Any] | str | Path | None
+# how often callbacks of a run in other processes get what is new
+POLL_S = 0.2
+
+
+def resolve_config(
+    config: ConfigLike, settings: Mapping[str, Any], *, model: Any = None, tokenizer: Any = None, data: Any = None
+) -> Config:
+    """Return the configuration of a call: `settings` (sections or keywords such as lr) replace those of `config`.
+
+    `model`, `tokenizer` and `data` may be objects in memory, which are written to files first (see inputs.py). Raises
+    UsageError with every problem, and as `inputs` does.
+    """
+    origin = str(config) if isinstance(config, str | Path) else "config"
+    if isinstance(config, str | Path):
+        values = load_values(Path(config))
+    else:
+        values = config.model_dump(mode="json") if isinstance(config, Config) else expand(config or {})
+    merged = {**values, **{name: _merged(values.get(name), value) for name, value in expand(settings).items()}}
+    root = Path(_merged({"root": "data"}, merged.get("data"))["root"])
+    if model is not None and not isinstance(model, str):
+        name = model_source(model, Path(merged.get("run_dir") or Path("runs") / merged.get("name", "run")))
+        if name != model.name_or_path and tokenizer is None:
+            tokenizer = model.name_or_path or None
+        model = name
+    found = {
+        "model": None if model is None else {"name": model},
+        "data": None if data is None else {"sources": [{"path": data_file(data, root / "in_memory")}]},
+    }
+    for name, section in found.items():
+        if section is not None:
+            merged[name] = _merged(merged.get(name), section)
+    if tokenizer is not None:
+        merged["data"] = _merged(merged.get("data"), {"tokenizer": tokenizer_folder(tokenizer, root / "tokenizers")})
+    return make_config(merged, origin=origin, folder=Path(origin).parent)
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """Return `new`, on top of `old` if both are sections."""
+    return {**old, **new} if isinstance(old, Mapping) and isinstance(new, Mapping) else new
+
+
+def train(
+    config: ConfigLike = None,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    data: Any = None,
+    callbacks: Sequence[Callback] = (),
+    objective: Objective | None = None,
+    **settings: Any,
+) -> Run:
+    """Train, or resume an interrupted run, as `flatout train` does; return the finished run.
+
+    `config` is a Config, a mapping, or the path of a YAML file. `model` is a name or a transformers model, `data` a
+    path, a datasets.Dataset, a pandas or pyarrow table, or rows; both are copied to files when they are objects, and
+    the object is not changed. Further `settings` are sections or keywords: `lr=1e-4`, `lora={"rank": 8}`.
+
+    With several `gpus`, one process per GPU is started. `callbacks` stay in this process: they get records as the run
+    writes them, but no `on_stage` and `on_phase`. An `objective` cannot be sent there; use torchrun for it.
+
+    Raises a FlatoutError; PreemptedError means stopped, saved and resumable.
+    """
+    resolved = resolve_config(config, settings, model=model, tokenizer=tokenizer, data=data)
+    place = _launch_mode(resolved)
+    if not isinstance(place, SpawnRanks):
+        set_environment({**expandable_segments_env(environment()), **place.environment})
+        from flatout.models.objective import CROSS_ENTROPY
+        from flatout.train.run import train as train_here
+
+        return Run(train_here(resolved, callbacks=callbacks, objective=objective or CROSS_ENTROPY).folder)
+    if objective is not None:
+        raise UsageError(
+            f"objective is an object of this process, but gpus: {resolved.gpus} starts others; start this script with "
+            f"`torchrun --nproc-per-node {place.num_procs} SCRIPT` without gpus, or train on one GPU"
+        )
+    DurableIO().make_dir(resolved.folder)
+    file, text = resolved.folder / "python.yaml", dump_config(resolved)
+    if redacted(text) != text:
+        raise UsageError("config: an address contains a password, which would be written to disk; remove it")
+    DurableIO().write_bytes(file, text.encode())
+    with _Following(resolved.folder, callbacks) as following:
+        exit_code = start_ranks(resolved, place, ["train", str(file)])
+    if following.error is not None:
+        raise following.error
+    if exit_code != 0:
+        end = read_end(resolved.folder)
+        raise _error_of(exit_code, end.why if end else f"see the logs in {resolved.folder / 'logs'}")
+    return Run(resolved.folder)
+
+
+def _launch_mode(config: Config) -> RunHere | SpawnRanks:
+    """Decide where to train. A process that has used CUDA already cannot choose its GPUs any more."""
+    on_cpu, env = config.device == "cpu", environment()
+    place = choose_launch_mode(env, gpus=config.gpus, on_cpu=on_cpu, nodes=None)
+    torch = sys.modules.get("torch")
+    if isinstance(place, SpawnRanks) or not place.environment or torch is None or not torch.cuda.is_initialized():
+        return place
+    return SpawnRanks(1, Nodes(), visible_devices(env, gpus=config.gpus, on_cpu=on_cpu))
+
+
+def _error_of(exit_code: int, why: str) -> FlatoutError:
+    """Return the error of the class that has this exit code."""
+    if exit_code > 128:
+        return ResourceError(f"a rank was ended by signal {exit_code - 128}: {why}")
+    kinds = {kind.exit_code: kind for kind in FlatoutError.__subclasses__()}
+    return kinds.get(exit_code, FlatoutError)(why)
+
+
+def start_ranks(config: Config, start: SpawnRanks, words: list[str]) -> int:
+    """Start the ranks of this node and supervise them until the run ends; `words` follow `flatout`."""
+    nodes, faults, env = start.nodes, config.faults, environment()
+    logs = config.folder / "logs"
+    if nodes.index == 0:
+        # refuse a second run here, before it touches the logs of the first
+        with RunLock(config.folder):
+            pass
+    rendezvous: Rendezvous
+    if nodes.num_max == 1:
+        secret, rendezvous = secrets.token_hex(32), Rendezvous()
+    else:
+        logs = logs / f"node-{nodes.index}"
+        secret = secret_of_nodes(env)
+        kind = HostRendezvous if nodes.index == 0 else ClientRendezvous
+        rendezvous = kind(nodes, secret, join_s=faults.join_s, log=to_stderr)
+    with ConsoleCallback() as console:
+        console.on_phase("starting ranks")
+        out = cast(TextIO, RankOutput(console, sys.stdout, config.folder))
+        return Supervisor(logs, words, faults, rendezvous, env, secret, to_stderr, out).run(start)
+
+
+class _Following(Thread):
+    """Calls callbacks with what a run in other processes writes to its folder, until the `with` block ends.
+
+    The first exception of a callback is kept in `error`, and asks the run to save and stop.
+    """
+
+    def __init__(self, folder: Path, callbacks: Sequence[Callback]) -> None:
+        super().__init__(daemon=True)
+        self.error: Exception | None = None
+        self._folder, self._callbacks, self._is_over = folder, callbacks, Event()
+        self._started_at = time.time()
+        paths = [folder / f"{name}.jsonl" for name in ("metrics", "answers", "events")]
+        self._files = [LineFollower(path, path.stat().st_size if path.exists() else 0) for path in paths]
+
+    def __enter__(self) -> Self:
+        if self._callbacks:
+            self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        if self._callbacks:
+            self.join()
+
+    def run(self) -> None:
+        """See Thread."""
+        try:
+            while not self._is_over.wait(POLL_S):
+                self._deliver()
+            self._deliver()
+            if (end := read_end(self._folder)) is not None and end.ended_at >= self._started_at:
+                self._call(lambda callback: callback.on_end(end))
+        except Exception as error:  # noqa: BLE001  (a user's callback may raise anything; train() raises it)
+            self.error = error
+            # the supervisor handles it: the ranks save and stop
+            if not self._is_over.is_set() and signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+                signal.raise_signal(signal.SIGTERM)
+
+    def _deliver(self) -> None:
+        start = read_start(self._folder)
+        if start is not None and start.started_at > self._started_at:
+            self._started_at = start.started_at
+            self._call(lambda callback: callback.on_start(start))
+        for line in (line for file in self._files for line in file.new_lines()):
+            if (record := record_of(line)) is not None:
+                self._call(lambda callback, record=record: deliver(callback, record))
+            elif "time" in line:
+                self._deliver_event(str(line["kind"]), {key: line[key] for key in line.keys() - {"time", "kind"}})
+
+    def _deliver_event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        self._call(lambda callback: callback.on_event(kind, facts))
+        if kind == "saved":
+            self._call(lambda callback: callback.on_save(int(facts["step"]), Path(facts["path"])))
+
+    def _call(self, call: Callable[[Callback], None]) -> None:
+        for callback in self._callbacks:
+            call(callback)

@@ -1,0 +1,47 @@
+"""Keywords that stand for a setting in Python: `Config(model=..., lr=1e-4)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from flatout.config.data import data_section
+
+# keyword of Config(...) and flatout.train(...) -> the setting
+SHORTCUTS = {
+    "rank": "lora.rank",
+    "alpha": "lora.alpha",
+    "dropout": "lora.dropout",
+    "targets": "lora.targets",
+    "storage": "base.storage",
+    "samples_per_step": "batch.samples_per_step",
+    "micro_batch_tokens": "batch.micro_batch_tokens",
+    "epochs": "batch.epochs",
+    "max_steps": "batch.max_steps",
+    "lr": "optim.lr",
+    "weight_decay": "optim.weight_decay",
+    "max_tokens": "data.max_tokens",
+    "loss_type": "data.loss_type",
+}
+
+def expand(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with each keyword of SHORTCUTS in its section, and without short forms of sections.
+
+    Raises ValueError for a setting that is given twice.
+    """
+    expanded = {name: value for name, value in values.items() if name not in SHORTCUTS}
+    if isinstance(expanded.get("model"), str):
+        expanded["model"] = {"name": expanded["model"]}
+    if "data" in expanded:
+        expanded["data"] = data_section(expanded["data"])
+    for name in values.keys() & SHORTCUTS.keys():
+        section, _, setting = SHORTCUTS[name].partition(".")
+        given = expanded.get(section, {})
+        if isinstance(given, BaseModel):
+            given = given.model_dump(exclude_unset=True)
+        if setting in given:
+            raise ValueError(f"{name} and {SHORTCUTS[name]} are both given; keep one")
+        expanded[section] = {**given, setting: values[name]}
+    return expanded

@@ -1,0 +1,34 @@
+"""Merge a trained adapter into its base model, from folder to folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from flatout.errors import ResourceError, UsageError, reason_of
+from flatout.io.durable_io import DurableIO
+from flatout.models.export import merge, publish_model
+from flatout.models.load.inference import load_trained, resolve_model_paths
+
+
+def merge_adapter(target: str, out: Path, *, base: str | None = None, device: str = "cpu") -> str:
+    """Merge the adapter of a run or adapter folder, and write a plain Hugging Face folder to `out`; say what was done.
+
+    Raises UsageError if there is no adapter, and ResourceError if `out` is not empty or cannot be written.
+    """
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ResourceError(f"--out: {out} already exists and is not empty; choose a different folder")
+    except OSError as error:
+        raise UsageError(f"--out: {out}: {reason_of(error)}; choose a different folder") from error
+    # fail before the model is loaded if the folder cannot be created
+    DurableIO().make_dir(out)
+    trained = resolve_model_paths(target, base=base)
+    if trained.adapter is None:
+        raise UsageError(f"{target} has no adapter to merge: it is already a plain model; copy it instead")
+    model, tokenizer = load_trained(trained, device=torch.device(device))
+    num_layers = merge(model)
+    publish_model(model, tokenizer, out)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"merged {num_layers} layers of {trained.adapter} into {trained.base}: {out} ({dtype})"
