@@ -36,7 +36,7 @@ from flatout.bench.inputs import LABEL_SHARE, chat_lengths
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback
 from flatout.track.record import StepRecord
-from flatout.train.state import Run
+from flatout.trainer.state import Run
 
 TFLOPS = 790
 BF16 = ["full.weights=bf16", "model.precision=bf16"]

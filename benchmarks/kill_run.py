@@ -24,7 +24,7 @@ from flatout.config.read import make_config
 from flatout.config.schema import Config
 from flatout.demo.write import write_demo
 from flatout.errors import FlatoutError
-from flatout.train.run import train
+from flatout.trainer.run import train
 
 
 def config_of(root: Path, name: str, num_steps: int) -> Config:

@@ -27,7 +27,7 @@ from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback
-from flatout.train.state import Run
+from flatout.trainer.state import Run
 
 
 def load_s(recorder: MemoryCallback) -> float:

@@ -23,12 +23,12 @@ from whole_steps import prepare
 
 from flatout.config.read import make_config
 from flatout.parallel.rank import Rank
-from flatout.plan.devices import DEVICES, GIB
-from flatout.plan.memory.budget import memory_model
-from flatout.plan.memory.estimate import MicroBatchSize
+from flatout.planner.devices import DEVICES, GIB
+from flatout.planner.memory.budget import memory_model
+from flatout.planner.memory.estimate import MicroBatchSize
 from flatout.track.callback import Reporter
-from flatout.train.planning import gpu_of, plan_run
-from flatout.train.run import train
+from flatout.trainer.planning import gpu_of, plan_run
+from flatout.trainer.run import train
 
 NUM_STEPS = 3
 BF16_8BIT = ("method=full", "full.weights=bf16", "optim.name=adamw8bit")

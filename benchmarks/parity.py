@@ -70,7 +70,7 @@ def prepare(args: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM
 
     from flatout.data.tokenizer import load_tokenizer
-    from flatout.train.run import train
+    from flatout.trainer.run import train
 
     args.work.mkdir(parents=True, exist_ok=True)
     shape = dict(SHAPES[args.shape])
@@ -103,10 +103,10 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     from flatout.models.lora.layer import lora_layers
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
-    from flatout.train.build import build_run
-    from flatout.train.planning import gpu_of, plan_run
-    from flatout.train.run import train
-    from flatout.train.step import accumulate_gradients
+    from flatout.trainer.build import build_run
+    from flatout.trainer.planning import gpu_of, plan_run
+    from flatout.trainer.run import train
+    from flatout.trainer.step import accumulate_gradients
 
     config = lora_config(args, mode)
     rank = Rank()

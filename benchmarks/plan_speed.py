@@ -12,8 +12,8 @@ import time
 import numpy as np
 
 from flatout.config.schema import BatchConfig
-from flatout.plan.cost import CostModel
-from flatout.plan.steps.run_plan import make_plan
+from flatout.planner.cost import CostModel
+from flatout.planner.steps.run_plan import make_plan
 
 # Qwen3-8B, LoRA rank 16: per token, per query-key pair, per label token
 COST = CostModel(per_token=2.8e10, per_pair=2.06e6, per_label=2.5e9)

@@ -27,7 +27,7 @@ from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
 
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback
-from flatout.train.state import Run
+from flatout.trainer.state import Run
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 

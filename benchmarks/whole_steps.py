@@ -25,7 +25,7 @@ from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.record import StepRecord
 from flatout.track.run_folder import RunFolderWriter
-from flatout.train.state import Run
+from flatout.trainer.state import Run
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """flatout: exact, planned, flat-out fine-tuning of transformers models. Importing it has no side effects.
 
-    run = flatout.train(model="Qwen/Qwen3-0.6B", data="chats.jsonl", lr=1e-4)
-    run.plot(); run.chat("Hello"); run.merge("merged")
+run = flatout.train(model="Qwen/Qwen3-0.6B", data="chats.jsonl", lr=1e-4)
+run.plot(); run.chat("Hello"); run.merge("merged")
 """
 
 from importlib import import_module
@@ -10,41 +10,38 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from flatout.api.prepare import build_data, plan, verify
-    from flatout.api.run import Run
-    from flatout.api.run import Run as load
-    from flatout.api.start import train
-    from flatout.config.schema import Config
-    from flatout.errors import FlatoutError
-    from flatout.models.objective import LossSums, Objective, TokenHead
-    from flatout.track.callback import Callback
+    from flatout.api.prepare import build_data as build_data
+    from flatout.api.prepare import plan as plan
+    from flatout.api.prepare import verify as verify
+    from flatout.api.run import Run as Run
+    from flatout.api.run import load as load
+    from flatout.api.start import train as train
+    from flatout.config.schema import Config as Config
+    from flatout.errors import FlatoutError as FlatoutError
+    from flatout.models.objective import LossSums as LossSums
+    from flatout.models.objective import Objective as Objective
+    from flatout.models.objective import TokenHead as TokenHead
+    from flatout.track.callback import Callback as Callback
 
-# name -> the module that has it, and its name there; imported on first use
-_WHERE = {
-    "Callback": ("flatout.track.callback", "Callback"),
-    "Config": ("flatout.config.schema", "Config"),
-    "FlatoutError": ("flatout.errors", "FlatoutError"),
-    "LossSums": ("flatout.models.objective", "LossSums"),
-    "Objective": ("flatout.models.objective", "Objective"),
-    "Run": ("flatout.api.run", "Run"),
-    "TokenHead": ("flatout.models.objective", "TokenHead"),
-    "build_data": ("flatout.api.prepare", "build_data"),
-    "load": ("flatout.api.run", "Run"),
-    "plan": ("flatout.api.prepare", "plan"),
-    "train": ("flatout.api.start", "train"),
-    "verify": ("flatout.api.prepare", "verify"),
+# what each module offers here; imported on first use
+_MODULES = {
+    "flatout.api.prepare": ("build_data", "plan", "verify"),
+    "flatout.api.run": ("Run", "load"),
+    "flatout.api.start": ("train",),
+    "flatout.config.schema": ("Config",),
+    "flatout.errors": ("FlatoutError",),
+    "flatout.models.objective": ("LossSums", "Objective", "TokenHead"),
+    "flatout.track.callback": ("Callback",),
 }
-__all__ = sorted(_WHERE)
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'flatout' has no attribute {name!r}")
-    module, own_name = _WHERE[name]
-    value = getattr(import_module(module), own_name)
-    globals()[name] = value
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*_MODULE_OF, "__version__"]

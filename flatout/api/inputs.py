@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,56 +17,67 @@ from flatout.io.file_lock import locked
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_TABLES = ("datasets.Dataset", "pandas.DataFrame", "pyarrow.Table")
+
 
 def data_file(data: Any, folder: Path) -> str:
-    """Return the path of a file with the rows of `data`, named by its content; a path or hub id is returned as it is.
+    """Return the path of a file with the rows of `data`, in a folder named by its content; a path is returned as it is.
 
-    `data` is a datasets.Dataset, a pandas or pyarrow table (parquet), or an iterable of rows, each a mapping of JSON
-    values (JSON Lines). Raises DataError for a row that is not, UsageError for anything else, and ResourceError.
+    `data` is a path or hub id, a datasets.Dataset, a pandas or pyarrow table (parquet), or an iterable of rows, each a
+    mapping of JSON values (JSON Lines). Raises DataError for a row that is not, UsageError for anything else.
     """
     if isinstance(data, str | Path):
         return str(data)
     kind = f"{type(data).__module__.partition('.')[0]}.{type(data).__name__}"
     if kind in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
-        raise UsageError(f"data: it has the splits {', '.join(data)}; pass one of them, such as data[{next(iter(data))!r}]")
-    durable_io = DurableIO()
-    durable_io.make_dir(folder)
+        raise UsageError(f"data has the splits {', '.join(data)}; pass one, such as data[{next(iter(data))!r}]")
+    is_rows = isinstance(data, Iterable) and not isinstance(data, Mapping)
+    if kind not in _TABLES and not is_rows:
+        raise UsageError(
+            f"data is a {type(data).__name__}; expected a path, a datasets.Dataset, a pandas or pyarrow table, or rows"
+        )
+    name = "rows.parquet" if kind in _TABLES else "rows.jsonl"
+    return str(_store(folder, "data", lambda half_done: _write_rows(data, kind, half_done / name)) / name)
+
+
+def _store(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
+    """Fill a new folder by `write` and return where it is: `folder`/NAME-HASH, which stays if it is there already."""
+    durable_io, content = DurableIO(), xxhash.xxh3_128()
     half_done = folder / f".{secrets.token_hex(8)}.tmp"
+    durable_io.make_dir(half_done)
     try:
         with durable_io.resource_errors("write", folder):
-            suffix = _write_rows(data, kind, half_done)
-            target = folder / f"{digest(half_done).xxh3[:16]}{suffix}"
-            half_done.replace(target)
+            write(half_done)
+        for file in sorted(durable_io.sync_tree(half_done)):
+            content.update(f"{file} {digest(half_done / file).xxh3}".encode())
+        target = folder / f"{name}-{content.hexdigest()[:16]}"
+        with locked(folder / ".lock", "another process that writes here"):
+            if not target.exists():
+                durable_io.rename(half_done, target)
     finally:
-        half_done.unlink(missing_ok=True)
-    return str(target)
+        durable_io.remove_tree(half_done)
+    return target
 
 
-def _write_rows(data: Any, kind: str, path: Path) -> str:
-    """Write rows to a new file; return the suffix for its format."""
+def _write_rows(data: Any, kind: str, path: Path) -> None:
     if kind == "datasets.Dataset":
         data.to_parquet(str(path))
-        return ".parquet"
-    if kind in ("pandas.DataFrame", "pyarrow.Table"):
+        return
+    if kind in _TABLES:
         import pyarrow
         import pyarrow.parquet
 
         table = pyarrow.Table.from_pandas(data, preserve_index=False) if kind == "pandas.DataFrame" else data
         pyarrow.parquet.write_table(table, path)
-        return ".parquet"
-    if isinstance(data, Mapping) or not isinstance(data, Iterable):
-        raise UsageError(
-            f"data is a {type(data).__name__}; expected a path, a datasets.Dataset, a pandas or pyarrow table, or rows"
-        )
+        return
     with path.open("x", encoding="utf-8") as file:
         for number, row in enumerate(data, start=1):
             if not isinstance(row, Mapping):
-                raise DataError(f"data: row {number} is a {type(row).__name__}; expected a mapping such as {{'text': ...}}")
+                raise DataError(f"data: row {number} is a {type(row).__name__}; expected a mapping, such as a dict")
             try:
                 file.write(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
             except (TypeError, ValueError) as error:
                 raise DataError(f"data: row {number}: {error}; use text, numbers, lists and mappings only") from error
-    return ".jsonl"
 
 
 def model_source(model: PreTrainedModel, folder: Path) -> str:
@@ -86,7 +97,7 @@ def model_source(model: PreTrainedModel, folder: Path) -> str:
         )
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise UsageError("model has weights that are not in memory (device_map offloaded them); pass its name instead")
-    origin = model.name_or_path
+    origin = str(model.name_or_path)
     if origin and _equals_files(model, origin):
         return origin
     if getattr(model, "quantization_method", None) is not None:
@@ -105,22 +116,8 @@ def tokenizer_folder(tokenizer: Any, folder: Path) -> str:
     if isinstance(tokenizer, str | Path):
         return str(tokenizer)
     if not hasattr(tokenizer, "save_pretrained"):
-        raise UsageError(f"tokenizer is a {type(tokenizer).__name__}; pass a name, a folder or a transformers tokenizer")
-    durable_io = DurableIO()
-    durable_io.make_dir(folder)
-    half_done = folder / f".{secrets.token_hex(8)}.tmp"
-    try:
-        with durable_io.resource_errors("write", folder):
-            tokenizer.save_pretrained(half_done)
-            content = xxhash.xxh3_128()
-            for file in sorted(path for path in half_done.rglob("*") if path.is_file()):
-                content.update(str(file.relative_to(half_done)).encode() + file.read_bytes())
-            target = folder / f"tokenizer-{content.hexdigest()[:16]}"
-            if not target.exists():
-                half_done.rename(target)
-    finally:
-        durable_io.remove_tree(half_done)
-    return str(target)
+        raise UsageError(f"tokenizer is a {type(tokenizer).__name__}; pass a name, folder or transformers tokenizer")
+    return str(_store(folder, "tokenizer", tokenizer.save_pretrained))
 
 
 def _fingerprint(model: PreTrainedModel) -> str:

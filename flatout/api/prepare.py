@@ -11,8 +11,8 @@ from flatout.errors import ProblemsError, UsageError
 
 if TYPE_CHECKING:
     from flatout.data.token_store import TokenStore
-    from flatout.train.plan_summary import PlanSummary
-    from flatout.verify.compare import Row
+    from flatout.trainer.plan_summary import PlanSummary
+    from flatout.verifier.compare import Row
 
 
 def build_data(data: Any, *, tokenizer: Any, name: str, replace: bool = False, **settings: Any) -> TokenStore:
@@ -44,10 +44,10 @@ def plan(config: ConfigLike = None, *, ranks: int = 1, device: str | None = None
     `device` names the GPU to plan memory for, such as h100 or 4090. Raises as `flatout.train` does before its model.
     """
     from flatout.parallel.rank import Rank
-    from flatout.plan.devices import DEVICES
+    from flatout.planner.devices import DEVICES
     from flatout.track.callback import Reporter
-    from flatout.train.plan_summary import summarize_plan
-    from flatout.train.planning import plan_run
+    from flatout.trainer.plan_summary import summarize_plan
+    from flatout.trainer.planning import plan_run
 
     if device is not None and device.lower() not in DEVICES:
         raise UsageError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
@@ -63,8 +63,8 @@ def verify(config: ConfigLike = None, *, ranks: int = 2, fp64: bool = False, **s
 
     Raises NumericError if one differs.
     """
-    from flatout.verify.run import require_equal
-    from flatout.verify.run import verify as verify_run
+    from flatout.verifier.run import require_equal
+    from flatout.verifier.run import verify as verify_run
 
     rows, _ = verify_run(resolve_config(config, settings), num_ranks=ranks, exact="fp64" if fp64 else "fp32")
     require_equal(rows)

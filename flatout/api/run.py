@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from flatout.config.read import load_config
 from flatout.config.schema import Config
-from flatout.errors import FlatoutError, UsageError
+from flatout.errors import UsageError
 from flatout.track.run_log import RunLog, read_run
 from flatout.track.summary import next_commands, summarize, summary_lines
 
@@ -40,7 +42,7 @@ class Run:
     def final_dir(self) -> Path:
         """The folder with the trained adapter or model. Raises UsageError if the run is not finished."""
         if not (self.folder / "final").is_dir():
-            raise UsageError(f"{self.folder} has no final/: the run is not finished; call flatout.train again to resume")
+            raise UsageError(f"{self.folder} has no final/: the run is not finished; call flatout.train to resume it")
         return self.folder / "final"
 
     def metrics(self, kind: str = "steps") -> Any:
@@ -48,11 +50,9 @@ class Run:
         if kind not in ("steps", "evals"):
             raise UsageError(f"metrics: kind is {kind!r}; expected steps or evals")
         rows = [asdict(record) for record in getattr(self.log, kind)]
-        try:
-            import pandas
-        except ImportError:
+        if find_spec("pandas") is None:
             return rows
-        return pandas.DataFrame(rows)
+        return import_module("pandas").DataFrame(rows)
 
     def plot(self) -> Page:
         """Return the run's report; a notebook shows it, `save` writes it to a file."""
@@ -100,7 +100,7 @@ class Run:
         while said := input("> ").strip():
             messages.append({"role": "user", "content": said})
             messages.append({"role": "assistant", "content": self.generate([messages], **options)[0]})
-            print(messages[-1]["content"])
+            print(messages[-1]["content"])  # noqa: T201  (a conversation at the keyboard)
         return None
 
     def merge(self, out: str | Path, *, device: str = "cpu") -> Path:
@@ -131,6 +131,11 @@ class Run:
             device = torch.device("cuda" if torch.cuda.is_available() and self.config.device != "cpu" else "cpu")
             self._loaded = load_trained(resolve_model_paths(str(self.folder)), device=device)
         return self._loaded
+
+
+def load(folder: str | Path) -> Run:
+    """Return the run in a folder, whatever its state. Raises DataError for a folder that is not a run's."""
+    return Run(folder)
 
 
 class Page:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
@@ -100,7 +101,7 @@ def train(
     if not isinstance(place, SpawnRanks):
         set_environment({**expandable_segments_env(environment()), **place.environment})
         from flatout.models.objective import CROSS_ENTROPY
-        from flatout.train.run import train as train_here
+        from flatout.trainer.run import train as train_here
 
         return Run(train_here(resolved, callbacks=callbacks, objective=objective or CROSS_ENTROPY).folder)
     if objective is not None:
@@ -119,7 +120,7 @@ def train(
         raise following.error
     if exit_code != 0:
         end = read_end(resolved.folder)
-        raise _error_of(exit_code, end.why if end else f"see the logs in {resolved.folder / 'logs'}")
+        raise _error_of(exit_code, (end and end.why) or f"see the logs in {resolved.folder / 'logs'}")
     return Run(resolved.folder)
 
 
@@ -208,7 +209,7 @@ class _Following(Thread):
             self._call(lambda callback: callback.on_start(start))
         for line in (line for file in self._files for line in file.new_lines()):
             if (record := record_of(line)) is not None:
-                self._call(lambda callback, record=record: deliver(callback, record))
+                self._call(partial(deliver, record=record))
             elif "time" in line:
                 self._deliver_event(str(line["kind"]), {key: line[key] for key in line.keys() - {"time", "kind"}})
 

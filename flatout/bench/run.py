@@ -20,11 +20,11 @@ from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.record import RunEnd
-from flatout.train.build import build_run
-from flatout.train.loop import run_steps
-from flatout.train.model_shape import read_shape
-from flatout.train.planning import plan_run, weakest_gpu
-from flatout.train.state import Run
+from flatout.trainer.build import build_run
+from flatout.trainer.loop import run_steps
+from flatout.trainer.model_shape import read_shape
+from flatout.trainer.planning import plan_run, weakest_gpu
+from flatout.trainer.state import Run
 
 
 def measured_config(config: Config, folder: Path, num_steps: int) -> tuple[Config, str]:

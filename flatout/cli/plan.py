@@ -15,12 +15,12 @@ from flatout.cli.screen import WIDTH, rows
 from flatout.config.read import load_config
 from flatout.errors import UsageError
 from flatout.parallel.rank import Rank
-from flatout.plan.devices import DEVICES
-from flatout.plan.steps.step_plan import StepPlan
+from flatout.planner.devices import DEVICES
+from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import MemoryCallback, Reporter
 
 if TYPE_CHECKING:
-    from flatout.train.plan_summary import PlanSummary
+    from flatout.trainer.plan_summary import PlanSummary
 
 MAX_RANKS = 100_000
 
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Returns 0; raises FlatoutError for a configuration or data that cannot be planned."""
-    from flatout.train.plan_summary import summarize_plan
-    from flatout.train.planning import plan_run
+    from flatout.trainer.plan_summary import summarize_plan
+    from flatout.trainer.planning import plan_run
 
     if not 1 <= args.ranks <= MAX_RANKS:
         raise UsageError(f"--ranks is {args.ranks:,}; expected 1 to {MAX_RANKS:,}")

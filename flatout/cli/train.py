@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import shlex
 import signal
 import sys
@@ -12,8 +11,8 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TextIO, cast
 
+from flatout.api.start import start_ranks
 from flatout.cli.screen import quiet_transformers
 from flatout.config.read import load_config
 from flatout.config.schema import Config
@@ -22,21 +21,16 @@ from flatout.environment import (
     PARENT,
     environment,
     expandable_segments_env,
-    secret_of_nodes,
     set_environment,
     whole_number,
 )
 from flatout.errors import FlatoutError, ResourceError, UsageError
-from flatout.io.bounded_wait import to_stderr
-from flatout.io.file_lock import RunLock
 from flatout.launch import tmux
 from flatout.launch.attempt import SIGNAL_EXIT_CODE, UNCAUGHT_EXIT_CODE, RankReport
 from flatout.launch.launch_mode import RunHere, SpawnRanks, choose_launch_mode, parse_nodes
 from flatout.launch.ranks import end_with_parent
-from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, Rendezvous
-from flatout.launch.supervise import Supervisor
 from flatout.parallel.rank import Rank
-from flatout.track.console import ConsoleCallback, RankOutput
+from flatout.track.console import ConsoleCallback
 from flatout.track.run_log import read_run
 from flatout.track.summary import next_commands, summarize, summary_lines
 
@@ -140,7 +134,7 @@ def _train_here(config: Config, profile_steps: int | None) -> None:
                 console.on_phase("importing torch")
             # import torch only after the configuration is checked
             from flatout.profile.profiler import Profiler
-            from flatout.train.run import train
+            from flatout.trainer.run import train
 
             quiet_transformers()
             profilers = []

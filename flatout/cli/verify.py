@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
     set_environment(visible_devices_env(environment(), gpus=config.gpus, on_cpu=config.device == "cpu"))
     import torch
 
-    from flatout.verify.compare import Row
-    from flatout.verify.run import require_equal, verify
+    from flatout.verifier.compare import Row
+    from flatout.verifier.run import require_equal, verify
 
     def print_row(row: Row) -> None:
         # differences are relative, the gradient's is the worst parameter's

@@ -26,6 +26,7 @@ SHORTCUTS = {
     "loss_type": "data.loss_type",
 }
 
+
 def expand(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with each keyword of SHORTCUTS in its section, and without short forms of sections.
 

@@ -13,7 +13,7 @@ from flatout.demo.conversations import ChatMessage, held_out_prompts
 from flatout.demo.settings import held_out_data
 from flatout.models.generate import answer
 from flatout.models.load.inference import load_trained, resolve_model_paths
-from flatout.train.run import Result, train
+from flatout.trainer.run import Result, train
 
 MAX_ANSWER_TOKENS = 64
 

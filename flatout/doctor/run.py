@@ -25,10 +25,10 @@ from flatout.models.load.source import check_source
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import join_group, leave_group
 from flatout.parallel.rank import Rank
-from flatout.plan.devices import ANY_DEVICE, GIB
-from flatout.plan.memory.budget import memory_model
-from flatout.plan.memory.estimate import MicroBatchSize
-from flatout.train.model_shape import read_shape
+from flatout.planner.devices import ANY_DEVICE, GIB
+from flatout.planner.memory.budget import memory_model
+from flatout.planner.memory.estimate import MicroBatchSize
+from flatout.trainer.model_shape import read_shape
 
 JOIN_S = 300.0
 # size of the rehearsal's weights: large enough to measure the disk, small enough to be quick

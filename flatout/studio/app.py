@@ -24,7 +24,7 @@ from flatout.config.template import describe_setting
 from flatout.data import registry
 from flatout.errors import FlatoutError, ResourceError, SecurityError, UsageError, reason_of
 from flatout.io.redact import printable, redacted
-from flatout.plan.devices import DEVICES
+from flatout.planner.devices import DEVICES
 from flatout.studio.guard import Guard
 from flatout.studio.jobs import Job, Worker
 from flatout.studio.trainings import Trainings

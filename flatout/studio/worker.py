@@ -104,9 +104,9 @@ def plan(
     config = Workspace(Path()).config(settings, overrides)
     emit(log="loading torch and transformers")
     from flatout.parallel.rank import Rank
-    from flatout.plan.devices import DEVICES
-    from flatout.train.plan_summary import summarize_plan
-    from flatout.train.planning import gpu_of, plan_run
+    from flatout.planner.devices import DEVICES
+    from flatout.trainer.plan_summary import summarize_plan
+    from flatout.trainer.planning import gpu_of, plan_run
 
     if device and device not in DEVICES:
         raise UsageError(f"device {device!r:.50} is unknown; choose one of {', '.join(DEVICES)}")

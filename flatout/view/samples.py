@@ -14,7 +14,7 @@ from flatout.data.statistics import ROW_FATES, padding_share
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 from flatout.io.json_file import read_json, validated
-from flatout.plan.steps.run_plan import make_plan
+from flatout.planner.steps.run_plan import make_plan
 from flatout.track.summary import short_count
 from flatout.view.charts import bar_plot, figure
 from flatout.view.packing import draw_packing

@@ -10,26 +10,28 @@ ROOT = Path(__file__).parents[2] / "flatout"
 SOURCES = sorted(ROOT.rglob("*.py"))
 
 # package -> packages of ours it may import, besides errors, environment and io
-_BELOW_TRAIN = {"config", "data", "plan", "models", "optim", "parallel", "checkpoint", "track"}
+_BELOW_TRAIN = {"config", "data", "planner", "models", "optim", "parallel", "checkpoint", "track"}
+_VERBS = {"bench", "demo", "doctor", "eval", "profile", "studio", "verifier"}
 MAY_IMPORT = {
-    "cli": _BELOW_TRAIN | {"bench", "demo", "doctor", "eval", "launch", "profile", "studio", "train", "verify", "view"},
-    "bench": _BELOW_TRAIN | {"demo", "train"},
+    "cli": _BELOW_TRAIN | _VERBS | {"api", "launch", "trainer", "view"},
+    "api": _BELOW_TRAIN | {"launch", "trainer", "verifier", "view"},
+    "bench": _BELOW_TRAIN | {"demo", "trainer"},
     "eval": {"data", "models"},
-    "studio": _BELOW_TRAIN | {"launch", "train", "view"},
-    "demo": _BELOW_TRAIN | {"train"},
-    "verify": _BELOW_TRAIN | {"train"},
-    "doctor": _BELOW_TRAIN | {"train"},
-    "profile": _BELOW_TRAIN | {"train"},
-    "train": _BELOW_TRAIN,
+    "studio": _BELOW_TRAIN | {"launch", "trainer", "view"},
+    "demo": _BELOW_TRAIN | {"trainer"},
+    "verifier": _BELOW_TRAIN | {"trainer"},
+    "doctor": _BELOW_TRAIN | {"trainer"},
+    "profile": _BELOW_TRAIN | {"trainer"},
+    "trainer": _BELOW_TRAIN,
     "checkpoint": {"config", "optim", "parallel", "track"},
     "models": {"config", "kernels"},
     "optim": {"config", "kernels"},
     "parallel": {"config"},
     "launch": {"config"},
     "data": {"config"},
-    "plan": {"config"},
+    "planner": {"config"},
     "track": {"config"},
-    "view": {"config", "data", "plan", "track"},
+    "view": {"config", "data", "planner", "track"},
     "config": set(),
     "kernels": set(),
     "io": set(),
@@ -38,7 +40,7 @@ MAY_IMPORT = {
 }
 OPEN_TO_ALL = {"errors", "environment", "io"}
 CLOSED = {"kernels", "errors"}  # these know nothing of ours
-WITHOUT_TORCH = {"config", "data", "plan", "track", "errors", "launch", "io", "environment", "view"}
+WITHOUT_TORCH = {"config", "data", "planner", "track", "errors", "launch", "io", "environment", "view"}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
@@ -155,13 +157,14 @@ def test_the_environment_is_read_in_one_file() -> None:
 
 # files that write by themselves, and why they may
 WRITERS = {
+    "api/inputs.py": "the folder is synced when it is whole",
     "bench/inputs.py": "a temporary folder",
     "demo/write.py": "the folder is synced when it is whole",
     "models/lora/adapter.py": "the folder is synced when it is whole",
     "models/export.py": "the folder is synced when it is whole",
-    "train/run.py": "the folder is synced when it is whole",
-    "verify/compare.py": "a temporary folder",
-    "verify/ranks.py": "a temporary folder",
+    "trainer/run.py": "the folder is synced when it is whole",
+    "verifier/compare.py": "a temporary folder",
+    "verifier/ranks.py": "a temporary folder",
 }
 
 
@@ -213,6 +216,7 @@ def test_no_vague_module_names() -> None:
 
 # waits without a bound of their own, and what ends or bounds them
 WAITS = {
+    "api/start.py: self.join": "callbacks of the user, after the run",
     "checkpoint/write_async.py: self._reserving.join": "a thread of this process that takes memory",
     "checkpoint/write_async.py: copying.wait": "a copy to this process's memory",
     "checkpoint/write_async.py: self._thread.join": "this process's disk; over ranks faults.long_phase_s",
@@ -225,10 +229,10 @@ WAITS = {
     "studio/jobs.py: process.wait": "a process that closed its output",
     "studio/jobs.py: self._changed.wait": "wait_for bounds it",
     "studio/jobs.py: self._process.wait": "a process that was killed",
-    "train/build.py: importing.join": "an import in this process",
-    "train/feed.py: future.result": "this process's disk; over ranks faults.stall_s",
-    "train/resume.py: run.saver.wait": "as write_async's",
-    "verify/ranks.py: process.wait": "a process that was killed",
+    "trainer/build.py: importing.join": "an import in this process",
+    "trainer/feed.py: future.result": "this process's disk; over ranks faults.stall_s",
+    "trainer/resume.py: run.saver.wait": "as write_async's",
+    "verifier/ranks.py: process.wait": "a process that was killed",
 }
 
 

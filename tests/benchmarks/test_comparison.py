@@ -19,7 +19,7 @@ from bench.shapes import SHAPES, shape_config
 from flatout.config.read import make_config
 from flatout.errors import UsageError
 from flatout.track.callback import MemoryCallback
-from flatout.train.model_shape import make_shape
+from flatout.trainer.model_shape import make_shape
 
 ROOT = Path(__file__).parents[2]
 PEER = """

@@ -21,12 +21,12 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import join_group, leave_group
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.train.build import build_run
-from flatout.train.planning import plan_run
-from flatout.train.resume import take_snapshot
-from flatout.train.run import export
-from flatout.train.state import Run
-from flatout.train.step import launch_step
+from flatout.trainer.build import build_run
+from flatout.trainer.planning import plan_run
+from flatout.trainer.resume import take_snapshot
+from flatout.trainer.run import export
+from flatout.trainer.state import Run
+from flatout.trainer.step import launch_step
 
 
 def build(values: dict[str, Any], folder: Path, messages: ControlGroup, *, resume: bool) -> Run:

@@ -27,14 +27,14 @@ from flatout.parallel.process_group import leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors, local_part
 from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
-from flatout.plan.steps.step_plan import MicroBatch
+from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.callback import Reporter
-from flatout.train.answers import generate
-from flatout.train.build import build_run
-from flatout.train.evaluate import evaluate
-from flatout.train.planning import plan_run
-from flatout.train.state import Run
-from flatout.train.step import launch_step
+from flatout.trainer.answers import generate
+from flatout.trainer.build import build_run
+from flatout.trainer.evaluate import evaluate
+from flatout.trainer.planning import plan_run
+from flatout.trainer.state import Run
+from flatout.trainer.step import launch_step
 
 
 def build(values: dict[str, Any], folder: Path, rank: Rank) -> Run:

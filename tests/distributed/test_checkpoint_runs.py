@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from test_gloo import finish, start
 
-from flatout.train.run import train
+from flatout.trainer.run import train
 
 WEIGHTS = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
 

@@ -32,7 +32,7 @@ def strike(run_dir: Path, attempt: int, rank: int, number: int) -> float:
 @pytest.mark.slow
 def test_a_killed_and_a_stopped_rank(tiny: Any, tmp_path: Path) -> None:
     """SIGKILL rank 0, which holds the watch; then SIGSTOP rank 1; the run ends by itself where one process ends."""
-    from flatout.train.run import train
+    from flatout.trainer.run import train
 
     made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 120})
     made["checkpoint"] = {"every_steps": 5}

@@ -40,7 +40,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[int]:
 
 @pytest.fixture(scope="module", params=["lora", pytest.param("full", marks=pytest.mark.exhaustive)])
 def one_rank(request: pytest.FixtureRequest, tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from flatout.train.run import train
+    from flatout.trainer.run import train
 
     root = tmp_path_factory.mktemp("ranks")
     config = tiny.config(
@@ -102,7 +102,7 @@ def test_a_signal_to_one_rank_saves_once_and_stops_all(one_rank: Any, tmp_path: 
 
 def test_repeated_preemption_ends_bit_equal(tiny: Any, tmp_path: Path) -> None:
     """SIGTERM every few steps, in the middle of accumulation; each time exit 75 and at the end the undisturbed bits."""
-    from flatout.train.run import train
+    from flatout.trainer.run import train
 
     settings: dict[str, Any] = {
         "lora": {"rank": 4, "dropout": 0.1},

@@ -20,7 +20,7 @@ from flatout.launch.attempt import RankReport
 
 def test_two_jobs_at_once_one_right_one_wrong(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
     """The right one equals one process; the wrong one exits with its own code, at once, and shows why."""
-    from flatout.train.run import train
+    from flatout.trainer.run import train
 
     rows = tmp_path / "bad.jsonl"
     rows.write_text('{"messages": [{"role": "user"}]}\n')

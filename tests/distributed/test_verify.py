@@ -126,7 +126,7 @@ def test_on_gpus_every_row_agrees_and_the_own_precision_too(tiny: Any, tmp_path:
 
 def test_a_lost_process_is_a_failed_row_that_names_it_and_leaves_nobody_behind(tiny: Any, tmp_path: Path) -> None:
     """Ranks find no reference: the first to tell ends the others, wherever they wait."""
-    from flatout.verify.ranks import RankCase, run_rank_cases
+    from flatout.verifier.ranks import RankCase, run_rank_cases
 
     values = tiny.config(tmp_path / "run").model_dump(mode="json") | {"strategy": "ddp"}
     case = RankCase("ddp", 2, values, 0, str(tmp_path / "nowhere"), 1e-4)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatout.train.run import train
+from flatout.trainer.run import train
 
 RECORDED = Path(__file__).with_name("losses.json")
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from flatout.errors import CheckpointError, UsageError
 from flatout.models.load.model import load_model
 from flatout.models.lora.adapter import adapter_state, apply_adapter, load_adapter, read_back, save_adapter
 from flatout.models.lora.layer import add_lora, lora_layers
-from flatout.train.run import train
+from flatout.trainer.run import train
 
 IDS = torch.arange(3, 20)[None]
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}

@@ -19,7 +19,7 @@ from flatout.models.lora.layer import add_lora
 from flatout.models.packed import flatten_samples
 from flatout.models.rope import plain_rope
 from flatout.models.selftest import check_packing
-from flatout.train.model_shape import make_shape, read_shape
+from flatout.trainer.model_shape import make_shape, read_shape
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 300

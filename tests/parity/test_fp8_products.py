@@ -18,11 +18,11 @@ from flatout.models.load.model import load_model
 from flatout.models.lora.fused import FusedLora, fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
 from flatout.models.packed import flatten_samples
-from flatout.plan.layout import ALONE
-from flatout.plan.memory.estimate import MemoryModel, MicroBatchSize
+from flatout.planner.layout import ALONE
+from flatout.planner.memory.estimate import MemoryModel, MicroBatchSize
 from flatout.track.callback import Reporter
-from flatout.train.build import fuse_adapters
-from flatout.train.model_shape import make_shape
+from flatout.trainer.build import fuse_adapters
+from flatout.trainer.model_shape import make_shape
 
 CPU = torch.device("cpu")
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

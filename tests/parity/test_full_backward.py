@@ -11,11 +11,11 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.errors import NumericError, UsageError
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.train.build import build_run
-from flatout.train.planning import check_backward_update, plan_run
-from flatout.train.run import train
-from flatout.train.state import Run
-from flatout.train.step import step_launcher
+from flatout.trainer.build import build_run
+from flatout.trainer.planning import check_backward_update, plan_run
+from flatout.trainer.run import train
+from flatout.trainer.state import Run
+from flatout.trainer.step import step_launcher
 
 
 def full_config(tiny: Any, run_dir: Path, update: str, **sections: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from flatout.errors import UsageError
-from flatout.train.run import train
+from flatout.trainer.run import train
 
 NUM_STEPS = 40
 

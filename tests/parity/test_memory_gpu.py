@@ -15,7 +15,7 @@ from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
 from flatout.models.packed import flatten_samples, padded_num_boundaries
-from flatout.train.run import train
+from flatout.trainer.run import train
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,14 +13,14 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.models.head import packed_loss
 from flatout.models.packed import flatten_samples
 from flatout.parallel.rank import Rank
-from flatout.plan.steps.run_plan import make_plan
-from flatout.plan.steps.step_plan import StepPlan
+from flatout.planner.steps.run_plan import make_plan
+from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
-from flatout.train.build import build_run
-from flatout.train.evaluate import evaluate
-from flatout.train.planning import PlannedRun, plan_run
-from flatout.train.state import Run
-from flatout.train.step import accumulate_gradients, launch_step
+from flatout.trainer.build import build_run
+from flatout.trainer.evaluate import evaluate
+from flatout.trainer.planning import PlannedRun, plan_run
+from flatout.trainer.state import Run
+from flatout.trainer.step import accumulate_gradients, launch_step
 
 
 def make_run(config: Any, tmp_path: Path, num_ranks: int = 1) -> tuple[Run, PlannedRun]:

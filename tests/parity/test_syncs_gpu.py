@@ -14,10 +14,10 @@ from tiny_models import save_tiny_model
 from flatout.checkpoint.write import Checkpoints
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.train.build import build_run
-from flatout.train.planning import plan_run
-from flatout.train.state import Run
-from flatout.train.step import accumulate_gradients, launch_step
+from flatout.trainer.build import build_run
+from flatout.trainer.planning import plan_run
+from flatout.trainer.state import Run
+from flatout.trainer.step import accumulate_gradients, launch_step
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 EXACT = "tests/parity/test_step_exact.py"
 PACKED_EXACT = f"{EXACT}::test_packed_and_accumulated_equal_padded"
-RUNS = "tests/unit/train/test_runs.py"
+RUNS = "tests/unit/trainer/test_runs.py"
 REPORTED = f"{RUNS}::test_what_is_reported_is_true"
 SKIPPED = f"{RUNS}::test_a_step_that_fp16_skips_is_no_update"
 RESUME = f"{RUNS}::test_resume_at_every_step_is_bit_equal"
@@ -84,7 +84,7 @@ BUGS = (
     Bug("clipping left out", "_update", "X.max_grad_norm / Y", "1e30 / Y", f"{EXACT}::test_grad_norm"),
     Bug("norms decayed", "split_by_decay", "X in Y or Z", "False", "tests/unit/optim/test_optim_build.py"),
     Bug("gradients of a failed pass kept", "lower_cap", "X.zero_grad(set_to_none=True)", "None",
-        "tests/unit/train/test_out_of_memory.py::test_only_the_gradients_of_the_pass_that_fits_remain"),
+        "tests/unit/trainer/test_out_of_memory.py::test_only_the_gradients_of_the_pass_that_fits_remain"),
     Bug("fused gradient without the scale", "_FusedLora.backward", "X.to(Y) * ctx.scaling", "X.to(Y)",
         "tests/parity/test_fused_lora.py"),
     Bug("training reads an old adapter", "_backward_each", "X.fused_lora.refresh()", "None",

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.config.schema import BatchConfig
-from flatout.plan.cost import CostModel
-from flatout.plan.steps.order import permute
-from flatout.plan.steps.partition import bin_pack, partition
-from flatout.plan.steps.run_plan import make_eval_plan, make_plan, split_held_out
+from flatout.planner.cost import CostModel
+from flatout.planner.steps.order import permute
+from flatout.planner.steps.partition import bin_pack, partition
+from flatout.planner.steps.run_plan import make_eval_plan, make_plan, split_held_out
 
 BUDGET = 64
 COST = CostModel(per_token=50.0, per_pair=1.0, per_window_pair=2.0, window=9, per_label=7.0)

@@ -258,7 +258,7 @@ class SignallingDisk(FaultyDisk):
 
 def test_a_stop_signal_during_a_save_lets_it_finish(tmp_path: Path) -> None:
     """At any of its operations."""
-    from flatout.train.stop_request import StopRequest
+    from flatout.trainer.stop_request import StopRequest
 
     for at in itertools.count():
         run_dir = tmp_path / str(at)

@@ -23,8 +23,8 @@ from flatout.checkpoint.write_async import HostCopy, Pairs, Saver, Staging, Stre
 from flatout.io.durable_io import DurableIO
 from flatout.optim.flat import FlatAdamW, flatten
 from flatout.track.callback import Reporter
-from flatout.train import build
-from flatout.train.run import train
+from flatout.trainer import build
+from flatout.trainer.run import train
 
 CPU = torch.device("cpu")
 LATE_CYCLES = 10**9

@@ -120,14 +120,14 @@ SAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
 # what needs a GPU, several ranks or several runs, and the test that shows its effect
 SHOWN_BY: dict[str, str] = {
     "gpus": "test_several_gpus_are_refused_in_one_process",
-    "eval.temperature": "unit/train/test_answers.py",
+    "eval.temperature": "unit/trainer/test_answers.py",
     "deterministic": "test_deterministic_runs_are_equal_to_the_bit",
     "memory": "test_more_memory_never_gives_less",
     "deepspeed": "distributed/test_deepspeed.py",
     "data.on_bad_row": "unit/data/test_build.py",
     "data.num_procs": "test_processes_change_nothing",
     "checkpoint.resume": "test_a_folder_with_checkpoints_is_not_started_anew",
-    "checkpoint.allow_change": "unit/train/test_finished_runs.py",
+    "checkpoint.allow_change": "unit/trainer/test_finished_runs.py",
     "sharding.reshard_after_forward": "distributed/test_strategies.py",
     "sharding.prefetch": "distributed/test_strategies.py",
     "sharding.offload": "distributed/test_strategies.py",
@@ -165,7 +165,7 @@ def merged(*sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(tiny: Any, folder: Path, sections: dict[str, Any]) -> Outcome:
-    from flatout.train.run import train
+    from flatout.trainer.run import train
 
     sections = merged({"batch": {"max_steps": 4}, "data": {"root": str(folder / "data")}}, sections)
     run_dir = folder / sections.pop("run_dir", "run")

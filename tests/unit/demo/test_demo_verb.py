@@ -6,8 +6,8 @@ import pytest
 from flatout.cli.main import main
 from flatout.demo import settings, write
 from flatout.demo.job import loss_halved
-from flatout.train.run import Result
-from flatout.train.state import Progress
+from flatout.trainer.run import Result
+from flatout.trainer.state import Progress
 
 
 @pytest.fixture

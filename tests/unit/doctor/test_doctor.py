@@ -18,7 +18,7 @@ from flatout.doctor.run import check_space, checkpoint_bytes, compare_nodes, exa
 from flatout.io.durable_io import Disk
 from flatout.io.file_lock import RunLock
 from flatout.parallel.rank import Rank
-from flatout.train.run import train
+from flatout.trainer.run import train
 
 GPUS = "0, GPU-a, NVIDIA H100, 580.1, 81559, 4\n1, GPU-b, NVIDIA H100, 580.1, 81559, 40779\n"
 PROCESSES = f"GPU-b, {os.getpid()}, 40000, /usr/bin/python\nGPU-b, 4000000, [N/A], trainer\n"

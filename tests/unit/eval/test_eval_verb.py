@@ -12,7 +12,7 @@ import torch
 from flatout.cli.main import main
 from flatout.models.generate import Sampling, answer
 from flatout.models.load.inference import load_trained, resolve_model_paths
-from flatout.train.run import train
+from flatout.trainer.run import train
 
 QUESTION = "What is my name?"
 TASK = """

@@ -24,7 +24,7 @@ def write(folder: Path, content: Any) -> str:
 
 @pytest.fixture(scope="module")
 def trained_run(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from flatout.train.run import train
+    from flatout.trainer.run import train
 
     return train(tiny.config(tmp_path_factory.mktemp("chat") / "run", batch={"max_steps": 2})).folder
 

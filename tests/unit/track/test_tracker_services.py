@@ -62,7 +62,7 @@ def config_file(tiny: Any, folder: Path, run: Path, num_steps: int, **track: Any
 @pytest.fixture(scope="module")
 def trained(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder of four steps, with answers and without trackers."""
-    from flatout.train.run import train
+    from flatout.trainer.run import train
 
     folder = tmp_path_factory.mktemp("trained")
     train(tiny.config(folder / "run", batch={"max_steps": 4}, eval={"fraction": 0.1, "every_steps": 2}))

@@ -62,7 +62,7 @@ def losses(run: Path, metrics_of: Any) -> list[tuple[int, float]]:
 
 
 def train(tiny: Any, run: Path, num_steps: int, **track: Any) -> None:
-    from flatout.train.run import train
+    from flatout.trainer.run import train
 
     sections = {"batch": {"max_steps": num_steps}, "eval": {"fraction": 0.1}, "track": {"to": ["trackio"], **track}}
     train(tiny.config(run, "checkpoint.allow_change=[batch.max_steps]", **sections))

@@ -1,0 +1,147 @@
+"""Summarize a plan in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from flatout.planner.memory.estimate import MemoryEstimate, MicroBatchSize
+from flatout.planner.steps.run_plan import RunPlan
+
+# steps, sampled evenly over the run, that estimate the balance at other numbers of ranks
+NUM_BALANCE_STEPS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Mean and worst balance of the steps (mean / max of the ranks' planned FLOPs) at one number of ranks."""
+
+    num_ranks: int
+    mean: float
+    worst: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """What a run will do. Counts are over the whole run, but `num_samples` is the size of the data set.
+
+    `num_naive_tokens` is what a padding loader would compute for the same steps, `padding_avoided` the share of them
+    that is padding; `time_s` is None unless the throughput
+    is known. Everything is exact except the balance at other numbers of ranks, taken from `NUM_BALANCE_STEPS` steps,
+    and the memory, which is estimated.
+    """
+
+    num_ranks: int
+    num_steps: int
+    num_samples: int
+    num_held_out: int
+    epochs: float
+    num_tokens: int
+    num_label_tokens: int
+    num_micro_batches: int
+    max_micro_batch_tokens: int
+    max_micro_batch_labels: int
+    max_micro_batch_documents: int
+    num_naive_tokens: int
+    flops: float
+    balances: tuple[Balance, ...]
+    memory: MemoryEstimate | None
+    time_s: float | None
+    fingerprint: str
+    label_share: float
+    padding_avoided: float
+
+
+def explain(
+    plan: RunPlan,
+    *,
+    rank_counts: Sequence[int] = (1, 2, 4, 8),
+    num_held_out: int = 0,
+    tokens_per_s: float | None = None,
+    memory_of: Callable[[MicroBatchSize], MemoryEstimate | None] | None = None,
+) -> PlanReport:
+    """Go through every step of the plan and sum up the counts.
+
+    `memory_of` maps the largest micro-batch to its memory; `tokens_per_s` counts real tokens over all ranks.
+    """
+    num_tokens = num_labels = num_micro_batches = num_naive = 0
+    largest = MicroBatchSize(0, 0, 0)
+    flops = epochs = 0.0
+    balances: list[float] = []
+    for step in plan.steps():
+        num_tokens += step.num_tokens
+        num_labels += step.num_label_tokens
+        num_naive += plan.naive_tokens(step)
+        flops += plan.flops(step)
+        epochs = plan.epoch_after(step)
+        balances.append(step.balance)
+        for batch in (batch for rank in step.ranks for batch in rank):
+            num_micro_batches += 1
+            largest = MicroBatchSize(
+                max(largest.num_tokens, batch.num_tokens),
+                max(largest.num_labels, batch.num_label_tokens),
+                max(largest.num_documents, len(batch.sample_ids)),
+            )
+    by_ranks = {plan.layout.num_ranks: balances}
+    for count in set(rank_counts) - {plan.layout.num_ranks}:
+        other = replace(plan, layout=replace(plan.layout, num_ranks=count))
+        by_ranks[count] = [step.balance for step in other.sampled_steps(NUM_BALANCE_STEPS)]
+    return PlanReport(
+        num_ranks=plan.layout.num_ranks,
+        num_steps=plan.num_steps,
+        num_samples=plan.num_samples,
+        num_held_out=num_held_out,
+        epochs=epochs,
+        num_tokens=num_tokens,
+        num_label_tokens=num_labels,
+        num_micro_batches=num_micro_batches,
+        max_micro_batch_tokens=largest.num_tokens,
+        max_micro_batch_labels=largest.num_labels,
+        max_micro_batch_documents=largest.num_documents,
+        num_naive_tokens=num_naive,
+        flops=flops,
+        balances=tuple(Balance(count, sum(each) / len(each), min(each)) for count, each in sorted(by_ranks.items())),
+        memory=memory_of(largest) if memory_of else None,
+        time_s=num_tokens / tokens_per_s if tokens_per_s else None,
+        fingerprint=plan.fingerprint,
+        label_share=num_labels / num_tokens,
+        padding_avoided=1.0 - num_tokens / num_naive,
+    )
+
+
+def report_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
+    """Yield the report as pairs of name and text."""
+    held_out = f", {report.num_held_out:,} held out" if report.num_held_out else ""
+    each_step = f"{report.num_micro_batches / report.num_steps:.1f} per step"
+    largest = f"at most {report.max_micro_batch_tokens:,} tokens each"
+    naive = f"{report.num_naive_tokens:,} tokens of batches padded to their longest sample"
+    yield "steps", f"{report.num_steps:,}"
+    yield "samples", f"{report.num_samples:,}{held_out}, {report.epochs:.4g} epochs"
+    yield "tokens", f"{report.num_tokens:,}, {report.label_share:.1%} of them label tokens"
+    yield "micro-batches", f"{report.num_micro_batches:,} on {_ranks(report.num_ranks)}, {each_step}, {largest}"
+    yield "padding avoided", f"{report.padding_avoided:.1%} of the {naive} at the same budget"
+    for balance in report.balances:
+        mark = " (this run)" if balance.num_ranks == report.num_ranks else ""
+        text = f"mean {balance.mean:.3f}, worst step {balance.worst:.3f} of planned FLOPs{mark}"
+        yield f"balance, {_ranks(balance.num_ranks)}", text
+    petaflops = report.flops / 1e15
+    yield "compute", f"{petaflops:,.0f} PFLOP" if petaflops >= 100 else f"{petaflops:.3g} PFLOP"
+    if memory := report.memory:
+        parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working")
+        sizes = {name: getattr(memory, f"{name}_bytes") for name in parts}
+        detail = ", ".join(f"{name} {memory_size(num_bytes)}" for name, num_bytes in sizes.items() if num_bytes)
+        yield "memory per rank", f"about {memory_size(memory.total_bytes)} (estimate: {detail})"
+    if report.time_s is not None:
+        minutes, seconds = divmod(round(report.time_s), 60)
+        hours, minutes = divmod(minutes, 60)
+        yield "time", f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+    yield "fingerprint", report.fingerprint
+
+
+def _ranks(number: int) -> str:
+    return f"{number:,} rank{'' if number == 1 else 's'}"
+
+
+def memory_size(num_bytes: int) -> str:
+    """Return bytes as GiB, or as MiB if they are few."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.01 * 2**30 else f"{num_bytes / 2**20:.2f} MiB"

@@ -1,0 +1,247 @@
+"""Choose the tokens of a micro-batch, the recompute level and the strategy from sizes and available memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+from flatout.config.schema import Config, Recompute
+from flatout.errors import ResourceError
+from flatout.planner.devices import GIB, Device
+from flatout.planner.layout import ALONE, ParallelLayout, resolve_layout
+from flatout.planner.memory.estimate import MemoryEstimate, MemoryModel, MicroBatchSize, Precision
+from flatout.planner.shape import ModelShape
+from flatout.planner.steps.run_plan import RunPlan
+
+# without a GPU: enough for efficient matrix products, small enough for any computer
+CPU_MICRO_BATCH_TOKENS = 8192
+# micro-batches of this size keep a GPU busy, so a heavier recompute level is never chosen to make them larger
+BUSY_TOKENS = 8192
+# share of the memory reserved for allocator waste, other kernels' workspaces and estimation error
+MARGIN = 0.06
+# steps, sampled evenly over the run, that represent all of them
+NUM_STEPS_SEEN = 500
+# sizes are multiples of this, so that a few MB more or less of free memory do not change the plan
+TOKENS_MULTIPLE = 512
+LONGEST_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStatistics:
+    """A run's token counts: the longest sample, the maximum of one step on one rank, label share and mean length."""
+
+    longest_sample: int
+    rank_step_tokens: int
+    label_share: float
+    mean_length: float
+
+    @classmethod
+    def of(cls, plan: RunPlan) -> TokenStatistics:
+        """Take the statistics of a plan with any token budget; looks for the largest step among `NUM_STEPS_SEEN`."""
+        num_tokens, longest = int(plan.samples.lengths.sum()), int(plan.samples.lengths.max())
+        ranks = [rank for step in plan.sampled_steps(NUM_STEPS_SEEN) for rank in step.ranks]
+        largest = max(sum(batch.num_tokens for batch in rank) for rank in ranks)
+        label_share = int(plan.samples.num_labels.sum()) / num_tokens
+        # the sampled steps may not include the longest sample
+        return cls(longest, max(largest, longest), label_share, num_tokens / len(plan.samples))
+
+    def micro_batch(self, num_tokens: int) -> MicroBatchSize:
+        """Return the size of a typical micro-batch of `num_tokens` tokens."""
+        num_documents = -(-num_tokens // max(1, int(self.mean_length)))
+        return MicroBatchSize(num_tokens, int(num_tokens * self.label_share), num_documents)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDecision:
+    """The chosen settings and the reason. `model` and `budget_bytes` are None without a GPU.
+
+    `accumulates`: some rank has several micro-batches in a step.
+    """
+
+    micro_batch_tokens: int
+    recompute: Recompute
+    reason: str
+    model: MemoryModel | None = None
+    budget_bytes: int | None = None
+    accumulates: bool = True
+
+    @property
+    def transposed_weights(self) -> bool:
+        """Whether fp8 weights are kept transposed as well, instead of being transposed in every backward pass."""
+        return self.model is not None and self.model.transposed_weights
+
+    def estimate(self, size: MicroBatchSize) -> MemoryEstimate | None:
+        """Estimate the peak with micro-batches of this size; None without a GPU."""
+        return self.model.estimate(size, self.recompute, accumulates=self.accumulates) if self.model else None
+
+
+def memory_model(
+    config: Config, shape: ModelShape, device: Device, parallel_layout: ParallelLayout = ALONE
+) -> MemoryModel:
+    """Return the memory model of this run on one of its GPUs, with `auto` precision and compilation resolved."""
+    chosen = config.model.precision
+    precision: Precision = ("bf16" if device.has_bf16 else "fp32") if chosen == "auto" else chosen
+    half = precision in ("bf16", "fp16")
+    compiled = config.compile == "auto" and half and not config.deterministic and not shape.has_experts
+    compiled = compiled and parallel_layout.compiles
+    return MemoryModel(config, shape, precision, compiled, parallel_layout)
+
+
+def choose_micro_batch(
+    config: Config,
+    shape: ModelShape,
+    tokens: TokenStatistics,
+    device: Device | None,
+    parallel_layout: ParallelLayout = ALONE,
+) -> MemoryDecision:
+    """Choose the lightest recompute level that keeps the GPU busy, and the largest useful micro-batch at that level.
+
+    Levels are tried from the lightest until micro-batches of `BUSY_TOKENS` fit (or the longest sample if it is longer,
+    or a rank's whole step if that is smaller); if none does, the heaviest is used. At that level, the micro-batch grows
+    until it fills memory or holds a rank's whole step. Given settings are kept. On the CPU: 8,192 tokens (or the
+    longest sample) and no recompute. Raises ResourceError if the longest sample does not fit at the heaviest level.
+    """
+    given = config.batch.micro_batch_tokens
+    if device is None:
+        level = _levels(config, compiled=False)[0]
+        num_tokens = given or max(CPU_MICRO_BATCH_TOKENS, tokens.longest_sample)
+        return MemoryDecision(num_tokens, level, f"{num_tokens:,} tokens per micro-batch, recompute {level}: no GPU")
+    model = memory_model(config, shape, device, parallel_layout)
+    for level in _levels(config, compiled=model.compiled):
+        decision, fits, enough = _decide(model, level, tokens, device)
+        if fits >= enough:
+            break
+    whole_step = config.full.update == "backward"
+    num_tokens = tokens.rank_step_tokens if whole_step else tokens.longest_sample
+    if fits < num_tokens and not given:
+        need = model.estimate(tokens.micro_batch(num_tokens), level).total_bytes / (1 - MARGIN)
+        smaller = "base.storage: nf4" if config.method == "lora" else "method: lora, optim.name: adamw8bit"
+        what = "a whole step (full.update: backward)" if whole_step else "the longest sample"
+        raise ResourceError(
+            f"{what} has {num_tokens:,} tokens, which need about {need / GIB:.1f} GiB with recompute: {level}, and "
+            f"{device.name} may use {budget_bytes(config, device) / (1 - MARGIN) / GIB:.1f}; lower data.max_tokens, "
+            f"set {smaller}, or use a GPU with more memory"
+        )
+    return decision
+
+
+def spend_spare_memory(
+    decision: MemoryDecision, config: Config, tokens: TokenStatistics, device: Device | None, plan: RunPlan
+) -> MemoryDecision:
+    """Use spare memory to save time.
+
+    Keeps transposed copies of fp8 weights (one byte per weight), or all gathered weights of sharded full fine-tuning
+    until the last backward pass of a step. Memory is spare if the recompute level stays the same, micro-batches still
+    keep the GPU busy, and the smaller token budget does not increase the number of micro-batches of `plan` (laid out by
+    `decision`).
+    """
+    model = decision.model
+    if model is None or device is None:
+        return decision
+    layout = model.parallel_layout
+    frees = config.method == "full" and layout.shards_weights and layout.reshard_after_forward
+    if model.transposable_bytes:
+        other = replace(model, transposed_weights=True)
+        gain = f"fp8 weights transposed once, {model.transposable_bytes / GIB:.1f} GiB"
+    elif frees and config.sharding.reshard_after_forward == "auto":
+        other = replace(model, parallel_layout=replace(layout, reshard_after_forward=False))
+        gain = "gathered weights are kept within a step"
+    else:
+        return decision
+
+    def num_micro_batches(plan: RunPlan) -> int:
+        return sum(len(rank) for step in plan.sampled_steps(NUM_STEPS_SEEN) for rank in step.ranks)
+
+    kept, fits, enough = _decide(other, decision.recompute, tokens, device)
+    cut = plan.with_layout(kept.micro_batch_tokens, plan.layout.cost, lockstep=plan.layout.lockstep)
+    if fits >= enough and num_micro_batches(cut) <= num_micro_batches(plan):
+        return replace(kept, reason=f"{kept.reason}; {gain}")
+    if model.transposable_bytes:
+        return replace(decision, reason=f"{decision.reason}; fp8 weights are transposed in every pass")
+    return decision
+
+
+def _decide(
+    model: MemoryModel, level: Recompute, tokens: TokenStatistics, device: Device
+) -> tuple[MemoryDecision, int, int]:
+    """Return the decision at one recompute level, the tokens that fit, and how many suffice to accept the level."""
+    config, given = model.config, model.config.batch.micro_batch_tokens
+    enough = most = min(given or tokens.rank_step_tokens, tokens.rank_step_tokens)
+    if not given and config.full.update == "step":
+        enough = min(most, max(BUSY_TOKENS, tokens.longest_sample))
+    fits = largest_fit(model, level, tokens, device, most)
+    num_tokens = given or max(fits, tokens.longest_sample)
+    budget = budget_bytes(config, device)
+    reason = (
+        f"{num_tokens:,} tokens per micro-batch, recompute {level}: {budget / GIB:.1f} GiB of {device.name} hold "
+        f"{fits:,} tokens, a step has at most {tokens.rank_step_tokens:,} per rank"
+    )
+    if level == "offload":
+        reason += f"; {model.inputs_bytes(num_tokens) / GIB:.1f} GiB of layer inputs are kept in host memory"
+    accumulates = num_tokens < tokens.rank_step_tokens
+    return MemoryDecision(num_tokens, level, reason, model, budget, accumulates), fits, enough
+
+
+def choose_parallel_layout(
+    config: Config, shape: ModelShape, tokens: TokenStatistics, device: Device | None, *, num_ranks: int, num_nodes: int
+) -> ParallelLayout:
+    """Choose the strategy as requested, or with `auto` by whether a GPU fits all state.
+
+    `auto` is ddp if a GPU fits all state and a busy micro-batch without `offload`; otherwise hsdp with one replica per
+    node, or fsdp on one node. Raises UsageError like `resolve_layout`.
+    """
+    ranks = {"num_ranks": num_ranks, "num_nodes": num_nodes}
+    if config.strategy != "auto" or num_ranks == 1:
+        asked = "single" if config.strategy == "auto" else config.strategy
+        return resolve_layout(config, asked, **ranks, why="as configured")
+    if device is None:
+        return resolve_layout(config, "ddp", **ranks, why="no GPU whose memory limits it")
+    if why := config.reason_against_sharding:
+        return resolve_layout(config, "ddp", **ranks, why=f"sharding does not work with {why}")
+    model = memory_model(config, shape, device)
+    enough = min(tokens.rank_step_tokens, max(BUSY_TOKENS, tokens.longest_sample))
+    state = model.estimate(MicroBatchSize(0, 0, 0), "full")
+    facts = f"weights, gradients and optimizer take {state.state_bytes / GIB:.1f} GiB"
+    beside = f"{enough:,} tokens on {device.name}"
+    if largest_fit(model, "full", tokens, device, enough) >= enough:
+        return resolve_layout(config, "ddp", **ranks, why=f"{facts}, which fits with {beside}")
+    even = num_nodes > 1 and num_ranks > num_nodes
+    return resolve_layout(config, "hsdp" if even else "fsdp", **ranks, why=f"{facts}, which does not fit with {beside}")
+
+
+def budget_bytes(config: Config, device: Device) -> int:
+    """Return the bytes that tensors may use: the device's memory, limited by `memory`, less the margin."""
+    limit = device.memory_bytes if config.memory == "auto" else min(device.memory_bytes, int(config.memory * GIB))
+    return int(limit * (1 - MARGIN))
+
+
+def largest_fit(model: MemoryModel, recompute: Recompute, tokens: TokenStatistics, device: Device, most: int) -> int:
+    """Return the most tokens of a micro-batch, up to `most`, whose estimate is within the budget; 0 if none is."""
+    budget = budget_bytes(model.config, device)
+
+    def fits(count: int) -> bool:
+        accumulates = count < tokens.rank_step_tokens
+        return model.estimate(tokens.micro_batch(count), recompute, accumulates=accumulates).total_bytes <= budget
+
+    # a whole step at once may need less than several micro-batches, which accumulate gradients
+    if fits(most):
+        return most
+    size = bisect_left(range(1, most), True, key=lambda count: not fits(count))
+    return max(size // TOKENS_MULTIPLE * TOKENS_MULTIPLE, min(size, tokens.longest_sample))
+
+
+def longest_document_tokens(
+    config: Config, shape: ModelShape, device: Device, label_share: float, parallel_layout: ParallelLayout = ALONE
+) -> int:
+    """Return the longest single document that this GPU could train on, at the heaviest allowed recompute level."""
+    model = memory_model(config, shape, device, parallel_layout)
+    tokens = TokenStatistics(1, LONGEST_TOKENS, label_share, float(LONGEST_TOKENS))
+    heaviest = _levels(config, compiled=model.compiled)[-1]
+    return largest_fit(model, heaviest, tokens, device, LONGEST_TOKENS)
+
+
+def _levels(config: Config, *, compiled: bool) -> tuple[Recompute, ...]:
+    """Return the levels to try, lightest first; `selective` and `budget` need compiled layers."""
+    if config.recompute == "auto":
+        return ("none", "selective", "budget", "full", "offload") if compiled else ("none", "full", "offload")
+    return ("full" if config.recompute in ("selective", "budget") and not compiled else config.recompute,)

@@ -1,0 +1,287 @@
+"""Estimate one GPU's peak memory in a step from the model's shape and the settings; needs no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from flatout.config.schema import Config, Recompute
+from flatout.planner.layout import ALONE, ParallelLayout
+from flatout.planner.shape import ModelShape
+
+Precision = Literal["bf16", "fp16", "fp32", "fp64"]
+
+_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+
+# Constants fitted to peaks measured on one H200 (torch 2.11, LoRA rank 16, bf16, 32 chat-like samples in one
+# micro-batch; benchmarks/memory_points.py compares predictions with measurements):
+#   Qwen3-8B compiled 115.7 to 116.8 GiB at 21.0 k to 21.3 k tokens; memory budget 0.5: 69.2, 0.25: 46.2 GiB
+#   at 17.4 k tokens bf16 97.9, fp8 91.4, NF4 with fp8 products 88.3 GiB; full with bf16 weights and 8-bit moments
+#   115.1 at 16.8 k; Qwen3-1.7B full at 20.8 k tokens: fp32 masters 67.5, bf16 weights 58.5, fp8 products 53.7 GiB
+#   Qwen3-0.6B compiled 26.4 GiB at 19.5 k and 28.3 GiB at 21.2 k tokens; eager 34.7 GiB at 19.5 k
+# activations of eager layers, relative to compiled ones (norms and rotations in fp32, unfused products)
+EAGER_SHARE = 1.37
+# share of the activations beyond the layers' inputs that `budget` keeps
+BUDGET_SHARE = 0.47
+# one layer's activation gradients that coexist with its activations, relative to those
+BACKWARD_SHARE = 0.75
+# bytes per token and hidden element around the last norm, which runs eagerly: fp32 input and output, 16-bit output
+LAST_NORM_BYTES = 10
+# bytes per parameter: 8-bit moments with one scale per 256, and 4-bit weights with two levels of scales
+ADAM_8BIT_BYTES = 2.03
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+# layer inputs on the GPU while they are copied to the host or back
+OFFLOAD_INPUTS = 3
+# cuBLAS workspaces, batch tensors
+CONSTANT_BYTES = 64 << 20
+# rows of logits that the loss head holds at a time: enough for full speed, fewer if memory is short
+HEAD_TILE_ROWS = {"none": 2048, "selective": 2048, "budget": 2048, "full": 512, "offload": 128}
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchSize:
+    """The counts of one forward pass."""
+
+    num_tokens: int
+    num_labels: int
+    num_documents: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes allocated at the peak of one step on one rank.
+
+    `activations_bytes` are saved for the backward pass; `working_bytes` is the larger of the temporaries of the head
+    and of one layer's backward pass. `in_turn`: gradients are allocated as activations are freed, so only the larger of
+    the two counts. The CUDA context and allocator waste are not included.
+    """
+
+    weights_bytes: int
+    adapter_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    working_bytes: int
+    in_turn: bool = False
+
+    @property
+    def state_bytes(self) -> int:
+        return self.weights_bytes + self.adapter_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        never_together = min(self.gradients_bytes, self.activations_bytes) if self.in_turn else 0
+        return self.state_bytes + self.activations_bytes + self.working_bytes - never_together
+
+
+class Widths(NamedTuple):
+    """Bytes per element: in computation, of trained weights and their gradients, and of hidden states.
+
+    `copies` is for a narrower copy of each trained weight that is used to compute, 0 if there is none.
+    """
+
+    compute: int
+    trained: int
+    copies: int
+    hidden: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """The memory of a run as a function of its micro-batches.
+
+    Let e be the bytes per element of the precision (s of the hidden states: m under full's autocast), m = max(4, e)
+    those of master weights, fat = `activation_elements` * e + 4 per head (attention's log-sum-exp) the bytes per token
+    and layer, D the hidden size and L the number of layers:
+
+        weights      lora: e per parameter, or fp8 and nf4 for the blocks' linear layers (with `transposed_weights`
+                     one more byte for fused LoRA), without an untied embedding under offload; full: m, plus e
+                     for autocast's copies when e < m (full.weights bf16: 2 and no copies)
+        adapter      m + e per adapter parameter
+        gradients    as wide as the trained weights; with full.update backward, of one tensor only. In full fine-tuning
+                     they replace activations, so in a step of one micro-batch only the larger of the two counts
+        optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes per trained parameter
+        activations  none: L fat per token; selective: without the norms' outputs and the MLP's product; budget: the
+                     inputs L D s and 0.47 of the rest; full: L D s; offload: 3 D s;
+                     and always 10 D per token around the last norm
+        working      the larger of: the head's `HEAD_TILE_ROWS` of logits and their gradient, label rows and their
+                     gradient; and the backward pass of one layer: 0.75 fat per token, the recomputed share of it, and
+                     one weight group unpacked (nf4) or transposed (fp8, unless kept transposed)
+
+    State that `parallel_layout` splits into n shards counts 1/n, or nothing if it is kept on the host
+    (`sharding.offload`). Unsharded temporaries are added: gathered weights, of all layers or of those in flight, and of
+    the embedding and head; gradients of two layers before they are summed, or of all layers (zero1), which replace
+    activations as above. DeepSpeed's stages 1 and 3 keep their gradients' memory between steps, stage 3 also buffers.
+    Frozen weights, quantized or not, are sharded if each layer's are freed after its pass, and otherwise whole.
+
+    Attention that materializes its score matrix (model.attention: plain) is not counted.
+    """
+
+    config: Config
+    shape: ModelShape
+    precision: Precision
+    compiled: bool
+    parallel_layout: ParallelLayout = ALONE
+    transposed_weights: bool = False
+
+    @property
+    def widths(self) -> Widths:
+        """Bytes per element; hidden states between layers are as wide as the embedding's weights."""
+        is_full, compute = self.config.method == "full", _ELEMENT_BYTES[self.precision]
+        trained = compute if is_full and self.config.full.weights == "bf16" else max(4, compute)
+        return Widths(compute, trained, compute if compute < trained else 0, trained if is_full else compute)
+
+    @property
+    def transposable_bytes(self) -> int:
+        """Bytes of a second, transposed copy of all float8 weights in fused LoRA layers; 0 if there are none.
+
+        See `flatout.models.lora.fused` for which layers are fused.
+        """
+        lora, is_fp8 = self.config.lora, self.config.method == "lora" and self.config.base.storage == "fp8"
+        if not is_fp8 or self.parallel_layout.lockstep or lora.dropout or lora.dora:
+            return 0
+        return sum(linear.num_weights for linear in self.shape.targeted(lora.targets))
+
+    def inputs_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of all layers' inputs: `full` keeps them, and `offload` moves them to the host."""
+        return self.shape.num_layers * num_tokens * self.shape.hidden_size * self.widths.hidden
+
+    def estimate(self, size: MicroBatchSize, recompute: Recompute, *, accumulates: bool = True) -> MemoryEstimate:
+        """Estimate the peak with micro-batches of this size; a step has several of them if it `accumulates`."""
+        shape, width, lora = self.shape, self.widths, self.config.lora
+        is_lora = self.config.method == "lora"
+        num_base, num_adapter = shape.num_params, shape.num_lora_params(lora.rank, lora.targets) if is_lora else 0
+        num_trained = num_gradients = num_adapter if is_lora else num_base
+        embedding = shape.vocab_size * shape.hidden_size
+        if self.config.full.update == "backward":
+            # one tensor's gradient at a time
+            num_gradients = max(embedding, *(linear.num_weights for linear in shape.layers[0].linears))
+        weights = self._frozen_bytes() if is_lora else num_base * (width.trained + width.copies)
+        if is_lora and recompute == "offload" and not shape.tied:
+            # the embedding is kept on the host, unless it is tied and so also the head, or scaled (Gemma's, also tied)
+            weights -= embedding * width.compute
+        moment = max(4, width.compute)
+        optimizer = {"adamw": 2.0 * moment, "adamw8bit": ADAM_8BIT_BYTES, "sgd": moment}[self.config.optim.name]
+        whole = MemoryEstimate(
+            weights_bytes=weights,
+            adapter_bytes=num_adapter * (width.trained + width.copies),
+            gradients_bytes=num_gradients * width.trained,
+            optimizer_bytes=int(num_trained * optimizer),
+            activations_bytes=self._activations_bytes(size, recompute),
+            working_bytes=self._working_bytes(size, recompute),
+            in_turn=not (is_lora or accumulates or self.parallel_layout.keeps_gradients),
+        )
+        return self._cut(whole, num_adapter) if self.parallel_layout.lockstep else whole
+
+    def _cut(self, whole: MemoryEstimate, num_adapter: int) -> MemoryEstimate:
+        """Return the estimate with sharded state, plus the weights and gradients that are temporarily unsharded."""
+        shape, layout, width = self.shape, self.parallel_layout, self.widths
+        is_full = self.config.method == "full"
+        part = 0.0 if layout.offload else 1 / layout.num_shards
+        num_in_flight = 2 + self.config.sharding.prefetch
+        share = min(1.0, num_in_flight / shape.num_layers) if layout.reshard_after_forward else 1.0
+        num_root = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
+        num_blocks = shape.num_params - num_root
+        root = num_root * width.trained
+        if is_full:
+            weights = (root + num_blocks * width.trained) * part + num_blocks * width.compute * share + root
+        else:
+            # frozen weights that are never freed stay unsharded
+            blocks = self._frozen_bytes() - num_root * width.compute
+            weights = whole.weights_bytes - (blocks * (1 - part - share) if layout.reshard_after_forward else 0)
+        # two layers' gradients exist in the compute dtype before they are summed in that of the trained weights
+        two_layers = (num_blocks if is_full else num_adapter) * 2 / shape.num_layers
+        unsummed = two_layers * (width.compute + width.trained) + (root if is_full else 0)
+        late = layout.sums_late
+        # DeepSpeed sums late gradients in place
+        held = late + (0 if late and layout.keeps_gradients else part)
+        return replace(
+            whole,
+            weights_bytes=int(weights),
+            adapter_bytes=int(num_adapter * width.trained * (part + share)),
+            gradients_bytes=int(whole.gradients_bytes * held + (0 if late else unsummed)),
+            optimizer_bytes=int(whole.optimizer_bytes * part),
+            working_bytes=whole.working_bytes + layout.buffers_bytes,
+        )
+
+    def _frozen_bytes(self) -> int:
+        """Return the bytes of LoRA's base: the blocks' linear layers quantized, or all of it in the compute dtype."""
+        num_base, storage = self.shape.num_params, self.config.base.storage
+        if storage == "model":
+            return num_base * self.widths.compute
+        linears = [linear for layer in self.shape.layers for linear in layer.linears]
+        num_linear = sum(linear.num_weights for linear in linears)
+        fp8 = num_linear + 4 * sum(linear.num_out for linear in linears)
+        stored = fp8 if storage == "fp8" else int(num_linear * NF4_BYTES)
+        transposed = self.transposable_bytes if self.transposed_weights else 0
+        return (num_base - num_linear) * self.widths.compute + stored + transposed
+
+    def _layer_bytes(self, num_tokens: int) -> float:
+        """Return the bytes that one layer saves for its backward pass without recomputation.
+
+        Dropout also saves each target's own input, DoRA both outputs of a target.
+        """
+        shape, lora, width = self.shape, self.config.lora, self.widths
+        elements = activation_elements(shape)
+        if self.config.method == "lora" and (lora.dropout or lora.dora):
+            targets = shape.targeted(lora.targets, 1)
+            elements += sum(linear.num_in for linear in targets) if lora.dropout else 0
+            elements += 2 * sum(linear.num_out for linear in targets) if lora.dora else 0
+        wider = 2 * shape.hidden_size * (width.hidden - width.compute)
+        kept = num_tokens * (elements * width.compute + wider + 4 * shape.num_heads)
+        return kept if self.compiled else kept * EAGER_SHARE
+
+    def _activations_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
+        shape = self.shape
+        inputs = self.inputs_bytes(size.num_tokens)
+        everything = shape.num_layers * self._layer_bytes(size.num_tokens)
+        # `selective` recomputes both norms' outputs and the MLP's product (mlp_elements are gate, up and product)
+        product = shape.layers[0].mlp_elements // 3
+        again = shape.num_layers * size.num_tokens * (product + 2 * shape.hidden_size)
+        kept = {
+            "none": everything,
+            "selective": everything - again * self.widths.compute,
+            "budget": inputs + BUDGET_SHARE * (everything - inputs),
+            "full": inputs,
+            "offload": min(OFFLOAD_INPUTS, shape.num_layers) * inputs / shape.num_layers,
+        }[recompute]
+        return int(kept) + size.num_tokens * shape.hidden_size * LAST_NORM_BYTES
+
+    def _working_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
+        """Return the larger of the head's temporaries and those of one layer's backward pass."""
+        shape, base, element = self.shape, self.config.base, self.widths.compute
+        # one tile's logits and their gradient; the label rows and their gradient
+        num_tile_rows = min(size.num_labels, HEAD_TILE_ROWS[recompute])
+        head = 2 * (num_tile_rows * shape.vocab_size + size.num_labels * shape.hidden_size) * element
+        if self.config.method == "full":
+            # the head's weight gradient is summed in fp32, in addition to a narrower copy of the weight or the gradient
+            head += shape.vocab_size * shape.hidden_size * (4 + (element if element < 4 else 0))
+        # gradients and recomputed activations
+        again = {"none": 0.0, "selective": 0.0, "budget": 1 - BUDGET_SHARE}.get(recompute, 1.0)
+        layer = (BACKWARD_SHARE + again) * self._layer_bytes(size.num_tokens)
+        # FlashAttention-2 sums the queries' gradient in fp32, each document padded to 128 rows
+        queries = (size.num_tokens + 128 * size.num_documents) * shape.num_heads * shape.head_dim * 4
+        # linear layers that read the same input are unpacked as one group
+        groups: dict[tuple[str, int], int] = {}
+        transposed = shape.targeted(self.config.lora.targets, 1) if self.transposed_weights else ()
+        for linear in shape.layers[0].linears:
+            if linear not in transposed:
+                key = (linear.name.partition(".")[0], linear.num_in)
+                groups[key] = groups.get(key, 0) + linear.num_weights
+        largest = max(groups.values(), default=0)
+        fp8 = largest if base.storage != "model" and base.computes_in_fp8 else 0
+        unpacked = largest * element if base.storage == "nf4" else 0
+        return CONSTANT_BYTES + max(head, int(max(layer, queries)) + fp8 + unpacked)
+
+
+def activation_elements(shape: ModelShape) -> int:
+    """Return the elements per token and layer that autograd saves for fused operations, averaged over the layers.
+
+    Two residuals and two norm outputs; queries, keys, values (queries and keys twice if they are normalized) and the
+    attention's output; and what the MLP saves.
+    """
+    hidden, query, key = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    value, output = shape.num_kv_heads * shape.value_head_dim, shape.num_heads * shape.value_head_dim
+    normed = query + key if shape.qk_norm else 0
+    attention = 4 * hidden + query + key + value + normed + output
+    return attention + sum(layer.mlp_elements for layer in shape.layers) // shape.num_layers

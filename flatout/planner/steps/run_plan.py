@@ -1,0 +1,264 @@
+"""The plan of a whole run, computed lazily from the length arrays: any step, or all steps from a given one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from flatout.config.schema import BatchConfig
+from flatout.errors import DataError, UsageError
+from flatout.planner.cost import COST_BY_TOKENS, CostModel
+from flatout.planner.steps.order import permute
+from flatout.planner.steps.step_plan import (
+    BatchLayout,
+    MicroBatch,
+    Samples,
+    StepPlan,
+    assemble,
+    assemble_eval,
+    check_fits,
+    pack_micro_batches,
+)
+
+# part of every fingerprint: raise it when the order or the split into steps changes
+PLAN_VERSION = 1
+# samples read from the arrays at once when iterating over steps
+BLOCK_SAMPLES = 1 << 14
+
+
+@dataclass(frozen=True, eq=False)
+class RunPlan:
+    """All steps of a run as a pure function; holds the length arrays and nothing per step.
+
+    Step i takes `batch.samples_per_step` samples of epoch i // `steps_per_epoch`, and the last step of an epoch takes
+    the remainder; no step spans two epochs. Which samples a step holds depends on the data, `batch` and `seed`, never
+    on `num_ranks`, the token budget or the cost model. Make it with `make_plan`.
+    """
+
+    samples: Samples
+    batch: BatchConfig
+    seed: int
+    layout: BatchLayout
+    num_steps: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one epoch."""
+        return len(self.samples)
+
+    @property
+    def max_documents(self) -> int:
+        """An upper bound on the samples of a micro-batch."""
+        shortest = int(self.samples.lengths.min())
+        return min(self.batch.samples_per_step, self.layout.micro_batch_tokens // shortest)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_samples // self.batch.samples_per_step)
+
+    def step(self, index: int) -> StepPlan:
+        """Return the plan of one step. Raises IndexError outside [0, num_steps)."""
+        if not 0 <= index < self.num_steps:
+            raise IndexError(f"step {index} of a run of {self.num_steps} steps")
+        return next(self._block(index, index + 1))
+
+    def steps(self, start: int = 0) -> Iterator[StepPlan]:
+        """Yield all steps from `start` (the resume position) to the end, in order."""
+        steps_per_block = max(1, BLOCK_SAMPLES // self.batch.samples_per_step)
+        index = start
+        while index < self.num_steps:
+            epoch_end = (index // self.steps_per_epoch + 1) * self.steps_per_epoch
+            stop = min(index + steps_per_block, epoch_end, self.num_steps)
+            yield from self._block(index, stop)
+            index = stop
+
+    def sampled_steps(self, max_steps: int) -> Iterator[StepPlan]:
+        """Yield at most `max_steps` steps, evenly spaced from the first to the last."""
+        count = min(max_steps, self.num_steps)
+        for index in range(count):
+            yield self.step(index * (self.num_steps - 1) // max(1, count - 1))
+
+    def epoch_after(self, step: StepPlan) -> float:
+        """Return the passes over the data, counted in samples, completed after this step."""
+        done = (step.index % self.steps_per_epoch + 1) * self.batch.samples_per_step
+        return step.epoch + min(1.0, done / self.num_samples)
+
+    def naive_tokens(self, step: StepPlan) -> int:
+        """Return the tokens, with padding, that a padding loader would compute for this step:
+
+        sum over batches of  count * longest,   count * longest <= micro_batch_tokens
+        """
+        return sum(len(batch) * max(batch) for rank in self.naive_batches(step) for batch in rank)
+
+    def naive_batches(self, step: StepPlan) -> list[list[list[int]]]:
+        """Return the batches of a padding loader for this step: for each rank, for each batch the samples' lengths.
+
+        Each rank takes an equal number (within one) of consecutive samples, splits them into batches that fit the same
+        budget when padded, and pads each batch to its longest sample.
+        """
+        lengths = self.samples.lengths[self.samples.indices_of(step.sample_ids)].tolist()
+        num_ranks, ranks = self.layout.num_ranks, []
+        for rank in range(num_ranks):
+            batches: list[list[int]] = []
+            longest = 0
+            for length in lengths[rank * len(lengths) // num_ranks : (rank + 1) * len(lengths) // num_ranks]:
+                longest = max(longest, length)
+                if not batches or (len(batches[-1]) + 1) * longest > self.layout.micro_batch_tokens:
+                    batches.append([])
+                    longest = length
+                batches[-1].append(length)
+            ranks.append(batches)
+        return ranks
+
+    def flops(self, step: StepPlan) -> float:
+        """Return the FLOPs of one step by the cost model."""
+        indices = self.samples.indices_of(step.sample_ids)
+        return float(self.layout.cost.flops(self.samples.lengths[indices], self.samples.num_labels[indices]).sum())
+
+    def with_layout(self, micro_batch_tokens: int, cost: CostModel, *, lockstep: bool = False) -> RunPlan:
+        """Return the same steps with another token budget and cost. Raises UsageError for a sample over the budget."""
+        check_fits(self.samples, micro_batch_tokens)
+        return replace(self, layout=BatchLayout(self.layout.num_ranks, micro_batch_tokens, cost, lockstep))
+
+    def resplit(self, step: StepPlan, rank: int, micro_batch_tokens: int) -> tuple[MicroBatch, ...]:
+        """Split one rank's samples of a step into smaller micro-batches, as a plan with this token budget would.
+
+        Samples, ranks and label counts do not change. Raises ValueError for a sample over the budget.
+        """
+        position = {sample_id: index for index, sample_id in enumerate(step.sample_ids)}
+        ids = sorted((i for batch in step.ranks[rank] for i in batch.sample_ids), key=position.__getitem__)
+        samples = self.samples.take(self.samples.indices_of(ids))
+        return pack_micro_batches(samples.items(self.layout.cost), micro_batch_tokens)
+
+    def describe(self) -> str:
+        """Describe the plan in one line; balance and padding come from a sample of its steps."""
+        steps = list(self.sampled_steps(32))
+        balance = sum(step.balance for step in steps) / len(steps)
+        avoided = 1.0 - sum(step.num_tokens for step in steps) / sum(self.naive_tokens(step) for step in steps)
+        epochs = self.epoch_after(self.step(self.num_steps - 1))
+        return (
+            f"{self.num_steps:,} steps of {self.batch.samples_per_step} samples, {epochs:.4g} epochs of "
+            f"{self.num_samples:,}; {self.layout.num_ranks} rank(s), balance {balance:.3f}, "
+            f"{avoided:.0%} padding avoided"
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of what decides which samples a step holds: ids, lengths, label counts, batch size, order, seed.
+
+        It does not depend on the run's length, so that runs can be extended, nor on ranks or the token budget.
+        """
+        facts = [PLAN_VERSION, self.seed, self.batch.samples_per_step, self.batch.shuffle, self.num_samples]
+        digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
+        for array in (self.samples.lengths, self.samples.num_labels, self.samples.ids):
+            if array is None:
+                continue
+            for start in range(0, len(array), BLOCK_SAMPLES):
+                digest.update(np.ascontiguousarray(array[start : start + BLOCK_SAMPLES], dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+    def _block(self, first: int, stop: int) -> Iterator[StepPlan]:
+        """Yield the steps [first, stop), which are all in one epoch."""
+        epoch, first_in_epoch = divmod(first, self.steps_per_epoch)
+        per_step = self.batch.samples_per_step
+        start = first_in_epoch * per_step
+        positions = np.arange(start, min(start + (stop - first) * per_step, self.num_samples))
+        if self.batch.shuffle:
+            positions = permute(positions, self.num_samples, seed=self.seed, epoch=epoch)
+        return assemble(self.samples.take(positions), per_step, self.layout, epoch=epoch, first_index=first)
+
+
+def make_plan(
+    lengths: ArrayLike,
+    num_labels: ArrayLike,
+    batch: BatchConfig,
+    *,
+    micro_batch_tokens: int,
+    seed: int,
+    num_ranks: int,
+    cost: CostModel = COST_BY_TOKENS,
+    sample_ids: ArrayLike | None = None,
+) -> RunPlan:
+    """Plan a run from integer arrays (n,): tokens and label tokens of every sample; memory-mapped arrays stay on disk.
+
+    `micro_batch_tokens` is batch.micro_batch_tokens, or the chosen value if that is null. `sample_ids` (ascending,
+    unique) restricts the plan to these samples. `batch.max_steps` overrides `batch.epochs`; a fraction of an epoch is
+    rounded up to whole steps. Raises UsageError for a sample longer than `micro_batch_tokens`, and DataError for empty
+    or damaged data and data without label tokens. A single step without label tokens is planned; the run skips it.
+    """
+    samples = select_samples(lengths, num_labels, sample_ids, micro_batch_tokens)
+    layout = BatchLayout(num_ranks, micro_batch_tokens, cost)
+    epoch = RunPlan(samples, batch, seed, layout, num_steps=0)
+    # exact: in floating point, 1.1 epochs of 10 steps are 11.000000000000002, which would round up to 12
+    num_steps = batch.max_steps or -int(-Fraction(str(batch.epochs)) * epoch.steps_per_epoch // 1)
+    return replace(epoch, num_steps=num_steps)
+
+
+def make_eval_plan(
+    lengths: ArrayLike,
+    num_labels: ArrayLike,
+    sample_ids: ArrayLike | None = None,
+    *,
+    micro_batch_tokens: int,
+    num_ranks: int,
+    cost: CostModel = COST_BY_TOKENS,
+    lockstep: bool = False,
+) -> StepPlan:
+    """Plan one pass over the given samples (all by default) as one step: micro-batches in the order of the ids.
+
+    The micro-batches are the same for any number of ranks; ranks are balanced by cost, and in `lockstep` they get the
+    same number of micro-batches. `num_label_tokens` is the divisor of the evaluation loss. Raises UsageError and
+    DataError as `make_plan` does.
+    """
+    samples = select_samples(lengths, num_labels, sample_ids, micro_batch_tokens)
+    return assemble_eval(samples, BatchLayout(num_ranks, micro_batch_tokens, cost, lockstep))
+
+
+def split_held_out(row_keys: ArrayLike, fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Split samples deterministically into sorted (train_ids, eval_ids): disjoint, covering all, neither empty.
+
+    `row_keys` (n,) gives the row that each sample comes from; samples of one row (its copies in a weighted mix, the
+    windows of a long text) go to the same side. Raises UsageError for a fraction outside (0, 1), DataError for fewer
+    than two rows.
+    """
+    if not 0.0 < fraction < 1.0:
+        raise UsageError(f"eval.fraction is {fraction}; expected a share between 0 and 1")
+    _, first, row_of = np.unique(np.asarray(row_keys), return_index=True, return_inverse=True)
+    num_rows = len(first)
+    if num_rows < 2:
+        raise DataError(f"{num_rows} row cannot be split into training and evaluation; set eval.fraction=0")
+    num_eval = min(max(1, round(num_rows * fraction)), num_rows - 1)
+    order = permute(np.arange(num_rows), num_rows, seed=seed, epoch=0, purpose="held-out")
+    is_held_out = np.zeros(num_rows, bool)
+    is_held_out[order[:num_eval]] = True
+    held_out = is_held_out[np.argsort(np.argsort(first))[row_of]]  # rows are numbered by their first sample
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+def select_samples(
+    lengths: ArrayLike, num_labels: ArrayLike, sample_ids: ArrayLike | None, micro_batch_tokens: int
+) -> Samples:
+    """Select a plan's samples from arrays (n,) by ids. Raises like `make_plan`, and DataError for invalid ids."""
+    lengths, num_labels = np.asanyarray(lengths), np.asanyarray(num_labels)
+    if lengths.ndim != 1 or lengths.shape != num_labels.shape:
+        raise DataError(f"lengths {lengths.shape} and label counts {num_labels.shape} must be equal 1-d shapes")
+    samples = Samples(lengths, num_labels)
+    if sample_ids is not None:
+        ids = np.asarray(sample_ids, dtype=np.int64)
+        if ids.ndim != 1 or (ids.size and (ids[0] < 0 or ids[-1] >= len(lengths))) or (np.diff(ids) <= 0).any():
+            raise DataError(f"sample ids must be ascending and unique, from 0 to {len(lengths) - 1}")
+        # giving all ids is the same as giving none
+        samples = samples if len(ids) == len(lengths) else Samples(lengths[ids], num_labels[ids], ids)
+    if not len(samples):
+        raise DataError("the data set is empty; add rows")
+    check_fits(samples, micro_batch_tokens)
+    if not samples.num_labels.any():
+        raise DataError(f"none of the {len(samples)} samples has a label token, so there is no loss to compute")
+    return samples

@@ -1,0 +1,105 @@
+"""Answer the run's prompts with its current weights, through the packed forward pass that trains them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatout.models.generate import stop_token_ids
+from flatout.models.packed import PackedBatch, flatten_samples, padded_num_boundaries
+from flatout.track.record import Answer, AnswersRecord
+from flatout.trainer.prompts import PromptSet
+from flatout.trainer.state import Run
+from flatout.trainer.step import autocast
+
+
+def answer_prompts(run: Run) -> None:
+    """Answer `eval.prompts` and record the answers; collective. Weights, gradients and random state do not change."""
+    if run.prompts is None:
+        return
+    started = time.perf_counter()
+    continued = generate(run, run.prompts)
+    decode = run.prompts.tokenizer.decode
+    answers = tuple(
+        Answer(prompt.text, str(decode(token_ids, skip_special_tokens=True)).strip(), prompt.reference)
+        for prompt, token_ids in zip(run.prompts.prompts, continued, strict=True)
+    )
+    run.reporter.record(AnswersRecord(run.progress.step, answers, time.perf_counter() - started))
+
+
+@torch.no_grad()
+def generate(run: Run, prompt_set: PromptSet) -> list[list[int]]:
+    """Return the tokens that continue each prompt, up to `eval.max_new_tokens` or a stop token, which is left out.
+
+    All ranks run the same passes over the same prompts, as sharded weights are gathered in each. The first rank
+    chooses every token, so that rounding cannot make ranks disagree about where an answer ends.
+    """
+    run.model.eval()
+    run.fused_lora.refresh()
+    stop_ids = set(stop_token_ids(run.model, prompt_set.tokenizer, prompt_set.end_of_turn))
+    generator = torch.Generator().manual_seed(run.config.seed + run.progress.step)
+    answers: list[list[int]] = [[] for _ in prompt_set.prompts]
+    # layers are compiled for training only, as in evaluation
+    with torch.compiler.set_stance("force_eager"):
+        for group in _groups(run, prompt_set):
+            open_ones = list(group)
+            for num_tokens in range(run.config.eval.max_new_tokens):
+                run.reporter.phase("answering prompts, token", num_tokens + 1, run.config.eval.max_new_tokens)
+                sequences = [[*prompt_set.prompts[index].token_ids, *answers[index]] for index in open_ones]
+                chosen = _next_tokens(run, sequences, generator)
+                for index, token_id in zip(tuple(open_ones), chosen, strict=True):
+                    if token_id not in stop_ids:
+                        answers[index].append(token_id)
+                    length = len(prompt_set.prompts[index].token_ids) + len(answers[index])
+                    if token_id in stop_ids or length == prompt_set.max_positions:
+                        open_ones.remove(index)
+                if not open_ones:
+                    break
+    run.model.train()
+    return answers
+
+
+def _groups(run: Run, prompt_set: PromptSet) -> Iterator[list[int]]:
+    """Yield the prompts' indices in groups that fit a micro-batch with their answers; each has at least one."""
+    group: list[int] = []
+    room = run.plan.layout.micro_batch_tokens
+    for index, prompt in enumerate(prompt_set.prompts):
+        num_tokens = len(prompt.token_ids) + run.config.eval.max_new_tokens
+        if group and num_tokens > room:
+            yield group
+            group, room = [], run.plan.layout.micro_batch_tokens
+        group.append(index)
+        room -= num_tokens
+    yield group
+
+
+def _next_tokens(run: Run, sequences: Sequence[Sequence[int]], generator: torch.Generator) -> list[int]:
+    """Return the first rank's choice of a token after each sequence; `generator` draws it on the CPU."""
+    with autocast(run):
+        logits, token_ids = run.loss(_batch_of(sequences, run.device), True)
+    if run.config.eval.temperature and run.rank.is_first:
+        token_ids = _sampled(logits, run.config.eval.temperature, generator).to(token_ids)
+    if not run.rank.is_first:
+        token_ids = torch.zeros_like(token_ids)
+    chosen: list[int] = run.strategy.sum_values(token_ids).tolist()
+    return chosen
+
+
+def _batch_of(sequences: Sequence[Sequence[int]], device: torch.device) -> PackedBatch:
+    """Return the sequences as one batch whose label rows are their last tokens, padded on a GPU as in training."""
+    samples = [(np.asarray(sequence), np.zeros(len(sequence), bool)) for sequence in sequences]
+    num_boundaries = padded_num_boundaries(len(samples)) if device.type == "cuda" else None
+    last_rows = torch.tensor([len(sequence) for sequence in sequences]).cumsum(0) - 1
+    batch = flatten_samples(samples, num_boundaries=num_boundaries)
+    return replace(batch, label_rows=last_rows, label_ids=torch.zeros_like(last_rows)).to(device)
+
+
+def _sampled(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    """Draw from softmax(logits / temperature) by the Gumbel-max trick, which needs no sum; (L, V) to (L,)."""
+    noise = torch.empty(logits.shape, dtype=torch.float64).exponential_(generator=generator)
+    return (logits.double().cpu() / temperature - noise.log()).argmax(-1)

@@ -1,0 +1,87 @@
+"""Evaluate the current weights on every evaluation data set, and have them answer the run's prompts."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from flatout.errors import NumericError
+from flatout.track.record import EvalFigures, EvalRecord
+from flatout.trainer.answers import answer_prompts
+from flatout.trainer.planning import loss_divisor
+from flatout.trainer.state import Run
+from flatout.trainer.step import autocast
+
+
+def evaluate_now(run: Run) -> bool:
+    """Evaluate, record it, decide on early stopping, and answer the prompts; collective.
+
+    Returns True for a new best, False without evaluation data.
+    """
+    if not run.eval_sets:
+        return False
+    started = time.perf_counter()
+    progress = run.progress
+    run.watch.set_phase("evaluate", progress.step)
+    total, by_data = evaluate(run)
+    loss = total.loss
+    if not math.isfinite(loss):
+        which = next(name for name, figures in by_data.items() if not math.isfinite(figures.loss))
+        raise NumericError(
+            f"step {progress.step}: the evaluation loss on {which} is {loss}; earlier checkpoints are kept; check its "
+            "rows, lower optim.lr or set model.precision: fp32"
+        )
+    if progress.first_eval_loss is None:
+        progress.first_eval_loss = loss
+    is_best = progress.best_eval_loss is None or loss < progress.best_eval_loss - run.config.eval.min_delta
+    if is_best:
+        progress.best_eval_loss, progress.best_step = loss, progress.step
+    progress.last_eval_loss, progress.last_eval_step = loss, progress.step
+    progress.num_evals_without_best = 0 if is_best else progress.num_evals_without_best + 1
+    eval_s = time.perf_counter() - started
+    run.reporter.record(
+        EvalRecord(
+            step=progress.step,
+            eval_loss=loss,
+            eval_token_accuracy=total.token_accuracy,
+            num_label_tokens=total.num_label_tokens,
+            is_best=is_best,
+            eval_s=eval_s,
+            eval_tokens_per_s=sum(each.plan.num_tokens for each in run.eval_sets) / eval_s,
+            by_data=by_data if len(by_data) > 1 else {},
+        )
+    )
+    answer_prompts(run)
+    patience = run.config.eval.patience
+    if patience is not None and progress.num_evals_without_best >= patience:
+        progress.stopped_early = True
+        run.reporter.event("early_stop", {"step": progress.step, "best_step": progress.best_step})
+    return is_best
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> tuple[EvalFigures, dict[str, EvalFigures]]:
+    """Return figures over all evaluation data sets and of each, without dropout; collective."""
+    run.model.eval()
+    run.fused_lora.refresh()
+    totals = torch.zeros(len(run.eval_sets), 2, dtype=torch.float64, device=run.device)
+    # graphs are specialized on train mode; compiling for eval mode would take longer than these forward passes
+    with torch.compiler.set_stance("force_eager"):
+        for total, each, feed in zip(totals, run.eval_sets, run.eval_feeds, strict=True):
+            for batch in feed.batches(each.plan.ranks[run.rank.index]):
+                with autocast(run):
+                    loss_and_correct = run.loss(batch)
+                total += torch.stack([value.double() for value in loss_and_correct])
+    run.model.train()
+    sums = [
+        (loss_sum, num_correct, loss_divisor(each.plan, each.divisors), each.plan.num_label_tokens)
+        for each, (loss_sum, num_correct) in zip(run.eval_sets, run.strategy.sum_values(totals).tolist(), strict=True)
+    ]
+    by_data = {each.name: _figures(*own) for each, own in zip(run.eval_sets, sums, strict=True)}
+    return _figures(*map(sum, zip(*sums, strict=True))), by_data
+
+
+def _figures(loss_sum: float, num_correct: float, divisor: float, num_label_tokens: int) -> EvalFigures:
+    return EvalFigures(loss_sum / divisor, num_correct / num_label_tokens, num_label_tokens)

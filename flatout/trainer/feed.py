@@ -1,0 +1,103 @@
+"""Turn planned sample ids into batches on the device, prefetched by one thread."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, islice
+
+import numpy as np
+import torch
+
+from flatout.data.token_store import TokenStore
+from flatout.errors import DataError
+from flatout.models.packed import PackedBatch, flatten_samples, padded_num_boundaries
+from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+
+# how many micro-batches are prefetched, and how many steps ahead they may lie
+NUM_PREFETCHED = 2
+
+Staged = tuple[PackedBatch, torch.cuda.Event | None]
+
+
+class Feed:
+    """Reads samples from the memory-mapped token store, flattens them and copies them to the device ahead of time.
+
+    A thread reads, packs, pins and copies on its own stream; the training stream waits for that copy, the host does
+    not. `wait_s` adds up the seconds the host was blocked for data; the device waits for data no longer than that.
+    Prefetching affects speed only, never results. Call `close` at the end.
+    """
+
+    def __init__(
+        self, store: TokenStore, device: torch.device, *, max_documents: int, size_buckets: Sequence[int] = ()
+    ) -> None:
+        """`max_documents` is the most samples that a micro-batch holds; `size_buckets` as in `packed_size`."""
+        self.store = store
+        self._device = device
+        # one number of boundaries for the whole run, to avoid recompilation
+        self.num_boundaries = padded_num_boundaries(max_documents) if device.type == "cuda" else None
+        self.wait_s = 0.0
+        self.size_buckets = size_buckets
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flatout-feed")
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staged: dict[MicroBatch, Future[Staged]] = {}
+        self._following: Sequence[MicroBatch] = ()
+
+    def prefetching(self, steps: Iterable[StepPlan], rank: int) -> Iterator[StepPlan]:
+        """Yield the same steps; while one runs, prefetch this rank's first micro-batches of the next ones."""
+        window: deque[StepPlan | None] = deque()
+        for step in chain(steps, [None] * NUM_PREFETCHED):
+            window.append(step)
+            if len(window) > NUM_PREFETCHED and (now := window.popleft()) is not None:
+                later = chain.from_iterable(other.ranks[rank] for other in window if other is not None)
+                self._following = list(islice(later, NUM_PREFETCHED))
+                yield now
+
+    def batches(self, micro_batches: Sequence[MicroBatch]) -> Iterator[PackedBatch]:
+        """Yield one batch on the device for each micro-batch, in order; those not prefetched are made on demand.
+
+        Prefetched batches that are no longer next are dropped. Errors of the reading thread are raised here.
+        """
+        for place, micro_batch in enumerate(micro_batches):
+            started = time.perf_counter()
+            future = self._staged.pop(micro_batch, None) or self._thread.submit(self._stage, micro_batch)
+            later = chain(micro_batches[place + 1 :], self._following)
+            self._prefetch(list(islice(later, NUM_PREFETCHED)))
+            batch, copied = future.result()
+            self.wait_s += time.perf_counter() - started
+            if copied is not None:
+                stream = torch.cuda.current_stream(self._device)
+                stream.wait_event(copied)
+                batch.used_on(stream)
+            yield batch
+
+    def close(self) -> None:
+        """Stop the thread and drop prefetched batches."""
+        self._thread.shutdown(cancel_futures=True)
+        self._staged.clear()
+
+    def _prefetch(self, expected: Sequence[MicroBatch]) -> None:
+        for stale in self._staged.keys() - set(expected):
+            self._staged.pop(stale).cancel()
+        for micro_batch in expected:
+            if micro_batch not in self._staged:
+                self._staged[micro_batch] = self._thread.submit(self._stage, micro_batch)
+
+    def _stage(self, micro_batch: MicroBatch) -> Staged:
+        samples = [self.store.sample(sample_id) for sample_id in micro_batch.sample_ids]
+        if micro_batch.is_filler:
+            samples = [(ids, np.zeros(len(ids), bool)) for ids, _ in samples]
+        batch = flatten_samples(samples, num_boundaries=self.num_boundaries, size_buckets=self.size_buckets)
+        if batch.num_label_tokens != micro_batch.num_label_tokens:
+            # the loss is divided by the plan's count, so a different mask would rescale every gradient
+            raise DataError(
+                f"{self.store.folder}: samples {list(micro_batch.sample_ids)[:8]} have {batch.num_label_tokens:,} "
+                f"label tokens, but the plan counts {micro_batch.num_label_tokens:,}; rebuild the data set"
+            )
+        if self._copies is None:
+            return batch.to(self._device), None
+        with torch.cuda.stream(self._copies):
+            batch = batch.to(self._device)
+            return batch, self._copies.record_event()

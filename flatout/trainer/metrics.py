@@ -1,0 +1,177 @@
+"""Turn step outcomes into records of rates; report stragglers, and planned compared with measured memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flatout.planner.devices import GIB, Peak, nominal_peak
+from flatout.planner.memory.estimate import MicroBatchSize
+from flatout.planner.steps.step_plan import StepPlan
+from flatout.track.record import StepRecord
+from flatout.trainer.clocks import StepClock
+from flatout.trainer.rank_meter import RankFigures, mean_figures
+from flatout.trainer.state import Run
+from flatout.trainer.step import StepOutcome, micro_batches_of
+
+_ARITHMETIC = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+# peak memory is measured after the second step, as the first one allocates the optimizer's state only after its peak
+MEASURED_STEP = 2
+# a straggler takes so many times as long as the other ranks, for so many steps in a row
+STRAGGLER_SLOWDOWN, STRAGGLER_STEPS = 1.5, 20
+
+
+class Meter:
+    """Records the rates of the steps since the last record."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._peak = device_peak(run)
+        if self._peak is not None:
+            run.reporter.stage("mfu", f"MFU against {self._peak.describe()}; recomputation not counted")
+        self._clock = StepClock(run.device)
+        self._stragglers, self._memory = Stragglers(run.reporter.event), PeakMemoryReporter(run)
+        self._steps: list[StepPlan] = []
+        self._ranks: list[tuple[RankFigures, ...]] = []
+        self._elapsed_s = 0.0
+
+    def start_step(self) -> None:
+        """Start the clock; evaluation and saving happen between steps and do not count."""
+        self._clock.start()
+
+    def end_step(self, step: StepPlan, outcome: StepOutcome) -> None:
+        """Count a step, which began when the last one ended; send a record to the reporter when one is due."""
+        run, completed = self._run, step.index + 1
+        step_s = self._clock.end_step(outcome.ended)
+        self._steps.append(step)
+        self._ranks.append(outcome.ranks)
+        self._elapsed_s += step_s
+        run.progress.elapsed_s += step_s
+        self._stragglers.check(completed, [rank.busy_s for rank in outcome.ranks])
+        if completed % run.config.log_every_steps == 0 or completed == run.plan.num_steps:
+            run.reporter.record(self._record(step, outcome))
+            self._steps, self._ranks, self._elapsed_s = [], [], 0.0
+        self._memory.end_step(step)
+
+    def _record(self, step: StepPlan, outcome: StepOutcome) -> StepRecord:
+        run, elapsed_s, num_recorded = self._run, self._elapsed_s, len(self._steps)
+        flops_per_s = sum(useful_flops(run, one) for one in self._steps) / elapsed_s
+        num_tokens = sum(one.num_tokens for one in self._steps)
+        measured = [rank for ranks in self._ranks for rank in ranks]
+        mean = mean_figures(measured)
+        latest = outcome.ranks or (RankFigures(),)
+        busy_s = tuple(rank.busy_s for rank in outcome.ranks) if len(outcome.ranks) > 1 else ()
+        num_left = run.plan.num_steps - step.index - 1
+        return StepRecord(
+            step=step.index + 1,
+            num_steps=run.plan.num_steps,
+            epoch=run.plan.epoch_after(step),
+            loss=outcome.loss,
+            token_accuracy=outcome.token_accuracy,
+            lr=outcome.lr,
+            grad_norm=outcome.grad_norm,
+            num_samples=len(step.sample_ids),
+            num_tokens=step.num_tokens,
+            num_label_tokens=step.num_label_tokens,
+            num_micro_batches=sum(len(rank) for rank in step.ranks),
+            tokens_per_s=num_tokens / elapsed_s,
+            label_tokens_per_s=sum(one.num_label_tokens for one in self._steps) / elapsed_s,
+            step_s=elapsed_s / num_recorded,
+            data_wait_s=mean.data_wait_s,
+            flops_per_s=flops_per_s,
+            mfu=None if self._peak is None else flops_per_s / (self._peak.flops_per_s * run.rank.world),
+            padding_avoided=1.0 - step.num_tokens / run.plan.naive_tokens(step),
+            balance=step.balance,
+            peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in latest)),
+            elapsed_s=run.progress.elapsed_s,
+            busy_min_s=min(busy_s, default=None),
+            busy_max_s=max(busy_s, default=None),
+            rank_busy_s=busy_s,
+            num_recorded=num_recorded,
+            num_ranks=run.rank.world,
+            processed_tokens_per_s=sum(rank.num_processed_tokens for rank in measured) / elapsed_s,
+            tokens_per_s_per_rank=num_tokens / elapsed_s / run.rank.world,
+            forward_s=mean.forward_s,
+            backward_s=mean.backward_s,
+            gradient_sum_s=mean.gradient_sum_s,
+            checkpoint_wait_s=mean.checkpoint_wait_s,
+            optimizer_s=mean.optimizer_s,
+            memory_bytes=int(max(rank.memory_bytes for rank in latest)),
+            reserved_memory_bytes=int(max(rank.reserved_memory_bytes for rank in latest)),
+            peak_reserved_memory_bytes=int(max(rank.peak_reserved_memory_bytes for rank in latest)),
+            mean_peak_memory_bytes=int(sum(rank.peak_memory_bytes for rank in latest) / len(latest)),
+            eta_s=run.progress.elapsed_s / (step.index + 1) * num_left,
+        )
+
+
+class Stragglers:
+    """Compares the ranks' seconds in each step; reports a slow rank once, and again only after it has caught up."""
+
+    def __init__(self, on_event: Callable[[str, Mapping[str, Any]], None]) -> None:
+        self._on_event = on_event
+        self._num_slow: dict[int, int] = {}
+
+    def check(self, completed: int, busy_s: Sequence[float]) -> None:
+        """Check one step: `busy_s` has all ranks' seconds when `completed` steps are done; empty for one rank."""
+        for rank, own_s in enumerate(busy_s if len(busy_s) > 1 else ()):
+            others_s = statistics.median(seconds for place, seconds in enumerate(busy_s) if place != rank)
+            is_slow = 0 < others_s * STRAGGLER_SLOWDOWN < own_s
+            self._num_slow[rank] = self._num_slow.get(rank, 0) + 1 if is_slow else 0
+            if self._num_slow[rank] == STRAGGLER_STEPS:
+                facts = {"rank": rank, "step": completed, "busy_s": round(own_s, 4), "others_s": round(others_s, 4)}
+                self._on_event("straggler", facts)
+
+
+class PeakMemoryReporter:
+    """Logs the planned and the measured peak once, after this process's second step."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._num_steps = 0
+        self._largest = MicroBatchSize(0, 0, 0)
+
+    def end_step(self, step: StepPlan) -> None:
+        """Keep the largest micro-batch so far; after the second step, log the peaks."""
+        run = self._run
+        self._num_steps += 1
+        if self._num_steps > MEASURED_STEP or run.device.type != "cuda":
+            return
+        for batch in micro_batches_of(run, step):
+            if batch.num_tokens > self._largest.num_tokens:
+                self._largest = MicroBatchSize(batch.num_tokens, batch.num_label_tokens, len(batch.sample_ids))
+        if self._num_steps < MEASURED_STEP:
+            return
+        # recorded graphs ran at their largest size before the first step
+        size, recorded_tokens = self._largest, run.loss.decoder.largest_tokens if run.loss.decoder else 0
+        if recorded_tokens > size.num_tokens:
+            share = recorded_tokens / max(1, size.num_tokens)  # this rank may have had no micro-batch yet
+            size = MicroBatchSize(recorded_tokens, int(size.num_labels * share), int(size.num_documents * share))
+        planned = run.memory.estimate(size)
+        if planned is None:
+            return
+        measured_bytes = torch.cuda.max_memory_allocated(run.device)
+        run.reporter.stage(
+            "memory",
+            f"planned {planned.total_bytes / GIB:.1f} GiB, measured {measured_bytes / GIB:.1f} GiB "
+            f"with {size.num_tokens:,} tokens in a micro-batch",
+        )
+
+
+def useful_flops(run: Run, step: StepPlan) -> float:
+    """Return the FLOPs that a step needs over all ranks, by the plan's cost model without recomputation."""
+    if step.num_label_tokens == 0:
+        return 0.0  # such a step computes nothing
+    cost, samples = run.plan.layout.cost, run.plan.samples
+    places = samples.indices_of(step.sample_ids)
+    return float((cost.useful or cost).flops(samples.lengths[places], samples.num_labels[places]).sum())
+
+
+def device_peak(run: Run) -> Peak | None:
+    """Return the nominal peak of the run's device in the arithmetic of its matrix products; None if unknown."""
+    if run.device.type != "cuda":
+        return None
+    arithmetic = "fp8" if run.config.computes_in_fp8 else _ARITHMETIC.get(run.dtype, "")
+    return nominal_peak(torch.cuda.get_device_name(run.device), arithmetic)

@@ -1,0 +1,56 @@
+"""What a planned run will do, in figures and as lines of text: for `flatout plan` and for pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.config.schema import Config
+from flatout.planner.devices import ANY_DEVICE, Device
+from flatout.planner.explain import PlanReport, explain, report_rows
+from flatout.planner.memory.budget import MemoryDecision, longest_document_tokens, memory_model
+from flatout.trainer.planning import PlannedRun
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """The report of a plan, and what was decided for `device` (None: no GPU was given)."""
+
+    report: PlanReport
+    strategy: str
+    decision: MemoryDecision
+    device: Device | None
+    longest_document_tokens: int | None
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<18} {text}" for name, text in self.rows(()))
+
+    def rows(self, events: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, str]]:
+        """Yield the summary and what planning reported as pairs of name and text."""
+        yield from report_rows(self.report)
+        if self.report.num_ranks > 1:
+            yield "strategy", self.strategy
+        if self.device:
+            yield f"on {self.device.name}", self.decision.reason
+            yield "longest document", f"{self.longest_document_tokens:,} tokens, alone in a micro-batch"
+        for kind, facts in events:
+            yield kind, ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def summarize_plan(
+    config: Config, planned: PlannedRun, device: Device | None, tokens_per_s: float | None = None
+) -> PlanSummary:
+    """Go through every step of a plan. `tokens_per_s`, over all ranks, adds a time estimate."""
+    decision, layout = planned.memory, planned.parallel_layout
+    model = decision.model or memory_model(config, planned.shape, ANY_DEVICE, layout)
+    report = explain(
+        planned.plan,
+        num_held_out=planned.store.num_samples - planned.plan.num_samples,
+        tokens_per_s=tokens_per_s,
+        memory_of=lambda size: model.estimate(size, decision.recompute, accumulates=decision.accumulates),
+    )
+    longest = None
+    if device is not None:
+        longest = longest_document_tokens(config, planned.shape, device, report.label_share, layout)
+    return PlanSummary(report, layout.reason, decision, device, longest)

@@ -1,0 +1,345 @@
+"""Decisions made before a model is loaded: the GPU to plan for, the tokens, the plan of every step, and its memory."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from xxhash import xxh3_64_hexdigest
+
+from flatout.checkpoint.compatibility import config_changes
+from flatout.config.schema import Config, DataConfig
+from flatout.data.build import open_or_build
+from flatout.data.token_store import TokenStore
+from flatout.errors import DataError, UsageError
+from flatout.models.objective import CROSS_ENTROPY, Objective
+from flatout.optim.lr_schedule import check_warmup
+from flatout.parallel.control_group import ControlGroup
+from flatout.parallel.process_group import choose_device
+from flatout.parallel.rank import Rank
+from flatout.planner.cost import make_cost
+from flatout.planner.devices import CONTEXT_BYTES, Device, weakest
+from flatout.planner.layout import ParallelLayout
+from flatout.planner.memory.budget import (
+    MemoryDecision,
+    TokenStatistics,
+    choose_micro_batch,
+    choose_parallel_layout,
+    spend_spare_memory,
+)
+from flatout.planner.shape import ModelShape, check_positions
+from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, make_plan, split_held_out
+from flatout.planner.steps.step_plan import StepPlan
+from flatout.track.callback import Reporter
+from flatout.trainer.model_shape import read_shape
+from flatout.trainer.prompts import PromptSet, plan_prompts
+
+# counts of rows that a build dropped, shortened or split; a run on such data reports them
+LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split")
+# paths and process counts may differ between nodes; content is compared by fingerprint
+NODE_LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.tokenizer", "data.num_procs"})
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """One evaluation data set; `plan` is one pass over it, `divisors` as in `PlannedRun`."""
+
+    name: str
+    store: TokenStore
+    plan: StepPlan
+    divisors: NDArray[np.float64] | None = None
+
+    @property
+    def max_documents(self) -> int:
+        """The most samples of a micro-batch."""
+        return max(len(batch.sample_ids) for rank in self.plan.ranks for batch in rank)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """Tokens and steps of a run. `fingerprints` identifies the data, the plan and the objective.
+
+    `divisors` (num_samples,) is what each sample adds to the divisor of its step; None: its label tokens.
+    """
+
+    shape: ModelShape
+    store: TokenStore
+    plan: RunPlan
+    eval_sets: tuple[EvalSet, ...]
+    prompts: PromptSet | None
+    parallel_layout: ParallelLayout
+    memory: MemoryDecision
+    fingerprints: Mapping[str, Any]
+    divisors: NDArray[np.float64] | None = None
+
+
+def plan_run(
+    config: Config,
+    reporter: Reporter,
+    rank: Rank,
+    device_of: Callable[[], Device | None] = lambda: None,
+    objective: Objective = CROSS_ENTROPY,
+) -> PlannedRun:
+    """Open or build the token store, choose a micro-batch that fits in device memory, and plan every step.
+
+    `device_of` is called after tokenizing and returns the GPU (as `gpu_of` does), or None for the CPU.
+    Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
+    """
+    origin = f"{config.model.name}/config.json"
+    reporter.phase("reading the model's configuration")
+    shape = read_shape(config.model.name, config.model.revision)
+    store = open_tokens(config.data, config, reporter)
+    num_tokens, num_labels = int(store.lengths.sum()), int(store.num_labels.sum())
+    reporter.stage(
+        "tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {num_labels / num_tokens:.0%} label"
+    )
+    if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
+        reporter.event(
+            "rows", {**lost, "of": store.meta.counts["rows"], "listed_in": str(store.folder / "report.json")}
+        )
+    num_rows, max_id = shape.vocab_size, store.meta.max_token_id
+    if max_id >= num_rows:
+        raise DataError(
+            f"the data has token ids {num_rows}..{max_id}, but the model has {num_rows} embedding rows "
+            f"(0..{num_rows - 1}); rebuild the data with this model's tokenizer, or resize the model"
+        )
+    if beyond := check_positions(shape, int(store.lengths.max()), origin=origin):
+        reporter.event("positions", beyond)
+    reporter.phase("planning")
+    train_ids = eval_ids = None
+    if config.eval.fraction:
+        train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed)
+    plan, parallel_layout, memory = plan_training(config, shape, store, train_ids, rank, device_of())
+    check_warmup(config.schedule, plan.num_steps)
+    reporter.stage("strategy", parallel_layout.reason)
+    reporter.stage("memory", memory.reason)
+    if config.full.update == "backward":
+        check_backward_update(config, plan, rank)
+    reporter.stage("plan", plan.describe())
+    eval_sets = plan_evaluation(config, store, train_ids, eval_ids, plan, memory, reporter, objective)
+    divisors = sample_divisors(objective, store, reporter)
+    evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets]
+    prompts = plan_prompts(config, store, evaluated, shape.max_positions, reporter)
+    fingerprints: dict[str, Any] = {"data": _identity(store), "plan": plan.fingerprint}
+    if eval_sets:
+        identities = [_identity(each.store) for each in eval_sets]
+        fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
+    if divisors is not None:
+        fingerprints["objective"] = {"name": objective.name, "divisors": xxh3_64_hexdigest(divisors.tobytes())}
+    return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, fingerprints, divisors)
+
+
+def sample_divisors(objective: Objective, store: TokenStore, reporter: Reporter) -> NDArray[np.float64] | None:
+    """Return what each sample adds to the divisor of its step; None where that is its label tokens.
+
+    Raises DataError for a value that is negative or not finite, and if all are 0.
+    """
+    if objective is CROSS_ENTROPY:
+        return None
+    values = np.empty(store.num_samples)
+    for index in range(store.num_samples):
+        values[index] = objective.sample_divisor(*store.sample(index))
+        if not 0 <= values[index] < np.inf:
+            raise DataError(
+                f"{store.origin(index)}: sample_divisor of objective {objective.name} is {values[index]}; it must be "
+                "a finite number, at least 0"
+            )
+        if index % 10_000 == 0:
+            reporter.phase("reading divisors of sample", index, store.num_samples)
+    if not values.any():
+        raise DataError(f"sample_divisor of objective {objective.name} is 0 for every sample: nothing can be learnt")
+    return values
+
+
+def loss_divisor(step: StepPlan, divisors: NDArray[np.float64] | None) -> float:
+    """Return what the summed loss of a step is divided by, known before the first forward pass."""
+    return step.num_label_tokens if divisors is None else float(divisors[list(step.sample_ids)].sum())
+
+
+def open_tokens(data: DataConfig, config: Config, reporter: Reporter) -> TokenStore:
+    """Open a data set or build it, and report how far that is."""
+    reporter.phase("opening the tokens")
+    return open_or_build(
+        data,
+        config.model.name,
+        progress=lambda done, total: reporter.phase("tokenizing row", done, total or 0),
+        log=lambda text: reporter.stage("tokens", text),
+    )
+
+
+def plan_training(
+    config: Config,
+    shape: ModelShape,
+    store: TokenStore,
+    train_ids: NDArray[np.int64] | None,
+    rank: Rank,
+    device: Device | None,
+) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
+    """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
+    whole_steps = make_plan(
+        store.lengths,
+        store.num_labels,
+        config.batch,
+        micro_batch_tokens=int(store.lengths.max()) * config.batch.samples_per_step,
+        seed=config.seed,
+        num_ranks=rank.world,
+        cost=make_cost(config, shape),
+        sample_ids=train_ids,
+    )
+    tokens = TokenStatistics.of(whole_steps)
+    parallel_layout = choose_parallel_layout(
+        config, shape, tokens, device, num_ranks=rank.world, num_nodes=rank.num_nodes
+    )
+    memory = choose_micro_batch(config, shape, tokens, device, parallel_layout)
+    cost = make_cost(config, shape, memory.recompute)
+    plan = whole_steps.with_layout(memory.micro_batch_tokens, cost, lockstep=parallel_layout.lockstep)
+    memory = spend_spare_memory(memory, config, tokens, device, plan)
+    parallel_layout = memory.model.parallel_layout if memory.model else parallel_layout
+    return plan.with_layout(memory.micro_batch_tokens, cost, lockstep=parallel_layout.lockstep), parallel_layout, memory
+
+
+def plan_evaluation(
+    config: Config,
+    store: TokenStore,
+    train_ids: NDArray[np.int64] | None,
+    eval_ids: NDArray[np.int64] | None,
+    plan: RunPlan,
+    memory: MemoryDecision,
+    reporter: Reporter,
+    objective: Objective,
+) -> tuple[EvalSet, ...]:
+    """Return the evaluation data sets; empty without one. Logs an event for rows that are also trained on."""
+    stores = {config.data.name: store} if config.eval.fraction else {}
+    for name in config.eval.data_names:
+        eval_config = config.data.model_copy(update={"name": name, "sources": []})
+        stores[name] = open_tokens(eval_config, config, reporter)
+    eval_sets = []
+    train_hashes = store.hashes if train_ids is None else store.hashes[train_ids]
+    for name, eval_store in stores.items():
+        # evaluation keeps no activations, so a micro-batch may be as long as its longest sample
+        longest = int((eval_store.lengths if eval_ids is None else eval_store.lengths[eval_ids]).max())
+        eval_plan = make_eval_plan(
+            eval_store.lengths,
+            eval_store.num_labels,
+            eval_ids,
+            micro_batch_tokens=config.batch.micro_batch_tokens or max(memory.micro_batch_tokens, longest),
+            num_ranks=plan.layout.num_ranks,
+            cost=plan.layout.cost,
+            lockstep=plan.layout.lockstep,
+        )
+        of_data = f"{name}: " if len(stores) > 1 else ""
+        counts = f"{len(eval_plan.sample_ids):,} samples, {eval_plan.num_label_tokens:,} label tokens"
+        reporter.stage("eval", of_data + counts)
+        num_seen = int(np.isin(eval_store.hashes[list(eval_plan.sample_ids)], train_hashes).sum())
+        if num_seen:
+            where = {"data": name} if len(stores) > 1 else {}
+            facts = {**where, "eval_samples_also_trained_on": num_seen, "do": "remove the duplicate rows"}
+            reporter.event("overlap", facts)
+        eval_sets.append(EvalSet(name, eval_store, eval_plan, sample_divisors(objective, eval_store, reporter)))
+    return tuple(eval_sets)
+
+
+def _identity(store: TokenStore) -> dict[str, Any]:
+    return {"name": store.meta.name, "num_samples": store.num_samples, "fingerprint": store.meta.fingerprint}
+
+
+def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:
+    """Raise UsageError unless weights can be updated in the backward pass: one process, one micro-batch per step.
+
+    Checks every step of the plan, unless the longest samples together fit in one micro-batch.
+    """
+    if rank.world > 1:
+        raise UsageError(
+            f"full.update: backward updates before ranks can sum gradients; got {rank.world} ranks, "
+            "use one rank or full.update: step"
+        )
+    if config.model.precision == "fp16":
+        raise UsageError("full.update: backward cannot unscale gradients; got model.precision fp16, use bf16 or fp32")
+    lengths = plan.samples.lengths
+    count = min(plan.batch.samples_per_step, len(lengths))
+    if int(np.partition(lengths, -count)[-count:].sum()) <= plan.layout.micro_batch_tokens:
+        return
+    for step in plan.steps():
+        if (num_batches := len(step.ranks[0])) > 1:
+            raise UsageError(
+                f"full.update: backward needs one micro-batch per step; step {step.index + 1} has {num_batches} of "
+                f"{step.num_tokens:,} tokens in total; raise batch.micro_batch_tokens to that, lower "
+                "batch.samples_per_step, or use full.update: step"
+            )
+
+
+def gpu_of(config: Config, rank: Rank) -> Device | None:
+    """Return the GPU that this process will train on and the bytes it may use; None on the CPU.
+
+    A single process gets the free memory. Several ranks get the total (less the context), as all must plan the same
+    micro-batches; so do deterministic runs, whose plan must not depend on other processes. Raises ResourceError as
+    `choose_device` does.
+    """
+    device = choose_device(config.wanted_device, rank)
+    if device.type != "cuda":
+        return None
+    num_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    if rank.world > 1 or config.deterministic:
+        num_bytes = total_bytes - CONTEXT_BYTES
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return Device(torch.cuda.get_device_name(device), num_bytes, has_bf16)
+
+
+def weakest_gpu(config: Config, rank: Rank, meet: Callable[[], ControlGroup]) -> Device | None:
+    """Return the GPU that all ranks plan for: the one with the least memory. None on the CPU.
+
+    Several ranks connect with `meet` to exchange theirs. Raises ResourceError as `gpu_of` does, and UsageError if
+    `model.precision: auto` would resolve differently on some.
+    """
+    gpu = gpu_of(config, rank)
+    if gpu is None or rank.world == 1:
+        return gpu
+    gathered = meet().all_gather((socket.gethostname(), asdict(gpu)))
+    gpus = [Device(**values) for _, values in gathered]
+    without = [index for index, one in enumerate(gpus) if not one.has_bf16]
+    if config.model.precision == "auto" and 0 < len(without) < len(gpus):
+        index = without[0]
+        raise UsageError(
+            f"rank {index} on {gathered[index][0]} has a {gpus[index].name}, which has no bf16 hardware, but other "
+            "ranks' GPUs have it: set model.precision: fp16 or fp32, or exclude that GPU"
+        )
+    return weakest(gpus)
+
+
+def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -> None:
+    """Raise on every rank if one has other settings (UsageError) or other data (DataError) than rank 0.
+
+    Collective. For example, a node was started with another config file, or built its data from other rows.
+    """
+    layout, memory, prompts = planned.parallel_layout, planned.memory, planned.prompts
+    split = [layout.strategy, memory.micro_batch_tokens, memory.recompute, memory.transposed_weights]
+    mine = {
+        "host": socket.gethostname(),
+        "config": config.model_dump(mode="json"),
+        "data": {**planned.fingerprints, "prompts": prompts and xxh3_64_hexdigest(repr(prompts.prompts).encode())},
+        "split": [*split, layout.reshard_after_forward],
+    }
+    first, *others = group.all_gather(mine)
+    for index, other in enumerate(others, start=1):
+        who = f"rank {index} on {other['host']}"
+        changes = [
+            change for change in config_changes(first["config"], other["config"]) if change.key not in NODE_LOCAL
+        ]
+        if changes:
+            said = "; ".join(f"{change.key} is {change.now!r}, but {change.saved!r} on rank 0" for change in changes)
+            raise UsageError(f"{who} has different settings: {said}; start every node with the same settings")
+        if other["data"] != first["data"]:
+            raise DataError(
+                f"{who} has different data from rank 0 on {first['host']}: {other['data']}, not {first['data']}; "
+                "build it once, in a folder that all nodes share, or copy the built data set"
+            )
+        if other["split"] != first["split"]:
+            raise UsageError(
+                f"{who} splits the same steps differently: {other['split']}, but rank 0 on {first['host']} "
+                f"{first['split']}; install the same version of flatout on every node"
+            )

@@ -1,0 +1,254 @@
+"""A run's resumable state: take it, check it, find it again and restore it; detect finished runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from pydantic import ConfigDict, TypeAdapter, with_config
+from torch import Tensor
+
+from flatout.checkpoint.compatibility import (
+    Change,
+    config_changes,
+    refuse_changes,
+    refuse_other_data,
+    refuse_other_model,
+    refuse_without_effect,
+)
+from flatout.checkpoint.final import verify_final
+from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
+from flatout.checkpoint.read import SavedCheckpoint
+from flatout.checkpoint.replicas import refuse_drift
+from flatout.checkpoint.write import Checkpoints, Snapshot
+from flatout.config.read import make_config
+from flatout.config.schema import Config
+from flatout.errors import CheckpointError, NumericError, UsageError
+from flatout.io.json_file import validated
+from flatout.io.redact import redacted
+from flatout.parallel.shards import global_tensors, local_state
+from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
+from flatout.track.callback import Reporter
+from flatout.trainer.planning import PlannedRun
+from flatout.trainer.state import Progress, Run
+
+# the state of torch.amp.GradScaler; empty if the run has no loss scale
+_SCALER_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+@dataclass(frozen=True, slots=True)
+class Fingerprints:
+    """What identifies the base model, the data and the plan."""
+
+    model: dict[str, str]
+    data: Any
+    plan: Any
+    eval_data: Any = None
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+@dataclass(frozen=True, slots=True)
+class SavedFacts:
+    """The facts of a checkpoint, as `take_snapshot` writes them."""
+
+    config: dict[str, Any]
+    fingerprints: Fingerprints
+    progress: Progress
+    scaler: dict[str, float]
+    micro_batch_caps: list[int | None]
+    """Per rank: the cap that was set after running out of memory."""
+    micro_batch_tokens: int | None = None
+
+
+def check_facts(facts: Mapping[str, Any], step: int) -> None:
+    """Raise CheckpointError, naming the field, if no run could have saved these facts after `step` steps."""
+    saved = validated(TypeAdapter(SavedFacts), facts, "facts")
+    if saved.scaler and (odd := _SCALER_KEYS ^ saved.scaler.keys()):
+        raise CheckpointError(f"facts: scaler: {min(odd)} is missing or unknown")
+    if any(not math.isfinite(value) or value < 0 for value in saved.scaler.values()):
+        raise CheckpointError(f"facts: scaler: found {saved.scaler}, expected finite numbers of at least 0")
+    if absent := {field.name for field in fields(Progress)} - facts["progress"].keys():
+        raise CheckpointError(f"facts: progress.{min(absent)} is missing")
+    found = saved.progress.step
+    if found != step:
+        raise CheckpointError(f"facts: progress.step: found {found}, but this is the checkpoint of step {step}")
+    for name, value in asdict(saved.progress).items():
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise CheckpointError(f"facts: progress.{name}: found {value}, expected a finite number of at least 0")
+        if name in ("num_updates", "last_eval_step", "best_step") and value is not None and value > step:
+            raise CheckpointError(f"facts: progress.{name}: found {value} after {step} steps")
+    try:
+        make_config(saved.config, origin="facts: config")
+    except UsageError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def take_snapshot(run: Run) -> Snapshot:
+    """Collect everything the next step depends on; tensors are not copied, so write them before the next update.
+
+    Collective. Raises NumericError on every rank if a tensor is not finite, as it could not be resumed from, and
+    CheckpointError if replicas differ.
+    """
+    keeper = run.optimizer if isinstance(run.optimizer, PartitionedOptimizer) else None
+    state = {
+        "model": global_tensors(run.named_parameters, keep=run.rank.is_first, gather=keeper.weight)
+        if keeper
+        else {name: parameter.detach() for name, parameter in run.named_parameters.items()},
+        "optimizer": optimizer_state(run.optimizer, run.named_parameters, keep=run.rank.is_first),
+    }
+    run.saver.wait()  # its thread communicates over the same group
+    if keeper is None:
+        refuse_drift(state, run.checkpoints.group)
+    tensors, places = local_state(state, run.rank.index)
+    _require_finite(run, {name: tensor for kind in tensors.values() for name, tensor in kind.items()})
+    return Snapshot(
+        step=run.progress.step,
+        tensors=tensors,
+        facts={
+            "config": redacted(run.config.model_dump(mode="json")),
+            "fingerprints": dict(run.fingerprints),
+            "progress": asdict(run.progress),
+            "scaler": run.scaler.state_dict(),
+            "micro_batch_caps": run.checkpoints.group.all_gather(run.state.micro_batch_cap),
+            "micro_batch_tokens": run.plan.layout.micro_batch_tokens,
+        },
+        places=places,
+    )
+
+
+@torch.no_grad()
+def _require_finite(run: Run, tensors: Mapping[str, Tensor]) -> None:
+    """Check the state, as an update can overflow even with a finite gradient (say, with a learning rate of 1e308)."""
+    held = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
+    # the infinity norm is not finite if any value is not, and allocates no tensor-sized temporary
+    largest = torch._foreach_norm(list(held.values()), torch.inf) if held else ()
+    values = torch.stack([value.to(run.device, torch.float64) for value in (*largest, torch.zeros(()))])
+    is_bad = ~values.isfinite()
+    num_bad = int(run.strategy.sum_values(is_bad.sum(dtype=torch.float64)[None]).item())
+    if num_bad:
+        names = [name for name, bad in zip(held, is_bad.tolist(), strict=False) if bad]
+        where = f"{names[0]} ({num_bad} tensors)" if names else f"{num_bad} tensors of other ranks"
+        raise NumericError(
+            f"after step {run.progress.step}: {where} is not finite, so this state was not saved; earlier checkpoints "
+            "are intact; lower optim.lr, or resume from one of them"
+        )
+
+
+def find_checkpoint(
+    config: Config, planned: PlannedRun, checkpoints: Checkpoints, reporter: Reporter
+) -> tuple[SavedCheckpoint | None, Progress | None]:
+    """Find the checkpoint to resume from (None: step 0), and the final progress if the run is already complete.
+
+    Collective. Raises CheckpointError if none of the folder's checkpoints is valid, if the data, the base model or
+    settings that affect the numerics differ from the checkpoint's, if results without a checkpoint would be
+    overwritten, or if changed settings would have no effect on a complete run.
+    """
+    checkpoint = checkpoints.newest()
+    final_dir, best_dir = config.folder / "final", config.folder / "best"
+    if checkpoint is None:
+        if checkpoints.group.run_on_first_rank(lambda: final_dir.exists() and any(final_dir.iterdir())):
+            raise CheckpointError(
+                f"{final_dir} holds results, but there is no checkpoint to resume from: training again would overwrite "
+                "them; choose a different run_dir, or move that folder away"
+            )
+        reporter.stage("resume", "no checkpoint: start at step 0")
+        return None, None
+    if config.checkpoint.resume == "never":
+        raise CheckpointError(
+            f"{checkpoints.folder} holds a checkpoint of step {checkpoint.step}, but checkpoint.resume is never; "
+            "choose a different run_dir, or set checkpoint.resume=auto"
+        )
+    changes = _accepted_changes(config, planned, checkpoint, reporter)
+    reporter.stage("resume", f"from step {checkpoint.step}")
+
+    def progress_of_results() -> Mapping[str, Any] | None:
+        if not final_dir.exists():
+            return None
+        try:
+            if best_dir.exists():
+                verify_final(best_dir)
+            return verify_final(final_dir).progress
+        except CheckpointError as error:
+            reporter.event("damaged", {"why": str(error), "next": "exported again from the newest checkpoint"})
+            return None
+
+    if (found := checkpoints.group.run_on_first_rank(progress_of_results)) is None:
+        return checkpoint, None
+    progress = validated(TypeAdapter(Progress), found, str(final_dir))
+    if not progress.stopped_early and progress.step < planned.plan.num_steps:
+        return checkpoint, None
+    refuse_without_effect(changes, config.folder)
+    return checkpoint, progress
+
+
+def _accepted_changes(
+    config: Config, planned: PlannedRun, checkpoint: SavedCheckpoint, reporter: Reporter
+) -> list[Change]:
+    """Return the settings that differ from the checkpoint's. Raises CheckpointError as `find_checkpoint` does."""
+    # settings added after the checkpoint was made get their defaults
+    old_config = make_config(checkpoint.facts["config"], origin=f"the config of step {checkpoint.step}")
+    changes = config_changes(old_config.model_dump(mode="json"), redacted(config.model_dump(mode="json")))
+    saved, now = dict(checkpoint.facts["fingerprints"]), dict(planned.fingerprints)
+    allow = config.checkpoint.allow_change
+    if saved["model"] == now["model"]:
+        # the same base model, loaded from another place
+        places = ("model.name", "model.revision")
+        changes = [replace(change, effect="harmless") if change.key in places else change for change in changes]
+    refuse_changes(changes, allow)
+    refuse_other_model(saved.pop("model"), now.pop("model"), allow)
+    refuse_other_data(saved, now, allow=allow, explained_by=changes)
+    before, after = checkpoint.facts.get("micro_batch_tokens"), planned.plan.layout.micro_batch_tokens
+    if before not in (None, after) and not any(change.key == "batch.micro_batch_tokens" for change in changes):
+        why = "the memory of this machine allows other micro-batches, which changes rounding and dropout masks"
+        planned_change = Change("micro-batch tokens", before, after, "rounding", why)
+        reporter.event("changed", {"setting": str(planned_change)})
+    for change in changes:
+        reporter.event("changed", {"setting": str(change)})
+    return changes
+
+
+def restore(run: Run, saved: SavedCheckpoint) -> None:
+    """Load a checkpoint's whole state into the run. Raises CheckpointError if it has other parameters."""
+    run.reporter.phase("reading the checkpoint")
+    restore_weights(run, saved)
+    caps = saved.facts["micro_batch_caps"]
+    if len(caps) == run.rank.world:
+        run.state.micro_batch_cap = caps[run.rank.index]
+    else:
+        # with another number of ranks the caps cannot be matched, so all ranks take the smallest
+        run.state.micro_batch_cap = min((cap for cap in caps if cap is not None), default=None)
+    for name, value in saved.facts["progress"].items():
+        setattr(run.progress, name, value)
+    if run.progress.num_updates and not saved.tensors["optimizer"]:
+        raise CheckpointError(f"the checkpoint of step {saved.step} has no optimizer state; it cannot be resumed")
+    load_optimizer_state(run.optimizer, run.named_parameters, saved.tensors["optimizer"])
+    try:
+        run.scaler.load_state_dict(saved.facts["scaler"])
+    except RuntimeError as error:
+        raise CheckpointError(f"the checkpoint of step {saved.step} has no loss scale; use its settings") from error
+
+
+def restore_weights(run: Run, saved: SavedCheckpoint) -> None:
+    """Load a checkpoint's weights into the model. Raises CheckpointError if names or shapes differ."""
+    weights = saved.tensors["model"]
+    if odd := sorted(set(weights) ^ set(run.named_parameters)):
+        raise CheckpointError(
+            f"the checkpoint of step {saved.step} trains different parameters from this run, such as {odd[0]} "
+            f"({len(odd)} differ); use the checkpoint's settings, or a different run_dir"
+        )
+    for name, parameter in run.named_parameters.items():
+        # DeepSpeed's stage 3 empties a weight and keeps its shape in `ds_shape`
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if weights.shapes[name] != shape:
+            raise CheckpointError(
+                f"{name} has shape {weights.shapes[name]} in the checkpoint of step {saved.step}, "
+                f"{shape} in this run; use the checkpoint's settings, or a different run_dir"
+            )
+        if isinstance(run.optimizer, PartitionedOptimizer):
+            run.optimizer.set_weight(parameter, weights[name])
+        else:
+            weights.copy_into(name, parameter)

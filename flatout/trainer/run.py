@@ -1,0 +1,255 @@
+"""A whole run: lock the folder, set up, train, export, return the result."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from flatout.checkpoint.final import publish
+from flatout.checkpoint.write import Checkpoints
+from flatout.config.read import dump_config
+from flatout.config.schema import Config
+from flatout.data.tokenizer import load_tokenizer
+from flatout.errors import FlatoutError, PreemptedError, ResourceError, UsageError
+from flatout.io.bounded_wait import to_stderr
+from flatout.io.durable_io import DurableIO
+from flatout.io.file_lock import RunLock
+from flatout.io.redact import redacted
+from flatout.models.export import save_model
+from flatout.models.load.source import fingerprint_model
+from flatout.models.lora.adapter import adapter_parameters, read_back, save_adapter
+from flatout.models.objective import CROSS_ENTROPY, Objective
+from flatout.parallel.control_group import ControlGroup
+from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
+from flatout.parallel.process_group import choose_device, leave_group
+from flatout.parallel.rank import Rank
+from flatout.parallel.shards import global_tensors, is_sharded
+from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
+from flatout.track.callback import Callback, Reporter
+from flatout.track.console import ConsoleCallback
+from flatout.track.record import RunEnd
+from flatout.track.run_folder import RunFolderWriter
+from flatout.track.tracker_process import TrackerProcess
+from flatout.track.trackers import require_installed
+from flatout.trainer.build import build_run
+from flatout.trainer.evaluate import evaluate_now
+from flatout.trainer.loop import run_steps, save
+from flatout.trainer.planning import plan_run, require_same_run, weakest_gpu
+from flatout.trainer.resume import check_facts, find_checkpoint, restore_weights
+from flatout.trainer.run_facts import run_start
+from flatout.trainer.state import Progress, Run
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The outcome of a finished run. `final_dir` holds the adapter or model with its tokenizer."""
+
+    folder: Path
+    final_dir: Path
+    num_steps: int
+    progress: Progress
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Real tokens per second over all training steps."""
+        return self.progress.num_tokens / self.progress.elapsed_s
+
+    @property
+    def padding_avoided(self) -> float:
+        """Share of a naive loader's tokens that would have been padding."""
+        return 1.0 - self.progress.num_tokens / self.progress.num_naive_tokens
+
+
+# how the console names the phases of a loop
+PHASES = {"step": "step", "save": "saving", "evaluate": "evaluating", "finish": "finishing"}
+
+
+def train(
+    config: Config,
+    *,
+    callbacks: Sequence[Callback] = (),
+    console: ConsoleCallback | None = None,
+    on_peer_lost: OnPeerLost | None = None,
+    objective: Objective = CROSS_ENTROPY,
+) -> Result:
+    """Train a configuration to the end; `callbacks` are called on the first rank, after the console and run folder.
+
+    `console` is one that the caller has entered; by default, a new one prints to standard output.
+
+    Raises a FlatoutError; PreemptedError means saved and resumable. `on_peer_lost` is called from the watch's thread
+    as soon as a rank is lost. The error is then raised, unless this rank is blocked in a collective: then it exits
+    with code 7.
+    """
+    rank = Rank.from_env()
+    if rank == Rank() and len(config.gpus or ()) > 1:
+        raise UsageError(
+            f"gpus: {config.gpus} needs one process per GPU, but train() runs in one process; use "
+            "`flatout train`, which starts them, or set gpus to one GPU"
+        )
+    require_installed(config.track.to)
+    # taking the lock also detects a folder that is not writable, before anything slow happens
+    with ExitStack() as stack:
+        reporter = Reporter()
+        if rank.is_first:
+            lock = stack.enter_context(RunLock(config.folder))
+            shown = console or stack.enter_context(ConsoleCallback(every_record=config.log_every_steps > 1))
+            folder = RunFolderWriter(config.folder, lambda text: shown.on_event("log", {"why": text}), lock.keep)
+            # after the run folder, whose files its process reads
+            trackers = TrackerProcess(config.folder, config.track.to, partial(shown.on_stage, "track"))
+            reporter = Reporter(shown, folder, *([trackers] if config.track.to else ()), *callbacks)
+        watch = PeerWatch(
+            config.faults,
+            reporter.event,
+            on_peer_lost,
+            on_phase=lambda phase, step: reporter.phase(PHASES.get(phase, phase), step + 1 if phase == "step" else 0),
+        )
+        try:
+            with watch.guard():
+                result = _train(config, reporter, rank, watch, objective)
+            leave_group()
+        except BaseException as error:
+            # after any other error the group is not destroyed: a clean shutdown would wait for the lost rank
+            end = ended_by(error)
+            with errors_printed():
+                if isinstance(error, PreemptedError):
+                    leave_group()
+                if isinstance(error, FlatoutError):
+                    reporter.event("stopped", {"exit_code": end.exit_code, "why": end.why})
+            with errors_printed():
+                reporter.end(end)
+            raise
+        final_dir = str(result.final_dir)
+        reporter.end(RunEnd("complete", 0, time.time(), final_dir=final_dir))
+        return result
+
+
+@contextmanager
+def errors_printed() -> Iterator[None]:
+    """Print an error and go on: the one that ended the run must stay the one that is raised."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  (a callback may raise anything)
+        to_stderr(f"at the end of the run: {type(error).__name__}: {redacted(str(error))}")
+
+
+def ended_by(error: BaseException) -> RunEnd:
+    """Return the end of a run that this error ended."""
+    if isinstance(error, FlatoutError):
+        outcome: Literal["stopped", "failed"] = "stopped" if isinstance(error, PreemptedError) else "failed"
+        return RunEnd(outcome, error.exit_code, time.time(), redacted(str(error)))
+    if isinstance(error, KeyboardInterrupt):
+        return RunEnd("stopped", 130, time.time(), "interrupted; steps since the last checkpoint are lost")
+    return RunEnd("failed", 1, time.time(), redacted(f"{type(error).__name__}: {error}"))
+
+
+def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, objective: Objective) -> Result:
+    method = f"{config.method} at lr {config.optim.lr:g}"
+    reporter.stage("config", f"{config.name}: {method} on {config.model.name}, folder {config.folder}")
+
+    def meet() -> ControlGroup:
+        if rank.world > 1:
+            reporter.phase("waiting for all ranks")
+        return watch.join(rank, choose_device(config.wanted_device, rank))
+
+    # tokenizing may take long, so it comes before ranks connect, which has a timeout
+    planned = plan_run(config, reporter, rank, lambda: weakest_gpu(config, rank, meet), objective)
+    reporter.phase("reading the model's fingerprint")
+    planned = replace(planned, fingerprints={**planned.fingerprints, "model": fingerprint_model(config.model)})
+    group, keep = meet(), config.checkpoint.keep
+    require_same_run(config, planned, group)
+    reporter.phase("verifying checkpoints")
+    checkpoints = Checkpoints(config.folder, keep=keep, on_event=reporter.event, group=group, check_facts=check_facts)
+    checkpoint, progress = find_checkpoint(config, planned, checkpoints, reporter)
+    final_dir = config.folder / "final"
+    if progress is not None:
+        reporter.stage("done", f"already complete after {progress.step} steps; see {final_dir}")
+        return Result(config.folder, final_dir, planned.plan.num_steps, progress)
+    if rank.is_first:
+        DurableIO().write_bytes(config.folder / "config.yaml", redacted(dump_config(config)).encode())
+    if checkpoint is not None:
+        reporter.event("resumed", {"step": checkpoint.step})
+    run = build_run(config, planned, checkpoints, checkpoint, reporter, rank, watch, objective)
+    del checkpoint  # its open files would keep deleted checkpoints on disk
+    reporter.start(run_start(run, planned))
+    try:
+        with run.stop:
+            run_steps(run)
+            finish(run, final_dir)
+    finally:
+        run.saver.close()
+        for feed in (run.feed, *run.eval_feeds):
+            feed.close()
+    return Result(config.folder, final_dir, run.plan.num_steps, run.progress)
+
+
+def finish(run: Run, final_dir: Path) -> None:
+    """Evaluate, save, export the last weights to final/ and, if an earlier step was better, its weights to best/."""
+    run.watch.set_phase("finish", run.progress.step)
+    is_best = run.progress.last_eval_step != run.progress.step and evaluate_now(run)
+    try:
+        save(run, best=is_best, required=True)
+    except ResourceError as error:
+        # no checkpoint has these weights: export them to the first folder with enough space
+        group, reasons = run.checkpoints.group, []
+        places = (Path(tempfile.gettempdir()), Path.home(), Path.cwd())
+        name = f"flatout-{run.config.name}-{secrets.token_hex(4)}"
+        others = group.run_on_first_rank(lambda: [str(place.absolute() / name) for place in places])
+        for folder in (final_dir, *map(Path, others)):
+            try:
+                export(run, folder)
+            except ResourceError as too_small:
+                reasons.append(str(too_small))
+            else:
+                raise ResourceError(f"{error}; the final weights are kept in {folder}") from error
+        raise ResourceError(f"{error}; the final weights could not be saved anywhere: {'; '.join(reasons)}") from error
+    run.reporter.phase("exporting")
+    export(run, final_dir)
+    run.reporter.stage("final", f"{run.config.method} weights of step {run.progress.step} in {final_dir}")
+    best_step = run.progress.best_step
+    if best_step is None or best_step == run.progress.step:
+        return
+    best = run.checkpoints.folder / f"step-{best_step}"
+    if run.checkpoints.group.run_on_first_rank(best.exists):
+        restore_weights(run, run.checkpoints.load(best))
+        export(run, run.config.folder / "best")
+        run.reporter.stage("best", f"weights of step {best_step}, loss {run.progress.best_eval_loss:.4f}, in best/")
+
+
+def export(run: Run, folder: Path) -> None:
+    """Write the adapter (PEFT format) or the model (transformers format) with its tokenizer, atomically.
+
+    Collective: sharded tensors are gathered one by one to the first rank's host memory, in the dtype of the files.
+    """
+    group = run.checkpoints.group
+    is_lora = run.config.method == "lora"
+    state: dict[str, Tensor] | None = None
+    gather = run.optimizer.weight if isinstance(run.optimizer, PartitionedOptimizer) else None
+    if gather or any(is_sharded(parameter) for parameter in run.model.parameters()):
+        held = adapter_parameters(run.model) if is_lora else run.model.state_dict(keep_vars=True)
+        group.all_gather(None)  # so that no rank waits in a GPU collective for one that is still writing
+        state = global_tensors(held, keep=run.rank.is_first, dtype=None if is_lora else run.dtype, gather=gather)
+
+    def write(half_done: Path) -> None:
+        tokenizer = load_tokenizer(run.config.data.tokenizer or run.config.model.name)
+        if template := run.feed.store.meta.template_text:
+            # export the template that was trained with, even if the tokenizer has another
+            tokenizer.chat_template = template
+        if is_lora:
+            base_name, lora = run.config.model.name, run.config.lora
+            save_adapter(run.model, half_done, base_name=base_name, config=lora, state=state)
+            run.reporter.stage(folder.name, read_back(run.model, half_done, config=lora, state=state))
+            tokenizer.save_pretrained(half_done)
+        else:
+            # checkpoints keep fp32 master weights; the exported model has the precision used in training
+            save_model(run.model, tokenizer, half_done, dtype=run.dtype, state=state)
+
+    group.run_on_first_rank(lambda: publish(folder, write, asdict(run.progress), run.reporter.event))

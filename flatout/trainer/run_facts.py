@@ -1,0 +1,118 @@
+"""What a run reports about itself when it starts: its hardware, versions, sizes and plan."""
+
+from __future__ import annotations
+
+import platform
+import time
+from contextlib import suppress
+from importlib import metadata
+
+import numpy as np
+import torch
+
+from flatout import __version__
+from flatout.config.read import flatten
+from flatout.config.schema import Config
+from flatout.errors import DataError
+from flatout.io.redact import redacted
+from flatout.planner.memory.estimate import MicroBatchSize
+from flatout.planner.steps.run_plan import RunPlan
+from flatout.track.record import GpuFacts, PlanFacts, RunStart
+from flatout.track.run_log import read_start
+from flatout.trainer.planning import PlannedRun
+from flatout.trainer.state import Run
+
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "triton", "torchao")
+# a page draws this many steps of the packing and bins of the lengths
+NUM_PACKED_STEPS, NUM_LENGTH_BINS = 24, 48
+# steps, evenly spaced over the run, that padding and balance are estimated from
+NUM_SAMPLED_STEPS = 128
+MAX_MODEL_TEXT = 20_000
+
+
+def run_start(run: Run, planned: PlannedRun) -> RunStart:
+    """Return the facts of a run that is built and starts its next step. Collective on GPUs."""
+    config, now = run.config, time.time()
+    gpus: list[tuple[str, int]] = []
+    if run.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(run.device)
+        gpus = run.checkpoints.group.all_gather((properties.name, properties.total_memory))
+    earlier = None
+    if run.rank.is_first and run.progress.step:
+        with suppress(DataError):  # of another version: only the first start's time is lost
+            earlier = read_start(config.folder)
+    trained = run.named_parameters.values()
+    return RunStart(
+        name=config.name,
+        folder=str(config.folder.absolute()),
+        method=config.method,
+        model=redacted(config.model.name),
+        data=config.data.name,
+        started_at=now,
+        first_started_at=earlier.first_started_at if earlier else now,
+        resumed_step=run.progress.step or None,
+        num_ranks=run.rank.world,
+        device=run.device.type,
+        gpus=tuple(GpuFacts(*gpu) for gpu in gpus),
+        dtype=str(run.dtype).removeprefix("torch."),
+        strategy=planned.parallel_layout.strategy,
+        num_parameters=planned.shape.num_params,
+        # DeepSpeed's stage 3 empties a weight and keeps its shape in `ds_shape`
+        num_trained_parameters=sum(torch.Size(getattr(one, "ds_shape", one.shape)).numel() for one in trained),
+        model_text=str(run.model)[:MAX_MODEL_TEXT],
+        versions=versions(),
+        settings=dict(flatten(redacted(config.model_dump(mode="json")))),
+        plan=plan_facts(planned, config),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of flatout, Python and the packages that compute, as far as they are installed."""
+    found = {"flatout": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
+    """Return the plan's totals, estimated from sampled steps where counting would visit every step."""
+    plan, memory = planned.plan, planned.memory
+    sampled = list(plan.sampled_steps(NUM_SAMPLED_STEPS))
+    num_tokens = sum(step.num_tokens for step in sampled)
+    largest = max(
+        (batch for step in sampled for rank in step.ranks for batch in rank), key=lambda batch: batch.num_tokens
+    )
+    estimate = memory.estimate(MicroBatchSize(largest.num_tokens, largest.num_label_tokens, len(largest.sample_ids)))
+    lengths = plan.samples.lengths
+    edges = np.unique(np.linspace(0, int(lengths.max()) + 1, NUM_LENGTH_BINS + 1).astype(np.int64))
+    epochs = plan.epoch_after(plan.step(plan.num_steps - 1))
+    return PlanFacts(
+        num_steps=plan.num_steps,
+        num_samples=plan.num_samples,
+        num_eval_samples=sum(len(each.plan.sample_ids) for each in planned.eval_sets),
+        samples_per_step=config.batch.samples_per_step,
+        micro_batch_tokens=plan.layout.micro_batch_tokens,
+        epochs=epochs,
+        num_tokens=round(int(lengths.sum()) * epochs),
+        num_label_tokens=round(int(plan.samples.num_labels.sum()) * epochs),
+        padding_avoided=1.0 - num_tokens / sum(plan.naive_tokens(step) for step in sampled),
+        balance=sum(step.balance for step in sampled) / len(sampled),
+        memory_bytes=None if estimate is None else estimate.total_bytes,
+        length_edges=tuple(edges.tolist()),
+        length_counts=tuple(np.histogram(lengths, edges)[0].tolist()),
+        packing=tuple(
+            tuple(tuple(_lengths(plan, batch.sample_ids) for batch in rank) for rank in plan.step(index).ranks)
+            for index in range(min(NUM_PACKED_STEPS, plan.num_steps))
+        ),
+        padded=tuple(
+            tuple(tuple(map(tuple, rank)) for rank in plan.naive_batches(plan.step(index)))
+            for index in range(min(NUM_PACKED_STEPS, plan.num_steps))
+        ),
+    )
+
+
+def _lengths(plan: RunPlan, sample_ids: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(plan.samples.lengths[plan.samples.indices_of(sample_ids)].tolist())

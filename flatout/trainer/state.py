@@ -1,0 +1,114 @@
+"""The state of one run: made by setup, used by the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import PreTrainedModel
+
+from flatout.checkpoint.write import Checkpoints
+from flatout.checkpoint.write_async import Saver
+from flatout.config.schema import Config
+from flatout.models.head import PackedLoss
+from flatout.models.lora.fused import FusedLayers
+from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
+from flatout.parallel.rank import Rank
+from flatout.parallel.strategies.protocol import Strategy
+from flatout.planner.memory.budget import MemoryDecision
+from flatout.planner.steps.run_plan import RunPlan
+from flatout.planner.steps.step_plan import StepPlan
+from flatout.track.callback import Reporter
+from flatout.trainer.feed import Feed
+from flatout.trainer.planning import EvalSet
+from flatout.trainer.prompts import PromptSet
+from flatout.trainer.rank_meter import RankMeter
+from flatout.trainer.stop_request import StopRequest
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the run is. `step` counts completed steps of the plan, `num_updates` those that changed weights."""
+
+    step: int = 0
+    num_updates: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_label_tokens: int = 0
+    num_naive_tokens: int = 0
+    elapsed_s: float = 0.0
+    first_eval_loss: float | None = None
+    last_eval_loss: float | None = None
+    last_eval_step: int | None = None
+    best_eval_loss: float | None = None
+    best_step: int | None = None
+    num_evals_without_best: int = 0
+    stopped_early: bool = False
+
+    def advance(self, step: StepPlan, *, updated: bool, num_naive_tokens: int) -> None:
+        """Count one completed step; `num_naive_tokens` is what a padding loader would have computed."""
+        self.step = step.index + 1
+        self.num_updates += updated
+        self.num_samples += len(step.sample_ids)
+        self.num_tokens += step.num_tokens
+        self.num_label_tokens += step.num_label_tokens
+        self.num_naive_tokens += num_naive_tokens
+
+
+@dataclass(slots=True)
+class LoopState:
+    """What changes during a run besides its progress.
+
+    `micro_batch_cap` is the maximum tokens per micro-batch on this rank, set after an out-of-memory error; None: as
+    planned. `num_in_flight` counts launched updates whose totals the host has not read yet.
+    """
+
+    micro_batch_cap: int | None = None
+    num_in_flight: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Everything the loop needs, made by `build_run`. Fields keep their objects; a step changes what these hold.
+
+    `divisors` as in `PlannedRun`.
+    """
+
+    config: Config
+    rank: Rank
+    device: torch.device
+    reporter: Reporter
+    plan: RunPlan
+    feed: Feed
+    eval_sets: tuple[EvalSet, ...]
+    eval_feeds: tuple[Feed, ...]
+    prompts: PromptSet | None
+    model: PreTrainedModel
+    loss: PackedLoss
+    dtype: torch.dtype
+    autocast: bool
+    named_parameters: Mapping[str, nn.Parameter]
+    strategy: Strategy
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    checkpoints: Checkpoints
+    saver: Saver
+    fingerprints: Mapping[str, Any]
+    memory: MemoryDecision
+    fused_lora: FusedLayers
+    watch: PeerWatch
+    rank_meter: RankMeter
+    divisors: NDArray[np.float64] | None = None
+    progress: Progress = field(default_factory=Progress)
+    state: LoopState = field(default_factory=LoopState)
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trained parameters as the optimizer holds them; flat ones if it flattens them."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,339 @@
+"""One optimizer step, exactly: sums over micro-batches and ranks, divided once by the step's global label count."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from flatout.errors import NumericError, ResourceError
+from flatout.io.durable_io import DurableIO
+from flatout.optim.flat import foreach_accumulate
+from flatout.optim.lr_schedule import lr_factor
+from flatout.optim.update import (
+    BackwardUpdate,
+    clear_found_inf,
+    copy_to_host_async,
+    set_found_inf,
+    set_lr,
+    supports_found_inf,
+)
+from flatout.parallel.shards import local_part
+from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.trainer.planning import loss_divisor
+from flatout.trainer.rank_meter import RankFigures, gathered_figures, scatter_figures
+from flatout.trainer.state import Run
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """The result of one step. `grad_norm` is the global L2 norm before clipping. `skipped` says why no update was made.
+
+    `ranks` has what each rank measured, in their order. `ended` marks the step's end on the device, for a step that
+    the host did not wait for.
+    """
+
+    loss: float
+    token_accuracy: float
+    grad_norm: float
+    lr: float
+    skipped: str | None = None
+    ranks: tuple[RankFigures, ...] = field(default=(), compare=False)
+    ended: torch.cuda.Event | float | None = field(default=None, compare=False)
+
+
+NOTHING_TO_LEARN = StepOutcome(loss=0.0, token_accuracy=0.0, grad_norm=0.0, lr=0.0, skipped="no label tokens")
+MAX_NAMED_SAMPLES = 8
+
+# waits for a step's outcome; None when a stop was requested before the update, which was then skipped
+Pending = Callable[[], StepOutcome | None]
+
+
+def step_launcher(run: Run) -> Callable[[Run, StepPlan], Pending]:
+    """Return what launches this run's steps: it updates after all gradients, or each weight in the backward pass."""
+    if run.config.full.update == "backward":
+        return partial(launch_backward_update, BackwardUpdate(run.optimizer, run.parameters))
+    return launch_step
+
+
+def launch_step(run: Run, step: StepPlan) -> Pending:
+    """Start a step, without waiting for it if the optimizer can skip a bad update on the device.
+
+    At most one later step may be launched before calling the returned function. It waits for the step's outcome:
+    None when a stop was requested before the update, NumericError when the loss or the gradient is not finite. In
+    both cases no launched step has changed any weight.
+    """
+    run.optimizer.zero_grad(set_to_none=True)
+    if divisor_of(run, step) == 0:
+        return lambda: NOTHING_TO_LEARN
+    run.rank_meter.start_step(run.feed.wait_s)
+    loss_sum, num_correct = accumulate_gradients(run, step)
+    figures = run.rank_meter.figures(run.feed.wait_s)
+    run.watch.set_phase("sum")
+    with run.rank_meter.phase("gradient_sum"):
+        # before any other collective, as ranks may have started these sums in their backward passes
+        run.strategy.sum_gradients(run.parameters)
+    # filled on the device, so that the host does not wait
+    stop = torch.full_like(loss_sum, float(run.stop.requested))
+    own = scatter_figures(figures, run.rank, loss_sum.device)
+    totals = run.strategy.sum_values(torch.cat([torch.stack([loss_sum, num_correct, stop]), own]))
+    return apply_update(run, step, totals, figures)
+
+
+def accumulate_gradients(run: Run, step: StepPlan) -> tuple[Tensor, Tensor]:
+    """Run this rank's micro-batches; return the summed loss and the number of correct label tokens, 0-d fp64.
+
+    On out-of-memory, gradients are dropped and the same samples are run again in smaller micro-batches, with the same
+    divisor. Raises ResourceError if they cannot get smaller, and under sharded strategies, whose other ranks could not
+    run this one's extra passes.
+    """
+    while True:
+        micro_batches = micro_batches_of(run, step)
+        sums = _backward_each(run, step, micro_batches)
+        if not isinstance(sums, MicroBatch):
+            return sums
+        # called here because no frame of the failed pass holds tensors any more
+        lower_cap(run, step, micro_batches, failed=sums)
+
+
+def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor] | MicroBatch:
+    """Return the sums over all micro-batches, or the micro-batch that did not fit in memory."""
+    run.fused_lora.refresh()
+    divisor = divisor_of(run, step)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
+    num_correct = torch.zeros((), dtype=torch.float64, device=run.device)
+    index = 0
+    try:
+        for index, batch in enumerate(run.feed.batches(micro_batches)):
+            # in lockstep every rank must run every pass, or the others would hang
+            if run.stop.requested and not run.plan.layout.lockstep:
+                break
+            seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
+            with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
+                with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
+                    batch_loss, batch_correct = run.loss(batch)
+                with run.rank_meter.phase("backward"):
+                    # the plan fixes this divisor before step 0, so ranks need no collective for it
+                    run.scaler.scale(batch_loss / divisor).backward()
+            loss_sum += batch_loss.detach()
+            num_correct += batch_correct
+    except torch.OutOfMemoryError:
+        return micro_batches[index]
+    return loss_sum, num_correct
+
+
+def divisor_of(run: Run, step: StepPlan) -> float:
+    """Return what the summed loss of a step is divided by."""
+    return loss_divisor(step, run.divisors)
+
+
+def micro_batches_of(run: Run, step: StepPlan) -> Sequence[MicroBatch]:
+    """Return this rank's micro-batches of a step: the plan's, or smaller ones after an out-of-memory error."""
+    planned = step.ranks[run.rank.index]
+    cap_tokens = run.state.micro_batch_cap
+    if cap_tokens is None or all(batch.num_tokens <= cap_tokens for batch in planned):
+        return planned
+    return run.plan.resplit(step, run.rank.index, max(cap_tokens, _longest(run, planned)))
+
+
+def lower_cap(run: Run, step: StepPlan, taken: Sequence[MicroBatch], *, failed: MicroBatch) -> None:
+    """After an out-of-memory error, drop gradients, free caches, and cap micro-batches at 2/3 of the failed one.
+
+    The cap lasts for the rest of the run and applies to this rank only. Raises ResourceError if the micro-batches
+    `taken` could not get smaller.
+    """
+    run.optimizer.zero_grad(set_to_none=True)
+    run.fused_lora.forget()
+    gc.collect()
+    if run.device.type == "cuda":
+        torch.cuda.synchronize(run.device)
+        torch.cuda.empty_cache()
+    cap_tokens = max(failed.num_tokens * 2 // 3, _longest(run, taken))
+    if cap_tokens >= max(batch.num_tokens for batch in taken):
+        raise ResourceError(
+            f"step {step.index + 1}: out of GPU memory with a micro-batch of {failed.num_tokens:,} tokens, which "
+            "cannot be split further because samples stay whole; set recompute: offload, lower "
+            "data.max_tokens, set base.storage: nf4 (lora) or optim.name: adamw8bit (full), or free GPU memory"
+        )
+    run.state.micro_batch_cap = cap_tokens
+    facts = {"step": step.index + 1, "rank": run.rank.index, "tokens": failed.num_tokens, "cap_tokens": cap_tokens}
+    run.watch.event("out_of_memory", facts)
+
+
+def _longest(run: Run, micro_batches: Sequence[MicroBatch]) -> int:
+    """Return the tokens of the longest sample in these micro-batches."""
+    ids = [sample_id for batch in micro_batches for sample_id in batch.sample_ids]
+    return int(run.plan.samples.lengths[run.plan.samples.indices_of(ids)].max())
+
+
+def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures) -> Pending:
+    """End a step: update the weights unless a total is not finite or a stop was requested.
+
+    `totals` are sums over ranks: loss, correct tokens, stop requests, and what `scatter_figures` returned; `figures`
+    are this rank's.
+    An optimizer that supports `found_inf` decides on the device, and the host reads the totals later. For any other
+    optimizer, and for fp16 loss scaling, the host reads them first.
+    """
+    run.scaler.unscale_(run.optimizer)
+    norm = run.strategy.grad_norm(run.parameters)
+    totals = torch.cat([totals, norm.to(totals.dtype)[None]])
+    lr = next_lr(run)
+    if run.scaler.is_enabled() or not supports_found_inf(run.optimizer):
+        outcome = _read_totals(run, step, lr, totals.tolist(), figures)
+        if outcome is not None:
+            _update(run, norm, lr)
+        return lambda: outcome
+
+    set_found_inf(run.optimizer, ~torch.stack([totals[0], totals[-1]]).isfinite().all() | (totals[2] > 0))
+    _update(run, norm, lr)
+    run.state.num_in_flight += 1
+    read, ended = copy_to_host_async(totals)
+
+    def wait() -> StepOutcome | None:
+        run.state.num_in_flight -= 1
+        return _read_totals(run, step, lr, read(), figures, ended)
+
+    return wait
+
+
+def next_lr(run: Run) -> float:
+    """Return the learning rate of the next update."""
+    # updates in flight count as done: a non-finite one ends the run anyway
+    num_updates = run.progress.num_updates + run.state.num_in_flight
+    return run.config.optim.lr * lr_factor(run.config.schedule, num_updates, run.plan.num_steps)
+
+
+def _update(run: Run, norm: Tensor, lr: float) -> None:
+    """Clip to `optim.max_grad_norm` and step."""
+    set_lr(run.optimizer, lr)
+    with run.rank_meter.phase("checkpoint_wait"):
+        run.saver.before_update()
+    with record_function("flatout::optimizer"), run.rank_meter.phase("optimizer"):
+        grads = [local_part(parameter.grad) for parameter in run.parameters if parameter.grad is not None]
+        if run.config.optim.max_grad_norm is not None and grads:
+            # as torch.nn.utils.clip_grads_with_norm_, on this rank's shards
+            factor = (run.config.optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(grads, factor.to(grads[0].device))
+        # a disabled scaler just calls optimizer.step(); with fp16 an overflow skips the step and halves the scale
+        run.scaler.step(run.optimizer)
+    run.scaler.update()
+
+
+def _read_totals(
+    run: Run,
+    step: StepPlan,
+    lr: float,
+    totals: list[float],
+    figures: RankFigures,
+    ended: torch.cuda.Event | float | None = None,
+) -> StepOutcome | None:
+    """Return the step's outcome from its totals on the host; `ended` is the end of a step that it did not wait for."""
+    loss_total, correct_total, num_stopping, *gathered, grad_norm = totals
+    if num_stopping:
+        # some ranks left out micro-batches: the whole step is repeated after resuming
+        run.optimizer.zero_grad(set_to_none=True)
+        clear_found_inf(run.optimizer)
+        return None
+    loss = loss_total / divisor_of(run, step)
+    skipped = None
+    if run.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
+        skipped, grad_norm = "fp16 overflow", 0.0
+    elif not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        if ended is not None:
+            # a later step may have overwritten the gradients; the weights have not changed, so recompute them
+            run.optimizer.zero_grad(set_to_none=True)
+            accumulate_gradients(run, step)
+            run.strategy.sum_gradients(run.parameters)
+        require_finite(run, step, loss, grad_norm)
+    accuracy = correct_total / max(1, step.num_label_tokens)
+    return StepOutcome(loss, accuracy, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended)
+
+
+def require_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> None:
+    """Raise NumericError unless the loss and the gradient's global norm are finite; call it before the update.
+
+    The message names the step (counted from 1), the samples with their file and row, and this rank's first parameter
+    with a non-finite gradient; all of it is also written to non_finite.json in the run folder.
+    """
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    grads = ((name, parameter.grad) for name, parameter in run.named_parameters.items())
+    bad = next((name for name, grad in grads if grad is not None and not local_part(grad).isfinite().all()), None)
+    origins = {sample_id: str(run.feed.store.origin(sample_id)) for sample_id in step.sample_ids}
+    shown = ", ".join(f"{sample_id} ({origins[sample_id]})" for sample_id in step.sample_ids[:MAX_NAMED_SAMPLES])
+    num_more = len(step.sample_ids) - MAX_NAMED_SAMPLES
+    facts = {
+        "step": step.index + 1,
+        "loss": str(loss),  # JSON has no NaN
+        "grad_norm": str(grad_norm),
+        "first_non_finite_gradient": bad,
+        "samples": origins,
+    }
+    dump = run.config.folder / "non_finite.json"
+    try:
+        DurableIO().write_json(dump, facts)
+        written = f"written to {dump}"
+    except ResourceError as error:
+        written = f"they could not be written: {error}"
+    raise NumericError(
+        f"step {step.index + 1}: loss {loss}, gradient norm {grad_norm}"
+        f"{f'; first non-finite gradient: {bad}' if bad else ''}; the weights were not updated; samples {shown}"
+        f"{f' and {num_more} more' if num_more > 0 else ''}; {written}; check these rows, lower optim.lr or set "
+        "model.precision: fp32"
+    )
+
+
+def autocast(run: Run) -> AbstractContextManager[object]:
+    """Let fp32 master weights compute in the run's dtype; frozen base weights are already stored in it."""
+    return torch.autocast(run.device.type, dtype=run.dtype) if run.autocast else nullcontext()
+
+
+def seed_micro_batch(seed: int, *, step: int, rank: int, micro_batch: int) -> None:
+    """Seed torch for one micro-batch's dropout: the same after a resume, so no generator state has to be saved."""
+    state = np.random.SeedSequence([seed, step, rank, micro_batch]).generate_state(2)
+    torch.manual_seed(int(state[0]) << 32 | int(state[1]))
+
+
+def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> Pending:
+    """Run a step with `full.update: backward`: a forward pass, and a backward pass that updates.
+
+    The step is one micro-batch of one process (`check_backward_update`). The host waits for the loss before the
+    backward pass, so a loss that is not finite stops the run before any update. A gradient that is not finite is only
+    found after the updates: NumericError then says to resume from the newest checkpoint.
+    """
+    divisor = divisor_of(run, step)
+    if divisor == 0:
+        return lambda: NOTHING_TO_LEARN
+    if run.stop.requested:
+        return lambda: None
+    run.rank_meter.start_step(run.feed.wait_s)
+    (batch,) = run.feed.batches(step.ranks[run.rank.index])
+    seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=0)
+    with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
+        batch_loss, batch_correct = run.loss(batch)
+    loss_sum, num_correct = torch.stack([batch_loss.detach().double(), batch_correct.double()]).tolist()
+    require_finite(run, step, loss_sum, 0.0)
+    lr = next_lr(run)
+    update.start(lr)
+    # weights change inside the backward pass
+    with run.rank_meter.phase("checkpoint_wait"):
+        run.saver.before_update()
+    with run.rank_meter.phase("backward"):
+        (batch_loss / divisor).backward()
+    grad_norm = update.finish().item()
+    if not math.isfinite(grad_norm):
+        raise NumericError(
+            f"step {step.index + 1}: gradient norm {grad_norm}, found after the update (full.update: backward); resume "
+            "from the newest checkpoint with a lower optim.lr, or full.update: step, which checks before it updates"
+        )
+    loss, accuracy = loss_sum / divisor, num_correct / max(1, step.num_label_tokens)
+    outcome = StepOutcome(loss, accuracy, grad_norm, lr, ranks=(run.rank_meter.figures(run.feed.wait_s),))
+    return lambda: outcome

@@ -1,0 +1,229 @@
+"""`flatout verify`: compute one step in every layout and strategy, and compare it with plain transformers."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from flatout.config.parallel import STRATEGIES
+from flatout.config.schema import Config
+from flatout.errors import NumericError, ResourceError, UsageError
+from flatout.io.durable_io import DurableIO
+from flatout.models.load.model import resolve_precision
+from flatout.parallel.process_group import choose_device
+from flatout.parallel.rank import Rank
+from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.trainer.planning import PlannedRun
+from flatout.trainer.state import Run
+from flatout.verifier.compare import Reference, Row, free_memory, measure, plan_quietly, set_up_quietly
+from flatout.verifier.plain_loop import PlainModel, Sample, plain_model, plain_step
+from flatout.verifier.ranks import RankCase, run_rank_cases
+
+Exact = Literal["fp32", "fp64"]
+# rotary cosines are fp32 even in fp64 models, and their last bit depends on how many are computed at once
+LIMITS: Mapping[Exact, float] = {"fp32": 1e-4, "fp64": 1e-5}
+# limit in the run's own precision: a multiple of plain transformers' error in that precision, but at least this
+TIMES_PLAIN, LEAST_LIMIT = 3.0, 0.02
+# float8 products have no plain counterpart; docs/numerics.md requires a cosine over 0.98
+FP8_LIMIT = 0.2
+# on the CPU a micro-batch may hold the whole step up to this many tokens, so that it can be split in several ways
+CPU_TOKENS = 8192
+MAX_MICRO_BATCHES = 4
+
+
+def require_equal(rows: Sequence[Row]) -> None:
+    """Raise NumericError with the number of failed rows and the worst of them, if there are any."""
+    failed = [row for row in rows if row.verdict == "FAIL"]
+    if not failed:
+        return
+    worst = max(failed, key=lambda row: row.largest)
+    where = f" in {worst.worst_parameter}" if worst.worst_parameter else ""
+    why = worst.note or f"differs by {worst.largest:.1e} (limit {worst.limit:.0e}){where}"
+    raise NumericError(
+        f"verify: {len(failed)} of {len(rows)} ways to compute this step do not match the reference, such as "
+        f"{worst.case} on {worst.num_ranks} rank(s): {why}; do not train with them"
+    )
+
+
+def verify(
+    config: Config,
+    *,
+    num_ranks: int,
+    exact: Exact = "fp32",
+    tolerance: float | None = None,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> tuple[list[Row], list[str]]:
+    """Verify every way of computing the first step that has labels, and write verify.json to the run folder.
+
+    Returns the rows of the table, and notes on what was changed to make the comparison exact. `tolerance` replaces the
+    limit of the exact rows. `on_row` gets each row when it is ready. Raises ResourceError for more ranks than GPUs, and
+    what loading the model or the data raises. A row above its limit raises nothing here.
+    """
+    device = choose_device(config.wanted_device, Rank())
+    if device.type == "cuda" and num_ranks > torch.cuda.device_count():
+        raise ResourceError(f"--ranks is {num_ranks}, but {torch.cuda.device_count()} GPU(s) are visible; use fewer")
+    limit = LIMITS[exact] if tolerance is None else tolerance
+    DurableIO().make_dir(config.folder)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix=".verify-", dir=config.folder) as work:
+        for row in _rows(config, exact, Path(work).absolute(), limit, device, num_ranks):
+            rows.append(row)
+            on_row(row)
+    notes, passed = list(_notes(config, exact, device)), all(row.verdict != "FAIL" for row in rows)
+    content = {"rows": [row.to_json() for row in rows], "notes": notes, "passed": passed}
+    DurableIO().write_json(config.folder / "verify.json", content)
+    return rows, notes
+
+
+def exact_config(config: Config, exact: Exact, folder: Path) -> Config:
+    """Return the same run in wide arithmetic without dropout, so that only bugs and the last bits can differ."""
+    base = config.base
+    if base.storage != "model":
+        # products with fp8 storage are float8 in any precision; 4-bit weights can be dequantized for wide products
+        dense = {"storage": "model", "compute": "auto"}
+        base = base.model_copy(update=dense if base.storage == "fp8" else {"compute": "model"})
+    return config.model_copy(
+        update={
+            "run_dir": folder,
+            "model": config.model.model_copy(update={"precision": exact}),
+            "lora": config.lora.model_copy(update={"dropout": 0.0}),
+            "base": base,
+            "full": config.full.model_copy(update={"weights": "fp32", "compute": "model", "update": "step"}),
+            # each row on several ranks sets its own
+            "strategy": "auto",
+            "sharding": config.sharding.model_copy(update={"replicas": None, "offload": False}),
+            "comm": config.comm.model_copy(update={"compress": "none"}),
+        }
+    )
+
+
+def _notes(config: Config, exact: Exact, device: torch.device) -> Iterator[str]:
+    yield f"reference: transformers' forward pass, one sample at a time, in {exact} on {device.type}"
+    if config.method == "lora":
+        yield "PEFT computes LoRA; B of a new adapter is moved away from zero, or A would have no gradient"
+        if config.lora.dropout:
+            yield "lora.dropout is 0 here: with dropout, a step has no single correct result"
+    if config.comm.compress != "none":
+        yield f"comm.compress is none here: sums in {config.comm.compress} are rounded"
+    if config.sharding.offload:
+        yield "sharding.offload is false here: it does not change the sums"
+    if config.base.storage == "fp8" and config.method == "lora":
+        yield f"float8 matmuls are not exact: rows in {exact} use the weights as stored in the files"
+
+
+def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.device, num_ranks: int) -> Iterator[Row]:
+    """Yield the rows of one process, those in the run's own precision, and those of several processes."""
+    config = exact_config(own, exact, folder)
+    planned = plan_quietly(config, Rank())
+    step = next((step for step in planned.plan.steps() if step.num_label_tokens), None)
+    if step is None:
+        raise UsageError("verify: no step of this run has label tokens; check the data")
+    tokens = planned.plan.layout.micro_batch_tokens
+    if device.type == "cpu":
+        tokens = max(tokens, min(step.num_tokens, CPU_TOKENS))
+    batch = config.batch.model_copy(update={"micro_batch_tokens": max(int(planned.store.lengths.max()), tokens)})
+    config = config.model_copy(update={"batch": batch})
+    planned = plan_quietly(config, Rank())
+    step = planned.plan.step(step.index)
+    samples = [planned.store.sample(sample_id) for sample_id in step.sample_ids]
+    adapter = folder / "adapter"
+    plain = plain_model(config, device, adapter)
+    reference = Reference.write(folder / "reference", plain_step(plain, samples), plain.gradients)
+    max_tokens = planned.plan.layout.micro_batch_tokens
+    yield _plain_row(plain, samples, max_tokens, reference, "padded, plain transformers").judged(limit)
+    del plain
+    free_memory()
+    if config.method == "lora":
+        config = config.model_copy(update={"lora": config.lora.model_copy(update={"continue_from": adapter})})
+    try:
+        with set_up_quietly(config, planned, Rank(), folder) as run:
+            for row in _cut_rows(run, step, reference):
+                yield row.judged(limit)
+    except (UsageError, NumericError) as error:
+        yield Row("packed", limit=limit, note=str(error))
+        return
+    precision = resolve_precision(own.model.precision, device)
+    if precision != resolve_precision(config.model.precision, device):
+        yield from _own_rows(own, config, device, reference, step.index)
+    if cases := _rank_cases(config, reference, limit, planned, step, num_ranks):
+        yield from run_rank_cases(cases, folder / "ranks")
+
+
+def _plain_row(plain: PlainModel, samples: list[Sample], max_tokens: int, reference: Reference, case: str) -> Row:
+    loss = plain_step(plain, samples, max_tokens=max_tokens)
+    norm = float(torch.stack([gradient.double().norm() for gradient in plain.gradients.values()]).norm())
+    return reference.compare(case, loss, norm, plain.gradients.items())
+
+
+def _cut_rows(run: Run, step: StepPlan, reference: Reference) -> Iterator[Row]:
+    """Yield rows for the step packed into as few micro-batches as possible, then into more, then one per sample."""
+    places = run.plan.samples.indices_of(step.sample_ids)
+    lengths, labels = run.plan.samples.lengths[places].tolist(), run.plan.samples.num_labels[places].tolist()
+    alone = tuple(MicroBatch((i,), n, m) for i, n, m in zip(step.sample_ids, lengths, labels, strict=True))
+    cuts: dict[int, tuple[MicroBatch, ...]] = {}
+    for wanted in range(1, MAX_MICRO_BATCHES + 1):
+        # with some slack, or samples of uneven lengths would need one more micro-batch
+        tokens = max(*lengths, -(-step.num_tokens // wanted) + max(lengths) // 8)
+        batches = run.plan.resplit(step, 0, min(run.plan.layout.micro_batch_tokens, tokens))
+        cuts.setdefault(len(batches), batches)
+    cuts[len(alone)] = alone
+    for num, batches in sorted(cuts.items()):
+        case = "packed" if num == 1 else "each sample alone" if num == len(alone) else f"packed, {num} micro-batches"
+        yield measure(run, replace(step, ranks=(batches,)), reference, case)
+
+
+def _own_rows(
+    own: Config, trained: Config, device: torch.device, reference: Reference, step_index: int
+) -> Iterator[Row]:
+    """Yield rows in the run's own precision: the error of plain transformers, and the run with a limit based on it."""
+    config = own.model_copy(
+        update={
+            "run_dir": trained.run_dir,
+            "lora": trained.lora,
+            "full": own.full.model_copy(update={"update": "step"}),
+            "strategy": trained.strategy,
+            "sharding": trained.sharding,
+        }
+    )
+    name = str(resolve_precision(config.model.precision, device)).removeprefix("torch.")
+    planned = plan_quietly(config, Rank())
+    step = planned.plan.step(step_index)
+    samples = [planned.store.sample(sample_id) for sample_id in step.sample_ids]
+    plain = plain_model(config.model_copy(update={"base": trained.base}), device, config.lora.continue_from or Path())
+    max_tokens = planned.plan.layout.micro_batch_tokens
+    noise = _plain_row(plain, samples, max_tokens, reference, f"plain transformers in {name}")
+    del plain
+    free_memory()
+    yield replace(noise, verdict="noise")
+    least = LIMITS["fp32"] if name in ("float32", "float64") else LEAST_LIMIT
+    limit = max(TIMES_PLAIN * noise.largest, FP8_LIMIT if config.computes_in_fp8 else least)
+    with set_up_quietly(config, planned, Rank(), trained.folder) as run:
+        yield measure(run, step, reference, f"packed in {name}, as in the run").judged(limit)
+
+
+def _rank_cases(
+    config: Config, reference: Reference, limit: float, planned: PlannedRun, step: StepPlan, num_ranks: int
+) -> list[RankCase]:
+    """Return a case for every strategy, with two micro-batches per rank where possible.
+
+    Strategies that keep whole state run on every number of ranks, the others on `num_ranks`. What DeepSpeed shards
+    depends on its own file, so it has no case.
+    """
+    cases = []
+    longest, budget = int(planned.store.lengths.max()), planned.plan.layout.micro_batch_tokens
+    for name, traits in STRATEGIES.items():
+        if name in ("single", "deepspeed"):
+            continue
+        least = 4 if traits.has_replicas else 2
+        for world in range(max(least, num_ranks) if traits.shards_state else least, num_ranks + 1):
+            values = config.model_dump(mode="json")
+            values["strategy"] = name
+            values["batch"]["micro_batch_tokens"] = max(longest, min(budget, -(-step.num_tokens // (2 * world))))
+            values["sharding"]["replicas"] = 2 if traits.has_replicas else None
+            cases.append(RankCase(name, world, values, step.index, str(reference.folder), limit))
+    return cases

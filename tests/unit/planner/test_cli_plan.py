@@ -1,0 +1,207 @@
+"""`flatout plan` end to end on the tiny model folder and its chats."""
+
+import json
+import re
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from flatout.cli.main import main
+from flatout.cli.plan import step_lines
+from flatout.config.read import dump_config
+from flatout.errors import UsageError
+from flatout.planner.shape import check_positions
+from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.trainer.model_shape import make_shape
+
+
+@pytest.fixture
+def run_file(tiny, tmp_path) -> Path:
+    """A run file on a copy of the model's config.json and tokenizer; no weights are there to be read."""
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    for file in tiny.model_dir.iterdir():
+        if file.suffix != ".safetensors":
+            (model_dir / file.name).write_bytes(file.read_bytes())
+    config = tiny.config(tmp_path / "run", model={"name": str(model_dir)}, batch={"max_steps": None})
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+def shape_of(run_file: Path) -> dict:
+    return json.loads((run_file.parent / "model" / "config.json").read_text())
+
+
+def too_wide(text: str) -> list[str]:
+    """Lines beyond 80 columns, but for a path on a line of its own, which is never broken."""
+    return [line for line in text.splitlines() if len(line) > 80 and len(line.split()) > 1]
+
+
+def test_prints_the_plan(run_file, capsys):
+    assert main(["plan", str(run_file), "batch.samples_per_step=16", "--ranks", "2", "--tokens-per-s", "50"]) == 0
+    text = capsys.readouterr().out
+    assert "steps             8\n" in text
+    assert "120, 1 epochs" in text
+    assert "balance, 2 ranks" in text
+    assert "(this run)" in text
+    assert "(estimate: weights" in text
+    assert "time " in text
+    assert too_wide(text) == []
+
+
+def test_json_is_the_same_report(run_file, capsys):
+    assert main(["plan", str(run_file), "eval.fraction=0.1", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["num_samples"], values["num_held_out"], values["num_steps"]) == (108, 12, 18)
+    assert values["num_label_tokens"] / values["num_tokens"] == values["label_share"]
+    memory = values["memory"]
+    assert memory["total_bytes"] == sum(value for key, value in memory.items() if key != "total_bytes")
+    # 32 wide, 2 layers: embedding (tied), final norm, and for each layer q k v o, two head norms, MLP, two norms
+    layer = 32 * (32 + 16 + 16 + 32) + 2 * 8 + 3 * 32 * 64 + 2 * 32
+    assert memory["weights_bytes"] == 4 * (shape_of(run_file)["vocab_size"] * 32 + 32 + 2 * layer)
+
+
+def test_a_named_gpu_gets_a_decision_and_its_longest_document(run_file, capsys):
+    settings = ["batch.micro_batch_tokens=null", "--device", "4090"]
+    assert main(["plan", str(run_file), *settings]) == 0
+    text = capsys.readouterr().out
+    assert "on RTX 4090" in text
+    assert too_wide(text) == []
+    assert "tokens per micro-batch, recompute none: 21.5 GiB of RTX 4090 hold" in " ".join(text.split())
+    assert "longest document" in text
+    assert main(["plan", str(run_file), *settings, "memory=0.3", "--json"]) == 0
+    small = json.loads(capsys.readouterr().out)
+    assert main(["plan", str(run_file), *settings, "--json"]) == 0
+    large = json.loads(capsys.readouterr().out)
+    # the tiny steps fit anywhere, so each is one micro-batch; the longest document is what memory decides
+    assert large["num_micro_batches"] == large["num_steps"]
+    assert large["micro_batch_tokens"] >= large["max_micro_batch_tokens"]
+    assert large["memory"]["total_bytes"] <= large["memory_budget_bytes"]
+    assert small["longest_document_tokens"] < large["longest_document_tokens"]
+    assert not large["transposed_weights"]
+    assert main(["plan", str(run_file), *settings, "base.storage=fp8", "--json"]) == 0
+    fp8 = json.loads(capsys.readouterr().out)
+    assert fp8["transposed_weights"]
+    assert "fp8 weights transposed once" in fp8["decision"]
+    assert fp8["num_micro_batches"] == large["num_micro_batches"]
+    assert main(["plan", str(run_file), "--device", "4091"]) == 2
+    assert "--device is 4091; expected one of b200, h200" in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_plan_is_the_cpus(run_file, capsys):
+    assert main(["plan", str(run_file), "batch.micro_batch_tokens=null", "batch.samples_per_step=120", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["num_micro_batches"] == -(-values["num_tokens"] // 8192)
+    assert "longest_document_tokens" not in values
+
+
+def test_one_step(run_file, capsys):
+    assert main(["plan", str(run_file), "--ranks", "3", "--step", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("step 1, epoch 0: 6 samples")
+    assert "rank 2:" in text
+    assert too_wide(text) == []
+    assert main(["plan", str(run_file), "--ranks", "3", "--step", "1", "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)
+    assert step["index"] == 1
+    assert len(step["ranks"]) == 3
+    assert sorted(i for rank in step["ranks"] for m in rank for i in m["sample_ids"]) == sorted(step["sample_ids"])
+
+
+def test_a_large_step_is_told_within_80_columns():
+    ids = tuple(range(10_000, 10_300))
+    micro_batches = (MicroBatch(ids, 90_000, 80_000), MicroBatch(ids[:1], 300, 0, is_filler=True))
+    lines = list(step_lines(StepPlan(123_456, 78, ids, 90_000, 80_000, (micro_batches,), 1.0)))
+    assert max(map(len, lines)) <= 80
+    assert [int(word) for line in lines[4:-2] for word in line.split()] == list(ids)
+    assert "a filler" in lines[-2]
+
+
+def edit_model(run_file: Path, **values) -> None:
+    (run_file.parent / "model" / "config.json").write_text(json.dumps(shape_of(run_file) | values))
+
+
+def test_samples_beyond_rotary_positions_are_told(run_file, capsys):
+    edit_model(run_file, max_position_embeddings=100)
+    assert main(["plan", str(run_file)]) == 0
+    told = capsys.readouterr().out
+    assert too_wide(told) == []
+    assert re.search(r"positions +longest_sample \d+, max_position_embeddings 100", told)
+    edit_model(run_file, max_position_embeddings=500)
+    assert main(["plan", str(run_file)]) == 0
+    assert "max_position_embeddings" not in capsys.readouterr().out
+
+
+def test_samples_beyond_a_table_of_positions_are_refused(run_file, capsys):
+    edit_model(run_file, max_position_embeddings=100, model_type="opt")
+    assert main(["plan", str(run_file)]) == 2
+    told = capsys.readouterr().err
+    assert re.search(
+        r"config\.json: the model has 100 positions, but the longest sample has \d+ tokens; set data", told
+    )
+    assert main(["train", str(run_file)]) == 2
+    assert "the model has 100 positions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model_type", "refused"), [("gpt2", True), ("gptj", True), ("opt", True), ("llama", False)])
+def test_transformers_ends_where_the_plan_says(model_type, refused):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    config = AutoConfig.for_model(
+        model_type, **sizes, max_position_embeddings=16, rotary_dim=8, intermediate_size=64, ffn_dim=64,
+        word_embed_proj_dim=32, bos_token_id=2, eos_token_id=3, pad_token_id=1, num_key_value_heads=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises((IndexError, RuntimeError)) if refused else nullcontext():
+        model(torch.arange(20)[None] + 4)
+    with pytest.raises(UsageError) if refused else nullcontext():
+        assert check_positions(make_shape(config.to_dict()), 20, origin="here")["max_position_embeddings"] == 16
+    assert check_positions(make_shape(config.to_dict()), 16, origin="here") == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0"], "--ranks is 0; expected 1 to 100,000"),
+        (["--tokens-per-s", "0"], "--tokens-per-s is 0; expected a finite number above 0"),
+        (["--step", "20"], "--step is 20; the run has steps 0 to 19"),
+        (["--step", "-1"], "--step is -1"),
+        (["batch.micro_batch_tokens=100"], "batch.micro_batch_tokens=100"),
+    ],
+)
+def test_mistakes_exit_2_with_one_line(run_file, capsys, arguments, message):
+    assert main(["plan", str(run_file), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "has no config.json"),
+        ("{", "is not valid JSON"),
+        ("[]", "is not a JSON object"),
+        (json.dumps({"model_type": "qwen3", "num_hidden_layers": None}), "num_hidden_layers"),
+    ],
+)
+def test_a_bad_model_folder_is_named(run_file, capsys, content, message):
+    file = run_file.parent / "model" / "config.json"
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    assert main(["plan", str(run_file)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "model" in error
+
+
+def test_a_name_that_is_nowhere_is_told(run_file, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["plan", str(run_file), "model.name=nobody/nothing"]) == 2
+    assert "there is no folder nobody/nothing, and HF_HUB_OFFLINE is set" in capsys.readouterr().err
+    assert main(["plan", str(run_file), "model.name=/no/such/model/folder"]) == 2
+    assert "there is no folder /no/such/model/folder" in capsys.readouterr().err

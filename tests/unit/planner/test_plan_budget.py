@@ -1,0 +1,246 @@
+"""The choice of micro-batch and recompute level: its limits, its order, and what it refuses."""
+
+import numpy as np
+import pytest
+from qwen3_8b import QWEN3_8B
+
+from flatout.config.read import make_config
+from flatout.errors import ResourceError
+from flatout.planner.devices import DEVICES, GIB, Device
+from flatout.planner.layout import ALONE, ParallelLayout
+from flatout.planner.memory.budget import (
+    MARGIN,
+    NUM_STEPS_SEEN,
+    TokenStatistics,
+    choose_micro_batch,
+    longest_document_tokens,
+    memory_model,
+    spend_spare_memory,
+)
+from flatout.planner.memory.estimate import MicroBatchSize
+from flatout.planner.steps.run_plan import make_plan
+from flatout.trainer.model_shape import make_shape
+
+SHAPE = make_shape(QWEN3_8B)
+TOKENS = TokenStatistics(longest_sample=2048, rank_step_tokens=21000, label_share=0.6, mean_length=530.0)
+
+
+def config_of(**sections):
+    return make_config({"model": {"name": "m"}, **sections})
+
+
+def chosen(gib, tokens=TOKENS, **sections):
+    return choose_micro_batch(config_of(**sections), SHAPE, tokens, Device("a GPU", int(gib * GIB)))
+
+
+def test_levels_from_the_lightest_on():
+    levels = {gib: chosen(gib) for gib in (139, 79, 52, 42, 28, 20)}
+    expected = ["none", "none", "selective", "budget", "full", "offload"]
+    assert [decision.recompute for decision in levels.values()] == expected
+    # memory holds the whole step: no reason for a larger number
+    assert levels[139].micro_batch_tokens == 21000
+    assert 8192 <= levels[79].micro_batch_tokens < 21000
+    for decision in levels.values():
+        size = TOKENS.micro_batch(decision.micro_batch_tokens)
+        assert decision.estimate(size).total_bytes <= decision.budget_bytes
+        assert decision.model.estimate(size, decision.recompute) == decision.estimate(size)
+        more = decision.model.estimate(TOKENS.micro_batch(decision.micro_batch_tokens + 1024), decision.recompute)
+        assert decision.micro_batch_tokens == 21000 or more.total_bytes > decision.budget_bytes
+        assert f"recompute {decision.recompute}" in decision.reason
+
+
+def test_more_memory_never_gives_less():
+    rank = {"none": 0, "selective": 1, "budget": 2, "full": 3, "offload": 4}
+    decisions = [chosen(gib) for gib in range(20, 141, 4)]
+    assert [rank[d.recompute] for d in decisions] == sorted((rank[d.recompute] for d in decisions), reverse=True)
+
+
+def test_small_steps_need_no_more_than_themselves():
+    small = TokenStatistics(500, 3000, 0.5, 250.0)
+    assert chosen(36, small).recompute == "none"
+    assert chosen(36, small).micro_batch_tokens == 3000
+    assert chosen(36).recompute != "none"
+
+
+def test_a_sample_longer_than_a_busy_micro_batch_decides():
+    long = TokenStatistics(18000, 40000, 0.5, 9000.0)
+    assert chosen(79).recompute == "none"
+    assert chosen(79, long).recompute == "budget"
+    assert chosen(79, long).micro_batch_tokens >= 18000
+
+
+def test_given_settings_are_kept():
+    assert chosen(139, recompute="full").recompute == "full"
+    fixed = chosen(139, batch={"micro_batch_tokens": 4096})
+    assert (fixed.micro_batch_tokens, fixed.recompute) == (4096, "none")
+    # the level is the lightest that holds what was asked for; what fits nowhere is tried at the heaviest
+    assert chosen(79, batch={"micro_batch_tokens": 20000}).recompute == "budget"
+    assert chosen(32, batch={"micro_batch_tokens": 20000}).recompute == "full"
+    assert chosen(20, batch={"micro_batch_tokens": 20000}).recompute == "offload"
+    assert chosen(139, memory=48).recompute == chosen(48).recompute
+    assert chosen(139, memory=48).micro_batch_tokens == chosen(48).micro_batch_tokens
+
+
+def test_partial_is_for_compiled_layers():
+    for sections in ({"compile": "off"}, {"deterministic": True}, {"model": {"name": "m", "precision": "fp32"}}):
+        assert "budget" not in {chosen(gib, **sections).recompute for gib in range(48, 130, 8)}
+    assert chosen(79, compile="off", recompute="budget").recompute == "full"
+
+
+def test_without_a_gpu():
+    decision = choose_micro_batch(config_of(), SHAPE, TOKENS, None)
+    assert (decision.micro_batch_tokens, decision.recompute, decision.model) == (8192, "none", None)
+    assert decision.estimate(TOKENS.micro_batch(10)) is None
+    long = TokenStatistics(9000, 20000, 0.5, 900.0)
+    assert choose_micro_batch(config_of(), SHAPE, long, None).micro_batch_tokens == 9000
+    assert choose_micro_batch(config_of(recompute="budget"), SHAPE, TOKENS, None).recompute == "full"
+
+
+def test_what_cannot_fit_says_what_to_do():
+    with pytest.raises(ResourceError, match=r"the longest sample has 2,048 tokens, .* set base\.storage: nf4") as error:
+        chosen(16)
+    assert error.value.exit_code == 6
+    assert chosen(16, base={"storage": "nf4"}).micro_batch_tokens >= 8192
+    with pytest.raises(ResourceError, match=r"optim\.name: adamw8bit"):
+        chosen(79, method="full")
+    backward = {"method": "full", "full": {"weights": "bf16", "update": "backward"}, "optim": {"max_grad_norm": None}}
+    with pytest.raises(ResourceError, match=r"a whole step \(full\.update: backward\) has 21,000 tokens"):
+        chosen(72, **backward)
+    assert chosen(139, **backward).micro_batch_tokens == 21000
+
+
+def test_a_sample_that_just_fits_is_not_rounded_away():
+    """The number of tokens is rounded down, but never below the longest sample."""
+    fits = [length for length in range(10_000, 40_000, 100) if _is_taken(TokenStatistics(length, 10**6, 0.6, 1e6))]
+    assert fits == list(range(10_000, fits[-1] + 100, 100))
+    limit = longest_document_tokens(config_of(), SHAPE, Device("a GPU", 22 * GIB), 0.6)
+    assert limit - 100 <= fits[-1] < limit + 512
+
+
+def _is_taken(tokens):
+    try:
+        return chosen(22, tokens).micro_batch_tokens >= tokens.longest_sample
+    except ResourceError:
+        return False
+
+
+def test_longest_documents_grow_with_memory_and_shrink_with_precision():
+    lengths = {
+        name: longest_document_tokens(config_of(), SHAPE, DEVICES[name], 0.6) for name in ("4090", "h100", "h200")
+    }
+    assert 0 < lengths["4090"] < lengths["h100"] < lengths["h200"]
+    four_bit = config_of(base={"storage": "nf4"})
+    assert longest_document_tokens(four_bit, SHAPE, DEVICES["4090"], 0.6) > lengths["4090"]
+    assert longest_document_tokens(config_of(recompute="none"), SHAPE, DEVICES["h200"], 0.6) < lengths["h200"]
+    assert longest_document_tokens(config_of(), SHAPE, DEVICES["t4"], 0.6) == 0
+
+
+RNG = np.random.default_rng(0)
+LENGTHS = np.clip(np.exp(RNG.normal(6.0, 0.8, 32 * 60)), 32, 2048).astype(int)
+
+
+def decided(gib, *, parallel_layout=ALONE, **sections):
+    """The decision before and after weights may be kept transposed, and the plan laid out by each."""
+    config = config_of(**{"base": {"storage": "fp8"}, "batch": {"samples_per_step": 32}, **sections})
+    device = Device("a GPU", int(gib * GIB))
+    whole = make_plan(LENGTHS, LENGTHS // 2, config.batch, micro_batch_tokens=10**6, seed=0, num_ranks=1)
+    tokens = TokenStatistics.of(whole)
+    before = choose_micro_batch(config, SHAPE, tokens, device, parallel_layout)
+    plan = whole.with_layout(before.micro_batch_tokens, whole.layout.cost)
+    after = spend_spare_memory(before, config, tokens, device, plan)
+    return before, after, plan, plan.with_layout(after.micro_batch_tokens, whole.layout.cost)
+
+
+@pytest.mark.parametrize("gib", [20, 28, 36, 44, 52, 60, 68, 79, 90, 100, 120, 139])
+def test_turned_weights_cost_no_level_and_no_micro_batch(gib):
+    before, after, plan, plan_after = decided(gib)
+    assert not before.transposed_weights
+    assert after.recompute == before.recompute
+    assert ("fp8 weights transposed once, 6.5 GiB" in after.reason) == after.transposed_weights
+    assert ("fp8 weights are transposed in every pass" in after.reason) != after.transposed_weights
+    if not after.transposed_weights:
+        assert (after.micro_batch_tokens, after.model) == (before.micro_batch_tokens, before.model)
+    for step, step_after in zip(plan.steps(), plan_after.steps(), strict=True):
+        assert len(step.ranks[0]) == len(step_after.ranks[0])
+        for batch in step_after.ranks[0]:
+            size = MicroBatchSize(batch.num_tokens, batch.num_label_tokens, len(batch.sample_ids))
+            # documents count little: a typical micro-batch of the budget stands for all
+            assert after.estimate(size).total_bytes <= after.budget_bytes * 1.005
+
+
+def test_turned_weights_need_memory_that_is_left():
+    kept = {gib: decided(gib)[1].transposed_weights for gib in (139, 100, 52, 40)}
+    assert kept[139]
+    assert not kept[40]
+    # where the level just fits, the memory is the level's
+    assert not all(decided(gib)[1].transposed_weights for gib in range(60, 100, 4))
+    given = decided(139, batch={"samples_per_step": 32, "micro_batch_tokens": 4096})
+    assert given[1].transposed_weights
+    assert given[1].micro_batch_tokens == 4096
+
+
+def test_only_fused_float8_weights_are_kept_transposed():
+    for sections in ({"base": {"storage": "nf4"}}, {"base": {}}, {"lora": {"dropout": 0.1}}, {"lora": {"dora": True}}):
+        before, after, *_ = decided(139, **sections)
+        assert after is before
+    before, after, *_ = decided(139, parallel_layout=ParallelLayout("fsdp", 2, 1, reshard_after_forward=True))
+    assert after is before
+    assert decided(139, parallel_layout=ParallelLayout("ddp", 1, 2))[1].transposed_weights
+    on_cpu = choose_micro_batch(config_of(base={"storage": "fp8"}), SHAPE, TOKENS, None)
+    assert spend_spare_memory(on_cpu, config_of(base={"storage": "fp8"}), TOKENS, None, decided(139)[2]) is on_cpu
+
+
+def test_gathered_weights_stay_where_memory_is_left():
+    """Full fine-tuning of 8B, cut in two: 16 GB of gathered weights beside some 190 GiB."""
+    full = {"base": {}, "method": "full", "strategy": "fsdp"}
+    halves = ParallelLayout("fsdp", 2, 1, reshard_after_forward=True)
+    kept = {}
+    for gib in (90, 110, 139, 240):
+        before, after, plan, plan_after = decided(gib, parallel_layout=halves, **full)
+        assert after.recompute == before.recompute
+        kept[gib] = not after.model.parallel_layout.reshard_after_forward
+        assert ("gathered weights are kept within a step" in after.reason) == kept[gib]
+        assert kept[gib] or after is before
+        num_micro_batches = [[len(step.ranks[0]) for step in one.steps()] for one in (plan, plan_after)]
+        assert num_micro_batches[0] == num_micro_batches[1]
+        size = TOKENS.micro_batch(after.micro_batch_tokens)
+        more_bytes = after.estimate(size).weights_bytes - before.estimate(size).weights_bytes
+        # all layers' weights in bf16, less the three layers' that are in flight anyway
+        assert more_bytes == (pytest.approx(33 / 36 * 2 * 6.95e9, rel=0.01) if kept[gib] else 0)
+    assert kept == {90: False, 110: False, 139: False, 240: True}
+    for sections in ({**full, "sharding": {"reshard_after_forward": True}}, {**full, "method": "lora"}):
+        before, after, *_ = decided(240, parallel_layout=halves, **sections)
+        assert after is before
+    whole = ParallelLayout("zero2", 2, 1)
+    before, after, *_ = decided(240, parallel_layout=whole, **{**full, "strategy": "zero2"})
+    assert after is before
+
+
+def test_a_longest_sample_in_a_step_that_is_not_seen_is_no_error():
+    lengths = np.full(5000, 100)
+    # one sample a step: 500 of 5,000 steps are looked at, and this is not one of them
+    lengths[1] = 3000
+    config = config_of(batch={"samples_per_step": 1, "shuffle": False})
+    plan = make_plan(lengths, lengths // 2, config.batch, micro_batch_tokens=3000, seed=0, num_ranks=1)
+    assert max(step.num_tokens for step in plan.sampled_steps(NUM_STEPS_SEEN)) == 100
+    tokens = TokenStatistics.of(plan)
+    assert tokens.rank_step_tokens == 3000
+    assert choose_micro_batch(config, SHAPE, tokens, Device("a GPU", 139 * GIB)).micro_batch_tokens == 3000
+
+
+def test_a_gpu_without_bf16_computes_in_fp32():
+    assert memory_model(config_of(), SHAPE, DEVICES["t4"]).precision == "fp32"
+    assert memory_model(config_of(), SHAPE, DEVICES["l4"]).precision == "bf16"
+    half = config_of(model={"name": "m", "precision": "fp16"})
+    assert memory_model(half, SHAPE, DEVICES["t4"]).precision == "fp16"
+
+
+def test_statistics_are_those_of_the_steps():
+    lengths, labels = [10, 2, 9, 4, 30, 7], [5, 1, 4, 2, 15, 3]
+    config = config_of(batch={"samples_per_step": 2, "epochs": 3.0})
+    plan = make_plan(lengths, labels, config.batch, micro_batch_tokens=64, seed=1, num_ranks=2)
+    tokens = TokenStatistics.of(plan)
+    most = max(sum(batch.num_tokens for batch in rank) for step in plan.steps() for rank in step.ranks)
+    assert tokens == TokenStatistics(30, most, 30 / 62, 62 / 6)
+    assert tokens.micro_batch(620).num_documents == 62
+    assert MARGIN < 0.1

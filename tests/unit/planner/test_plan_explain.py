@@ -1,0 +1,89 @@
+"""The report: every number recounted from the steps."""
+
+import numpy as np
+import pytest
+
+from flatout.cli.plan import step_lines
+from flatout.config.schema import BatchConfig
+from flatout.planner.cost import CostModel
+from flatout.planner.devices import GIB
+from flatout.planner.explain import explain, report_rows
+from flatout.planner.memory.estimate import MemoryEstimate, MicroBatchSize
+from flatout.planner.steps.run_plan import make_plan
+
+COST = CostModel(per_token=1e12, per_pair=1e9, per_label=1e11)
+MEMORY = MemoryEstimate(16 * GIB, GIB >> 10, 0, GIB >> 9, GIB // 2, 0)
+
+
+@pytest.fixture
+def plan():
+    lengths = np.random.default_rng(0).integers(5, 100, 60)
+    batch = BatchConfig(samples_per_step=16, epochs=1.5)
+    return make_plan(lengths, lengths // 3, batch, micro_batch_tokens=250, seed=1, num_ranks=3, cost=COST)
+
+
+def test_numbers_are_recounted(plan):
+    report = explain(plan, rank_counts=(1, 2), tokens_per_s=100.0)
+    steps = list(plan.steps())
+    lengths = plan.samples.lengths
+    assert (report.num_steps, report.num_samples, report.num_ranks) == (6, 60, 3)
+    assert report.epochs == 1 + 32 / 60
+    assert report.num_tokens == sum(step.num_tokens for step in steps)
+    assert report.label_share == sum(step.num_label_tokens for step in steps) / report.num_tokens
+    micro_batches = [m for step in steps for rank in step.ranks for m in rank]
+    assert report.num_micro_batches == len(micro_batches)
+    assert report.max_micro_batch_tokens == max(m.num_tokens for m in micro_batches) <= 250
+    assert report.max_micro_batch_labels == max(m.num_label_tokens for m in micro_batches)
+    assert report.max_micro_batch_documents == max(len(m.sample_ids) for m in micro_batches)
+    ids = np.array([i for step in steps for i in step.sample_ids])
+    assert report.flops == pytest.approx(COST.flops(lengths[ids], (lengths // 3)[ids]).sum())
+    assert report.time_s == report.num_tokens / 100.0
+    assert 0 < report.padding_avoided < 1
+    assert report.num_naive_tokens == sum(plan.naive_tokens(step) for step in steps)
+    assert report.fingerprint == plan.fingerprint
+
+
+def test_balance_at_other_numbers_of_ranks(plan):
+    balances = {balance.num_ranks: balance for balance in explain(plan, rank_counts=(1, 2, 16)).balances}
+    assert sorted(balances) == [1, 2, 3, 16]
+    assert balances[1].mean == balances[1].worst == 1.0
+    own = [step.balance for step in plan.steps()]
+    assert balances[3].mean == pytest.approx(np.mean(own))
+    assert balances[3].worst == min(own)
+    assert balances[16].worst < balances[2].worst
+
+
+def test_text_holds_the_numbers(plan):
+    seen = []
+
+    def memory_of(size):
+        seen.append(size)
+        return MEMORY
+
+    report = explain(plan, num_held_out=7, tokens_per_s=0.5, memory_of=memory_of)
+    largest = (report.max_micro_batch_tokens, report.max_micro_batch_labels, report.max_micro_batch_documents)
+    assert seen == [MicroBatchSize(*largest)]
+    text = "\n".join(f"{name} {value}" for name, value in report_rows(report))
+    assert "60, 7 held out, 1.533 epochs" in text
+    assert f"{report.num_tokens:,}, {report.label_share:.1%} of them label tokens" in text
+    assert f"{report.padding_avoided:.1%} of the" in text
+    assert (
+        "about 16.50 GiB (estimate: weights 16.00 GiB, adapter 1.00 MiB, optimizer 2.00 MiB, activations 0.50 GiB"
+        in text
+    )
+    assert "working" not in text
+    assert "balance, 3 ranks" in text
+    assert " h " in text
+    assert "time" not in dict(report_rows(explain(plan)))
+
+
+def test_a_step_is_told_rank_by_rank(plan):
+    step = plan.step(2)
+    lines = list(step_lines(step))
+    text = "\n".join(lines)
+    assert lines[0].startswith("step 2, epoch 0: 16 samples, balance ")
+    assert lines[1] == f"{step.num_tokens:,} tokens, {step.num_label_tokens:,} label tokens"
+    for index, rank in enumerate(step.ranks):
+        assert f"rank {index}: {sum(m.num_tokens for m in rank)} tokens" in text
+        for micro_batch in rank:
+            assert f" labels\n      {' '.join(map(str, micro_batch.sample_ids))}\n" in text + "\n"

@@ -1,0 +1,261 @@
+"""The memory model: its parts against real tensors' sizes, its totals against peaks measured on a GPU."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from qwen3_8b import QWEN3_8B
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from flatout.config.read import make_config
+from flatout.planner.devices import GIB
+from flatout.planner.layout import ALONE, resolve_layout
+from flatout.planner.memory.estimate import MemoryModel, MicroBatchSize, activation_elements
+from flatout.trainer.model_shape import make_shape
+
+SMALL = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+MIDDLE = {"hidden_size": 2048, "intermediate_size": 6144}
+SHAPE = make_shape(QWEN3_8B)
+SIZE = MicroBatchSize(16384, 9000, 32)
+
+
+def estimate(
+    *, shape=SHAPE, size=SIZE, recompute="none", precision="bf16", compiled=True, parallel_layout=ALONE,
+    accumulates=True, **sections,
+):  # fmt: skip
+    config = make_config({"model": {"name": "m"}, "lora": {"rank": 16}, **sections})
+    return MemoryModel(config, shape, precision, compiled, parallel_layout).estimate(
+        size, recompute, accumulates=accumulates
+    )
+
+
+def tiny_llama():
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            "llama",
+            hidden_size=32,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=96,
+        )
+    )
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_weights_gradients_and_optimizer_are_the_real_bytes(method):
+    model = tiny_llama()
+    shape = make_shape(model.config.to_dict())
+    if method == "lora":
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    model(input_ids=torch.arange(10)[None]).logits.sum().backward()
+    optimizer.step()
+    moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    guess = estimate(shape=shape, method=method, precision="fp32", size=MicroBatchSize(10, 10, 1))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert guess.weights_bytes + guess.adapter_bytes == weights
+    assert guess.gradients_bytes == sum(parameter.grad.nbytes for parameter in trained)
+    assert guess.optimizer_bytes == sum(value.nbytes for value in moments)
+
+
+# tokens, label tokens and peak GiB allocated in the largest micro-batch of runs on H200s; the tokens of the runs with a
+# memory budget are not known exactly, so the middle of the others' stands for them
+LARGE = MicroBatchSize(17397, 10450, 32)
+LARGEST = MicroBatchSize(20750, 12464, 32)
+HALF = MicroBatchSize(10409, 6245, 16)
+MEASURED = [
+    ("8b", {"size": MicroBatchSize(21021, 12626, 32)}, 116.8),
+    ("8b", {"size": MicroBatchSize(21345, 12821, 32)}, 115.7),
+    ("8b", {"size": MicroBatchSize(21184, 12720, 32), "recompute": "budget"}, 69.2),
+    ("0.6b", {"size": MicroBatchSize(19530, 11730, 32)}, 26.4),
+    ("0.6b", {"size": MicroBatchSize(21159, 12706, 32)}, 28.3),
+    ("0.6b", {"size": MicroBatchSize(19530, 11730, 32), "compiled": False}, 34.7),
+    ("8b", {"size": LARGE}, 97.9),
+    ("8b", {"size": LARGE, "base": {"storage": "fp8"}}, 91.4),
+    ("8b", {"size": LARGE, "base": {"storage": "nf4", "compute": "fp8"}}, 88.3),
+    ("8b", {"size": MicroBatchSize(1960, 1178, 4), "base": {"storage": "nf4"}, "recompute": "full"}, 7.5),
+    ("1.7b", {"size": LARGEST, "method": "full"}, 67.5),
+    ("1.7b", {"size": LARGEST, "method": "full", "full": {"weights": "bf16"}}, 58.5),
+    (
+        "8b",
+        {
+            "size": MicroBatchSize(16824, 10107, 32),
+            "method": "full",
+            "full": {"weights": "bf16"},
+            "optim": {"name": "adamw8bit"},
+        },
+        115.1,
+    ),
+]
+# full fine-tuning over GPUs, one micro-batch a step: tokens, GPUs and peak GiB of one
+SHARE = MicroBatchSize(9388, 5633, 16)
+KEPT, FREED = ({"reshard_after_forward": frees} for frees in (False, True))
+SPREAD = [
+    ("1.7b", HALF, 2, {"strategy": "ddp"}, 46.6),
+    ("1.7b", HALF, 2, {"strategy": "zero1"}, 38.2),
+    ("1.7b", HALF, 2, {"strategy": "zero2"}, 38.2),
+    ("1.7b", HALF, 2, {"strategy": "zero3", "sharding": KEPT}, 38.2),
+    ("8b", HALF, 2, {"strategy": "fsdp", "sharding": KEPT}, 121),
+    ("8b", HALF, 2, {"strategy": "fsdp", "sharding": FREED}, 108),
+    ("8b", SHARE, 4, {"strategy": "zero1"}, 93.6),
+    ("8b", SHARE, 4, {"strategy": "zero2"}, 93.6),
+    ("8b", SHARE, 4, {"strategy": "zero3", "sharding": KEPT}, 93.6),
+]
+# by DeepSpeed's stage; what it holds depends on buckets of its own
+DEEPSPEED = [
+    ("1.7b", HALF, 2, 1, 42.0),
+    ("1.7b", HALF, 2, 2, 35.6),
+    ("1.7b", HALF, 2, 3, 53.4),
+    ("8b", SHARE, 4, 1, 118.5),
+    ("8b", SHARE, 4, 2, 94.1),
+    ("8b", SHARE, 4, 3, 111.4),
+]
+
+
+def shape_of(model):
+    return make_shape(QWEN3_8B | {"8b": {}, "1.7b": SMALL | MIDDLE, "0.6b": SMALL}[model])
+
+
+@pytest.mark.parametrize(("model", "settings", "measured_gib"), MEASURED)
+def test_totals_are_close_to_measured_peaks(model, settings, measured_gib):
+    estimated = estimate(shape=shape_of(model), accumulates=False, **settings)
+    assert estimated.total_bytes / GIB == pytest.approx(measured_gib, rel=0.05)
+
+
+def spread_gib(model, size, num_ranks, **sections):
+    config = make_config({"model": {"name": "m"}, "method": "full", **sections})
+    parallel_layout = resolve_layout(config, config.strategy, num_ranks=num_ranks, num_nodes=1, why="")
+    sections |= {
+        "parallel_layout": parallel_layout,
+        "compiled": parallel_layout.compiles,
+        "size": size,
+        "method": "full",
+    }
+    return estimate(shape=shape_of(model), accumulates=False, **sections).total_bytes / GIB
+
+
+@pytest.mark.parametrize(("model", "size", "num_ranks", "sections", "measured_gib"), SPREAD)
+def test_totals_of_spread_runs_are_close_to_measured_peaks(model, size, num_ranks, sections, measured_gib):
+    assert spread_gib(model, size, num_ranks, **sections) == pytest.approx(measured_gib, rel=0.025)
+
+
+@pytest.mark.parametrize(("model", "size", "num_ranks", "stage", "measured_gib"), DEEPSPEED)
+def test_totals_under_deepspeed_are_close_to_measured_peaks(model, size, num_ranks, stage, measured_gib):
+    settings = {"strategy": "deepspeed", "deepspeed": {"zero_optimization": {"stage": stage}}}
+    assert spread_gib(model, size, num_ranks, **settings) == pytest.approx(measured_gib, rel=0.08)
+
+
+def test_activations_per_token_of_an_8b_model():
+    # residuals, norm outputs, q k v twice and output, gate, up and product: 4.9 MB a token in bf16
+    fat, last_norm, inputs = 16384 * 4.944e6, 16384 * 4096 * 10, 16384 * 36 * 8192
+    assert 36 * (activation_elements(SHAPE) * 2 + 32 * 4) == pytest.approx(4.944e6, rel=1e-3)
+    assert estimate().activations_bytes == pytest.approx(fat + last_norm, rel=1e-3)
+    assert estimate(recompute="full").activations_bytes == inputs + last_norm
+    assert estimate(recompute="offload").activations_bytes == inputs * 3 // 36 + last_norm
+    kept = [estimate(recompute=level).total_bytes for level in ("none", "selective", "budget", "full", "offload")]
+    assert kept == sorted(kept, reverse=True)
+    # what a layer computes again stands beside the gradients while it does
+    assert estimate(recompute="full").working_bytes > estimate().working_bytes
+
+
+def test_mixture_of_experts_counts_the_tokens_experts():
+    values = QWEN3_8B | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
+    shape = make_shape(values)
+    assert 48 * (activation_elements(shape) * 2 + 32 * 4) == pytest.approx(7.04e6, rel=0.01)
+
+
+def test_precisions_methods_and_optimizers():
+    count = SHAPE.num_params
+    assert estimate().weights_bytes == 2 * count
+    assert estimate(precision="fp32").weights_bytes == 4 * count
+    full = estimate(method="full")
+    # fp32 masters, bf16 copies of autocast, fp32 gradients, two fp32 moments
+    assert full.weights_bytes + full.gradients_bytes + full.optimizer_bytes == (4 + 2 + 4 + 8) * count
+    assert full.adapter_bytes == 0
+    lean = estimate(method="full", full={"weights": "bf16"}, optim={"name": "adamw8bit"})
+    assert (lean.weights_bytes, lean.gradients_bytes) == (2 * count, 2 * count)
+    assert lean.optimizer_bytes == pytest.approx(2.03 * count, rel=1e-6)
+    one = estimate(method="full", full={"update": "backward"}, optim={"max_grad_norm": None})
+    assert one.gradients_bytes == 4 * 151936 * 4096
+    assert estimate(method="full", precision="fp64").weights_bytes == 8 * count
+    narrow = estimate()
+    assert narrow.adapter_bytes + narrow.gradients_bytes + narrow.optimizer_bytes == 18 * 43646976
+    assert estimate(lora={"rank": 32}).adapter_bytes == 2 * narrow.adapter_bytes
+    assert estimate(lora={"targets": ["q_proj"]}).adapter_bytes < narrow.adapter_bytes
+    assert estimate(lora={"dropout": 0.1}).activations_bytes > narrow.activations_bytes
+    assert estimate(lora={"dora": True}).activations_bytes > narrow.activations_bytes
+
+
+def test_quantized_bases():
+    linears = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+    rest = SHAPE.num_params - linears
+    scales = 36 * (4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096)
+    eight, four = estimate(base={"storage": "fp8"}), estimate(base={"storage": "nf4"})
+    assert eight.weights_bytes == 2 * rest + linears + 4 * scales
+    assert four.weights_bytes == pytest.approx(2 * rest + linears * 0.515869140625, rel=1e-9)
+    # one group's weights in bf16 for nf4, its transposed fp8 bytes for fp8: gate and up are the largest
+    group, few_labels = 2 * 4096 * 12288, MicroBatchSize(16384, 100, 32)
+    plain, eight, four = (
+        estimate(base={"storage": name}, size=few_labels).working_bytes for name in ("model", "fp8", "nf4")
+    )
+    assert (eight - plain, four - plain) == (group, 2 * group)
+
+
+def test_float8_weights_kept_turned():
+    linears = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+    few_labels = MicroBatchSize(16384, 100, 32)
+
+    def both(**sections):
+        config = make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}, **sections})
+        models = [
+            MemoryModel(config, SHAPE, "bf16", True, transposed_weights=transposed) for transposed in (False, True)
+        ]
+        return models[0].transposable_bytes, *(model.estimate(few_labels, "none") for model in models)
+
+    turnable, plain, transposed = both()
+    assert turnable == transposed.weights_bytes - plain.weights_bytes == linears
+    # nothing is transposed in scratch memory any more
+    assert plain.working_bytes - transposed.working_bytes == 2 * 4096 * 12288
+    assert transposed.activations_bytes == plain.activations_bytes
+    # weights without adapters are transposed in every pass, gate and up one by one but counted as one group
+    turnable, plain, transposed = both(lora={"targets": ["down_proj"]})
+    assert turnable == transposed.weights_bytes - plain.weights_bytes == 36 * 4096 * 12288
+    assert plain.working_bytes == transposed.working_bytes
+    for alone in ({"dropout": 0.1}, {"dora": True}):
+        assert both(lora=alone)[0] == 0
+    for storage in ("model", "nf4"):
+        assert both(base={"storage": storage})[0] == 0
+
+
+def test_the_head_holds_one_tile():
+    short = make_shape(QWEN3_8B | {"num_hidden_layers": 1})
+
+    def working(num_labels):
+        return estimate(shape=short, size=MicroBatchSize(100, num_labels, 1)).working_bytes
+
+    # logits and their gradient, and the label rows with theirs; from the second tile on only the label rows grow
+    assert working(2048) - working(1024) == 1024 * (151936 * 4 + 2 * 4096 * 2)
+    assert working(2049) - working(2048) == 2 * 4096 * 2
+    assert working(9000) - working(8000) == 1000 * 2 * 4096 * 2
+
+
+def test_total_is_the_sum_of_its_parts():
+    whole = estimate()
+    parts = (whole.weights_bytes, whole.adapter_bytes, whole.gradients_bytes, whole.optimizer_bytes)
+    assert whole.total_bytes == sum(parts) + whole.activations_bytes + whole.working_bytes

@@ -1,0 +1,204 @@
+"""Answers while training: what is asked, what is answered, and that nothing of the run changes by it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flatout.data.tokenizer import load_tokenizer
+from flatout.errors import DataError, FlatoutError, UsageError
+from flatout.models.generate import Sampling, answer
+from flatout.models.load.inference import load_trained, resolve_model_paths
+from flatout.parallel.rank import Rank
+from flatout.track.callback import MemoryCallback, Reporter
+from flatout.track.run_log import read_run
+from flatout.trainer.planning import PlannedRun, plan_run
+from flatout.trainer.run import train
+
+PROMPTS = ["What is my name?", "Sort from a to z: ibis, cat."]
+EVAL = {"fraction": 0.1, "every_steps": 6}
+
+
+def settings(**evaluation: Any) -> dict[str, Any]:
+    """A run that learns to write some words within 12 steps, with dropout, which draws random numbers."""
+    return {
+        "batch": {"max_steps": 12},
+        "optim": {"lr": 2e-2},
+        "lora": {"rank": 8, "dropout": 0.1},
+        "eval": {**EVAL, **evaluation},
+    }
+
+
+def planned(tiny: Any, folder: Path, said: MemoryCallback | None = None, **sections: Any) -> PlannedRun:
+    config = tiny.config(folder / "run", **sections)
+    return plan_run(config, Reporter(*([said] if said else [])), Rank())
+
+
+@pytest.fixture(scope="module")
+def answered(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("answered")
+    train(tiny.config(folder, **settings(prompts=PROMPTS, max_new_tokens=10)))
+    return folder
+
+
+def test_answers_are_those_of_chat_with_the_same_weights(answered: Path) -> None:
+    log = read_run(answered)
+    assert [record.step for record in log.answers] == [0, 6, 12]
+    last = log.answers[-1].answers
+    model, tokenizer = load_trained(resolve_model_paths(str(answered)), device=torch.device("cpu"))
+    greedy = {"max_new_tokens": 10, "sampling": Sampling(temperature=0.0)}
+    expected = [answer(model, tokenizer, [{"role": "user", "content": text}], **greedy) for text in PROMPTS]
+    assert [one.prompt for one in last] == PROMPTS
+    assert [one.answer for one in last] == expected
+    assert all(expected)
+
+
+def test_a_run_with_answers_equals_one_without_to_the_bit(tiny: Any, answered: Path, tmp_path: Path) -> None:
+    after: list[torch.Tensor] = []
+    for folder, evaluation in (("with", {"prompts": PROMPTS, "temperature": 1.0}), ("without", {"prompts": []})):
+        torch.manual_seed(3)
+        train(tiny.config(tmp_path / folder, **settings(**evaluation)))
+        after.append(torch.get_rng_state())
+    runs = [answered, tmp_path / "with", tmp_path / "without"]
+    logs = [read_run(folder) for folder in runs]
+    losses = [[(step.loss, step.grad_norm) for step in log.steps] for log in logs]
+    assert losses[0] == losses[1] == losses[2]
+    evaluations = [[(one.eval_loss, one.eval_token_accuracy) for one in log.evals] for log in logs]
+    assert evaluations[0] == evaluations[1] == evaluations[2]
+    assert torch.equal(*after)
+    weights = [load_file(folder / "final" / "adapter_model.safetensors") for folder in runs]
+    for name, tensor in weights[0].items():
+        assert torch.equal(weights[1][name], tensor)
+        assert torch.equal(weights[2][name], tensor)
+    # drawn at temperature 1, not the likeliest ones; a prompts list of none answers nothing
+    assert logs[1].answers[-1].answers != logs[0].answers[-1].answers
+    assert logs[2].answers == []
+    assert all(one.eval_tokens_per_s > 0 and one.by_data == {} for log in logs for one in log.evals)
+
+
+@pytest.mark.parametrize("template", ["chatml", "qwen3", "alpaca"])
+def test_rows_of_the_evaluation_set_are_asked(tiny: Any, tmp_path: Path, template: str) -> None:
+    rows = [
+        [{"role": "user", "content": f"Say {name}."}, {"role": "assistant", "content": f"It is {name}."}]
+        for name in ("ada", "bob", "cy", "dee", "eve", "flo")
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    data = {"root": str(tmp_path), "sources": [{"path": str(file)}], "template": template}
+    plan = planned(tiny, tmp_path, data=data, batch={"max_steps": 1}, eval={"fraction": 0.5, "prompts": None})
+    assert plan.prompts is not None
+    # qwen3 writes an empty <think></think>, which is trained as part of the answer
+    answers = [str(prompt.reference).removeprefix("<think>\n\n</think>\n\n") for prompt in plan.prompts.prompts]
+    asked = {(prompt.text, text) for prompt, text in zip(plan.prompts.prompts, answers, strict=True)}
+    assert len(asked) == 3
+    assert asked <= {(row[0]["content"], row[1]["content"]) for row in rows}
+    tokenizer = load_tokenizer(str(tiny.model_dir))
+    tokenizer.chat_template = plan.store.meta.template_text
+    for prompt in plan.prompts.prompts:
+        turn = [{"role": "user", "content": prompt.text}]
+        text = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+        context = str(tokenizer.decode(prompt.token_ids))
+        # what a template writes before an answer, such as an empty <think>, may be trained
+        assert text.startswith(context) or context.startswith(text)
+
+
+def test_text_and_tokens_without_turns_continue_in_the_middle(tiny: Any, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    words = "one two three four five six seven eight"
+    texts.write_text("".join(json.dumps({"text": f"{number} {words}"}) + "\n" for number in range(8)))
+    tokens = tmp_path / "tokens.jsonl"
+    row = {"input_ids": list(range(20, 40)), "labels": [-100] * 12 + list(range(32, 37)) + [-100] * 3}
+    tokens.write_text((json.dumps(row) + "\n") * 4)
+    found = []
+    for file in (texts, tokens):
+        data = {"name": file.stem, "root": str(tmp_path), "sources": [{"path": str(file)}]}
+        plan = planned(tiny, tmp_path, data=data, batch={"max_steps": 1}, eval={"fraction": 0.5, "prompts": None})
+        assert plan.prompts is not None
+        found.append((plan, plan.prompts.prompts[0]))
+    plan, prompt = found[0]
+    sample = min(plan.eval_sets[0].plan.sample_ids)
+    assert list(prompt.token_ids) == plan.store.sample(sample)[0][: len(prompt.token_ids)].tolist()
+    assert len(prompt.token_ids) == (plan.store.lengths[sample] + 1) // 2
+    assert prompt.reference
+    assert f"{prompt.text} {prompt.reference}".split()[-1] == "eight"
+    assert list(found[1][1].token_ids) == list(range(20, 32))
+
+
+def test_a_long_prompt_is_cut_and_said(tiny: Any, tmp_path: Path) -> None:
+    said = MemoryCallback()
+    file = tmp_path / "prompts.txt"
+    file.write_text("short\n\n" + "word " * 5000 + "\n")
+    plan = planned(tiny, tmp_path, said, eval={**EVAL, "prompts": str(file), "max_new_tokens": 48})
+    assert plan.prompts is not None
+    assert [len(prompt.token_ids) < 2000 for prompt in plan.prompts.prompts] == [True, False]
+    assert len(plan.prompts.prompts[1].token_ids) == 2000
+    lines = [text for _, name, text in said.stages if name == "answers"]
+    assert "prompt 2: only its last 2,000 of " in lines[0]
+    assert lines[1] == "2 prompts at each evaluation, at most 48 tokens each"
+
+
+BAD: dict[str, tuple[str | None, type[FlatoutError], str]] = {
+    "none.txt": (None, DataError, "none.txt: No such file or directory; name a file of prompts"),
+    "empty.txt": ("\n \n", DataError, "empty.txt: no prompts"),
+    "rows.csv": ("prompt\na\n", DataError, "rows.csv: expected a file of prompts: .txt, .json"),
+    "damaged.jsonl": ('{"prompt": "a"}\n{"prompt": \n', DataError, "damaged.jsonl:2:"),
+    "columns.jsonl": ('{"question": "a"}\n', DataError, "columns.jsonl:1: expected one of the columns prompt and mess"),
+    "number.jsonl": ('{"prompt": "a"}\n{"prompt": 7}\n', DataError, "number.jsonl:2: turn 1 needs a role"),
+    "ends.json": (
+        '[{"messages": [{"role": "assistant", "content": "a"}]}]',
+        DataError,
+        "ends.json:1: the last turn is the assistant's",
+    ),
+    "many.txt": ("a\n" * 33, UsageError, "33 prompts; at most 32 are answered"),
+    "large.txt": ("a" * 140_000, DataError, "large.txt: 140,000 bytes of prompts exceed the limit of 131,072"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_of_prompts_that_cannot_be_used_is_refused(tiny: Any, tmp_path: Path, name: str) -> None:
+    content, error, text = BAD[name]
+    file = tmp_path / name
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(error) as caught:
+        planned(tiny, tmp_path, eval={**EVAL, "prompts": str(file)})
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "text"),
+    [
+        ({"prompts": ["a"]}, "prompts has no effect with there are no rows to evaluate on"),
+        ({"temperature": 1.0}, "temperature has no effect with there are no rows to evaluate on"),
+        ({"fraction": 0.1, "prompts": [], "max_new_tokens": 3}, "max_new_tokens has no effect with prompts: []"),
+        ({"data": ["a", "a"]}, "each named once"),
+        ({"data": []}, "at least one data set"),
+    ],
+)
+def test_settings_without_effect_are_refused(tiny: Any, tmp_path: Path, evaluation: Any, text: str) -> None:
+    with pytest.raises(UsageError, match=text.replace("[", r"\[")):
+        tiny.config(tmp_path, eval=evaluation)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("storage", ["model", "nf4", "fp8"])
+def test_compiled_layers_and_recorded_graphs_answer_and_train_on(tiny: Any, tmp_path: Path, storage: str) -> None:
+    """On a GPU as on a CPU: the steps between answers do not change, and nothing is compiled for answers."""
+    if storage == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no float8 products")
+    sections = {"device": "cuda", "deterministic": True, "model": {"precision": "bf16"}, "base": {"storage": storage}}
+    losses = []
+    for folder, prompts in (("with", PROMPTS), ("without", [])):
+        train(tiny.config(tmp_path / folder, **sections, batch={"max_steps": 12}, eval={**EVAL, "prompts": prompts}))
+        log = read_run(tmp_path / folder)
+        losses.append([(step.loss, step.grad_norm) for step in log.steps])
+        assert [len(record.answers) for record in log.answers] == [len(prompts)] * (3 if prompts else 0)
+        assert not [event for event in log.events if event["kind"] == "compiled"]
+    assert losses[0] == losses[1]

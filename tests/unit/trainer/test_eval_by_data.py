@@ -1,0 +1,60 @@
+"""Evaluation on several data sets: figures of each, whose sum decides; one set stays as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout.config.schema import SourceConfig
+from flatout.data.build import open_or_build
+from flatout.errors import CheckpointError
+from flatout.track.run_log import read_run
+from flatout.trainer.run import train
+
+
+def test_figures_of_each_data_set_add_up(tiny: Any, tmp_path: Path) -> None:
+    rows = tiny.chats.read_text().splitlines(keepends=True)
+    evaluation = {"every_steps": 1, "prompts": None, "max_new_tokens": 2}
+    sections = {"data": {"root": str(tmp_path), "num_procs": 1}, "batch": {"max_steps": 2}}
+    config = tiny.config(tmp_path / "both", eval={**evaluation, "data": ["code", "chats-b"]}, **sections)
+    for name, part in (("code", rows[:7]), ("chats-b", rows[7:30])):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(part))
+        held_out = {"name": name, "sources": [SourceConfig(path=str(file))]}
+        open_or_build(config.data.model_copy(update=held_out), config.model.name)
+    train(config)
+    log = read_run(config.folder)
+    for record in log.evals:
+        assert list(record.by_data) == ["code", "chats-b"]
+        each = record.by_data.values()
+        assert record.num_label_tokens == sum(one.num_label_tokens for one in each)
+        for figure in ("loss", "token_accuracy"):
+            total = sum(getattr(one, figure) * one.num_label_tokens for one in each) / record.num_label_tokens
+            assert getattr(record, f"eval_{figure}") == pytest.approx(total, rel=1e-12)
+    best = min(log.evals, key=lambda one: one.eval_loss)
+    assert [one.is_best for one in log.evals].count(True) >= 1
+    assert max(one.step for one in log.evals if one.is_best) == best.step
+    # prompts come from the data sets in turn
+    assert len(log.answers[0].answers) == 3
+
+    alone = tiny.config(tmp_path / "alone", eval={**evaluation, "data": ["code"]}, **sections)
+    assert alone.eval.data == "code"
+    train(alone)
+    single = read_run(alone.folder).evals
+    assert [one.eval_loss for one in single] == [one.by_data["code"].loss for one in log.evals]
+    assert single[0].by_data == {}
+
+    # fingerprints of a run with one data set are as before there were several
+    facts = {
+        run: json.loads(next((tmp_path / run).glob("checkpoints/*/state.json")).read_text())
+        for run in ("both", "alone")
+    }
+    saved = {run: found["facts"]["fingerprints"]["eval_data"] for run, found in facts.items()}
+    assert saved["alone"] == saved["both"][0]
+    assert [one["name"] for one in saved["both"]] == ["code", "chats-b"]
+    longer = tiny.config(tmp_path / "both", eval={**evaluation, "data": "code"}, **sections)
+    with pytest.raises(CheckpointError, match=r"eval\.data"):
+        train(longer)

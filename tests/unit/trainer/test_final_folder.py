@@ -1,0 +1,48 @@
+"""What a run leaves in final/ is whole: the format that was trained stands beside the weights."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from flatout.cli import merge as merge_cli
+from flatout.data.templates.template import template_text
+from flatout.data.token_store import TokenStore
+from flatout.errors import UsageError
+from flatout.trainer.run import train
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_the_trained_template_is_the_exported_tokenizers(tiny: Any, tmp_path: Path, method: str) -> None:
+    """`data.template` is not the tokenizer's own; whoever renders with the export gets the tokens that were trained."""
+    config = tiny.config(
+        tmp_path / "run",
+        method=method,
+        data={"name": f"alpaca-{method}", "template": "alpaca", "root": str(tmp_path / "data"), "max_tokens": None},
+        batch={"max_steps": 1, "micro_batch_tokens": 1200},
+    )
+    train(config)
+    folders = [config.folder / "final"]
+    if method == "lora":
+        parser = argparse.ArgumentParser()
+        merge_cli.add_arguments(parser)
+        merge_cli.run(parser.parse_args([str(config.folder), "--out", str(tmp_path / "merged")]))
+        folders.append(tmp_path / "merged")
+    (manifest,) = (tmp_path / "data").rglob("manifest.json")
+    store = TokenStore.open(manifest.parent)
+    rows = [json.loads(line)["messages"] for line in tiny.chats.read_text().splitlines()]
+    for folder in folders:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        _, template = template_text(tokenizer, "alpaca", "tiny")
+        assert (folder / "chat_template.jinja").read_bytes() == template.encode()
+        for index in range(store.num_samples):
+            rendered = tokenizer.apply_chat_template(rows[store.rows[index] - 1], return_dict=True)["input_ids"]
+            assert rendered == store.sample(index)[0].tolist()
+
+
+def test_a_senseless_rank_is_refused_before_memory_is_taken(tiny: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"lora\.rank is 1,000,000,000"):
+        train(tiny.config(tmp_path / "run", lora={"rank": 1_000_000_000}))

@@ -1,0 +1,230 @@
+"""A finished run is never taken for another one, never replaced unasked, and never called complete when it is not."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flatout.cli.main import main
+from flatout.config.read import dump_config
+from flatout.errors import CheckpointError, ResourceError
+from flatout.io.durable_io import Disk
+from flatout.trainer.run import train
+
+ADAPTER = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def finished(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A copy of the model to damage, and a run of four steps on it with every checkpoint kept."""
+    root = tmp_path_factory.mktemp("finished")
+    shutil.copytree(tiny.model_dir, root / "model")
+    config = tiny.config(
+        root / "run",
+        model={"name": str(root / "model"), "precision": "fp32"},
+        batch={"samples_per_step": 6, "micro_batch_tokens": 700, "max_steps": 4},
+        checkpoint={"every_steps": 2, "keep": 5},
+    )
+    train(config)
+    return config
+
+
+@pytest.fixture
+def run(finished: Any, tmp_path: Path) -> Any:
+    """A copy of the finished run and of its model's folder, with a note of the user's among the results."""
+    shutil.copytree(finished.folder, tmp_path / "run")
+    (tmp_path / "run" / "final" / "notes.txt").write_text("mine")
+    return finished.model_copy(update={"run_dir": tmp_path / "run"})
+
+
+def command(config: Any, folder: Path, *overrides: str) -> list[str]:
+    (folder / "run.yaml").write_text(dump_config(config))
+    return ["train", str(folder / "run.yaml"), *overrides]
+
+
+def events(config: Any, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (config.folder / "events.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def forget_after(config: Any, step: int) -> None:
+    for path in (config.folder / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("optim.lr=1e-4", "optim.lr: 0.001 in the checkpoint, 0.0001 now"),
+        ("lora.rank=2", "lora.rank: 4 in the checkpoint, 2 now"),
+        ("seed=8", "seed: 7 in the checkpoint, 8 now"),
+        ("batch.max_steps=3", "batch.max_steps: 4 in the checkpoint, 3 now"),
+        ("method=full lora={}", "method: lora in the checkpoint, full now"),
+    ],
+)
+def test_other_settings_are_refused_by_name(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, said: str
+) -> None:
+    before = contents(run.folder / "final")
+    assert main(command(run, tmp_path, *change.split())) == 4
+    error = capsys.readouterr().err
+    assert said in error
+    assert "choose a different run_dir" in error
+    assert contents(run.folder / "final") == before
+    assert main(command(run, tmp_path)) == 0
+    assert "already complete after 4 steps" in capsys.readouterr().out
+
+
+def test_a_moved_model_is_the_same_one_and_another_is_refused(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(run.model.name, model)
+    assert main(command(run, tmp_path, f"model.name={model}")) == 0
+    assert "already complete" in capsys.readouterr().out
+    shape = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**shape, "rms_norm_eps": 1e-5}))
+    assert main(command(run, tmp_path, f"model.name={model}")) == 4
+    assert f"model.name: {run.model.name} in the checkpoint, {model} now" in capsys.readouterr().err
+    allow = "checkpoint.allow_change=[model]"
+    assert main(command(run, tmp_path, f"model.name={model}", allow)) == 4  # it would change nothing any more
+    assert "is a finished run with different settings; choose a different run_dir" in capsys.readouterr().err
+
+
+def test_one_flipped_bit_of_the_base_model_is_found(run: Any, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(run.model.name, model)
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-1000] ^= 1
+    (model / "model.safetensors").write_bytes(weights)
+    # the folder itself, so that no setting differs
+    shutil.move(run.model.name, tmp_path / "whole")
+    shutil.move(model, run.model.name)
+    try:
+        for complete in (True, False):
+            if not complete:
+                forget_after(run, 2)
+                shutil.rmtree(run.folder / "final")
+            with pytest.raises(CheckpointError, match=r"base model's files .*=\[model\]:\n.*model\.safetensors"):
+                train(run)
+    finally:
+        shutil.rmtree(run.model.name)
+        shutil.move(tmp_path / "whole", run.model.name)
+    train(run)
+
+
+def test_results_without_a_checkpoint_are_not_replaced(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run.folder / "checkpoints")
+    before = contents(run.folder / "final")
+    for change in ("seed=7", "lora.rank=2"):
+        assert main(command(run, tmp_path, *change.split())) == 4
+        error = capsys.readouterr().err
+        assert "holds results, but there is no checkpoint" in error
+        assert "choose a different run_dir" in error
+    assert contents(run.folder / "final") == before
+
+
+def test_more_steps_keep_the_earlier_results_and_the_users_files(run: Any) -> None:
+    before = contents(run.folder / "final")
+    allow = run.checkpoint.model_copy(update={"allow_change": ["batch.max_steps"]})
+    batch = run.batch.model_copy(update={"max_steps": 6})
+    train(run.model_copy(update={"batch": batch, "checkpoint": allow}))
+    (aside,) = run.folder.glob("final.old-*")
+    kept = contents(aside)
+    assert (run.folder / "final" / "notes.txt").read_text() == "mine"
+    assert kept == {name: content for name, content in before.items() if name != "notes.txt"}
+    assert (run.folder / "final" / ADAPTER).read_bytes() != kept[ADAPTER]
+    assert events(run, "kept")[-1]["path"] == str(aside)
+
+
+def test_every_damaged_result_is_found_and_exported_again(run: Any) -> None:
+    """As after a power cut: files of the finished run are empty, cut off or gone."""
+    final = run.folder / "final"
+    whole = contents(final)
+    manifest = json.loads(whole.pop("manifest.json"))
+    assert set(manifest["files"]) == whole.keys() - {"notes.txt"}
+    damages = [lambda path: path.write_bytes(b""), lambda path: os.truncate(path, 10), Path.unlink]
+    for number, name in enumerate(sorted(manifest["files"])):
+        damages[number % len(damages)](final / name)
+    assert train(run).progress.step == 4
+    assert {name: content for name, content in contents(final).items() if name != "manifest.json"} == whole
+    assert "final" in events(run, "damaged")[-1]["why"]
+    (final / "manifest.json").unlink()
+    train(run)
+    assert (final / "manifest.json").exists()
+    num_events = len(events(run, "damaged"))
+    assert train(run).progress.step == 4
+    assert len(events(run, "damaged")) == num_events
+
+
+def test_a_run_that_no_checkpoint_of_would_fit_does_not_start(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Disk, "free_bytes", lambda self, path: 10_000)
+    config = tiny.config(tmp_path / "run")
+    with pytest.raises(ResourceError, match=r"no checkpoint of this run could be saved: .* needs [\d,]+ bytes, 10,000"):
+        train(config)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("also_final", [False, True])
+def test_the_weights_of_a_run_that_cannot_be_saved_are_kept(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, also_final: bool
+) -> None:
+    """The disk of the run folder fills up once training runs: no checkpoint, and perhaps no final/ either."""
+    other = tmp_path / "other disk"
+    other.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(other))
+    create, names = Disk.create, ("checkpoints", ".final.tmp") if also_final else ("checkpoints",)
+
+    def refuse(self: Disk, path: Path) -> int:
+        if path.is_relative_to(tmp_path / "run") and set(names) & set(path.parts):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return create(self, path)
+
+    monkeypatch.setattr(Disk, "create", refuse)
+    config = tiny.config(tmp_path / "run", batch={"max_steps": 2})
+    with pytest.raises(ResourceError, match="the final weights are kept in ") as raised:
+        train(config)
+    folder = Path(str(raised.value).rpartition("the final weights are kept in ")[2])
+    assert folder.is_relative_to(other if also_final else tmp_path / "run" / "final")
+    monkeypatch.undo()
+    train(tiny.config(tmp_path / "free", batch={"max_steps": 2}))
+    expected = load_file(tmp_path / "free" / "final" / ADAPTER)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(folder / ADAPTER).items())
+
+
+def test_a_limit_on_file_sizes_at_the_export_is_one_error_and_costs_no_step(
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokenizer is the largest file of this run, written by a library of its own."""
+    config = tiny.config(tmp_path / "run", lora={"rank": 1}, batch={"max_steps": 2})
+    words = command(config, tmp_path)
+    found = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tiny.model_dir / "tokenizer.json").stat().st_size - 1, found[1]))
+    try:
+        assert main(words) == 6
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, found)
+    (error,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+    assert "File too large" in error
+    assert not (tmp_path / "run" / "final").exists()
+    assert main(words) == 0
+    assert (tmp_path / "run" / "final" / "tokenizer.json").exists()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2]

@@ -1,0 +1,173 @@
+"""Stop signals, and the check that no poisoned loss or gradient reaches the weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flatout.errors import NumericError, PreemptedError
+from flatout.planner.steps.step_plan import StepPlan
+from flatout.trainer.step import require_finite
+from flatout.trainer.stop_request import StopRequest
+
+
+def origin_of(sample_id: int) -> str:
+    return f"chats.jsonl:{sample_id + 1}"
+
+
+def exit_code_of(*signals: int, settle_s: float, before: Any = signal.SIG_DFL) -> int:
+    """Exit code of a child that gets these signals, one right after the other: 75 when it was asked to stop.
+
+    `before` is how it treated them.
+    """
+    ready, tell_ready = os.pipe()
+    sent, tell_sent = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            for number in signals:
+                signal.signal(number, before)
+            with StopRequest(settle_s=settle_s) as stop:
+                os.write(tell_ready, b"x")
+                # until all signals are sent: what it waits for here is work that it still has to do
+                os.read(sent, 1)
+                code = 75 if stop.requested else 98
+        except KeyboardInterrupt:
+            code = 130
+        finally:
+            os._exit(code)
+    os.read(ready, 1)
+    for number in signals:
+        os.kill(child, number)
+    os.write(tell_sent, b"x")
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for end in (ready, tell_ready, sent, tell_sent):
+        os.close(end)
+    return status
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_first_signal_is_a_request(number: int) -> None:
+    assert exit_code_of(number, settle_s=0.0) == 75
+
+
+def test_a_signal_that_is_ignored_as_under_nohup_stays_so() -> None:
+    assert exit_code_of(signal.SIGHUP, settle_s=0.0, before=signal.SIG_IGN) == 98
+
+
+def test_the_second_signal_stops_at_once() -> None:
+    assert exit_code_of(signal.SIGTERM, signal.SIGINT, settle_s=0.0) == 130
+
+
+def test_one_ctrl_c_passed_on_by_terminal_and_launcher_is_one_request() -> None:
+    assert exit_code_of(signal.SIGINT, signal.SIGTERM, settle_s=3600.0) == 75
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with StopRequest() as stop:
+        assert signal.getsignal(signal.SIGTERM) not in before
+        assert not stop.requested
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    with pytest.raises(ZeroDivisionError), StopRequest():
+        _ = 1 / 0
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def stopped_by(number: int | None) -> None:
+    if number is not None:
+        signal.raise_signal(number)
+    raise PreemptedError("saved")
+
+
+# None: another rank got the signal, and this one's may still come
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, None])
+def test_who_leaves_after_sigterm_is_not_killed_by_another(number: int | None) -> None:
+    """A program started meanwhile is: it must not inherit what this one ignores."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    found = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    try:
+        with pytest.raises(PreemptedError), StopRequest():
+            stopped_by(number)
+        after = [signal.getsignal(number) for number in numbers]
+        stays = number != signal.SIGINT
+        assert [handler != signal.SIG_DFL for handler in after] == [stays, False, stays]
+        if number != signal.SIGINT:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGHUP)
+            with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]) as other:
+                other.terminate()
+                assert other.wait(120) == -signal.SIGTERM
+    finally:
+        for number, handler in zip(numbers, found, strict=True):
+            signal.signal(number, handler)
+
+
+def make_run(folder: Path, **gradients: list[float] | None) -> Any:
+    named = {}
+    for name, gradient in gradients.items():
+        named[name] = torch.zeros(2, requires_grad=True)
+        named[name].grad = None if gradient is None else torch.tensor(gradient)
+    feed = SimpleNamespace(store=SimpleNamespace(origin=origin_of))
+    return SimpleNamespace(config=SimpleNamespace(folder=folder), named_parameters=named, feed=feed)
+
+
+def make_step(*sample_ids: int, index: int = 0) -> StepPlan:
+    return StepPlan(index, 0, sample_ids, 0, 0, (), 1.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_the_first_parameter_with_a_bad_gradient_is_named(tmp_path: Path, bad: float) -> None:
+    run = make_run(tmp_path, a=[1.0, 2.0], b=None, c=[0.0, bad], d=[bad, bad])
+    with pytest.raises(NumericError, match="; first non-finite gradient: c;"):
+        require_finite(run, make_step(3), 1.0, bad)
+
+
+@pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (1.0, math.inf), (-math.inf, math.nan)])
+def test_a_bad_step_is_named_with_its_samples_and_written_down(tmp_path: Path, loss: float, grad_norm: float) -> None:
+    run = make_run(tmp_path, good=[1.0, 1.0], bad=[math.nan, 0.0])
+    with pytest.raises(NumericError) as raised:
+        require_finite(run, make_step(*range(100, 140), index=40), loss, grad_norm)
+    message, dump = str(raised.value), tmp_path / "non_finite.json"
+    for part in (f"step 41: loss {loss}, gradient norm {grad_norm}", "first non-finite gradient: bad", str(dump)):
+        assert part in message
+    assert "samples 100 (chats.jsonl:101), 101 (chats.jsonl:102), " in message
+    assert ", 107 (chats.jsonl:108) and 32 more" in message
+    assert "the weights were not updated" in message
+    assert raised.value.exit_code == 5
+    assert json.loads(dump.read_text()) == {
+        "step": 41,
+        "loss": str(loss),
+        "grad_norm": str(grad_norm),
+        "first_non_finite_gradient": "bad",
+        "samples": {str(i): origin_of(i) for i in range(100, 140)},
+    }
+
+
+def test_a_loss_alone_can_be_bad(tmp_path: Path) -> None:
+    with pytest.raises(NumericError, match=r"samples 3 \(chats\.jsonl:4\), 5 \(chats\.jsonl:6\); written") as raised:
+        require_finite(make_run(tmp_path, a=[0.0, 0.0]), make_step(3, 5), math.nan, 0.0)
+    assert "first non-finite" not in str(raised.value)
+
+
+def test_a_folder_that_cannot_be_written_does_not_hide_the_numeric_error(tmp_path: Path) -> None:
+    with pytest.raises(NumericError, match=r"step 1: .*; they could not be written: cannot write .*; check these rows"):
+        require_finite(make_run(tmp_path / "gone"), make_step(3), math.nan, 0.0)
+
+
+def test_finite_steps_pass_and_cost_no_look_at_the_gradients(tmp_path: Path) -> None:
+    require_finite(make_run(tmp_path, a=[math.nan, 0.0]), make_step(3), 0.0, 0.0)
+    assert not list(tmp_path.iterdir())

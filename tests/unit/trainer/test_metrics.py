@@ -1,0 +1,117 @@
+"""Utilisation by hand: the plan's FLOPs without recomputation, over the peak of all ranks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flatout.config.read import make_config
+from flatout.planner.cost import CostModel
+from flatout.planner.devices import nominal_peak
+from flatout.planner.steps.step_plan import BatchLayout, Samples, assemble
+from flatout.trainer import metrics
+from flatout.trainer import step as step_module
+from flatout.trainer.metrics import Meter, device_peak, useful_flops
+from flatout.trainer.run import train
+from flatout.trainer.step import StepOutcome
+
+USEFUL = CostModel(per_token=10.0, per_pair=2.0, per_label=3.0)
+COST = CostModel(per_token=15.0, per_pair=3.0, per_label=3.0, useful=USEFUL)
+
+
+def make_run(records: list[Any], stages: list[str], **changes: Any) -> Any:
+    samples = Samples(np.array([4, 1, 7, 2]), np.array([2, 1, 3, 0]))
+    layout = BatchLayout(2, 100, COST)
+    plan = SimpleNamespace(
+        samples=samples, layout=layout, num_steps=2, epoch_after=lambda _: 1.0, naive_tokens=lambda _: 20
+    )
+    told = {"record": records.append, "stage": lambda name, text: stages.append(text), "event": lambda *told: None}
+    reporter = SimpleNamespace(**told)
+    config = SimpleNamespace(log_every_steps=1)
+    values = {
+        "plan": plan, "reporter": reporter, "config": config, "device": torch.device("cpu"), "dtype": torch.bfloat16,
+        "rank": SimpleNamespace(world=2), "feed": SimpleNamespace(wait_s=0.0), "progress": SimpleNamespace(elapsed_s=0),
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **changes})
+
+
+def steps(run: Any) -> list[Any]:
+    return list(assemble(run.plan.samples, 3, run.plan.layout, epoch=0, first_index=0))
+
+
+def test_flops_by_hand() -> None:
+    run = make_run([], [])
+    first, second = steps(run)
+    pairs = 4 * 5 / 2 + 1 + 7 * 8 / 2
+    assert useful_flops(run, first) == 10 * (4 + 1 + 7) + 2 * pairs + 3 * (2 + 1 + 3)
+    # a step without label tokens is skipped, so it computes nothing
+    assert second.num_label_tokens == 0
+    assert useful_flops(run, second) == 0
+
+
+def test_utilisation_is_the_share_of_all_ranks_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    records, stages = [], []
+    run = make_run(records, stages)
+    peak = nominal_peak("NVIDIA H200", "bf16")
+    assert peak is not None
+    monkeypatch.setattr(metrics, "device_peak", lambda _: peak)
+    meter = Meter(run)
+    assert stages == ["MFU against 989 TFLOP/s, bf16 dense, NVIDIA H200; recomputation not counted"]
+    for step in steps(run):
+        meter.end_step(step, StepOutcome(1.0, 0.5, 0.1, 1e-3))
+    first, second = records
+    assert first.flops_per_s == pytest.approx(useful_flops(run, steps(run)[0]) / first.step_s)
+    assert first.mfu == pytest.approx(first.flops_per_s / (2 * 989e12))
+    assert second.flops_per_s == second.mfu == 0
+
+
+def test_no_utilisation_where_no_peak_is_known() -> None:
+    records, stages = [], []
+    run = make_run(records, stages)
+    Meter(run).end_step(steps(run)[0], StepOutcome(1.0, 0.5, 0.1, 1e-3))
+    assert records[0].mfu is None
+    assert records[0].flops_per_s > 0
+    assert stages == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sections", "arithmetic"),
+    [
+        (torch.bfloat16, {}, "bf16"),
+        (torch.bfloat16, {"base": {"storage": "fp8"}}, "fp8"),
+        (torch.bfloat16, {"method": "full", "full": {"compute": "fp8"}}, "fp8"),
+        (torch.float16, {}, "fp16"),
+    ],
+)
+def test_the_peak_is_that_of_the_large_products(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, sections: dict[str, Any], arithmetic: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    config = make_config({"model": {"name": "m"}, **sections})
+    run = make_run([], [], device=torch.device("cuda", 0), dtype=dtype, config=config)
+    assert device_peak(run) == nominal_peak("NVIDIA H200", arithmetic)
+    run.dtype, run.config = torch.float32, make_config({"model": {"name": "m"}})
+    assert device_peak(run) is None
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_a_slow_step_is_slow_in_its_own_record(
+    tiny: Any, tmp_path: Path, metrics_of: Any, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    """The host reads a step's figures after it has launched the next one; the last step has no next one."""
+    plain = step_module.accumulate_gradients
+
+    def slow_at_the_end(run: Any, step: Any) -> Any:
+        if step.index + 1 == run.plan.num_steps:
+            time.sleep(0.2)
+        return plain(run, step)
+
+    monkeypatch.setattr(step_module, "accumulate_gradients", slow_at_the_end)
+    train(tiny.config(tmp_path / "run", optim={"name": optimizer}, batch={"max_steps": 3}))
+    assert metrics_of(tmp_path / "run")[-1]["step_s"] >= 0.2

@@ -1,0 +1,106 @@
+"""A user's own objective: tokens with weights, against the same sum in plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from flatout.data.token_store import TokenStore
+from flatout.errors import CheckpointError, DataError
+from flatout.models.objective import LossSums, TokenHead
+from flatout.models.packed import PackedBatch
+from flatout.parallel.rank import Rank
+from flatout.track.callback import Reporter
+from flatout.trainer.planning import plan_run
+from flatout.trainer.run import train
+
+
+class WeightedTokens:
+    """Tokens with even ids count `even` times."""
+
+    def __init__(self, even: float) -> None:
+        self.name, self.even = f"weighted_tokens({even})", even
+
+    def sample_divisor(self, token_ids: NDArray[Any], loss_mask: NDArray[Any]) -> float:
+        labels = token_ids[1:][loss_mask[1:]]
+        return float(np.where(labels % 2 == 0, self.even, 1.0).sum())
+
+    def rows(self, batch: PackedBatch) -> torch.Tensor:
+        return batch.label_rows
+
+    def loss_sums(self, rows: torch.Tensor, batch: PackedBatch, head: TokenHead) -> LossSums:
+        losses, is_correct = head.token_losses(rows, batch.label_ids)
+        return LossSums((losses * torch.where(batch.label_ids % 2 == 0, self.even, 1.0)).sum(), is_correct.sum())
+
+
+def plain_loss(config: Any, sample_ids: Any, store: TokenStore, even: float) -> float:
+    """The weighted mean over samples, one forward pass of the plain model each."""
+    model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float64)
+    total = divisor = 0.0
+    for sample_id in sample_ids:
+        token_ids, loss_mask = (torch.from_numpy(np.array(part)) for part in store.sample(sample_id))
+        logits = model(token_ids[None].long()).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, token_ids[1:].long(), reduction="none")
+        weights = torch.where(token_ids[1:] % 2 == 0, even, 1.0) * loss_mask[1:]
+        total, divisor = total + float((losses * weights).sum().detach()), divisor + float(weights.sum())
+    return total / divisor
+
+
+def test_the_loss_is_the_weighted_mean_over_the_step_and_over_the_evaluation_set(
+    tiny: Any, tmp_path: Path, metrics_of: Any
+) -> None:
+    eval_section = {"fraction": 0.1, "every_steps": 1}
+    model = {"name": str(tiny.model_dir), "precision": "fp64"}
+    batch = {"max_steps": 1, "micro_batch_tokens": 500}
+    config = tiny.config(tmp_path / "run", model=model, batch=batch, eval=eval_section, optim={"lr": 1e-30})
+    train(config, objective=WeightedTokens(3.0))
+    planned = plan_run(config, Reporter(), Rank())
+    step = planned.plan.step(0)
+    assert len(step.ranks[0]) > 1
+    expected = plain_loss(config, step.sample_ids, planned.store, 3.0)
+    assert metrics_of(tmp_path / "run")[0]["loss"] == pytest.approx(expected, rel=1e-10)
+    evaluated = plain_loss(config, planned.eval_sets[0].plan.sample_ids, planned.store, 3.0)
+    assert metrics_of(tmp_path / "run", "eval")[0]["eval_loss"] == pytest.approx(evaluated, rel=1e-10)
+
+
+def test_the_split_into_micro_batches_does_not_matter_and_weights_of_one_change_nothing(
+    tiny: Any, tmp_path: Path, metrics_of: Any
+) -> None:
+    model = {"name": str(tiny.model_dir), "precision": "fp64"}
+
+    def losses(name: str, objective: Any, micro_batch_tokens: int) -> list[float]:
+        batch = {"max_steps": 3, "micro_batch_tokens": micro_batch_tokens}
+        config = tiny.config(tmp_path / name, model=model, batch=batch)
+        train(config, **({"objective": objective} if objective else {}))
+        return [line["loss"] for line in metrics_of(tmp_path / name)]
+
+    weighted = losses("whole", WeightedTokens(2.0), 4000)
+    assert losses("split", WeightedTokens(2.0), 500) == pytest.approx(weighted, rel=1e-9)
+    plain = losses("plain", None, 4000)
+    assert losses("ones", WeightedTokens(1.0), 4000) == pytest.approx(plain, rel=1e-9)
+    assert weighted != pytest.approx(plain, rel=1e-3)
+
+
+def test_a_run_does_not_resume_with_another_objective(tiny: Any, tmp_path: Path) -> None:
+    batch = {"max_steps": 2, "micro_batch_tokens": 700}
+    config = tiny.config(tmp_path / "run", batch=batch)
+    train(config, objective=WeightedTokens(2.0))
+    for other in ({}, {"objective": WeightedTokens(5.0)}):
+        with pytest.raises(CheckpointError, match="objective"):
+            train(config, **other)
+
+
+@pytest.mark.parametrize(("divisor", "message"), [(0.0, "0 for every sample"), (float("nan"), "nan; it must be")])
+def test_a_divisor_that_cannot_be_is_refused_before_the_first_step(
+    tiny: Any, tmp_path: Path, divisor: float, message: str
+) -> None:
+    objective = WeightedTokens(1.0)
+    objective.sample_divisor = lambda token_ids, loss_mask: divisor  # type: ignore[method-assign]
+    with pytest.raises(DataError, match=message):
+        train(tiny.config(tmp_path / "run"), objective=objective)

@@ -1,0 +1,265 @@
+"""Out of memory in the middle of a run: the same steps in smaller pieces, and nothing of a failed pass left."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from flatout.checkpoint.write import Checkpoints
+from flatout.errors import ResourceError
+from flatout.models.blocks import decoder_layers
+from flatout.models.head import packed_loss
+from flatout.parallel.rank import Rank
+from flatout.track.callback import Reporter
+from flatout.trainer.build import build_run
+from flatout.trainer.loop import run_steps
+from flatout.trainer.planning import plan_run
+from flatout.trainer.resume import restore, take_snapshot
+from flatout.trainer.run import train
+from flatout.trainer.state import Run
+from flatout.trainer.step import accumulate_gradients, launch_step
+
+
+class Events(Reporter):
+    """Remembers events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, Any]] = []
+
+    def event(self, kind: str, facts: Any) -> None:
+        self.seen.append((kind, dict(facts)))
+
+    def of(self, kind: str) -> list[Any]:
+        return [facts for name, facts in self.seen if name == kind]
+
+
+class SmallMemory(torch.autograd.Function):
+    """Passes a tensor through; more than so many tokens do not fit, in the forward or the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, limit: int, where: str) -> torch.Tensor:
+        ctx.too_large = states.shape[1] > limit
+        if ctx.too_large and where == "forward":
+            raise torch.OutOfMemoryError("planted in the forward pass")
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.too_large:
+            raise torch.OutOfMemoryError("planted in the backward pass")
+        return grad, None, None
+
+
+def limit_memory(model: Any, tokens: int, where: str) -> None:
+    """Passes of more tokens run out of memory in the first layer: in the backward pass, that is at its end."""
+
+    def pass_through(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (SmallMemory.apply(args[0].requires_grad_(), tokens, where), *args[1:])
+
+    decoder_layers(model)[0].register_forward_pre_hook(pass_through)
+
+
+def make_run(config: Any, folder: Path) -> tuple[Run, Events]:
+    events = Events()
+    planned = plan_run(config, events, Rank())
+    checkpoints = Checkpoints(folder, keep=1, on_event=events.event)
+    return build_run(config, planned, checkpoints, None, events, Rank()), events
+
+
+def config_of(
+    tiny: Any, folder: Path, precision: str = "fp64", tokens: int = 1500, num_samples: int = 10, **sections: Any
+) -> Any:
+    values = {
+        "model": {"name": str(tiny.model_dir), "precision": precision},
+        "batch": {"samples_per_step": num_samples, "micro_batch_tokens": tokens, "max_steps": 6},
+        **sections,
+    }
+    return tiny.config(folder, **values)
+
+
+def finished(run: Run) -> list[torch.Tensor]:
+    run_steps(run)
+    return [parameter.detach().clone() for parameter in run.parameters]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_the_run_is_the_same_run(tiny: Any, tmp_path: Path, method: str, where: str) -> None:
+    config = config_of(tiny, tmp_path / "run", method=method)
+    calm, _ = make_run(config, tmp_path)
+    expected = finished(calm)
+    disturbed, events = make_run(config, tmp_path)
+    limit_memory(disturbed.model, 700, where)
+    got = finished(disturbed)
+    told = events.of("out_of_memory")
+    assert told
+    assert all(fact["cap_tokens"] <= fact["tokens"] * 2 // 3 + 1 for fact in told)
+    # remembered: the same size never fails twice
+    assert [fact["tokens"] for fact in told] == sorted({fact["tokens"] for fact in told}, reverse=True)
+    assert disturbed.progress.step == calm.progress.step == 6
+    for one, other in zip(expected, got, strict=True):
+        assert ((one - other).norm() / one.norm()).item() < 1e-10
+    assert any(not torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+
+
+def test_the_first_steps_sums_and_gradients_are_equal_to_1e_12(tiny: Any, tmp_path: Path) -> None:
+    config = config_of(tiny, tmp_path / "run")
+    calm, _ = make_run(config, tmp_path)
+    disturbed, events = make_run(config, tmp_path)
+    limit_memory(disturbed.model, 800, "backward")
+    sums = []
+    for run in (calm, disturbed):
+        for index, parameter in enumerate(run.parameters):
+            generator = torch.Generator().manual_seed(index)
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        sums.append(accumulate_gradients(run, run.plan.step(0)))
+    assert events.of("out_of_memory")
+    assert sums[1][0].item() == pytest.approx(sums[0][0].item(), rel=1e-12)
+    assert sums[1][1].item() == sums[0][1].item()
+    one, other = (torch.cat([p.grad.flatten() for p in run.parameters]) for run in (calm, disturbed))
+    assert ((one - other).norm() / one.norm()).item() < 1e-12
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_equal_to_the_bit_with_a_run_that_had_the_cap_from_the_start(tiny: Any, tmp_path: Path, precision: str) -> None:
+    """With dropout, whose random numbers belong to (step, rank, micro-batch)."""
+    sections = {"lora": {"rank": 4, "dropout": 0.3}}
+    disturbed, events = make_run(config_of(tiny, tmp_path / "a", precision, 3000, 20, **sections), tmp_path)
+    (whole,) = disturbed.plan.step(0).ranks[0]
+    limit_memory(disturbed.model, whole.num_tokens - 1, "backward")
+    got = finished(disturbed)
+    cap = whole.num_tokens * 2 // 3
+    assert [fact["cap_tokens"] for fact in events.of("out_of_memory")] == [cap]
+    capped, _ = make_run(config_of(tiny, tmp_path / "b", precision, cap, 20, **sections), tmp_path)
+    expected = finished(capped)
+    assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+
+
+def test_the_cap_outlives_a_restart(tiny: Any, tmp_path: Path) -> None:
+    """Else a resumed run would cut its steps as planned again, and differ in the last bits."""
+    config = config_of(tiny, tmp_path / "run", lora={"rank": 4, "dropout": 0.3})
+    whole, _ = make_run(config, tmp_path / "whole")
+    limit_memory(whole.model, 700, "backward")
+    expected = finished(whole)
+    first, events = make_run(config, tmp_path / "part")
+    limit_memory(first.model, 700, "backward")
+    for step in list(first.plan.steps())[:3]:
+        launch_step(first, step)()
+        first.progress.advance(step, updated=True, num_naive_tokens=0)
+    first.checkpoints.save(take_snapshot(first))
+    assert events.of("out_of_memory")
+    second, events = make_run(config, tmp_path / "part")
+    saved = second.checkpoints.newest()
+    assert saved is not None
+    restore(second, saved)
+    got = finished(second)
+    assert not events.of("out_of_memory")
+    assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+
+
+def test_only_the_gradients_of_the_pass_that_fits_remain(tiny: Any, tmp_path: Path) -> None:
+    """The second micro-batch fails at the end of its backward pass: the first one's gradients must go as well."""
+    run, events = make_run(config_of(tiny, tmp_path / "run", tokens=1200), tmp_path)
+    step = run.plan.step(0)
+    assert len(step.ranks[0]) > 1
+    calls = []
+
+    def fail_once(grad: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("planted")
+        return grad
+
+    expected = [parameter.detach().clone() for parameter in run.parameters]
+    accumulate_gradients(run, step)
+    wanted = [parameter.grad.clone() for parameter in run.parameters]
+    run.optimizer.zero_grad(set_to_none=True)
+    handle = next(iter(run.named_parameters.values())).register_hook(fail_once)
+    accumulate_gradients(run, step)
+    handle.remove()
+    assert len(events.of("out_of_memory")) == 1
+    for one, parameter in zip(wanted, run.parameters, strict=True):
+        assert torch.allclose(one, parameter.grad, rtol=1e-9, atol=1e-15)
+    assert all(torch.equal(one, other) for one, other in zip(expected, run.parameters, strict=True))
+
+
+def test_nothing_of_a_failed_forward_pass_stays(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out between the gate and up projections, whose fused product holds the graph of all layers."""
+    run, events = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
+    mlp = decoder_layers(run.model)[-1].mlp
+    alive: list[StorageWeakRef] = []
+
+    def fail_once(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if not alive:
+            alive.append(StorageWeakRef(args[0].untyped_storage()))
+            raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(run.watch, "event", lambda kind, facts: events.seen.append((kind, alive[0].expired())))
+    handle = mlp.act_fn.register_forward_pre_hook(fail_once)
+    accumulate_gradients(run, run.plan.step(0))
+    handle.remove()
+    assert events.seen[-1] == ("out_of_memory", True)
+
+
+def test_what_cannot_be_split_stops_with_what_to_do(tiny: Any, tmp_path: Path) -> None:
+    run, _ = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
+    limit_memory(run.model, 20, "forward")
+    with pytest.raises(
+        ResourceError, match=r"step 1: out of GPU memory .* cannot be split .* recompute: offload"
+    ) as error:
+        run_steps(run)
+    assert error.value.exit_code == 6
+
+
+def test_a_longer_sample_later_is_still_taken_whole(tiny: Any, tmp_path: Path) -> None:
+    """A cap below a step's longest sample gives way to it."""
+    run, _ = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
+    run.state.micro_batch_cap = 2
+    step = run.plan.step(0)
+    loss_sum, _ = accumulate_gradients(run, step)
+    plain, _ = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
+    assert loss_sum.item() == pytest.approx(accumulate_gradients(plain, step)[0].item(), rel=1e-12)
+
+
+def test_ranks_split_alone(tiny: Any, tmp_path: Path) -> None:
+    """A rank that ran out of memory cuts only its own samples: the sum over ranks stays what it was."""
+    run, _ = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
+    whole = run.plan.step(0)
+    plan = replace(run.plan, layout=replace(run.plan.layout, num_ranks=2))
+    run, step = replace(run, plan=plan), plan.step(0)
+    totals = []
+    for caps in ((None, None), (None, 300), (500, 400)):
+        run.optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for rank, cap in enumerate(caps):
+            run.state.micro_batch_cap = cap
+            total += accumulate_gradients(replace(run, rank=Rank(rank, 2)), step)[0].item()
+        totals.append(total)
+    assert totals[1:] == pytest.approx([totals[0]] * 2, rel=1e-12)
+    assert step.num_label_tokens == whole.num_label_tokens
+
+
+def test_the_event_is_written_in_the_run_folder(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tiny, tmp_path / "run", "fp32")
+    failed = []
+
+    def fail_once(model: Any, batch: Any, **options: Any) -> Any:
+        if not failed:
+            failed.append(batch.num_tokens)
+            raise torch.OutOfMemoryError("planted")
+        return packed_loss(model, batch, **options)
+
+    monkeypatch.setattr("flatout.models.head.packed_loss", fail_once)
+    result = train(config)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    told = [event for event in events if event["kind"] == "out_of_memory"]
+    assert [(event["step"], event["tokens"]) for event in told] == [(1, failed[0])]
+    assert result.num_steps == 6
+    assert load_file(result.final_dir / "adapter_model.safetensors")

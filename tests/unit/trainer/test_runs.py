@@ -1,0 +1,406 @@
+"""Whole runs on the tiny model: equal seeds, resume at every step, what is reported, what stops a run."""
+
+import json
+import math
+import re
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flatout.errors import CheckpointError, DataError, NumericError, ResourceError, UsageError
+from flatout.io.file_lock import RunLock
+from flatout.optim.lr_schedule import lr_factor
+from flatout.parallel.rank import Rank
+from flatout.track.callback import Reporter
+from flatout.track.run_log import read_run
+from flatout.trainer.planning import plan_run
+from flatout.trainer.run import Result, train
+
+
+def weights(run_dir: Path, step: int = 8) -> dict[str, torch.Tensor]:
+    folder = run_dir / "checkpoints" / f"step-{step}"
+    return {**load_file(folder / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
+
+
+def assert_bit_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a), "weights or optimizer states differ"
+
+
+@pytest.fixture(scope="module", params=["lora", "full"])
+def uninterrupted(
+    request: pytest.FixtureRequest, tiny: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Any]:
+    run_dir = tmp_path_factory.mktemp("runs") / request.param
+    config = tiny.config(
+        run_dir,
+        method=request.param,
+        lora={"rank": 4, "dropout": 0.2},
+        checkpoint={"every_steps": 1, "keep": 20},
+        eval={"fraction": 0.1, "every_steps": 3},
+    )
+    return config, train(config)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(
+    uninterrupted: tuple[Any, Result], tiny: Any, tmp_path: Path
+) -> None:
+    config, result = uninterrupted
+    again = config.model_copy(update={"run_dir": tmp_path / "again"})
+    train(again)
+    assert_bit_equal(weights(result.folder), weights(tmp_path / "again"))
+    other = config.model_copy(update={"run_dir": tmp_path / "other", "seed": 8})
+    train(other)
+    name = next(iter(weights(result.folder)))
+    assert not torch.equal(weights(result.folder)[name], weights(tmp_path / "other")[name])
+
+
+def test_resume_at_every_step_is_bit_equal(uninterrupted: tuple[Any, Result], tmp_path: Path, metrics_of: Any) -> None:
+    """Eight steps, an epoch end among them; each resumed run is resumed once more, two steps on."""
+    config, result = uninterrupted
+    expected = {line["step"]: line["loss"] for line in metrics_of(result.folder)}
+    for step in range(1, 8):
+        run_dir = tmp_path / f"from-{step}"
+        shutil.copytree(result.folder, run_dir)
+        for last in (step, min(step + 2, 7)):
+            forget_after(run_dir, last)
+            train(config.model_copy(update={"run_dir": run_dir}))
+            assert_bit_equal(weights(result.folder), weights(run_dir))
+        losses = {line["step"]: line["loss"] for line in metrics_of(run_dir)}
+        assert losses == expected
+        assert evals(run_dir)[-1] == evals(result.folder)[-1]
+
+
+def test_a_resumed_run_reads_the_restored_adapter(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    """Without dropout LoRA layers run fused, by copies of the adapter, which a resume has to make anew."""
+    settings = {"checkpoint": {"every_steps": 1, "keep": 20}, "eval": {"fraction": 0.1, "every_steps": 3}}
+    whole = tiny.config(tmp_path / "whole", **settings)
+    train(whole)
+    assert re.search(r"fused +[1-9]\d* layers run as", (tmp_path / "whole" / "train.log").read_text())
+    for step in (1, 5):
+        run_dir = tmp_path / f"from-{step}"
+        shutil.copytree(whole.folder, run_dir)
+        forget_after(run_dir, step)
+        train(whole.model_copy(update={"run_dir": run_dir}))
+        assert_bit_equal(weights(whole.folder), weights(run_dir))
+        for name, kind in (("loss", "step"), ("eval_loss", "eval")):
+            records = [metrics_of(folder, kind) for folder in (run_dir, whole.folder)]
+            assert [record[name] for record in records[0]] == [record[name] for record in records[1]]
+
+
+def test_rope_by_length_resumes_to_the_bit(tiny: Any, length_scaled: Path, tmp_path: Path) -> None:
+    """What a resumed run has not seen, the long documents of earlier steps, changes nothing."""
+    whole = tiny.config(
+        tmp_path / "whole",
+        model={"name": str(length_scaled)},
+        batch={"max_steps": 5},
+        checkpoint={"every_steps": 1, "keep": 20},
+    )
+    train(whole)
+    assert "; beyond 64 tokens within" in (tmp_path / "whole" / "train.log").read_text()
+    run_dir = tmp_path / "again"
+    shutil.copytree(tmp_path / "whole", run_dir)
+    forget_after(run_dir, 3)
+    train(whole.model_copy(update={"run_dir": run_dir}))
+    assert_bit_equal(weights(tmp_path / "whole", 5), weights(run_dir, 5))
+
+
+def forget_after(run_dir: Path, step: int) -> None:
+    shutil.rmtree(run_dir / "final")
+    shutil.rmtree(run_dir / "best", ignore_errors=True)
+    for folder in (run_dir / "checkpoints").iterdir():
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+
+
+def evals(run_dir: Path) -> list[tuple[int, float]]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["eval_loss"]) for line in lines if line["kind"] == "eval"]
+
+
+def test_a_complete_run_is_left_as_it_is(uninterrupted: tuple[Any, Result], tmp_path: Path) -> None:
+    config, result = uninterrupted
+    run_dir = tmp_path / "run"
+    shutil.copytree(result.folder, run_dir)
+    before = {path: path.read_bytes() for path in results_of(run_dir)}
+    for changes in ({}, {"name": "other", "log_every_steps": 3, "compile": "off"}):
+        again = train(config.model_copy(update={"run_dir": run_dir, **changes}))
+        assert again.progress.step == 8
+    assert {path: path.read_bytes() for path in results_of(run_dir)} == before
+
+
+def results_of(run_dir: Path) -> list[Path]:
+    return [path for name in ("checkpoints", "final", "best") for path in (run_dir / name).rglob("*") if path.is_file()]
+
+
+def test_what_is_reported_is_true(uninterrupted: tuple[Any, Result], metrics_of: Any) -> None:
+    from flatout.parallel.rank import Rank
+    from flatout.track.callback import Reporter
+    from flatout.trainer.planning import plan_run
+
+    config, result = uninterrupted
+    planned = plan_run(config, Reporter(), Rank())
+    records = metrics_of(result.folder)
+    assert [record["step"] for record in records] == list(range(1, 9))
+    for record, step in zip(records, planned.plan.steps(), strict=True):
+        ids = list(step.sample_ids)
+        assert record["num_tokens"] == planned.store.lengths[ids].sum()
+        assert record["num_label_tokens"] == sum(int(planned.store.sample(i)[1].sum()) for i in ids)
+        assert record["num_samples"] == len(ids)
+        # one of eight updates is warm-up (3 % rounded up); the rate moves once an update, never once a micro-batch
+        assert record["lr"] == pytest.approx(1e-3 * lr_factor(config.schedule, step.index, 8), rel=1e-15)
+        assert record["tokens_per_s"] == pytest.approx(record["num_tokens"] / record["step_s"], rel=1e-9)
+        assert record["data_wait_s"] < record["step_s"]
+        assert 0 <= record["padding_avoided"] < 1
+        # a CPU needs no filler
+        assert record["processed_tokens_per_s"] == pytest.approx(record["tokens_per_s"], rel=1e-9)
+        assert record["memory_bytes"] == record["mean_peak_memory_bytes"] > 1 << 20
+    phases = ("forward_s", "backward_s", "gradient_sum_s", "checkpoint_wait_s", "optimizer_s")
+    for before, record in pairwise(records):
+        # a record has the phases of the step before
+        assert 0 < sum(record[phase] for phase in phases) <= before["step_s"]
+        assert min(record["forward_s"], record["backward_s"], record["optimizer_s"]) > 0
+    assert records[0]["eta_s"] > 0
+    assert records[-1]["eta_s"] == 0
+    assert records[-1]["epoch"] == pytest.approx(8 / planned.plan.steps_per_epoch)
+    progress = result.progress
+    assert progress.num_tokens == sum(record["num_tokens"] for record in records)
+    assert progress.num_updates == 8
+    assert [step for step, _ in evals(result.folder)] == [0, 3, 6, 8]
+    best_step, best_loss = min(evals(result.folder), key=lambda item: item[1])
+    assert (progress.best_step, progress.best_eval_loss) == (best_step, best_loss)
+
+
+def test_a_run_folder_says_what_ran_and_how_it_ended(uninterrupted: tuple[Any, Result]) -> None:
+    config, result = uninterrupted
+    log = read_run(result.folder)
+    assert log.start is not None
+    assert log.end is not None
+    assert (log.end.outcome, log.end.exit_code, log.end.final_dir) == ("complete", 0, str(result.final_dir))
+    assert [record.step for record in log.steps] == list(range(1, 9))
+    assert [record.step for record in log.evals] == [0, 3, 6, 8]
+    assert log.num_bad_lines == 0
+    plan = log.start.plan
+    assert log.start.settings["optim.lr"] == config.optim.lr
+    assert (log.start.num_trained_parameters < log.start.num_parameters) == (config.method == "lora")
+    assert (plan.num_steps, plan.samples_per_step) == (8, config.batch.samples_per_step)
+    assert sum(plan.length_counts) == plan.num_samples
+    for record, step in zip(log.steps, plan.packing, strict=False):
+        assert sum(length for rank in step for batch in rank for length in batch) == record.num_tokens
+
+
+def test_a_changed_setting_is_refused_and_can_be_allowed(uninterrupted: tuple[Any, Result], tmp_path: Path) -> None:
+    config, result = uninterrupted
+    run_dir = tmp_path / "run"
+    shutil.copytree(result.folder, run_dir)
+    forget_after(run_dir, 5)
+    changed = config.model_copy(update={"run_dir": run_dir, "optim": config.optim.model_copy(update={"lr": 5e-4})})
+    with pytest.raises(CheckpointError, match=r"optim\.lr: 0\.001 in the checkpoint, 0\.0005 now"):
+        train(changed)
+    allowed = config.checkpoint.model_copy(update={"allow_change": ["optim.lr"]})
+    train(changed.model_copy(update={"checkpoint": allowed}))
+    assert not torch.equal(*(next(iter(weights(folder).values())) for folder in (run_dir, result.folder)))
+
+
+def test_a_resume_with_other_planned_micro_batches_says_so(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU whose free memory differs; the settings are the same."""
+    batch = {"micro_batch_tokens": None, "max_steps": 4}
+    config = tiny.config(tmp_path / "run", batch=batch, checkpoint={"every_steps": 2, "keep": 20})
+    train(config)
+    for num_tokens, is_said in ((8192, False), (1000, True)):
+        forget_after(tmp_path / "run", 2)
+        monkeypatch.setattr("flatout.planner.memory.budget.CPU_MICRO_BATCH_TOKENS", num_tokens)
+        train(config)
+        said = "micro-batch tokens: 8192 in the checkpoint, 1000 now"
+        assert (said in (tmp_path / "run" / "events.jsonl").read_text()) is is_said
+
+
+def test_other_data_is_refused(tiny: Any, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    rows = tiny.chats.read_text().splitlines(keepends=True)
+    chats.write_text("".join(rows))
+    settings = {
+        "data": {"root": str(tmp_path / "data"), "sources": [{"path": str(chats)}]},
+        "checkpoint": {"every_steps": 2, "keep": 20},
+    }
+    config = tiny.config(tmp_path / "run", **settings)
+    train(config)
+    forget_after(tmp_path / "run", 4)
+    chats.write_text("".join(rows[:-20]))
+    with pytest.raises(CheckpointError, match=r"num_samples 120.*num_samples 100"):
+        train(config)
+
+
+def test_a_non_finite_loss_stops_before_the_update(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.config(
+        tmp_path / "run",
+        method="full",
+        optim={"name": "sgd", "lr": 1e30, "max_grad_norm": None},
+        schedule={"kind": "constant", "warmup_steps": 0},
+        checkpoint={"every_steps": 1},
+    )
+    with pytest.raises(
+        NumericError, match=r"step 2: loss .*the weights were not updated; samples \d+ \(.*chats\.jsonl:\d+\)"
+    ) as caught:
+        train(config)
+    assert caught.value.exit_code == 5
+    facts = json.loads((tmp_path / "run" / "non_finite.json").read_text())
+    assert facts["step"] == 2
+    assert len(facts["samples"]) == 6
+    assert all(re.fullmatch(r".*chats\.jsonl:\d+", origin) for origin in facts["samples"].values())
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-1"]
+    assert all(
+        torch.isfinite(tensor).all()
+        for tensor in load_file(tmp_path / "run/checkpoints/step-1/model.safetensors").values()
+    )
+
+
+def test_weights_that_an_update_made_infinite_are_never_saved(tiny: Any, tmp_path: Path) -> None:
+    """Loss and gradient of the only step are finite; nothing but the state itself can tell."""
+    shutil.copytree(tiny.model_dir, tmp_path / "model")
+    weights_file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(weights_file)
+    name = "model.embed_tokens.weight"
+    # the tied head: so large that the gradient is 1e10
+    save_file({**tensors, name: tensors[name] * 1e10}, weights_file, {"format": "pt"})
+    config = tiny.config(
+        tmp_path / "run",
+        method="full",
+        model={"name": str(tmp_path / "model"), "precision": "fp32"},
+        data={"tokenizer": str(tiny.model_dir)},
+        optim={"name": "sgd", "lr": 1e30, "max_grad_norm": None},
+        schedule={"kind": "constant", "warmup_steps": 0},
+        batch={"max_steps": 1},
+    )
+    with pytest.raises(NumericError, match=r"after step 1: model\..* is not finite, so this state was not saved"):
+        train(config)
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+    assert not (tmp_path / "run" / "final").exists()
+    with pytest.raises(UsageError, match=r"optim\.lr"):
+        tiny.config(tmp_path / "run", optim={"lr": 1e308})
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_step_that_fp16_skips_is_no_update(
+    tiny: Any, tmp_path: Path, metrics_of: Any, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    """The last norm is so large that fp16 gradients overflow until the loss scale has come down."""
+    shutil.copytree(tiny.model_dir, tmp_path / "model")
+    weights_file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(weights_file)
+    name = "model.norm.weight"
+    save_file({**tensors, name: tensors[name] * 1000}, weights_file, {"format": "pt"})
+    config = tiny.config(
+        tmp_path / "run",
+        method=method,
+        model={"name": str(tmp_path / "model"), "precision": "fp16"},
+        data={"tokenizer": str(tiny.model_dir)},
+        batch={"max_steps": 10},
+        checkpoint={"every_steps": 1, "keep": 20},
+    )
+    result = train(config)
+    told = re.findall(r"skipped +step (\d+) +why fp16 overflow", capsys.readouterr().out)
+    skipped = {int(step) for step in told}
+    assert 0 < len(skipped) < 9, "some steps are skipped, and some after them are not"
+    num_updates = 0
+    for record in metrics_of(result.folder):
+        expected = config.optim.lr * lr_factor(config.schedule, num_updates, 10)
+        assert record["lr"] == pytest.approx(expected, rel=1e-12), f"step {record['step']}"
+        num_updates += record["step"] not in skipped
+    assert result.progress.num_updates == num_updates == 10 - len(skipped)
+    for step in range(2, 11):
+        old, new = (load_file(tmp_path / f"run/checkpoints/step-{n}/model.safetensors") for n in (step - 1, step))
+        assert all(torch.equal(old[key], new[key]) for key in old) == (step in skipped)
+
+
+def test_two_runs_in_one_folder(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.config(tmp_path / "run")
+    with RunLock(tmp_path / "run"), pytest.raises(ResourceError, match="is locked by pid"):
+        train(config)
+
+
+def test_early_stop_keeps_the_best(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.config(
+        tmp_path / "run",
+        method="full",
+        batch={"samples_per_step": 6, "micro_batch_tokens": 700, "max_steps": 40},
+        optim={"lr": 1e-2},
+        schedule={"kind": "constant", "warmup_steps": 0},
+        # a new best must be lower by a nat, which stops coming soon
+        eval={"fraction": 0.1, "every_steps": 2, "patience": 2, "min_delta": 1.0},
+    )
+    result = train(config)
+    assert result.progress.stopped_early
+    assert result.progress.step < 40
+    assert result.progress.step == (result.progress.best_step or 0) + 4
+    assert train(config).progress.step == result.progress.step
+
+
+def test_the_final_adapter_is_the_last_checkpoint(uninterrupted: tuple[Any, Result]) -> None:
+    config, result = uninterrupted
+    name = "adapter_model.safetensors" if config.method == "lora" else "model.safetensors"
+    final = load_file(result.final_dir / name)
+    total = sum(tensor.double().abs().sum().item() for tensor in final.values())
+    last = load_file(result.folder / "checkpoints" / "step-8" / "model.safetensors")
+    assert math.isclose(total, sum(tensor.double().abs().sum().item() for tensor in last.values()), rel_tol=1e-12)
+    assert (result.final_dir / "tokenizer.json").exists()
+
+
+def test_a_full_disk_at_a_save_does_not_stop_training(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full at the first save only: the run goes on, says so, and saves again later."""
+    from flatout.io.durable_io import DurableIO
+
+    whole = DurableIO.require_free
+    calls = []
+
+    def full_at_first(self: DurableIO, folder: Path, needed_bytes: int) -> None:
+        calls.append(needed_bytes)
+        if len(calls) == 2:  # the first one asks at the start of the run
+            raise ResourceError(f"disk full: {folder} needs {needed_bytes} bytes")
+        whole(self, folder, needed_bytes)
+
+    monkeypatch.setattr(DurableIO, "require_free", full_at_first)
+    config = tiny.config(tmp_path / "run", checkpoint={"every_steps": 3, "keep": 5})
+    train(config)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-6", "step-8"]
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "not_saved"] == [3]
+
+
+def test_a_tokenizer_larger_than_the_model_is_told_before_loading(tiny: Any, tmp_path: Path) -> None:
+    shutil.copytree(tiny.model_dir, tmp_path / "small")
+    shape = json.loads((tmp_path / "small" / "config.json").read_text())
+    (tmp_path / "small" / "config.json").write_text(json.dumps({**shape, "vocab_size": 100}))
+    (tmp_path / "small" / "model.safetensors").unlink()
+    config = tiny.config(tmp_path / "run", model={"name": str(tmp_path / "small")})
+    with pytest.raises(DataError, match=r"token ids 100\.\.\d+, but the model has 100 embedding rows"):
+        train(config)
+
+
+def test_training_rows_in_the_evaluation_set_are_told(tiny: Any, tmp_path: Path) -> None:
+    rows = tiny.chats.read_text().splitlines(keepends=True)[:40]
+    (tmp_path / "twice.jsonl").write_text("".join(rows * 2))
+    data = {"root": str(tmp_path / "data"), "sources": [{"path": str(tmp_path / "twice.jsonl")}]}
+    train(tiny.config(tmp_path / "run", data=data, eval={"fraction": 0.25}, batch={"max_steps": 1}))
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    (event,) = (event for event in events if event["kind"] == "overlap")
+    assert 0 < event["eval_samples_also_trained_on"] <= 20
+
+
+def test_no_copy_of_an_evaluation_row_is_trained_on(tiny: Any, tmp_path: Path) -> None:
+    data = {"root": str(tmp_path / "data"), "sources": [{"path": str(tiny.chats), "weight": 2}], "num_samples": None}
+    planned = plan_run(tiny.config(tmp_path / "run", data=data, eval={"fraction": 0.25}), Reporter(), Rank())
+    held_out = list(planned.eval_sets[0].plan.sample_ids)
+    trained = np.setdiff1d(np.arange(planned.store.num_samples), held_out)
+    assert set(trained) >= {i for step in planned.plan.steps() for i in step.sample_ids}
+    assert not set(planned.store.row_keys[trained]) & set(planned.store.row_keys[held_out])
