@@ -12,10 +12,12 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
+from pydantic import BaseModel
+
 from flatout.api.inputs import data_file, model_source, tokenizer_folder
 from flatout.api.run import Run
 from flatout.config.read import dump_config, load_values, make_config
-from flatout.config.schema import Config
+from flatout.config.schema import Config, DataConfig, ModelConfig
 from flatout.config.shortcuts import expand
 from flatout.environment import environment, expandable_segments_env, secret_of_nodes, set_environment
 from flatout.errors import FlatoutError, ResourceError, UsageError
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from flatout.models.objective import Objective
 
 ConfigLike = Config | Mapping[str, Any] | str | Path | None
+# what stands for a section of the configuration; anything else is an object in memory
+_SETTINGS = (str, Path, Mapping, DataConfig, ModelConfig)
 # how often callbacks of a run in other processes get what is new
 POLL_S = 0.2
 
@@ -43,35 +47,37 @@ def resolve_config(
 ) -> Config:
     """Return the configuration of a call: `settings` (sections or keywords such as lr) replace those of `config`.
 
-    `model`, `tokenizer` and `data` may be objects in memory, which are written to files first (see inputs.py). Raises
-    UsageError with every problem, and as `inputs` does.
+    `model` and `data` may be a section, its short form, or an object in memory, which is written to files first (see
+    inputs.py), as is a `tokenizer`. Raises UsageError with every problem, and as `inputs` does.
     """
     origin = str(config) if isinstance(config, str | Path) else "config"
     if isinstance(config, str | Path):
         values = load_values(Path(config))
+    elif isinstance(config, Config):
+        values = config.model_dump(mode="json", exclude_unset=True)
     else:
-        values = config.model_dump(mode="json") if isinstance(config, Config) else expand(config or {})
-    merged = {**values, **{name: _merged(values.get(name), value) for name, value in expand(settings).items()}}
-    root = Path(_merged({"root": "data"}, merged.get("data"))["root"])
-    if model is not None and not isinstance(model, str):
-        name = model_source(model, Path(merged.get("run_dir") or Path("runs") / merged.get("name", "run")))
+        values = expand(config or {})
+    sections = {name: value for name, value in (("model", model), ("data", data)) if isinstance(value, _SETTINGS)}
+    for changes in (expand(settings), expand(sections)):
+        values = {**values, **{name: _merged(values.get(name), value) for name, value in changes.items()}}
+    run_dir = Path(values.get("run_dir") or Path("runs") / values.get("name", "run"))
+    root = Path((values.get("data") or {}).get("root", "data"))
+    found: dict[str, dict[str, Any]] = {"model": {}, "data": {}}
+    if model is not None and "model" not in sections:
+        found["model"]["name"] = name = model_source(model, run_dir)
         if name != model.name_or_path and tokenizer is None:
             tokenizer = model.name_or_path or None
-        model = name
-    found = {
-        "model": None if model is None else {"name": model},
-        "data": None if data is None else {"sources": [{"path": data_file(data, root / "in_memory")}]},
-    }
-    for name, section in found.items():
-        if section is not None:
-            merged[name] = _merged(merged.get(name), section)
+    if data is not None and "data" not in sections:
+        found["data"]["sources"] = [{"path": data_file(data, root / "in_memory")}]
     if tokenizer is not None:
-        merged["data"] = _merged(merged.get("data"), {"tokenizer": tokenizer_folder(tokenizer, root / "tokenizers")})
-    return make_config(merged, origin=origin, folder=Path(origin).parent)
+        found["data"]["tokenizer"] = tokenizer_folder(tokenizer, root / "in_memory")
+    values = {**values, **{name: _merged(values.get(name), section) for name, section in found.items() if section}}
+    return make_config(values, origin=origin, folder=Path(origin).parent)
 
 
 def _merged(old: Any, new: Any) -> Any:
     """Return `new`, on top of `old` if both are sections."""
+    new = new.model_dump(mode="json", exclude_unset=True) if isinstance(new, BaseModel) else new
     return {**old, **new} if isinstance(old, Mapping) and isinstance(new, Mapping) else new
 
 
@@ -110,7 +116,7 @@ def train(
             f"`torchrun --nproc-per-node {place.num_procs} SCRIPT` without gpus, or train on one GPU"
         )
     DurableIO().make_dir(resolved.folder)
-    file, text = resolved.folder / "python.yaml", dump_config(resolved)
+    file, text = resolved.folder / "python.yaml", dump_config(resolved, only_given=True)
     if redacted(text) != text:
         raise UsageError("config: an address contains a password, which would be written to disk; remove it")
     DurableIO().write_bytes(file, text.encode())

@@ -23,6 +23,7 @@ def data_section(value: Any) -> Any:
     Text with a slash or the suffix of a data file is a path or hub id, any other the name of a built data set. The data
     set that is built from a path has the name of its file.
     """
+    value = str(value) if isinstance(value, Path) else value
     if isinstance(value, str) and "/" not in value and not value.endswith(_SUFFIXES):
         return {"name": value}
     if isinstance(value, str):

@@ -162,9 +162,10 @@ def merge_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> tupl
     return merged, [problem for text in overrides if (problem := _apply_override(merged, text))]
 
 
-def dump_config(config: Config) -> str:
-    """Return the resolved configuration as YAML that `load_config` reads back to an equal Config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def dump_config(config: Config, *, only_given: bool = False) -> str:
+    """Return the configuration as YAML that `load_config` reads back to an equal one; `only_given`: without defaults."""
+    values = config.model_dump(mode="json", exclude_unset=only_given)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def dotted_names(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:

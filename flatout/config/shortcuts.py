@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from flatout.config.data import data_section
+from flatout.errors import UsageError
 
 # keyword of Config(...) and flatout.train(...) -> the setting
 SHORTCUTS = {
@@ -30,11 +32,11 @@ SHORTCUTS = {
 def expand(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with each keyword of SHORTCUTS in its section, and without short forms of sections.
 
-    Raises ValueError for a setting that is given twice.
+    Raises UsageError for a setting that is given twice.
     """
     expanded = {name: value for name, value in values.items() if name not in SHORTCUTS}
-    if isinstance(expanded.get("model"), str):
-        expanded["model"] = {"name": expanded["model"]}
+    if isinstance(model := expanded.get("model"), str | Path):
+        expanded["model"] = {"name": str(model)}
     if "data" in expanded:
         expanded["data"] = data_section(expanded["data"])
     for name in values.keys() & SHORTCUTS.keys():
@@ -43,6 +45,6 @@ def expand(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(given, BaseModel):
             given = given.model_dump(exclude_unset=True)
         if setting in given:
-            raise ValueError(f"{name} and {SHORTCUTS[name]} are both given; keep one")
+            raise UsageError(f"{name} and {SHORTCUTS[name]} are both given; keep one")
         expanded[section] = {**given, setting: values[name]}
     return expanded

@@ -222,6 +222,8 @@ def _rank_cases(
         least = 4 if traits.has_replicas else 2
         for world in range(max(least, num_ranks) if traits.shards_state else least, num_ranks + 1):
             values = config.model_dump(mode="json")
+            # a default is no demand on a data set that was built with another value
+            values["data"] = config.data.model_dump(mode="json", exclude_unset=True)
             values["strategy"] = name
             values["batch"]["micro_batch_tokens"] = max(longest, min(budget, -(-step.num_tokens // (2 * world))))
             values["sharding"]["replicas"] = 2 if traits.has_replicas else None

@@ -196,7 +196,8 @@ def test_functions_are_neither_crumbs_nor_scrolls() -> None:
         (node.end_lineno or node.lineno) - node.lineno + 1
         for tree in trees().values()
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("on_")
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not node.name.startswith("on_")
         # nor has a method of a protocol a body
         and not all(isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant) for part in node.body)
     ]

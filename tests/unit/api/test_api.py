@@ -1,0 +1,207 @@
+"""What `import flatout` offers, as a notebook uses it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import flatout
+from flatout.errors import DataError, UsageError
+
+SETTINGS: dict[str, Any] = {
+    "device": "cpu", "rank": 4, "lr": 1e-3, "samples_per_step": 6, "max_steps": 3, "max_tokens": 500,
+    "eval": {"prompts": []}, "checkpoint": {"every_steps": None},
+}  # fmt: skip
+
+
+def rows_of(tiny: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in tiny.chats.read_text().splitlines()]
+
+
+def losses(run: flatout.Run) -> list[float]:
+    return [step.loss for step in run.log.steps]
+
+
+@pytest.fixture(scope="module")
+def by_path(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> flatout.Run:
+    """The run that all others must equal: model and data by their paths."""
+    folder = tmp_path_factory.mktemp("by-path")
+    return flatout.train(
+        model=str(tiny.model_dir), data={"sources": [{"path": str(tiny.chats)}], "root": str(folder / "data")},
+        run_dir=folder / "run", **SETTINGS,
+    )  # fmt: skip
+
+
+def test_ten_minutes_of_a_notebook_user(
+    tiny: Any, by_path: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data set and a model in memory, to a merged model that plain transformers loads."""
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+
+    model = AutoModelForCausalLM.from_pretrained(tiny.model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model_dir)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    steps: list[int] = []
+
+    class Counter(flatout.Callback):
+        def on_step(self, record: Any) -> None:
+            steps.append(record.step)
+
+    run = flatout.train(
+        model=model, tokenizer=tokenizer, data=datasets.Dataset.from_list(rows_of(tiny)), callbacks=[Counter()],
+        run_dir=tmp_path / "run", **SETTINGS,
+    )  # fmt: skip
+    assert steps == [1, 2, 3]
+    assert losses(run) == losses(by_path)
+    # an unchanged model is named by where it came from, and stays as it was
+    assert run.config.model.name == str(tiny.model_dir)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    frame = run.metrics()
+    assert list(frame["loss"] if hasattr(frame, "columns") else [row["loss"] for row in frame]) == losses(run)
+    assert "<iframe" in run.plot()._repr_html_()
+    assert run.plot().save(tmp_path / "page.html").stat().st_size > 10_000
+    answer = run.chat("Hello", max_new_tokens=4, temperature=0)
+    assert answer == run.generate(["Hello"], max_new_tokens=4, temperature=0)[0]
+    merged = run.merge(tmp_path / "merged")
+    plain = AutoModelForCausalLM.from_pretrained(merged)
+    assert not torch.equal(plain.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
+    assert repr(flatout.load(run.folder)) == repr(run)
+
+
+@pytest.mark.parametrize("kind", ["rows", "generator", "pandas", "pyarrow"])
+def test_data_in_memory_gives_the_losses_of_the_file(
+    tiny: Any, by_path: flatout.Run, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows: Any = rows_of(tiny)
+    if kind == "generator":
+        rows = (row for row in rows)
+    elif kind == "pandas":
+        rows = pytest.importorskip("pandas").DataFrame(rows)
+    elif kind == "pyarrow":
+        rows = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+    run = flatout.train({"model": str(tiny.model_dir)}, data=rows, **SETTINGS)
+    assert losses(run) == losses(by_path)
+    assert run.folder == Path("runs/run")
+
+
+def test_a_changed_model_trains_from_its_own_weights(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tiny.model_dir)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    run = flatout.train(model=model, data=str(tiny.chats), **SETTINGS)
+    base = Path(run.config.model.name)
+    assert base.parent == run.folder
+    saved = AutoModelForCausalLM.from_pretrained(base)
+    assert all(torch.equal(tensor, saved.state_dict()[name]) for name, tensor in model.state_dict().items())
+    # the same object again: the finished run is found, nothing is written twice
+    again = flatout.train(model=model, data=str(tiny.chats), **SETTINGS)
+    assert losses(again) == losses(run)
+    assert len(list(run.folder.glob("model-*"))) == 1
+
+
+def test_two_processes_are_started_and_callbacks_follow_them(
+    tiny: Any, by_path: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told: list[Any] = []
+
+    class Teller(flatout.Callback):
+        def on_start(self, start: Any) -> None:
+            told.append(("start", start.num_ranks))
+
+        def on_step(self, record: Any) -> None:
+            told.append(("step", record.step))
+
+        def on_save(self, step: int, folder: Path) -> None:
+            told.append(("save", step))
+
+        def on_end(self, end: Any) -> None:
+            told.append(("end", end.outcome))
+
+    run = flatout.train(model=str(tiny.model_dir), data=str(tiny.chats), gpus=[0, 1], callbacks=[Teller()], **SETTINGS)
+    assert [one for one in told if one[0] in ("start", "step")] == [("start", 2), ("step", 1), ("step", 2), ("step", 3)]
+    assert ("save", 3) in told
+    assert told[-1] == ("end", "complete")
+    assert losses(run) == pytest.approx(losses(by_path), rel=1e-4)
+
+
+def test_an_error_of_a_started_rank_is_raised_here(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"messages": 3}\n')
+    with pytest.raises(DataError, match="bad.jsonl"):
+        flatout.train(model=str(tiny.model_dir), data=str(bad), gpus=[0, 1], **SETTINGS)
+
+
+def test_a_callback_of_started_ranks_that_raises_stops_the_run(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Broken(flatout.Callback):
+        def on_step(self, record: Any) -> None:
+            raise RuntimeError("broken callback")
+
+    settings = {**SETTINGS, "max_steps": 100_000}
+    with pytest.raises(RuntimeError, match="broken callback"):
+        flatout.train(model=str(tiny.model_dir), data=str(tiny.chats), gpus=[0, 1], callbacks=[Broken()], **settings)
+    assert flatout.load("runs/run").log.end.outcome == "stopped"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"data": 3}, "data is a int"),
+        ({"data": [3]}, "row 1 is a int"),
+        ({"data": [{"text": float("nan")}]}, "row 1"),
+        ({"model": 3}, "model is a int"),
+        ({"tokenizer": 3}, "tokenizer is a int"),
+        ({"lr": 1e-4, "optim": {"lr": 1e-3}}, "both given"),
+        ({"learning_rate": 1e-4}, "did you mean optim.lr"),
+        ({"objective": object(), "gpus": [0, 1]}, "torchrun"),
+    ],
+)
+def test_wrong_calls_are_said_in_a_sentence(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    call = {"model": str(tiny.model_dir), "data": str(tiny.chats), "device": "cpu", **given}
+    with pytest.raises((UsageError, DataError), match=said):
+        flatout.train(**call)
+
+
+def test_plan_verify_and_build_data(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model_dir)
+    store = flatout.build_data(rows_of(tiny), tokenizer=tokenizer, name="chats", max_tokens=500)
+    assert store.num_samples == 120
+    config = flatout.Config(model=str(tiny.model_dir), data="chats", device="cpu", max_steps=2, samples_per_step=6)
+    planned = flatout.plan(config, ranks=2, device="h100")
+    assert planned.report.num_ranks == 2
+    assert "steps" in str(planned)
+    rows = flatout.verify(config, model={"precision": "fp32"})
+    assert {row.verdict for row in rows} <= {"ok", "left out"}
+
+
+def test_names_stay_functions_and_the_import_is_light() -> None:
+    code = (
+        "import sys, time\nstarted = time.perf_counter()\nimport flatout\n"
+        "heavy = {'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)\nassert not heavy, heavy\n"
+        "import flatout.trainer.run, flatout.planner.cost, flatout.verifier.run\n"
+        "assert callable(flatout.train) and callable(flatout.plan) and callable(flatout.verify)\n"
+        "assert set(dir(flatout)) >= {'Config', 'train', 'load'}\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
