@@ -163,7 +163,7 @@ def merge_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> tupl
 
 
 def dump_config(config: Config, *, only_given: bool = False) -> str:
-    """Return the configuration as YAML that `load_config` reads back to an equal one; `only_given`: without defaults."""
+    """Return YAML that `load_config` reads back to an equal Config; with `only_given`, without defaults."""
     values = config.model_dump(mode="json", exclude_unset=only_given)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
