@@ -19,6 +19,8 @@ from flatout.launch.attempt import SIGNAL_EXIT_CODE
 from flatout.launch.launch_mode import VISIBLE
 from flatout.launch.rendezvous import LOOPBACK, RendezvousInfo
 
+# -P: modules of the working folder are not imported, as by the `flatout` command
+MODULE = ("-P", "-m", "flatout")
 PR_SET_PDEATHSIG = 1
 COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 # files with a count of out-of-memory kills, narrowest scope first: cgroup v2, cgroup v1, host
@@ -28,7 +30,7 @@ OOM_COUNTS = ("sys/fs/cgroup{2}/memory.events", "sys/fs/cgroup/memory{1}/memory.
 def start_ranks(
     words: Sequence[str], info: RendezvousInfo, num_ranks: int, env: Mapping[str, str], folder: Path
 ) -> dict[int, subprocess.Popen[bytes]]:
-    """Start `python -m flatout WORDS` for each rank of this node, with the output in `folder`/rank-N.log."""
+    """Start `flatout WORDS` for each rank of this node, with the output in `folder`/rank-N.log."""
     started = {}
     for local_rank in range(num_ranks):
         rank = info.first_rank + local_rank
@@ -42,7 +44,7 @@ def start_ranks(
         try:
             # in its own session, so that Ctrl-C reaches the ranks only once, through the supervisor
             started[rank] = subprocess.Popen(
-                [sys.executable, "-m", "flatout", *words],
+                [sys.executable, *MODULE, *words],
                 env=own,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -99,7 +101,8 @@ def end_with_parent(parent: int) -> None:
 def count_gpus(limit_s: float, setting: str) -> int:
     """Count the GPUs that torch sees, in a child process. Raises ResourceError for none, or no answer in `limit_s`."""
     wait = BoundedWait(limit_s, setting, error=ResourceError)
-    asked = subprocess.Popen([sys.executable, "-c", COUNT_GPUS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-P", "-c", COUNT_GPUS]
+    asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         while asked.poll() is None:
             wait.pause("the GPU driver of this node", "run nvidia-smi for details")
