@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import secrets
@@ -12,12 +13,16 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from flatout.config.read import make_config, merge_overrides
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig
+from flatout.config.section import nested_kinds
 from flatout.data import registry
 from flatout.data.rows.read import ROW_TYPES, row_type
 from flatout.errors import DataError, ProblemsError, SecurityError, UsageError, reason_of
 from flatout.io.durable_io import DurableIO
+from flatout.io.file_lock import take_lock
 
 UPLOADS = "uploads"
 MAX_UPLOAD_BYTES = 2 << 30
@@ -75,7 +80,7 @@ class Workspace:
         return path.relative_to(self.root).as_posix()
 
     def survey(self) -> Survey:
-        """Look for data files, model folders and run folders, newest run first."""
+        """Look for data files, model folders and run folders."""
         found, num_entries = Survey(), 0
         for parent, folders, files in os.walk(self.root):
             num_entries += len(folders) + len(files)
@@ -95,7 +100,6 @@ class Workspace:
             kept = [] if is_model or is_deep else [name for name in folders if name[0] != "." and name not in _SKIPPED]
             folders[:] = sorted(kept)
         found.data_files.sort()
-        found.runs.sort(key=lambda name: -(self.root / name).stat().st_mtime)
         return found
 
     def free_run_name(self) -> str:
@@ -120,9 +124,11 @@ class Workspace:
         merged, problems = merge_overrides(values, [line.strip() for line in overrides if line.strip()])
         if problems:
             raise ProblemsError("settings", problems)
-        for text in _texts(merged):
-            self._resolve(text)  # a hub id or a regular expression, read as a path, is inside
+        if isinstance(file := merged.get("deepspeed"), str):
+            self._resolve(file)  # before it is read
         config = make_config(merged, origin="settings", folder=self.root)
+        for text in _paths(config):
+            self._resolve(text)  # a hub id, read as a path, is inside
         self.inside(str(config.folder))
         return config
 
@@ -143,8 +149,13 @@ class Workspace:
         taken = f"{UPLOADS}/{name} already exists; rename the file, or pick it from the list"
         if path.exists():
             raise UsageError(taken)
+        for left in folder.glob(".*.part"):
+            with suppress(OSError), left.open("rb+") as file:
+                if take_lock(file.fileno(), left):  # else another upload still writes it
+                    durable_io.remove_tree(left)
         try:
             with durable_io.open_new(partial) as file, durable_io.resource_errors("write", partial):
+                take_lock(file.fileno(), partial)
                 async for chunk in content:
                     num_bytes += len(chunk)
                     if num_bytes > MAX_UPLOAD_BYTES:
@@ -152,24 +163,25 @@ class Workspace:
                         raise DataError(f"{name} is larger than {limit}; copy it into the workspace instead")
                     file.write(chunk)
                 file.flush()
-                os.fsync(file.fileno())
+                await asyncio.to_thread(os.fsync, file.fileno())
             try:
                 path.touch(exist_ok=False)  # another upload of this name may have ended first
             except FileExistsError as error:
                 raise UsageError(taken) from error
-            durable_io.rename(partial, path)
+            await asyncio.to_thread(durable_io.rename, partial, path)
         finally:
             durable_io.remove_tree(partial)
         return self.relative(path)
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Yield every text in a tree of settings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _texts(part)
-    elif isinstance(value, list):
-        for part in value:
-            yield from _texts(part)
+def _paths(value: Any, is_path: bool = False) -> Iterator[str]:
+    """Yield every text in a configuration that its schema declares to be a path."""
+    if isinstance(value, BaseModel):
+        for name, field in type(value).model_fields.items():
+            yield from _paths(getattr(value, name), Path in [*nested_kinds(field.annotation), *field.metadata])
+    elif isinstance(value, Mapping | list):
+        # a list beside a path is not of paths, as in eval.prompts
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _paths(part, is_path and isinstance(value, Mapping))
+    elif is_path and isinstance(value, str | Path):
+        yield str(value)
