@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +18,8 @@ from flatout.config.read import load_config
 from flatout.config.schema import Config
 from flatout.config.template import render_template
 from flatout.errors import DataError, FlatoutError, ResourceError, UsageError
-from flatout.io.durable_io import DurableIO, open_own
+from flatout.io.child_process import start_python
+from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import holder_of
 from flatout.io.redact import printable, redacted
 from flatout.studio.workspace import Workspace
@@ -212,20 +212,9 @@ class Trainings:
         root = self._workspace.root
         self._drawings.pop(folder, None)
         DurableIO().make_dir(folder / "logs")
-        output = open_own(folder / OUTPUT_FILE, os.O_WRONLY | os.O_TRUNC)
-        try:
-            self._processes[folder] = subprocess.Popen(
-                # -P: a tokenize.py of the workspace is not the one that libraries import
-                [sys.executable, "-P", "-m", "flatout", "train", str(config_file.relative_to(root))],
-                cwd=root,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # in its own session: neither Ctrl-C in the terminal of studio nor its end reaches the run
-                start_new_session=True,
-            )
-        finally:
-            os.close(output)
+        # -P: a tokenize.py of the workspace is not the one that libraries import
+        words = ["-P", "-m", "flatout", "train", str(config_file.relative_to(root))]
+        self._processes[folder] = start_python(words, folder / OUTPUT_FILE, append=False, cwd=root)
 
     def _tail(self, folder: Path) -> str:
         """Return the last lines of what the run printed; of train.log if studio did not start it."""
