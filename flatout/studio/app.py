@@ -272,9 +272,4 @@ async def _read(request: Request, kind: type[BodyType]) -> BodyType:
 
 def _stream(job: Job) -> Response:
     """Answer with the lines of a job as they come, one JSON object a line."""
-
-    async def lines() -> AsyncIterator[str]:
-        async for line in job.follow():
-            yield json.dumps(line) + "\n"
-
-    return StreamingResponse(lines(), media_type=LINES)
+    return StreamingResponse((json.dumps(line) + "\n" async for line in job.follow()), media_type=LINES)

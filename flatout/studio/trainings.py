@@ -78,7 +78,9 @@ class Trainings:
 
     def resume(self, folder: Path) -> None:
         """Continue a run that stopped, with its own settings."""
-        file, shown = self._settings_file(folder), self._workspace.relative(folder)
+        file, shown = _settings_file(folder), self._workspace.relative(folder)
+        if file is None:
+            raise UsageError(f"{shown} has no {CONFIG_FILE} and no config.yaml; start the run again")
         if self._workspace.inside(str(load_config(file).folder)) != folder:
             raise UsageError(f"{shown}/{file.name} is for another run folder; set run_dir: {shown} in it")
         with self._lock:
@@ -180,9 +182,9 @@ class Trainings:
         found = {}
         for folder in {self._workspace.root / name for name in self._workspace.survey().runs} | self._processes.keys():
             if self.state(folder) == "running":
-                config = load_config(self._settings_file(folder))
-                gpus = [] if config.wanted_device == "cpu" else config.gpus or [0]
-                found[self._workspace.relative(folder)] = gpus
+                config = load_config(file) if (file := _settings_file(folder)) else None
+                on_cpu = config is not None and config.wanted_device == "cpu"
+                found[self._workspace.relative(folder)] = [] if on_cpu else (config and config.gpus) or [0]
         return found
 
     def running(self) -> dict[str, int]:
@@ -190,14 +192,6 @@ class Trainings:
         return {
             self._workspace.relative(folder): one.pid for folder, one in self._processes.items() if one.poll() is None
         }
-
-    def _settings_file(self, folder: Path) -> Path:
-        """Return the settings of a run. Raises UsageError if there are none."""
-        for name in (CONFIG_FILE, "config.yaml"):
-            if (folder / name).is_file():
-                return folder / name
-        shown = self._workspace.relative(folder)
-        raise UsageError(f"{shown} has no {CONFIG_FILE} and no config.yaml; start the run again")
 
     def _require_free(self, folder: Path) -> None:
         process, shown = self._processes.get(folder), self._workspace.relative(folder)
@@ -227,3 +221,8 @@ class Trainings:
                 continue
             return printable(redacted("\n".join(text.splitlines()[-TAIL_LINES:])))
         return ""
+
+
+def _settings_file(folder: Path) -> Path | None:
+    """Return the file with the settings of a run; None if it has none yet."""
+    return next((file for name in (CONFIG_FILE, "config.yaml") if (file := folder / name).is_file()), None)

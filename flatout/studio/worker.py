@@ -62,10 +62,13 @@ def build(
     emit(log=f"loading the tokenizer of {config.model.name}")
     from flatout.data.build import open_or_build
 
-    def progress(done: int, total: int | None) -> None:
-        emit(progress=[done, total])
-
-    open_or_build(config.data, config.model.name, replaces=replaces, progress=progress, log=lambda text: emit(log=text))
+    open_or_build(
+        config.data,
+        config.model.name,
+        replaces=replaces,
+        progress=lambda done, total: emit(progress=[done, total]),
+        log=lambda text: emit(log=text),
+    )
     return config.data.name
 
 
@@ -189,9 +192,7 @@ def chat(
         if device.type == "cpu":
             emit(note=f"{other} trains on this machine meanwhile: the run and the chat are both slower")
         elif 0 in gpus:
-            raise ResourceError(
-                f"{other} trains on GPU 0, which the chat would use too; stop that run, or wait for its end"
-            )
+            raise ResourceError(f"{other} trains on GPU 0, which the chat needs too; stop it, or wait for its end")
     emit(log=f"loading {run} and its base model")
     from flatout.models.generate import Sampling, answer
     from flatout.models.lora.layer import without_adapter

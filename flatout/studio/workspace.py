@@ -22,7 +22,7 @@ from flatout.data import registry
 from flatout.data.rows.read import ROW_TYPES, row_type
 from flatout.errors import DataError, ProblemsError, SecurityError, UsageError, reason_of
 from flatout.io.durable_io import DurableIO
-from flatout.io.file_lock import take_lock
+from flatout.io.file_lock import open_lock, take_lock
 
 UPLOADS = "uploads"
 MAX_UPLOAD_BYTES = 2 << 30
@@ -57,22 +57,15 @@ class Workspace:
 
     def inside(self, path: str) -> Path:
         """Return the absolute path, links resolved. Raises SecurityError if it is outside the workspace."""
-        found = self._resolve(path)
         try:
-            found.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            pass  # may be made
-        except (OSError, ValueError) as error:
-            raise SecurityError(f"{path!r:.200} is no path in the workspace: {reason_of(error)}") from error
-        return found
-
-    def _resolve(self, path: str) -> Path:
-        found = None
-        with suppress(OSError, ValueError, RuntimeError):
             found = (self.root / path).resolve()
-        # some readers expand ~ to a home folder
-        if found is None or path.startswith("~") or not found.is_relative_to(self.root):
-            raise SecurityError(f"{path!r:.200} is outside the workspace {self.root}; choose something inside it")
+            # some readers expand ~ to a home folder
+            if path.startswith("~") or not found.is_relative_to(self.root):
+                raise SecurityError(f"{path!r:.200} is outside the workspace {self.root}; choose something inside it")
+            with suppress(FileNotFoundError, NotADirectoryError):  # it may be made
+                found.stat()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise SecurityError(f"{path!r:.200} is no path in the workspace: {reason_of(error)}") from error
         return found
 
     def relative(self, path: Path) -> str:
@@ -125,11 +118,10 @@ class Workspace:
         if problems:
             raise ProblemsError("settings", problems)
         if isinstance(file := merged.get("deepspeed"), str):
-            self._resolve(file)  # before it is read
+            self.inside(file)  # before it is read
         config = make_config(merged, origin="settings", folder=self.root)
-        for text in _paths(config):
-            self._resolve(text)  # a hub id, read as a path, is inside
-        self.inside(str(config.folder))
+        for path in (str(config.folder), *_paths(config)):
+            self.inside(path)  # a hub id, read as a path, is inside
         return config
 
     async def receive(self, name: str, content: AsyncIterator[bytes]) -> str:
@@ -150,7 +142,7 @@ class Workspace:
         if path.exists():
             raise UsageError(taken)
         for left in folder.glob(".*.part"):
-            with suppress(OSError), left.open("rb+") as file:
+            with os.fdopen(open_lock(left)) as file:
                 if take_lock(file.fileno(), left):  # else another upload still writes it
                     durable_io.remove_tree(left)
         try:

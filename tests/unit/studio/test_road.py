@@ -149,8 +149,8 @@ def plan_a_run(page: Page) -> None:
     page.until(lambda: "data.max_tokenz: unknown key" in page.text("#plan-error"), "the error")
     page.fill("#overrides", "optim.lr=5e-3\neval.every_steps=50\ngpus=[0, 1]")
     page.fill("[name='device']", "cpu")
-    page.fill("[name='batch.epochs']", "60")
-    page.until(lambda: page.text("[data-figure=steps]") == "360", "360 steps")
+    page.fill("[name='batch.epochs']", "30")
+    page.until(lambda: page.text("[data-figure=steps]") == "180", "180 steps")
     page.until(lambda: page.text("#plan-status") == "up to date", "the plan")
     page.shoot("plan")
     page.fill("#name", "first")
@@ -159,7 +159,7 @@ def plan_a_run(page: Page) -> None:
 
 def watch_stop_and_resume(page: Page, folder: Path) -> None:
     page.until(lambda: page.all("#live .chart path.line"), "a curve")
-    page.until(lambda: "of 360" in page.text("#run-status"), "the steps done")
+    page.until(lambda: "of 180" in page.text("#run-status"), "the steps done")
     page.find("#stop").click()
     page.until(lambda: page.text("#state") == "stopped", "the stop")
     log = read_run(folder)
