@@ -15,7 +15,7 @@ from flatout.config.data import NAME_PATTERN, DataConfig, Name, SourceConfig
 from flatout.config.optim import LR_OF_METHOD, OptimConfig, ScheduleConfig
 from flatout.config.parallel import STRATEGIES, CommConfig, FaultsConfig, ShardingConfig, StrategyName
 from flatout.config.resume_effects import RESUME_EFFECTS
-from flatout.config.section import Section, Share, refuse_unused
+from flatout.config.section import PathText, Section, Share, refuse_unused
 from flatout.config.track import TrackConfig
 
 __all__ = ["NAME_PATTERN", "Config", "DataConfig", "OptimConfig", "ScheduleConfig", "SourceConfig"]
@@ -26,7 +26,7 @@ Recompute = Literal["none", "selective", "budget", "full", "offload"]
 class ModelConfig(Section):
     """The model: unmodified transformers code, safetensors weights only, never remote code."""
 
-    name: str
+    name: PathText
     """Hub id or folder of a causal language model."""
     revision: str | None = None
     """Commit or tag of a hub model."""
@@ -137,7 +137,7 @@ class EvalConfig(Section):
     """Stop early after this many evaluations without a new best loss."""
     min_delta: float = Field(default=0.0, ge=0)
     """Minimum improvement in loss that counts as a new best."""
-    prompts: list[str] | str | None = None
+    prompts: list[str] | PathText | None = None
     """Prompts to answer at each evaluation, to read how the model changes: a list, or a file (.txt with one prompt a
     line, or JSON or JSONL rows with `prompt` or `messages`); null: three rows of the evaluation set; []: none. Each
     new token costs one forward pass over prompt and answer: three prompts cost at most as much as 192 such samples."""
@@ -229,7 +229,7 @@ class Config(Section):
     """How ranks share the state: ddp (each holds all of it), zero1 (optimizer state is sharded), zero2
     (gradients too), zero3 or fsdp (weights too), hsdp (fsdp in groups that are replicas), deepspeed; auto: ddp if the
     state fits, else fsdp or hsdp."""
-    deepspeed: dict[str, Any] | None = None
+    deepspeed: Annotated[dict[str, Any], Path] | None = None
     """For strategy: deepspeed: path of a DeepSpeed JSON, or its content; null: {zero_optimization: {stage: 2}}.
     flatout's settings replace "auto" and fill in what is missing."""
     log_every_steps: int = Field(default=1, ge=1)

@@ -14,7 +14,7 @@ from pathlib import Path
 from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STORE_SOCKET
 from flatout.errors import ResourceError
 from flatout.io.bounded_wait import BoundedWait
-from flatout.io.durable_io import open_own
+from flatout.io.child_process import start_python
 from flatout.launch.attempt import SIGNAL_EXIT_CODE
 from flatout.launch.launch_mode import VISIBLE
 from flatout.launch.rendezvous import LOOPBACK, RendezvousInfo
@@ -40,20 +40,9 @@ def start_ranks(
         if rank == 0 and info.listener is not None:
             fds = (info.listener.fileno(),)
             own[STORE_SOCKET] = str(fds[0])
-        log = open_own(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_APPEND)
-        try:
-            # in its own session, so that Ctrl-C reaches the ranks only once, through the supervisor
-            started[rank] = subprocess.Popen(
-                [sys.executable, *MODULE, *words],
-                env=own,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=fds,
-            )
-        finally:
-            os.close(log)
+        # Ctrl-C reaches the ranks only once, through the supervisor
+        log = folder / f"rank-{rank}.log"
+        started[rank] = start_python([*MODULE, *words], log, env=own, pass_fds=fds)
     return started
 
 

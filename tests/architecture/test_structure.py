@@ -55,19 +55,19 @@ MAX_PACKAGE_LINES = {
     "environment": 113,
     "errors": 110,
     "eval": 110,
-    "io": 1120,
+    "io": 1145,
     "kernels": 1110,
-    "launch": 1060,
+    "launch": 1040,
     "models": 3790,
     "optim": 600,
     "parallel": 1442,
     "plan": 1730,
     "profile": 230,
-    "studio": 1140,
+    "studio": 1150,
     "track": 2089,
     "train": 2955,
     "verify": 720,
-    "view": 1270,
+    "view": 1160,
 }
 
 
