@@ -33,6 +33,13 @@ def set_environment(values: Mapping[str, str]) -> None:
     os.environ.update(values)
 
 
+def let_children_import_flatout() -> None:
+    """Name the folder of this package in PYTHONPATH if it is imported from the working folder, which -P leaves out."""
+    root = str(Path(__file__).parents[1])
+    if not sys.flags.safe_path and sys.path[0] == root and root not in sys.path[1:]:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+
+
 def whole_number(env: Mapping[str, str], name: str, default: int | None = None, *, below: int | None = None) -> int:
     """Return a variable as an integer >= 0. Raises UsageError for other text, and if it is unset without a default."""
     if name not in env and default is not None:

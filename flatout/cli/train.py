@@ -28,7 +28,7 @@ from flatout.errors import FlatoutError, ResourceError, UsageError
 from flatout.launch import tmux
 from flatout.launch.attempt import SIGNAL_EXIT_CODE, UNCAUGHT_EXIT_CODE, RankReport
 from flatout.launch.launch_mode import RunHere, SpawnRanks, choose_launch_mode, parse_nodes
-from flatout.launch.ranks import end_with_parent
+from flatout.launch.ranks import MODULE, end_with_parent
 from flatout.parallel.rank import Rank
 from flatout.track.console import ConsoleCallback
 from flatout.track.run_log import read_run
@@ -106,7 +106,7 @@ def _start_in_tmux(config: Config, place: RunHere | SpawnRanks, name: str, words
         latest = folder / "logs" / (f"node-{place.nodes.index}/latest" if place.nodes.num_max > 1 else "latest")
         num_windows = 1 if place.num_procs == "gpu" else place.num_procs
         logs = [latest / f"rank-{rank}.log" for rank in range(num_windows)]
-    made = tmux.commands(name, [sys.executable, "-m", "flatout", *words], logs, Path.cwd(), environment())
+    made = tmux.commands(name, [sys.executable, *MODULE, *words], logs, Path.cwd(), environment())
     if dry_run:
         print("\n".join(map(shlex.join, made)))
         return

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from flatout.config.section import Section
+from flatout.config.section import PathText, Section
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
@@ -37,7 +37,7 @@ def data_section(value: Any) -> Any:
 class SourceConfig(Section):
     """One source of training rows: a local path or a hub id."""
 
-    path: str
+    path: PathText
     """A file, folder or glob (json, jsonl, csv, tsv, parquet, arrow, txt; also .xz, .gz, .zst), or a hub id."""
     hub: bool | None = None
     """true: `path` is a hub id; false: a local path; null: a hub id unless a local file or folder has that name."""
@@ -71,9 +71,9 @@ class DataConfig(Section):
     """Folder that holds the registry and the built data sets."""
     sources: list[SourceConfig] = []
     """Sources to build from; if empty, build `name` first with `flatout data build`."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Hub id or folder of the tokenizer; null: the model's."""
-    template: str | None = None
+    template: PathText | None = None
     """Chat template: chatml, llama-3, qwen3, gemma, mistral, phi, zephyr, alpaca or a .jinja file; null: the
     tokenizer's own."""
     template_args: dict[str, bool | int | float | str] = {}

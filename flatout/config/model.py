@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from flatout.config.section import Section, Share
+from flatout.config.section import PathText, Section, Share
 
 
 class ModelConfig(Section):
@@ -17,7 +17,7 @@ class ModelConfig(Section):
     `model: Qwen/Qwen3-0.6B` is short for `model: {name: ...}`.
     """
 
-    name: str
+    name: PathText
     """Hub id or folder of a causal language model."""
     revision: str | None = None
     """Commit or tag of a hub model."""

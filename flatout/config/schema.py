@@ -16,7 +16,7 @@ from flatout.config.model import BaseConfig, FullConfig, LoraConfig, ModelConfig
 from flatout.config.optim import LR_OF_METHOD, OptimConfig, ScheduleConfig
 from flatout.config.parallel import STRATEGIES, CommConfig, FaultsConfig, ShardingConfig, StrategyName
 from flatout.config.resume_effects import RESUME_EFFECTS
-from flatout.config.section import Section, refuse_unused
+from flatout.config.section import PathText, Section, refuse_unused
 from flatout.config.shortcuts import expand
 from flatout.config.track import TrackConfig
 
@@ -66,7 +66,7 @@ class EvalConfig(Section):
     """Stop early after this many evaluations without a new best loss."""
     min_delta: float = Field(default=0.0, ge=0)
     """Minimum improvement in loss that counts as a new best."""
-    prompts: list[str] | str | None = None
+    prompts: list[str] | PathText | None = None
     """Prompts to answer at each evaluation, to read how the model changes: a list, or a file (.txt with one prompt a
     line, or JSON or JSONL rows with `prompt` or `messages`); null: three rows of the evaluation set; []: none. Each
     new token costs one forward pass over prompt and answer: three prompts cost at most as much as 192 such samples."""
@@ -158,7 +158,7 @@ class Config(Section):
     """How ranks share the state: ddp (each holds all of it), zero1 (optimizer state is sharded), zero2
     (gradients too), zero3 or fsdp (weights too), hsdp (fsdp in groups that are replicas), deepspeed; auto: ddp if the
     state fits, else fsdp or hsdp."""
-    deepspeed: dict[str, Any] | None = None
+    deepspeed: Annotated[dict[str, Any], Path] | None = None
     """For strategy: deepspeed: path of a DeepSpeed JSON, or its content; null: {zero_optimization: {stage: 2}}.
     flatout's settings replace "auto" and fill in what is missing."""
     log_every_steps: int = Field(default=1, ge=1)

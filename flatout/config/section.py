@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+PathText = Annotated[str, Path]
+"""A path, or a hub id or name that is looked up as a path first."""
 
 
 class Section(BaseModel):
@@ -22,15 +25,15 @@ class Section(BaseModel):
         if isinstance(value, int) and abs(value) >= 1 << 63:
             raise ValueError("expected a number below 2**63")
         if isinstance(value, bool) and info.field_name is not None:
-            kinds = set(_kinds(cls.model_fields[info.field_name].annotation))
+            kinds = set(nested_kinds(cls.model_fields[info.field_name].annotation))
             if kinds & {int, float} and bool not in kinds:
                 raise ValueError("expected a number")
         return value
 
 
-def _kinds(annotation: Any) -> list[Any]:
+def nested_kinds(annotation: Any) -> list[Any]:
     """Return the annotation and all types nested in it."""
-    return [annotation, *(kind for part in get_args(annotation) for kind in _kinds(part))]
+    return [annotation, *(kind for part in get_args(annotation) for kind in nested_kinds(part))]
 
 
 def refuse_unused(section: BaseModel, names: Sequence[str], why: str) -> None:

@@ -14,11 +14,13 @@ from pathlib import Path
 from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STORE_SOCKET
 from flatout.errors import ResourceError
 from flatout.io.bounded_wait import BoundedWait
-from flatout.io.durable_io import open_own
+from flatout.io.child_process import start_python
 from flatout.launch.attempt import SIGNAL_EXIT_CODE
 from flatout.launch.launch_mode import VISIBLE
 from flatout.launch.rendezvous import LOOPBACK, RendezvousInfo
 
+# -P: modules of the working folder are not imported, as by the `flatout` command
+MODULE = ("-P", "-m", "flatout")
 PR_SET_PDEATHSIG = 1
 COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 # files with a count of out-of-memory kills, narrowest scope first: cgroup v2, cgroup v1, host
@@ -28,7 +30,7 @@ OOM_COUNTS = ("sys/fs/cgroup{2}/memory.events", "sys/fs/cgroup/memory{1}/memory.
 def start_ranks(
     words: Sequence[str], info: RendezvousInfo, num_ranks: int, env: Mapping[str, str], folder: Path
 ) -> dict[int, subprocess.Popen[bytes]]:
-    """Start `python -m flatout WORDS` for each rank of this node, with the output in `folder`/rank-N.log."""
+    """Start `flatout WORDS` for each rank of this node, with the output in `folder`/rank-N.log."""
     started = {}
     for local_rank in range(num_ranks):
         rank = info.first_rank + local_rank
@@ -38,20 +40,9 @@ def start_ranks(
         if rank == 0 and info.listener is not None:
             fds = (info.listener.fileno(),)
             own[STORE_SOCKET] = str(fds[0])
-        log = open_own(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_APPEND)
-        try:
-            # in its own session, so that Ctrl-C reaches the ranks only once, through the supervisor
-            started[rank] = subprocess.Popen(
-                [sys.executable, "-m", "flatout", *words],
-                env=own,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=fds,
-            )
-        finally:
-            os.close(log)
+        # Ctrl-C reaches the ranks only once, through the supervisor
+        log = folder / f"rank-{rank}.log"
+        started[rank] = start_python([*MODULE, *words], log, env=own, pass_fds=fds)
     return started
 
 
@@ -99,7 +90,8 @@ def end_with_parent(parent: int) -> None:
 def count_gpus(limit_s: float, setting: str) -> int:
     """Count the GPUs that torch sees, in a child process. Raises ResourceError for none, or no answer in `limit_s`."""
     wait = BoundedWait(limit_s, setting, error=ResourceError)
-    asked = subprocess.Popen([sys.executable, "-c", COUNT_GPUS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-P", "-c", COUNT_GPUS]
+    asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         while asked.poll() is None:
             wait.pause("the GPU driver of this node", "run nvidia-smi for details")

@@ -124,11 +124,11 @@ def make_app(root: Path, token: str, port: int, log: Callable[[str], None]) -> G
 
 
 class Studio:
-    """The handlers of all requests, and what they share: the workspace, its runs, and two worker processes."""
+    """The handlers of all requests, and what they share: the workspace, its runs, and its worker processes."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace, self.trainings = workspace, Trainings(workspace)
-        self.workers = {name: Worker(workspace.root) for name in ("prepare", "chat")}
+        self.workers = {name: Worker(workspace.root) for name in ("build", "plan", "chat")}
         self._templates = Environment(loader=PackageLoader("flatout.studio", "assets"), autoescape=True)
 
     async def entry(self, request: Request) -> Response:
@@ -190,16 +190,19 @@ class Studio:
         if config and isinstance(body, _Plan) and body.tokens_per_s is None and not body.device:
             speed = await run_in_threadpool(self.trainings.measured_speed, config)
             facts |= {"tokens_per_s": speed[0], "measured_in": speed[1]} if speed else {}
-        return _stream(self.workers["chat" if kind == "chat" else "prepare"].submit(kind, **facts))
+        if kind == "chat":
+            facts["gpus_in_use"] = await run_in_threadpool(self.trainings.gpus_in_use)
+        # a long build keeps neither plans nor samples waiting
+        return _stream(self.workers["plan" if kind == "samples" else kind].submit(kind, **facts))
 
     async def follow_build(self, request: Request) -> Response:
         """The build that runs, for a page that is opened meanwhile; an empty answer if there is none."""
-        job = self.workers["prepare"].current
-        return _stream(job) if job is not None and job.request["kind"] == "build" else Response()
+        job = self.workers["build"].current
+        return _stream(job) if job is not None else Response()
 
     async def cancel(self, request: Request) -> Response:
         """End the build that runs; what it has written is removed by the next one."""
-        await self.workers["prepare"].close()
+        await self.workers["build"].close()
         return JSONResponse({})
 
     async def control(self, request: Request) -> Response:
@@ -215,8 +218,8 @@ class Studio:
             await run_in_threadpool(act, self.workspace.inside(shown))
         if action != "stop":
             # before the run measures the memory that is free; a build goes on
-            for worker in self.workers.values():
-                if worker.current is None or worker.current.request["kind"] != "build":
+            for name, worker in self.workers.items():
+                if name != "build" or worker.current is None:
                     await worker.close()
         return JSONResponse({"folder": shown})
 
@@ -269,9 +272,4 @@ async def _read(request: Request, kind: type[BodyType]) -> BodyType:
 
 def _stream(job: Job) -> Response:
     """Answer with the lines of a job as they come, one JSON object a line."""
-
-    async def lines() -> AsyncIterator[str]:
-        async for line in job.follow():
-            yield json.dumps(line) + "\n"
-
-    return StreamingResponse(lines(), media_type=LINES)
+    return StreamingResponse((json.dumps(line) + "\n" async for line in job.follow()), media_type=LINES)

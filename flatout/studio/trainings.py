@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,11 +18,13 @@ from flatout.config.read import load_config
 from flatout.config.schema import Config
 from flatout.config.template import render_template
 from flatout.errors import DataError, FlatoutError, ResourceError, UsageError
-from flatout.io.durable_io import DurableIO, open_own
+from flatout.io.child_process import start_python
+from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import holder_of
 from flatout.io.redact import printable, redacted
 from flatout.studio.workspace import Workspace
-from flatout.track.run_log import RunFollower, read_end, read_run, read_start
+from flatout.track.record import StepRecord
+from flatout.track.run_log import LineFollower, RunFollower, read_end, read_start, record_of
 from flatout.view.report import run_fragment
 
 CONFIG_FILE, OUTPUT_FILE = "studio.yaml", "logs/studio.log"
@@ -33,8 +34,8 @@ TAIL_BYTES, TAIL_LINES = 8192, 14
 DRAWING_SHARE = 0.2
 # runs that are kept in memory
 MAX_DRAWINGS = 8
-# runs whose speed may be that of a planned one
-MAX_LOOKED_AT = 20
+# the end of metrics.jsonl that shows the speed of a run: some 100 steps
+SPEED_BYTES = 1 << 17
 
 
 @dataclass
@@ -77,15 +78,14 @@ class Trainings:
 
     def resume(self, folder: Path) -> None:
         """Continue a run that stopped, with its own settings."""
-        files = [file for name in (CONFIG_FILE, "config.yaml") if (file := folder / name).is_file()]
-        shown = self._workspace.relative(folder)
-        if not files:
+        file, shown = _settings_file(folder), self._workspace.relative(folder)
+        if file is None:
             raise UsageError(f"{shown} has no {CONFIG_FILE} and no config.yaml; start the run again")
-        if self._workspace.inside(str(load_config(files[0]).folder)) != folder:
-            raise UsageError(f"{shown}/{files[0].name} is for another run folder; set run_dir: {shown} in it")
+        if self._workspace.inside(str(load_config(file).folder)) != folder:
+            raise UsageError(f"{shown}/{file.name} is for another run folder; set run_dir: {shown} in it")
         with self._lock:
             self._require_free(folder)
-            self._spawn(folder, files[0])
+            self._spawn(folder, file)
 
     def stop(self, folder: Path) -> None:
         """Ask a run to save and end. Raises UsageError if it does not run, ResourceError if it is out of reach."""
@@ -124,7 +124,7 @@ class Trainings:
         return end.outcome if end is not None else "interrupted"
 
     def rows(self, folders: Sequence[str]) -> list[dict[str, Any]]:
-        """Return name, state, model, method and start of each run, for a list."""
+        """Return name, state, model, method and start of each run, the one that started last first."""
         found = []
         for name in folders:
             folder = self._workspace.root / name
@@ -137,7 +137,7 @@ class Trainings:
             except FlatoutError as error:
                 row["problem"] = str(error)
             found.append(row)
-        return found
+        return sorted(found, key=lambda row: -row["started_at"])
 
     def live(self, folder: Path, version: int) -> dict[str, Any]:
         """Return the state of a run, the end of its output, and its drawing if that is newer than `version`."""
@@ -166,18 +166,26 @@ class Trainings:
 
     def measured_speed(self, config: Config) -> tuple[float, str] | None:
         """Return the tokens/s of the newest run of this model and method, and its folder; None if there is none."""
-        for name in self._workspace.survey().runs[:MAX_LOOKED_AT]:
-            try:
-                start = read_start(self._workspace.root / name)
-                if start is None or (start.model, start.method) != (config.model.name, config.method):
-                    continue
-                steps = read_run(self._workspace.root / name).steps
-            except FlatoutError:
+        for row in self.rows(self._workspace.survey().runs):
+            if (row.get("model"), row.get("method")) != (config.model.name, config.method):
                 continue
-            # the first half has warm-up and compilation in it
-            if rates := [step.tokens_per_s for step in steps[len(steps) // 2 :]]:
-                return median(rates), name
+            file = self._workspace.root / row["folder"] / "metrics.jsonl"
+            size_bytes = file.stat().st_size if file.exists() else 0
+            lines = LineFollower(file, max(0, size_bytes - SPEED_BYTES)).new_lines()
+            rates = [record.tokens_per_s for line in lines if isinstance(record := record_of(line), StepRecord)]
+            if rates:  # the first half may have warm-up and compilation in it
+                return median(rates[len(rates) // 2 :]), row["folder"]
         return None
+
+    def gpus_in_use(self) -> dict[str, list[int]]:
+        """Return the GPUs of each run that trains now, by its folder, as `gpus` numbers them; none for a CPU."""
+        found = {}
+        for folder in {self._workspace.root / name for name in self._workspace.survey().runs} | self._processes.keys():
+            if self.state(folder) == "running":
+                config = load_config(file) if (file := _settings_file(folder)) else None
+                on_cpu = config is not None and config.wanted_device == "cpu"
+                found[self._workspace.relative(folder)] = [] if on_cpu else (config and config.gpus) or [0]
+        return found
 
     def running(self) -> dict[str, int]:
         """Return the processes that studio started and that still run: pid by folder."""
@@ -198,20 +206,9 @@ class Trainings:
         root = self._workspace.root
         self._drawings.pop(folder, None)
         DurableIO().make_dir(folder / "logs")
-        output = open_own(folder / OUTPUT_FILE, os.O_WRONLY | os.O_TRUNC)
-        try:
-            self._processes[folder] = subprocess.Popen(
-                # -P: a tokenize.py of the workspace is not the one that libraries import
-                [sys.executable, "-P", "-m", "flatout", "train", str(config_file.relative_to(root))],
-                cwd=root,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # in its own session: neither Ctrl-C in the terminal of studio nor its end reaches the run
-                start_new_session=True,
-            )
-        finally:
-            os.close(output)
+        # -P: a tokenize.py of the workspace is not the one that libraries import
+        words = ["-P", "-m", "flatout", "train", str(config_file.relative_to(root))]
+        self._processes[folder] = start_python(words, folder / OUTPUT_FILE, append=False, cwd=root)
 
     def _tail(self, folder: Path) -> str:
         """Return the last lines of what the run printed; of train.log if studio did not start it."""
@@ -224,3 +221,8 @@ class Trainings:
                 continue
             return printable(redacted("\n".join(text.splitlines()[-TAIL_LINES:])))
         return ""
+
+
+def _settings_file(folder: Path) -> Path | None:
+    """Return the file with the settings of a run; None if it has none yet."""
+    return next((file for name in (CONFIG_FILE, "config.yaml") if (file := folder / name).is_file()), None)

@@ -14,13 +14,16 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from io import TextIOBase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flatout.errors import FlatoutError, UsageError, first_line
+from flatout.errors import FlatoutError, ResourceError, UsageError, first_line
 from flatout.io.redact import printable, redacted
 from flatout.launch.ranks import end_with_parent
 from flatout.studio.workspace import Workspace
 from flatout.track.callback import MemoryCallback, Reporter
+
+if TYPE_CHECKING:
+    import torch
 
 Emit = Callable[..., None]
 """Called as `emit(log="...")`: writes one line of the answer."""
@@ -59,10 +62,13 @@ def build(
     emit(log=f"loading the tokenizer of {config.model.name}")
     from flatout.data.build import open_or_build
 
-    def progress(done: int, total: int | None) -> None:
-        emit(progress=[done, total])
-
-    open_or_build(config.data, config.model.name, replaces=replaces, progress=progress, log=lambda text: emit(log=text))
+    open_or_build(
+        config.data,
+        config.model.name,
+        replaces=replaces,
+        progress=lambda done, total: emit(progress=[done, total]),
+        log=lambda text: emit(log=text),
+    )
     return config.data.name
 
 
@@ -132,10 +138,8 @@ def plan(
 _MODELS: dict[tuple[str, int], tuple[Any, Any, Any]] = {}
 
 
-def _loaded(folder: Path) -> tuple[Any, Any, Any]:
+def _loaded(folder: Path, device: torch.device) -> tuple[Any, Any, Any]:
     """Return a run's model, its tokenizer, and its base: the model itself under its adapter, another, or None."""
-    import torch
-
     from flatout.config.read import load_config
     from flatout.models.load.inference import load_for_inference, load_trained, resolve_model_paths
 
@@ -144,7 +148,6 @@ def _loaded(folder: Path) -> tuple[Any, Any, Any]:
     if key in _MODELS:
         return _MODELS[key]
     _MODELS.clear()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_trained(paths, device=device)
     base = model
     if paths.adapter is None:
@@ -173,18 +176,28 @@ def chat(
     prompt: str,
     max_new_tokens: int,
     temperature: float | None,
+    gpus_in_use: Mapping[str, Sequence[int]],
     emit: Emit,
 ) -> dict[str, str]:
     """Answer `prompt` with a run's model and with its base; return both answers by side.
 
     `turns` are the earlier ones: `prompt`, and each side's own answer. Sides are `run` and, if there is one, `base`.
+    Raises ResourceError if a run trains on the same GPU; `gpus_in_use` has those of each run that trains.
     """
     folder = Workspace(Path()).inside(run)
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for other, gpus in gpus_in_use.items():
+        if device.type == "cpu":
+            emit(note=f"{other} trains on this machine meanwhile: the run and the chat are both slower")
+        elif 0 in gpus:
+            raise ResourceError(f"{other} trains on GPU 0, which the chat needs too; stop it, or wait for its end")
     emit(log=f"loading {run} and its base model")
     from flatout.models.generate import Sampling, answer
     from flatout.models.lora.layer import without_adapter
 
-    model, tokenizer, base = _loaded(folder)
+    model, tokenizer, base = _loaded(folder, device)
     found = {}
     for side, one in (("run", model), ("base", base)):
         if one is None:

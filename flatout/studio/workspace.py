@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import secrets
@@ -12,12 +13,16 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from flatout.config.read import make_config, merge_overrides
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig
+from flatout.config.section import nested_kinds
 from flatout.data import registry
 from flatout.data.rows.read import ROW_TYPES, row_type
 from flatout.errors import DataError, ProblemsError, SecurityError, UsageError, reason_of
 from flatout.io.durable_io import DurableIO
+from flatout.io.file_lock import open_lock, take_lock
 
 UPLOADS = "uploads"
 MAX_UPLOAD_BYTES = 2 << 30
@@ -52,22 +57,15 @@ class Workspace:
 
     def inside(self, path: str) -> Path:
         """Return the absolute path, links resolved. Raises SecurityError if it is outside the workspace."""
-        found = self._resolve(path)
         try:
-            found.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            pass  # may be made
-        except (OSError, ValueError) as error:
-            raise SecurityError(f"{path!r:.200} is no path in the workspace: {reason_of(error)}") from error
-        return found
-
-    def _resolve(self, path: str) -> Path:
-        found = None
-        with suppress(OSError, ValueError, RuntimeError):
             found = (self.root / path).resolve()
-        # some readers expand ~ to a home folder
-        if found is None or path.startswith("~") or not found.is_relative_to(self.root):
-            raise SecurityError(f"{path!r:.200} is outside the workspace {self.root}; choose something inside it")
+            # some readers expand ~ to a home folder
+            if path.startswith("~") or not found.is_relative_to(self.root):
+                raise SecurityError(f"{path!r:.200} is outside the workspace {self.root}; choose something inside it")
+            with suppress(FileNotFoundError, NotADirectoryError):  # it may be made
+                found.stat()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise SecurityError(f"{path!r:.200} is no path in the workspace: {reason_of(error)}") from error
         return found
 
     def relative(self, path: Path) -> str:
@@ -75,7 +73,7 @@ class Workspace:
         return path.relative_to(self.root).as_posix()
 
     def survey(self) -> Survey:
-        """Look for data files, model folders and run folders, newest run first."""
+        """Look for data files, model folders and run folders."""
         found, num_entries = Survey(), 0
         for parent, folders, files in os.walk(self.root):
             num_entries += len(folders) + len(files)
@@ -95,7 +93,6 @@ class Workspace:
             kept = [] if is_model or is_deep else [name for name in folders if name[0] != "." and name not in _SKIPPED]
             folders[:] = sorted(kept)
         found.data_files.sort()
-        found.runs.sort(key=lambda name: -(self.root / name).stat().st_mtime)
         return found
 
     def free_run_name(self) -> str:
@@ -120,10 +117,11 @@ class Workspace:
         merged, problems = merge_overrides(values, [line.strip() for line in overrides if line.strip()])
         if problems:
             raise ProblemsError("settings", problems)
-        for text in _texts(merged):
-            self._resolve(text)  # a hub id or a regular expression, read as a path, is inside
+        if isinstance(file := merged.get("deepspeed"), str):
+            self.inside(file)  # before it is read
         config = make_config(merged, origin="settings", folder=self.root)
-        self.inside(str(config.folder))
+        for path in (str(config.folder), *_paths(config)):
+            self.inside(path)  # a hub id, read as a path, is inside
         return config
 
     async def receive(self, name: str, content: AsyncIterator[bytes]) -> str:
@@ -143,8 +141,13 @@ class Workspace:
         taken = f"{UPLOADS}/{name} already exists; rename the file, or pick it from the list"
         if path.exists():
             raise UsageError(taken)
+        for left in folder.glob(".*.part"):
+            with os.fdopen(open_lock(left)) as file:
+                if take_lock(file.fileno(), left):  # else another upload still writes it
+                    durable_io.remove_tree(left)
         try:
             with durable_io.open_new(partial) as file, durable_io.resource_errors("write", partial):
+                take_lock(file.fileno(), partial)
                 async for chunk in content:
                     num_bytes += len(chunk)
                     if num_bytes > MAX_UPLOAD_BYTES:
@@ -152,24 +155,25 @@ class Workspace:
                         raise DataError(f"{name} is larger than {limit}; copy it into the workspace instead")
                     file.write(chunk)
                 file.flush()
-                os.fsync(file.fileno())
+                await asyncio.to_thread(os.fsync, file.fileno())
             try:
                 path.touch(exist_ok=False)  # another upload of this name may have ended first
             except FileExistsError as error:
                 raise UsageError(taken) from error
-            durable_io.rename(partial, path)
+            await asyncio.to_thread(durable_io.rename, partial, path)
         finally:
             durable_io.remove_tree(partial)
         return self.relative(path)
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Yield every text in a tree of settings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _texts(part)
-    elif isinstance(value, list):
-        for part in value:
-            yield from _texts(part)
+def _paths(value: Any, is_path: bool = False) -> Iterator[str]:
+    """Yield every text in a configuration that its schema declares to be a path."""
+    if isinstance(value, BaseModel):
+        for name, field in type(value).model_fields.items():
+            yield from _paths(getattr(value, name), Path in [*nested_kinds(field.annotation), *field.metadata])
+    elif isinstance(value, Mapping | list):
+        # a list beside a path is not of paths, as in eval.prompts
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _paths(part, is_path and isinstance(value, Mapping))
+    elif is_path and isinstance(value, str | Path):
+        yield str(value)

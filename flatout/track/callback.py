@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
@@ -16,9 +19,9 @@ from flatout.track.record import AnswersRecord, EvalRecord, Record, RunEnd, RunS
 class Callback:
     """Receives what a run reports: derive from it and define the methods that you need.
 
-    Methods are called on the first rank only, one at a time; training waits for each, so a call must return well within
-    `faults.hang_s`, or other ranks take this one for lost. An exception ends the run. `on_event`, `on_phase` and
-    `on_save` may come from a background thread, whose exceptions cannot end it at once.
+    Methods are called on the first rank only, one at a time. Training waits for each, so a call must return well within
+    `faults.stall_s`; heartbeats go on beside it. An exception ends the run. `on_event`, `on_phase` and `on_save` may
+    come from a background thread, whose exceptions end it with the next report or save.
     """
 
     def on_start(self, start: RunStart) -> None:
@@ -46,7 +49,10 @@ class Callback:
         """A skip, drop, retry, fallback or save: anything that someone may want to look up later."""
 
     def on_end(self, end: RunEnd) -> None:
-        """The run is complete, was stopped, or failed; no call follows."""
+        """The run is complete, was stopped, or failed; no call follows.
+
+        It is not called if a collective with a lost rank holds this process until it is ended; end.json tells that.
+        """
 
 
 class Reporter:
@@ -59,50 +65,71 @@ class Reporter:
     def __init__(self, *callbacks: Callback) -> None:
         self._callbacks = callbacks
         self._lock = RLock()
+        self._posted: deque[tuple[str, Mapping[str, Any]]] = deque()
+        self._poster = ThreadPoolExecutor(1, "posted-events")
+        self._post_errors: list[Exception] = []
 
     def start(self, start: RunStart) -> None:
-        with self._lock:
-            for callback in self._callbacks:
-                callback.on_start(start)
+        self._each(lambda callback: callback.on_start(start))
 
     def stage(self, name: str, text: str) -> None:
-        with self._lock:
-            for callback in self._callbacks:
-                callback.on_stage(name, redacted(text))
+        self._each(lambda callback: callback.on_stage(name, redacted(text)))
 
     def phase(self, name: str, done: int = 0, total: int = 0) -> None:
-        with self._lock:
-            for callback in self._callbacks:
-                callback.on_phase(name, done, total)
+        self._each(lambda callback: callback.on_phase(name, done, total))
 
     def record(self, record: Record) -> None:
-        with self._lock:
-            for callback in self._callbacks:
-                deliver(callback, record)
+        self._each(lambda callback: deliver(callback, record))
 
     def event(self, kind: str, facts: Mapping[str, Any]) -> None:
-        with self._lock:
-            for callback in self._callbacks:
-                callback.on_event(kind, redacted(facts))
+        self._each(lambda callback: callback.on_event(kind, redacted(facts)))
+
+    def post(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Report an event without waiting for callbacks; the next report comes after it, and raises what one raised."""
+        if self._callbacks:
+            self._posted.append((kind, facts))
+            # without a thread, the next report delivers it
+            with suppress(RuntimeError):
+                self._poster.submit(self._deliver_posted)
 
     def saved(self, step: int, folder: Path, facts: Mapping[str, Any]) -> None:
         """Report a complete checkpoint, also as an event with further `facts`."""
         with self._lock:
             self.event("saved", {"step": step, "path": str(folder), **facts})
-            for callback in self._callbacks:
-                callback.on_save(step, folder)
+            self._each(lambda callback: callback.on_save(step, folder))
 
     def end(self, end: RunEnd) -> None:
         """Report the end to every callback, even if one of them raises; the first exception is raised."""
-        errors = []
         with self._lock:
+            self._deliver_posted()
+            errors = self._post_errors
             for callback in self._callbacks:
                 try:
                     callback.on_end(end)
                 except Exception as error:  # noqa: BLE001  (raised below, after the other callbacks have closed)
                     errors.append(error)
+            self._callbacks = ()
         if errors:
             raise errors[0]
+
+    def _each(self, call: Callable[[Callback], None]) -> None:
+        with self._lock:
+            self._deliver_posted()
+            for callback in self._callbacks:
+                call(callback)
+            errors, self._post_errors = self._post_errors, []
+        if errors:
+            raise errors[0]
+
+    def _deliver_posted(self) -> None:
+        with self._lock:
+            while self._posted:
+                kind, facts = self._posted.popleft()
+                for callback in self._callbacks:
+                    try:
+                        callback.on_event(kind, redacted(facts))
+                    except Exception as error:  # noqa: BLE001  (raised by the next report)
+                        self._post_errors.append(error)
 
 
 def deliver(callback: Callback, record: Record) -> None:

@@ -31,7 +31,7 @@ TICK_S = 0.5
 # columns of a line's name with a space, and of the bar
 INDENT, BAR_WIDTH = 11, 8
 # events that a stage has told already, or that whoever started the run tells
-TOLD_EVENTS = {"stopped", "resumed"}
+TOLD_EVENTS = {"stopped", "resumed", "restarted"}
 # what RankOutput recognizes in rank 0's log: how far the run is, which the bar shows
 _STEP_LINE = re.compile(r"step {7}\d+/")
 _WAITING_LINE = re.compile(r"\.{3} {8}(.+) (\d+) s")
@@ -71,8 +71,12 @@ class ConsoleCallback(Callback):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._closing.set()
+        self.close()
         self._thread.join(4 * TICK_S)
+
+    def close(self) -> None:
+        """Close the bar for good; lines can still be printed."""
+        self._closing.set()
         self._close_live()
 
     def on_stage(self, name: str, text: str, style: str = "bold cyan") -> None:
@@ -151,6 +155,8 @@ class ConsoleCallback(Callback):
             self.tick()
 
     def _refresh(self) -> None:
+        if self._closing.is_set():
+            return
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, get_renderable=self._render)
             self._live.start()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from flatout.errors import FlatoutError, ResourceError
@@ -43,7 +44,8 @@ class RunFolderWriter(Callback):
         names = ("metrics.jsonl", "answers.jsonl", "events.jsonl", "train.log")
         self._files = [AppendFile(folder / name) for name in names]
         self._metrics, self._answers, self._events, self._train_log = self._files
-        self._num_lost, self._is_ours, self._has_started = 0, True, False
+        self._num_lost, self._is_ours = 0, True
+        self._has_started, self._has_ended, self._end_lock = False, False, Lock()
 
     def on_start(self, start: RunStart) -> None:
         self._has_started = True
@@ -70,11 +72,19 @@ class RunFolderWriter(Callback):
         self.on_stage(kind, describe_event(kind, facts))
 
     def on_end(self, end: RunEnd) -> None:
-        # a start that failed before its first step does not change how the run ended before
-        if self._has_started or not (self._folder / "end.json").exists():
-            self._write_json("end.json", asdict(end))
+        with self._end_lock:
+            self._has_ended = True
+            # a start that failed before its first step does not change how the run ended before
+            if self._has_started or not (self._folder / "end.json").exists():
+                self._write_json("end.json", asdict(end))
         for file in self._files:
             file.close()
+
+    def write_end(self, end: RunEnd) -> None:
+        """Write end.json for a run that may not live to call `on_end`, which has precedence; thread-safe."""
+        with self._end_lock:
+            if self._has_started and not self._has_ended:
+                self._write_json("end.json", asdict(end))
 
     def _record(self, file: AppendFile, record: Record) -> None:
         try:

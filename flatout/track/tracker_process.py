@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STORE_SOCKET, environment
 from flatout.errors import FlatoutError
-from flatout.io.durable_io import DurableIO, open_own
+from flatout.io.child_process import start_python
+from flatout.io.durable_io import DurableIO
 from flatout.track.callback import Callback
 from flatout.track.delivery import LOG_NAME, count_unsent, read_cursor
 from flatout.track.record import RunEnd, RunStart, StepRecord
@@ -39,21 +39,10 @@ class TrackerProcess(Callback):
         try:
             DurableIO().make_dir(trackers)
             trackers.chmod(0o700)
-            log = open_own(trackers / LOG_NAME, os.O_WRONLY | os.O_APPEND)
-            try:
-                os.fchmod(log, 0o600)
-                # in its own session, so that it outlives a killed run by what is left to send
-                module = ["-P", "-m", "flatout.track.forward"]  # -P: a wandb.py of this folder is not imported
-                self._process = subprocess.Popen(
-                    [sys.executable, *module, str(self._folder.absolute()), str(os.getpid())],
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            finally:
-                os.close(log)
+            # it outlives a killed run by what is left to send; -P: a wandb.py of this folder is not imported
+            words = ["-P", "-m", "flatout.track.forward", str(self._folder.absolute()), str(os.getpid())]
+            self._process = start_python(words, trackers / LOG_NAME, env=env)
+            (trackers / LOG_NAME).chmod(0o600)
         except (OSError, FlatoutError) as error:
             self._log(f"not started: {error}; `flatout track {self._folder}` sends everything after the run")
 

@@ -45,7 +45,7 @@ from flatout.trainer.evaluate import evaluate_now
 from flatout.trainer.loop import run_steps, save
 from flatout.trainer.planning import plan_run, require_same_run, weakest_gpu
 from flatout.trainer.resume import check_facts, find_checkpoint, restore_weights
-from flatout.trainer.run_facts import run_start
+from flatout.trainer.run_facts import gather_gpus, run_start
 from flatout.trainer.state import Progress, Run
 
 
@@ -85,9 +85,9 @@ def train(
 
     `console` is one that the caller has entered; by default, a new one prints to standard output.
 
-    Raises a FlatoutError; PreemptedError means saved and resumable. `on_peer_lost` is called from the watch's thread
-    as soon as a rank is lost. The error is then raised, unless this rank is blocked in a collective: then it exits
-    with code 7.
+    Raises a FlatoutError; PreemptedError means saved and resumable. `on_peer_lost` is called in a thread of its own
+    as soon as a rank is lost. The error is then raised, unless this rank is blocked in a collective: then end.json is
+    written, and this process exits with code 7.
     """
     rank = Rank.from_env()
     if rank == Rank() and len(config.gpus or ()) > 1:
@@ -99,6 +99,7 @@ def train(
     # taking the lock also detects a folder that is not writable, before anything slow happens
     with ExitStack() as stack:
         reporter = Reporter()
+        peer_lost_calls = [on_peer_lost] if on_peer_lost else []
         if rank.is_first:
             lock = stack.enter_context(RunLock(config.folder))
             shown = console or stack.enter_context(ConsoleCallback(every_record=config.log_every_steps > 1))
@@ -106,10 +107,12 @@ def train(
             # after the run folder, whose files its process reads
             trackers = TrackerProcess(config.folder, config.track.to, partial(shown.on_stage, "track"))
             reporter = Reporter(shown, folder, *([trackers] if config.track.to else ()), *callbacks)
+            # a collective may hold the main thread until the watch ends this process
+            peer_lost_calls += [lambda error: folder.write_end(ended_by(error)), lambda error: shown.close()]
         watch = PeerWatch(
             config.faults,
-            reporter.event,
-            on_peer_lost,
+            reporter.post,
+            peer_lost_calls,
             on_phase=lambda phase, step: reporter.phase(PHASES.get(phase, phase), step + 1 if phase == "step" else 0),
         )
         try:
@@ -177,9 +180,13 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, obj
         DurableIO().write_bytes(config.folder / "config.yaml", redacted(dump_config(config)).encode())
     if checkpoint is not None:
         reporter.event("resumed", {"step": checkpoint.step})
+    elif (config.folder / "start.json").exists():
+        reporter.event("restarted", {"step": 0})
     run = build_run(config, planned, checkpoints, checkpoint, reporter, rank, watch, objective)
     del checkpoint  # its open files would keep deleted checkpoints on disk
-    reporter.start(run_start(run, planned))
+    gpus = gather_gpus(run)
+    if rank.is_first:
+        reporter.start(run_start(run, planned, gpus))
     try:
         with run.stop:
             run_steps(run)

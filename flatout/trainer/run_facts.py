@@ -30,15 +30,20 @@ NUM_SAMPLED_STEPS = 128
 MAX_MODEL_TEXT = 20_000
 
 
-def run_start(run: Run, planned: PlannedRun) -> RunStart:
-    """Return the facts of a run that is built and starts its next step. Collective on GPUs."""
+def gather_gpus(run: Run) -> tuple[GpuFacts, ...]:
+    """Return the GPUs of all ranks; none on the CPU. Collective on GPUs."""
+    if run.device.type != "cuda":
+        return ()
+    properties = torch.cuda.get_device_properties(run.device)
+    gpus = run.checkpoints.group.all_gather((properties.name, properties.total_memory))
+    return tuple(GpuFacts(*gpu) for gpu in gpus)
+
+
+def run_start(run: Run, planned: PlannedRun, gpus: tuple[GpuFacts, ...]) -> RunStart:
+    """Return the facts of a run that is built and starts its next step, for the first rank, which writes them."""
     config, now = run.config, time.time()
-    gpus: list[tuple[str, int]] = []
-    if run.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(run.device)
-        gpus = run.checkpoints.group.all_gather((properties.name, properties.total_memory))
     earlier = None
-    if run.rank.is_first and run.progress.step:
+    if run.progress.step:
         with suppress(DataError):  # of another version: only the first start's time is lost
             earlier = read_start(config.folder)
     trained = run.named_parameters.values()
@@ -53,7 +58,7 @@ def run_start(run: Run, planned: PlannedRun) -> RunStart:
         resumed_step=run.progress.step or None,
         num_ranks=run.rank.world,
         device=run.device.type,
-        gpus=tuple(GpuFacts(*gpu) for gpu in gpus),
+        gpus=gpus,
         dtype=str(run.dtype).removeprefix("torch."),
         strategy=planned.parallel_layout.strategy,
         num_parameters=planned.shape.num_params,

@@ -56,7 +56,7 @@ def run_rank_cases(cases: Sequence[RankCase], folder: Path) -> list[Row]:
     folder.mkdir()
     DurableIO().write_json(folder / JOB, {"cases": [asdict(case) for case in cases]})
     processes: list[subprocess.Popen[bytes]] = []
-    command = [sys.executable, "-m", "flatout.verifier.ranks", str(folder)]
+    command = [sys.executable, "-P", "-m", "flatout.verifier.ranks", str(folder)]
     options: dict[str, Any] = {"stderr": subprocess.STDOUT, "start_new_session": True}
     try:
         for index in range(max(case.num_ranks for case in cases)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from flatout.view.page import render
+
 MAX_LANES = 24
 # units of the viewBox; a gap between micro-batches is this share of the widest lane
 _WIDTH, _GAP = 1000.0, 0.008
@@ -19,24 +21,18 @@ def draw_packing(packing: Steps, padded: Steps) -> str:
     Both are, for each step, for each rank, for each batch the lengths of its samples.
     """
     lanes = [
-        (f"step {step}", f"rank {rank}" if len(ranks) > 1 else "", batches, beside)
+        (step, rank, len(ranks), batches, beside)
         for step, (ranks, all_beside) in enumerate(zip_longest(packing, padded, fillvalue=()), start=1)
         for rank, (batches, beside) in enumerate(zip_longest(ranks, all_beside, fillvalue=()))
     ][:MAX_LANES]
     if not lanes:
         return ""
-    widest = max(max(sum(map(sum, batches)), naive_tokens(beside)) for _, _, batches, beside in lanes) or 1
-    names = (("c0", "one sample each"), ("c2", "the next micro-batch"), ("filler", "padding"))
-    legend = "".join(f'<li class="{style}"><i></i>{name}</li>' for style, name in names)
-    drawn = "".join(
-        f'<div class="lane{" first" if rank in ("", "rank 0") else ""}"><div><b>{step}</b> {rank}</div>'
-        f'<div class="bars">{_bars(batches, widest)}'
-        f"{_bars(beside, widest, is_padded=True) if beside else ''}</div>"
-        f'<div class="count"><b>{sum(map(sum, batches)):,}</b>'
-        f"<small>{f'{naive_tokens(beside):,}' if beside else ''}</small></div></div>"
-        for step, rank, batches, beside in lanes
-    )
-    return f'<div class="packing"><ul class="legend">{legend}</ul>{drawn}</div>'
+    widest = max(max(sum(map(sum, batches)), naive_tokens(beside)) for *_, batches, beside in lanes) or 1
+    drawn = []
+    for *place, batches, beside in lanes:
+        padded_bars = _bars(beside, widest, is_padded=True) if beside else ""
+        drawn.append((*place, _bars(batches, widest), padded_bars, sum(map(sum, batches)), naive_tokens(beside)))
+    return render("packing.html", lanes=drawn)
 
 
 def naive_tokens(padded: Lane) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -18,7 +19,7 @@ from flatout.planner.steps.run_plan import make_plan
 from flatout.track.summary import short_count
 from flatout.view.charts import bar_plot, figure
 from flatout.view.packing import draw_packing
-from flatout.view.page import cards, page, section, table, text, visible
+from flatout.view.page import page, render, text, visible
 
 NUM_LENGTH_BINS, NUM_PACKED_STEPS = 48, 4
 # the budget of a micro-batch on a CPU, where a run does not choose one by its memory; and the default seed
@@ -43,10 +44,12 @@ _REPORT = TypeAdapter(_Report)
 def samples_page(store: TokenStore, decode: Decode, count: int) -> str:
     """Return the page of a store with its first `count` samples. Raises DataError for a damaged report.json."""
     count = min(count, store.num_samples)
-    body = overview(store) + statistics(store)
-    if count:
-        body += section("samples", f"The first {count:,} samples", sample_list(store, decode, 0, count))
-    return page(f"{store.meta.name} · flatout", f"<h1>{text(store.meta.name)}</h1>{body}")
+    title = f"<h1>{text(store.meta.name)}</h1>"
+    samples = (
+        f'<section id="samples"><h2>The first {count:,} samples</h2>{sample_list(store, decode, 0, count)}</section>'
+    )
+    body = title + overview(store) + statistics(store) + (samples if count else "")
+    return page(f"{store.meta.name} · flatout", body)
 
 
 def overview(store: TokenStore) -> str:
@@ -55,7 +58,6 @@ def overview(store: TokenStore) -> str:
     template = f"template {meta.template or 'none'}, end of turn {meta.end_of_turn or 'none'!r}"
     limits = f"loss on {meta.settings.get('loss_type')}, max_tokens {meta.settings.get('max_tokens')}"
     lead = " · ".join((", ".join(meta.sources), f"tokenizer {meta.tokenizer}", template, limits))
-    warnings = "".join(f'<p class="warning remark">{text(note)}</p>' for note in _read_report(store).notes)
     num_tokens, half, most = int(lengths.sum()), int(np.median(lengths)), int(lengths.max())
     percentile = int(np.percentile(lengths, 95, method="higher"))
     figures = [
@@ -65,7 +67,7 @@ def overview(store: TokenStore) -> str:
         ("Median length", f"{half:,}", f"tokens; 95% have at most {percentile:,}, the longest {most:,}"),
         ("Padding avoided", f"{padding_share(lengths, 32):.1%}", "of a padding loader's tokens, batches of 32"),
     ]
-    return f'<p class="lead">{text(lead)}</p>{cards(figures)}{warnings}'
+    return render("overview.html", lead=lead, figures=figures, notes=_read_report(store).notes)
 
 
 def statistics(store: TokenStore) -> str:
@@ -75,22 +77,23 @@ def statistics(store: TokenStore) -> str:
     edges = np.unique(np.linspace(0, int(store.lengths.max()) + 1, NUM_LENGTH_BINS + 1).astype(np.int64))
     numbers = np.histogram(store.lengths, edges)[0]
     bars = bar_plot("samples", edges.tolist(), numbers.tolist(), "tokens in a sample")
-    return (
-        section("lengths", "Lengths", figure("Sample lengths", [bars], unit="samples", is_wide=True))
-        + section("packing", "Packing", _packing(store))
-        + section("rows", "Rows", table(["Row outcomes", "count"], fates, style="figures"))
-    )
+    lengths = figure("Sample lengths", [bars], unit="samples", is_wide=True)
+    # the first steps that a run with default settings would take on one CPU
+    budget = max(MICRO_BATCH_TOKENS, int(store.lengths.max()))
+    plan = make_plan(store.lengths, store.num_labels, BatchConfig(), micro_batch_tokens=budget, seed=SEED, num_ranks=1)
+    steps = [plan.step(index) for index in range(min(NUM_PACKED_STEPS, plan.num_steps))]
+    samples = [
+        [[store.lengths[list(one.sample_ids)].tolist() for one in rank] for rank in step.ranks] for step in steps
+    ]
+    packing = draw_packing(samples, [plan.naive_batches(step) for step in steps])
+    return render("statistics.html", lengths=lengths, packing=packing, budget=budget, outcomes=fates)
 
 
 def sample_list(store: TokenStore, decode: Decode, first: int, count: int) -> str:
     """Return up to `count` samples from number `first` on, turn by turn. Raises DataError for a damaged report.json."""
     report = _read_report(store)
-    key = (
-        '<p class="key"><span><span class="t">trained tokens</span> carry the loss</span>'
-        '<span><span class="k">context tokens</span> do not</span><span>one block a turn, after truncation</span></p>'
-    )
     numbers = range(first, min(first + count, store.num_samples))
-    return key + "".join(_sample(store, index, decode, report) for index in numbers)
+    return render("samples.html", samples=[_sample(store, index, decode, report) for index in numbers])
 
 
 def _read_report(store: TokenStore) -> _Report:
@@ -98,33 +101,17 @@ def _read_report(store: TokenStore) -> _Report:
     return validated(_REPORT, read_json(path, DataError), str(path), DataError)
 
 
-def _packing(store: TokenStore) -> str:
-    """Draw the first steps that a run with default settings would take on one CPU."""
-    budget = max(MICRO_BATCH_TOKENS, int(store.lengths.max()))
-    plan = make_plan(store.lengths, store.num_labels, BatchConfig(), micro_batch_tokens=budget, seed=SEED, num_ranks=1)
-    steps = [plan.step(index) for index in range(min(NUM_PACKED_STEPS, plan.num_steps))]
-    lengths = store.lengths
-    packing = [[[lengths[list(one.sample_ids)].tolist() for one in rank] for rank in step.ranks] for step in steps]
-    note = (
-        f"The first steps of a run with default settings on one rank, at most {budget:,} tokens in a micro-batch. "
-        "Above: samples, one after the other. Below: the same samples, each batch padded to its longest."
-    )
-    return f'<p class="note">{note}</p>{draw_packing(packing, [plan.naive_batches(step) for step in steps])}'
-
-
-def _sample(store: TokenStore, index: int, decode: Decode, report: _Report) -> str:
+def _sample(store: TokenStore, index: int, decode: Decode, report: _Report) -> tuple[Any, ...]:
+    """Return number, what happened to the row, origin, tokens, trained tokens, and turns as HTML."""
     token_ids, loss_mask = store.sample(index)
     origin = store.origin(index)
-    sizes = f"{len(token_ids):,} tokens, {int(store.num_labels[index]):,} trained"
     fates = [
         fate for fate in ("truncated", "split") if origin.row_number in report.rows.get(fate, {}).get(origin.source, ())
     ]
     runs = np.split(np.arange(len(token_ids)), np.flatnonzero(np.diff(loss_mask)) + 1)
     pieces = [(decode(token_ids[run].tolist()), bool(loss_mask[run[0]])) for run in runs]
-    turns = "".join(_turn(turn) for turn in split_turns(pieces, store.meta.end_of_turn))
-    badges = "".join(f'<span class="badge bad">{fate}</span>' for fate in fates)
-    title = f"<h3>Sample {index + 1}{badges}<small>{text(origin)}</small><small>{sizes}</small></h3>"
-    return f'<article class="sample">{title}{turns}</article>'
+    turns = [_turn(turn) for turn in split_turns(pieces, store.meta.end_of_turn)]
+    return index + 1, fates, origin, len(token_ids), int(store.num_labels[index]), turns
 
 
 def split_turns(pieces: Sequence[Piece], end_of_turn: str) -> Iterator[list[Piece]]:

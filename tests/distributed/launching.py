@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from flatout.config.read import dump_config
 DEADLINE_S = 600
 
 
-def launch(config: Any, folder: Path, **popen: Any) -> subprocess.Popen[str]:
+def launch(config: Any, folder: Path, options: Sequence[str] = (), **popen: Any) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     (folder / "run.yaml").write_text(dump_config(config))
-    command = [sys.executable, "-m", "flatout", "train", str(folder / "run.yaml")]
+    command = [sys.executable, *options, "-m", "flatout", "train", str(folder / "run.yaml")]
     return subprocess.Popen(
         command,
         stderr=subprocess.STDOUT,

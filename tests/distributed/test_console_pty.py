@@ -2,18 +2,23 @@
 
 import os
 import re
+import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import DEADLINE_S, launch, settings
+from launching import DEADLINE_S, launch, settings, wait_for_steps
+from spawned_ranks import start_ranks
 
 from flatout.cli.main import main
 from flatout.config.read import dump_config
+from flatout.track.run_log import read_end
 
 
 class Terminal:
@@ -89,3 +94,31 @@ def test_two_ranks_show_a_bar_on_a_terminal(tiny: Any, tmp_path: Path) -> None:
     check(terminal, tmp_path / "run", 3)
     # rank 0's log says as much as a pipe would
     assert re.search(r"^step +3/3 ", (tmp_path / "run" / "logs" / "latest" / "rank-0.log").read_text(), re.M)
+
+
+@pytest.mark.exhaustive
+def test_a_blocked_rank_that_is_ended_leaves_the_cursor_shown(tiny: Any, tmp_path: Path) -> None:
+    """Under another launcher, where rank 0 has the terminal: a collective with a stopped rank holds it."""
+    batch = {"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 100_000}
+    config = tiny.config(tmp_path / "run", **settings(tiny, batch=batch, faults={"hang_s": 3}))
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    command = [sys.executable, "-m", "flatout", "train", str(tmp_path / "run.yaml")]
+    terminal = Terminal()
+    with terminal.opened() as fd:
+        ranks = start_ranks([command, command], stdout=fd, stderr=subprocess.DEVNULL)
+        try:
+            wait_for_steps(tmp_path / "run", 3)
+            while b"\x1b[?25l" not in terminal.sent:
+                assert ranks[0].poll() is None
+                time.sleep(0.05)
+            ranks[1].send_signal(signal.SIGSTOP)
+            assert ranks[0].wait(DEADLINE_S) == 7
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    assert terminal.sent.rfind(b"\x1b[?25h") > terminal.sent.rfind(b"\x1b[?25l")
+    end = read_end(tmp_path / "run")
+    assert end is not None
+    assert (end.outcome, end.exit_code) == ("failed", 7)
+    assert "rank 1 on" in str(end.why)

@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -12,8 +15,11 @@ import pytest
 import torch
 from launching import DEADLINE_S, launch, num_steps_told, settings, wait_for_steps
 from safetensors.torch import load_file
+from spawned_ranks import start_ranks
 
+from flatout.config.read import dump_config
 from flatout.launch.attempt import RankReport
+from flatout.track.run_log import read_end
 
 HANG_S = 3.0
 
@@ -61,6 +67,43 @@ def test_a_killed_and_a_stopped_rank(tiny: Any, tmp_path: Path) -> None:
     weights = [load_file(f / "checkpoints/step-120/model.safetensors") for f in (run_dir, tmp_path / "alone")]
     for name, tensor in weights[1].items():
         torch.testing.assert_close(weights[0][name], tensor, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_a_blocked_rank_says_how_the_run_ended_until_it_starts_again(tiny: Any, tmp_path: Path) -> None:
+    """Rank 1 is stopped before any checkpoint, so a collective holds rank 0 until it is ended."""
+    made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 40})
+    run_dir = tmp_path / "run"
+    faults = {"hang_s": HANG_S, "max_restarts": 1}
+    process = launch(tiny.config(run_dir, **made, checkpoint={"every_steps": None}, faults=faults), tmp_path)
+    strike(run_dir, 0, rank=1, number=signal.SIGSTOP)
+    while (lost := read_end(run_dir)) is None:
+        assert process.poll() is None
+        time.sleep(0.02)
+    assert (lost.outcome, lost.exit_code) == ("failed", 7)
+    assert "rank 1 on" in str(lost.why)
+    num_steps = num_steps_told(run_dir)
+    wait_for_steps(run_dir, num_steps + 1)
+    assert read_end(run_dir) != lost
+    output = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 0, output
+    summary = output[output.index("summary    ") :]
+    assert "complete, 40 of 40 steps" in summary
+    assert re.search(r"^events .*1 peer_lost, 1 restarted", summary, re.MULTILINE), summary
+
+
+@pytest.mark.exhaustive
+def test_a_slow_callback_of_a_run_costs_no_rank(tiny: Any, tmp_path: Path) -> None:
+    """Longer than `hang_s`, while the watch reports that others wait: rank 0 goes on beating."""
+    made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 4})
+    config = tiny.config(tmp_path / "run", **made, faults={"hang_s": HANG_S})
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    command = [sys.executable, str(Path(__file__).with_name("slow_callback_ranks.py")), str(tmp_path / "run.yaml")]
+    ranks = start_ranks([command, command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    outputs = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert any(event["kind"] == "waiting" and "rank 0 on" in event["for"] for event in events)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from launching import DEADLINE_S, launch, num_steps_told, settings, wait_for_steps
 
+import flatout
 from flatout.launch.attempt import RankReport
 
 
@@ -42,6 +43,19 @@ def test_two_jobs_at_once_one_right_one_wrong(tiny: Any, tmp_path: Path, metrics
     assert [report.exit_code for report in RankReport.read_all(folder)] == [0, 0]
     assert (folder / "rank-0.log").read_text() in output
     assert (folder / "rank-1.log").exists()
+
+
+def test_ranks_import_nothing_of_the_working_folder(tiny: Any, tmp_path: Path) -> None:
+    """Where a file has a module's name; the launcher is started like the `flatout` command, which does not either."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "random.py").write_text("raise RuntimeError('a file of the working folder')")
+    batch = {"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 2}
+    config = tiny.config(tmp_path / "run", **settings(tiny, batch=batch))
+    env = {**os.environ, "PYTHONPATH": str(Path(flatout.__file__).parents[1])}
+    process = launch(config, tmp_path, ("-P",), cwd=work, env=env)
+    output = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 0, output
 
 
 def test_a_signal_to_the_launcher_saves_once(tiny: Any, tmp_path: Path) -> None:

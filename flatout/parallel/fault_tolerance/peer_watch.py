@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -47,28 +47,38 @@ OnPeerLost = Callable[[PeerLostError], None]
 
 
 def leave(error: PeerLostError) -> NoReturn:
-    """End this process immediately, without waiting for a collective, and write its stacks to stderr."""
-    sys.stderr.write(f"error: {error}\n")
-    with suppress(OSError, ValueError):
-        faulthandler.dump_traceback(all_threads=True)
-    sys.stderr.flush()
-    sys.stdout.flush()
-    os._exit(error.exit_code)
+    """End this process without waiting for a collective; for at most LEAVE_S, write its stacks to stderr."""
+
+    def write_stacks() -> None:
+        sys.stderr.write(f"error: {error}\n")
+        with suppress(OSError, ValueError):
+            faulthandler.dump_traceback(all_threads=True)
+        sys.stderr.flush()
+        sys.stdout.flush()
+
+    try:
+        # in a thread, as a terminal or a full pipe may block
+        writer = threading.Thread(target=write_stacks, daemon=True)
+        writer.start()
+        writer.join(LEAVE_S)
+    finally:
+        os._exit(error.exit_code)
 
 
 class PeerWatch:
     """Keeps this rank's status (`set_phase`) and, after `join`, detects when another rank stops responding.
 
-    With one rank there is nothing to watch. On the first rank, `on_event` gets the events of all ranks. `on_peer_lost`
-    is called as soon as a rank is lost; `leave` ends this process if it does not exit by itself. `on_phase` gets this
-    rank's phases and completed steps.
+    With one rank there is nothing to watch. On the first rank, `on_event` gets the events of all ranks; it must neither
+    block nor raise, as the watch's thread calls it between heartbeats. Each of `on_peer_lost` is called as soon as a
+    rank is lost, in a thread of its own; LEAVE_S later `leave` ends this process if it has not exited by itself.
+    `on_phase` gets this rank's phases and completed steps.
     """
 
     def __init__(
         self,
         faults: FaultsConfig,
         on_event: OnEvent,
-        on_peer_lost: OnPeerLost | None = None,
+        on_peer_lost: Sequence[OnPeerLost] = (),
         *,
         on_phase: Callable[[str, int], None] = lambda phase, step: None,
         leave: Callable[[PeerLostError], NoReturn] = leave,
@@ -218,15 +228,14 @@ class PeerWatch:
         if isinstance(heartbeats, HeartbeatServer):
             heartbeats.broadcast(failure)
         rank, step = failure.rank, failure.status.step
+        facts = {"rank": rank, "host": failure.host, "step": step + 1, "phase": failure.status.phase}
+        self._on_event("peer_lost", {**facts, "how": failure.how})
         self._lost_error = error = PeerLostError(str(failure), rank, step=step, exit_code=failure.exit_code)
         self._lost.set()
-        # this thread must go on whatever a callback raises
-        with suppress(Exception):
-            if self._on_peer_lost is not None:
-                # without delay: NCCL or gloo may abort this process at any moment
-                self._on_peer_lost(error)
-            facts = {"rank": rank, "host": failure.host, "step": step + 1, "phase": failure.status.phase}
-            self._on_event("peer_lost", {**facts, "how": failure.how})
+        with suppress(RuntimeError):  # no thread can start
+            for call in self._on_peer_lost:
+                # without delay, as NCCL or gloo may abort this process at any moment; in threads, as a disk may stall
+                threading.Thread(target=call, args=(error,), daemon=True).start()
         # the main thread exits by itself if it can; if it is stuck in a collective, it never would
         time.sleep(LEAVE_S)
         self._leave(error)

@@ -348,7 +348,13 @@
       const form = byId("chat"), list = byId("turns"), error = byId("chat-error"), prompt = byId("prompt");
       if (!form) return;
       let turns = [];
-      const clear = () => { turns = []; list.textContent = byId("chat-status").textContent = ""; show(error, ""); };
+      const send = form.querySelector("[type=submit]");
+      const clear = () => {
+        turns = [];
+        list.textContent = "";
+        byId("chat-status").textContent = send.disabled ? "the last answer is still being written; you can send when it ends" : "";
+        show(error, "");
+      };
       byId("clear").addEventListener("click", clear);
       byId("run-choice").addEventListener("change", clear);
       prompt.addEventListener("keydown", (event) => {
@@ -369,9 +375,10 @@
       }
       form.addEventListener("submit", async (event) => {
         event.preventDefault();
-        const text = prompt.value.trim(), send = form.querySelector("[type=submit]");
+        const text = prompt.value.trim();
         if (!text || send.disabled) return;
         show(error, "");
+        show(byId("chat-note"), "");
         send.disabled = true;
         // a new chat replaces `turns`: an answer that comes later belongs to the old one
         const mine = turns, { turn, sides } = addTurn(text), status = statusOf(byId("chat-status"));
@@ -381,6 +388,7 @@
           const body = { run: byId("run-choice").value, turns: mine, prompt: text, max_new_tokens: Number(byId("max-tokens").value), temperature: heat === "" ? null : Number(heat) };
           const answers = await follow(await ask("/api/chat", body), (line) => {
             if (mine !== turns) return;
+            if (line.note) show(byId("chat-note"), line.note);
             if (line.piece) sides[line.side].textContent += line.piece;
             status(line.piece ? { log: line.side === "run" ? "the run answers" : "its base model answers" } : line);
           });

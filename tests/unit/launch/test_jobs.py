@@ -1,12 +1,15 @@
 """What is written for clusters, read back by the shell and by a YAML reader."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import flatout
 from flatout.cli.main import main
 from flatout.errors import UsageError
 from flatout.launch.kubernetes import manifest
@@ -111,3 +114,17 @@ def test_train_in_tmux_dry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert not (tmp_path / "run").exists()
     assert main(["train", str(config), "--tmux", "no.dots", "--dry-run"]) == 2
     assert main(["train", str(config), "--dry-run"]) == 2
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_processes_that_a_source_tree_starts_find_its_flatout(tmp_path: Path, named: bool) -> None:
+    """They leave out the working folder, which only then must be in PYTHONPATH, before what it has."""
+    (tmp_path / "flatout").symlink_to(Path(flatout.__file__).parent)
+    (tmp_path / "run.yaml").write_text("run_dir: run\nmodel: {name: x}\ndevice: cpu\n")
+    paths = f"{tmp_path}:/more" if named else "/more"
+    command = [sys.executable, "-m", "flatout", "train", "run.yaml", "--tmux", "job", "--dry-run"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=True
+    )
+    assert f"-e PYTHONPATH={tmp_path}:/more " in done.stdout
+    assert f"{sys.executable} -P -m flatout train run.yaml" in done.stdout

@@ -4,8 +4,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
@@ -16,8 +17,9 @@ from flatout.config.parallel import FaultsConfig
 from flatout.errors import DataError, NumericError, PeerLostError, PreemptedError
 from flatout.io import bounded_wait
 from flatout.parallel.fault_tolerance import peer_watch as watch_module
-from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
+from flatout.parallel.fault_tolerance.peer_watch import OnEvent, OnPeerLost, PeerWatch
 from flatout.parallel.rank import Rank
+from flatout.track.callback import Callback, Reporter
 
 DEADLINE_S = 60.0
 
@@ -25,7 +27,10 @@ DEADLINE_S = 60.0
 class Pair:
     """The watches of two ranks in one process, what they told, and with what they would have ended their process."""
 
-    def __init__(self, **faults: float) -> None:
+    def __init__(
+        self, on_event: OnEvent | None = None, on_peer_lost: Sequence[OnPeerLost] = (), **faults: float
+    ) -> None:
+        self.on_event, self.on_peer_lost = on_event, on_peer_lost
         self.told: list[list[Any]] = [[], []]
         self.left: list[list[PeerLostError]] = [[], []]
         self.codes: list[list[int]] = [[], []]
@@ -41,8 +46,8 @@ class Pair:
 
         return PeerWatch(
             FaultsConfig(**{"hang_s": 60, **faults}),
-            lambda *words: self.told[rank].append(words),
-            lambda error: self.codes[rank].append(error.exit_code),
+            self.on_event if rank == 0 and self.on_event else lambda *words: self.told[rank].append(words),
+            [lambda error: self.codes[rank].append(error.exit_code), *self.on_peer_lost],
             leave=leave,  # type: ignore[arg-type]
         )
 
@@ -79,7 +84,7 @@ def test_a_failure_of_one_rank_is_told_to_the_other_with_its_exit_code(pair: typ
         from_a_collective()
     assert (caught.value.rank, caught.value.step, caught.value.exit_code) == (failing, 6, 3)
     assert vars(own.value)["step"] == 6
-    both.until(lambda: both.left[other])
+    both.until(lambda: both.left[other] and both.codes[other])
     # a rank that a collective held would have been ended, with the same words and code
     assert str(both.left[other][0]) == str(caught.value)
     assert both.codes == ([[], [3]] if failing == 0 else [[3], []])
@@ -169,6 +174,78 @@ def test_an_event_of_another_rank_is_told_by_the_first(pair: type[Pair]) -> None
     both.watches[1].event("out_of_memory", {"step": 3})
     both.until(lambda: both.told[0])
     assert both.told == [[("out_of_memory", {"rank": 1, "step": 3})], []]
+
+
+class Slow(Callback):
+    """A callback that is still at work on a stage, and that notes events."""
+
+    def __init__(self) -> None:
+        self.is_at_work, self.may_go_on = threading.Event(), threading.Event()
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
+
+    def on_stage(self, name: str, text: str) -> None:
+        self.is_at_work.set()
+        self.may_go_on.wait(DEADLINE_S)
+
+    def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        self.events.append((kind, facts))
+
+
+def test_a_slow_callback_holds_up_no_heartbeat(pair: type[Pair]) -> None:
+    """While it works, rank 0 hears of an event and then of a failure; the events follow in their order."""
+    slow = Slow()
+    reporter = Reporter(slow)
+    both = pair(reporter.post)
+    with ThreadPoolExecutor(1) as training:
+        stage = training.submit(reporter.stage, "plan", "")
+        try:
+            assert slow.is_at_work.wait(DEADLINE_S)
+            for step in (3, 4):
+                both.watches[1].event("out_of_memory", {"step": step})
+            with pytest.raises(DataError), both.watches[1].guard():
+                raise DataError("row 3 is bad")
+            both.until(lambda: both.left[0])
+            assert (slow.events, stage.done()) == ([], False)
+        finally:
+            slow.may_go_on.set()
+    both.until(lambda: len(slow.events) == 3)
+    assert [kind for kind, _ in slow.events] == ["out_of_memory", "out_of_memory", "peer_lost"]
+    assert [facts["step"] for _, facts in slow.events[:2]] == [3, 4]
+
+
+def test_a_disk_that_stalls_while_the_loss_is_noted_keeps_no_process_alive(pair: type[Pair]) -> None:
+    stalled = threading.Event()
+    try:
+        both = pair(on_peer_lost=[lambda error: stalled.wait(DEADLINE_S) and None])
+        with pytest.raises(DataError), both.watches[1].guard():
+            raise DataError("row 3 is bad")
+        both.until(lambda: both.left[0])
+        assert not stalled.is_set()
+    finally:
+        stalled.set()
+
+
+NOBODY_READS = """
+import os
+from flatout.errors import PeerLostError
+from flatout.parallel.fault_tolerance.peer_watch import leave
+
+os.set_blocking(2, False)
+try:
+    while os.write(2, b"x" * 512):
+        pass
+except BlockingIOError:
+    os.set_blocking(2, True)
+leave(PeerLostError("rank 1 died", 1))
+"""
+
+
+def test_a_terminal_that_takes_no_text_keeps_no_process_alive() -> None:
+    with subprocess.Popen([sys.executable, "-c", NOBODY_READS], stderr=subprocess.PIPE) as process:
+        try:
+            assert process.wait(DEADLINE_S) == 7
+        finally:
+            process.kill()
 
 
 HOLDS_THE_INTERPRETER = """

@@ -147,10 +147,10 @@ def plan_a_run(page: Page) -> None:
     page.fill("[name='batch.samples_per_step']", "20")
     page.fill("#overrides", "data.max_tokenz=1")
     page.until(lambda: "data.max_tokenz: unknown key" in page.text("#plan-error"), "the error")
-    page.fill("#overrides", "optim.lr=5e-3\neval.every_steps=50")
+    page.fill("#overrides", "optim.lr=5e-3\neval.every_steps=50\ngpus=[0, 1]")
     page.fill("[name='device']", "cpu")
-    page.fill("[name='batch.epochs']", "60")
-    page.until(lambda: page.text("[data-figure=steps]") == "360", "360 steps")
+    page.fill("[name='batch.epochs']", "30")
+    page.until(lambda: page.text("[data-figure=steps]") == "180", "180 steps")
     page.until(lambda: page.text("#plan-status") == "up to date", "the plan")
     page.shoot("plan")
     page.fill("#name", "first")
@@ -159,9 +159,15 @@ def plan_a_run(page: Page) -> None:
 
 def watch_stop_and_resume(page: Page, folder: Path) -> None:
     page.until(lambda: page.all("#live .chart path.line"), "a curve")
-    page.until(lambda: "of 360" in page.text("#run-status"), "the steps done")
+    page.until(lambda: "of 180" in page.text("#run-status"), "the steps done")
     page.find("#stop").click()
     page.until(lambda: page.text("#state") == "stopped", "the stop")
+    log = read_run(folder)
+    assert log.end is not None
+    assert log.end.exit_code == 75
+    assert list((folder / "checkpoints").iterdir())
+    assert log.start is not None
+    assert log.start.num_ranks == 2
     page.find("#resume").click()
     page.until(lambda: page.text("#state") == "complete", "the end of the run")
     page.until(lambda: "resumed at step" in page.text("#live"), "the last drawing")
@@ -170,6 +176,7 @@ def watch_stop_and_resume(page: Page, folder: Path) -> None:
     start = read_run(folder).start
     assert start is not None
     assert start.resumed_step
+    assert start.num_ranks == 2
 
 
 def ask_both_models(page: Page) -> None:

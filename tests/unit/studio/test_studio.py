@@ -9,6 +9,7 @@ import queue
 import shutil
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -19,17 +20,23 @@ import pytest
 testclient = pytest.importorskip("starlette.testclient")
 pytest.importorskip("uvicorn")
 
+from synthetic_run import write_synthetic_run  # noqa: E402
+
 from flatout.cli.main import main  # noqa: E402
-from flatout.config.read import load_config  # noqa: E402
+from flatout.config.read import load_config, make_config  # noqa: E402
 from flatout.config.schema import Config, DataConfig  # noqa: E402
-from flatout.errors import UsageError  # noqa: E402
-from flatout.io.file_lock import RunLock, holder_of  # noqa: E402
+from flatout.errors import ResourceError, UsageError  # noqa: E402
+from flatout.io.file_lock import RunLock, holder_of, locked  # noqa: E402
 from flatout.studio import app as app_module  # noqa: E402
 from flatout.studio import jobs as jobs_module  # noqa: E402
+from flatout.studio import trainings as trainings_module  # noqa: E402
 from flatout.studio import workspace as workspace_module  # noqa: E402
 from flatout.studio.app import make_app  # noqa: E402
 from flatout.studio.jobs import Worker  # noqa: E402
+from flatout.studio.trainings import Trainings  # noqa: E402
+from flatout.studio.worker import chat  # noqa: E402
 from flatout.studio.workspace import Workspace  # noqa: E402
+from flatout.track.run_log import read_run, record_of  # noqa: E402
 from tests.conftest import Tiny  # noqa: E402
 
 PORT, TOKEN = 8765, "the-token-of-this-test"
@@ -89,6 +96,8 @@ def test_the_cookie_is_out_of_reach_for_scripts_and_other_sites(client: Any) -> 
     cookie = answer.headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=strict" in cookie
+    # two studios of one host must not replace each other's cookie
+    assert cookie.startswith(f"flatout-studio-{PORT}=")
     assert TOKEN not in answer.text
 
 
@@ -150,13 +159,29 @@ def test_paths_outside_the_workspace_are_refused(client: Any, path: str) -> None
 @pytest.mark.parametrize(
     "override",
     ["run_dir=/tmp/elsewhere", "run_dir=../x", "data.sources=[{path: /etc/passwd}]", "deepspeed=/etc/passwd",
-     "model.name=way-out", "data.template='~/x.jinja'", "lora.continue_from=way-out/x", "data.root=.."],
+     "model.name=way-out", "data.template='~/x.jinja'", "lora.continue_from=way-out/x", "data.root=..",
+     "eval.prompts=/etc/passwd", "data.tokenizer=/etc",
+     "strategy=deepspeed; deepspeed={zero_optimization: {stage: 2, x: {nvme_path: /etc}}}"],
 )  # fmt: skip
 def test_settings_that_name_other_places_are_refused(client: Any, workspace: Path, override: str) -> None:
     for action in ("train", "plan"):
-        answer = client.post(f"/api/{action}", json={"settings": SETTINGS, "overrides": [override]})
+        overrides = ["eval.fraction=0.1", *override.split("; ")]
+        answer = client.post(f"/api/{action}", json={"settings": SETTINGS, "overrides": overrides})
         assert "outside the workspace" in refusal(answer, 403)
     assert not (workspace / "runs").exists()
+
+
+def test_only_settings_that_are_paths_must_be_in_the_workspace(workspace: Path) -> None:
+    texts = [
+        "eval.fraction=0.1",
+        "eval.prompts=[/help, ~hello]",
+        "data.template_args={greeting: /hi}",
+        "freeze=[/x]",
+        "method=full",
+    ]
+    config = Workspace(workspace).config(SETTINGS, texts)
+    assert config.eval.prompts == ["/help", "~hello"]
+    assert config.freeze == ["/x"]
 
 
 def test_wrong_settings_are_named(client: Any) -> None:
@@ -213,6 +238,24 @@ def test_two_uploads_of_one_name_do_not_mix(tmp_path: Path) -> None:
     asyncio.run(upload_both())
     (file,) = (tmp_path / "uploads").iterdir()
     assert file.read_bytes() == b"first"
+
+
+def test_an_upload_removes_what_killed_ones_left_and_syncs_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "uploads").mkdir()
+    (tmp_path / "uploads" / ".dead.part").write_text("x")
+    event_loop = threading.get_ident()
+    monkeypatch.setattr(os, "fsync", lambda fd: synced_in.append(threading.get_ident()))
+    synced_in: list[int] = []
+
+    async def content() -> AsyncIterator[bytes]:
+        yield b"{}"
+
+    assert asyncio.run(Workspace(tmp_path).receive("a.jsonl", content())) == "uploads/a.jsonl"
+    assert [file.name for file in (tmp_path / "uploads").iterdir()] == ["a.jsonl"]
+    assert synced_in
+    assert event_loop not in synced_in
 
 
 def test_a_cut_off_request_and_an_unreadable_file_are_refused_in_a_sentence(
@@ -348,6 +391,64 @@ def test_a_worker_that_broke_the_protocol_is_replaced(tmp_path: Path, monkeypatc
     first, second = asyncio.run(ask_twice())
     assert "cannot be used" in first
     assert "no data set 'none'" in second
+
+
+def test_a_plan_does_not_wait_for_a_build(client: Any, workspace: Path) -> None:
+    def build() -> None:
+        body = {"source": "chats.jsonl", "settings": {**SETTINGS, "data.name": "slow", "data.num_procs": "1"}}
+        built.extend(lines_of(client.post("/api/build", json=body)))
+
+    built: list[dict[str, Any]] = []
+    with locked(workspace / "data" / "built_dataset" / ".slow.lock", "the build"):
+        building = threading.Thread(target=build)
+        building.start()
+        *_, last = lines_of(client.post("/api/samples", json={"name": "none"}))
+        assert "no data set 'none'" in last["error"]
+        assert building.is_alive()
+    building.join()
+    assert built[-1] == {"result": "slow"}
+
+
+def test_speed_is_of_the_run_that_started_last_and_not_all_of_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = (write_synthetic_run(tmp_path / "runs" / name, num_steps=400) for name in ("old", "new"))
+    for folder, day in ((old, 1), (new, 2)):
+        start = json.loads((folder / "start.json").read_text())
+        (folder / "start.json").write_text(json.dumps({**start, "first_started_at": day * 86400.0}))
+    steps = read_run(new).steps
+    (old / "touched").touch()  # the time of a folder is not that of its run
+    monkeypatch.setattr(trainings_module, "SPEED_BYTES", 20_000)
+    monkeypatch.setattr(trainings_module, "record_of", lambda line: num_read.append(1) or record_of(line))
+    num_read: list[int] = []
+    config = make_config({"model": {"name": start["model"]}, "method": start["method"]})
+    trainings = Trainings(Workspace(tmp_path))
+    assert [row["folder"] for row in trainings.rows(["runs/old", "runs/new"])] == ["runs/new", "runs/old"]
+    found = trainings.measured_speed(config)
+    assert found is not None
+    assert found[1] == "runs/new"
+    assert min(one.tokens_per_s for one in steps) <= found[0] <= max(one.tokens_per_s for one in steps)
+    assert 0 < len(num_read) < 100
+
+
+def test_a_chat_beside_a_training_says_so_or_is_refused(
+    client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = workspace / "runs" / "busy"
+    with RunLock(folder):
+        (folder / "metrics.jsonl").touch()
+        (folder / "config.yaml").write_text("{name: busy, model: {name: tiny-model}, gpus: [1, 0]}")
+        body = {"run": "tiny-model", "turns": [], "prompt": "Hi", "max_new_tokens": 1}
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        found = lines_of(client.post("/api/chat", json=body))
+        assert any("runs/busy trains on this machine" in line.get("note", "") for line in found)
+        in_use = Trainings(Workspace(workspace)).gpus_in_use()
+    assert in_use == {"runs/busy": [1, 0]}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.chdir(workspace)
+    with pytest.raises(ResourceError, match="runs/busy trains on GPU 0"):
+        chat(**body, temperature=None, gpus_in_use=in_use, emit=print)
+    shutil.rmtree(workspace / "runs")
 
 
 def test_a_port_in_use_and_a_missing_extra_are_said(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

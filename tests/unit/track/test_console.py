@@ -18,6 +18,8 @@ STEP = StepRecord(
     peak_memory_bytes=2**30, elapsed_s=0.1, eta_s=60.5,
 )  # fmt: skip
 
+SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
+
 
 class Screen:
     """A console with a clock of its own; `line_times` has the second of each line."""
@@ -91,6 +93,20 @@ def test_a_terminal_moves_while_a_phase_is_silent_and_forgets_it_afterwards() ->
     reporter.end(RunEnd("failed", 1, 0.0))
     # the cursor goes back and the line is erased
     assert screen.out.getvalue().rstrip("\n").endswith("\x1b[2K")
+
+
+def test_a_bar_that_is_closed_for_good_stays_closed() -> None:
+    """Though a step is reported and time goes on, so that the cursor is shown when the process is ended."""
+    screen = Screen(is_terminal=True)
+    reporter = Reporter(screen.callback)
+    reporter.record(STEP)
+    screen.pass_time(2)
+    assert screen.out.getvalue().rfind(HIDE_CURSOR) > screen.out.getvalue().rfind(SHOW_CURSOR)
+    screen.callback.close()
+    reporter.record(replace(STEP, step=2))
+    reporter.end(RunEnd("failed", 7, 0.0))
+    screen.pass_time(20)
+    assert screen.out.getvalue().rfind(SHOW_CURSOR) > screen.out.getvalue().rfind(HIDE_CURSOR)
 
 
 def test_the_bar_counts_down_between_steps_and_survives_long_paths_and_phases() -> None:

@@ -4,18 +4,21 @@ import os
 import re
 import resource
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from flatout.errors import ResourceError
 from flatout.io.file_lock import RunLock
-from flatout.track.callback import Reporter
+from flatout.track.callback import Callback, Reporter
 from flatout.track.console import ConsoleCallback
-from flatout.track.record import EvalRecord, RunEnd, StepRecord
+from flatout.track.record import EvalRecord, PlanFacts, RunEnd, RunStart, StepRecord
 from flatout.track.run_folder import RunFolderWriter
+from flatout.track.run_log import read_end
 from flatout.track.tolerant_stream import TolerantStream
 
 STEP = StepRecord(
@@ -26,6 +29,12 @@ STEP = StepRecord(
 )  # fmt: skip
 EVAL = EvalRecord(step=1, eval_loss=2.0, eval_token_accuracy=0.5, num_label_tokens=60, is_best=True, eval_s=0.2)
 
+START = RunStart(
+    name="x", folder="x", method="lora", model="tiny", data="chats", started_at=1.0, first_started_at=1.0,
+    resumed_step=None, num_ranks=2, device="cpu", gpus=(), dtype="float32", strategy="ddp", num_parameters=10,
+    num_trained_parameters=1, model_text="", versions={}, settings={},
+    plan=PlanFacts(100, 50, 0, 4, 700, 2.0, 1000, 600, 0.4, 1.0, None, (0, 10), (50,), ()),
+)  # fmt: skip
 END = RunEnd("complete", 0, 1.0)
 
 
@@ -207,6 +216,72 @@ def test_every_recorded_step_is_shown_when_asked_for() -> None:
     lines = out.getvalue().splitlines()
     assert len(lines) == 100
     assert "0:16:30 left" in lines[0]
+
+
+class Notes(Callback):
+    """Notes what it is told, and raises for events named `bad`."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_stage(self, name: str, text: str) -> None:
+        self.told.append(name)
+
+    def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        self.told.append(kind)
+        if kind == "bad":
+            raise ValueError(f"cannot take {facts}")
+
+    def on_end(self, end: RunEnd) -> None:
+        self.told.append("end")
+
+
+def test_posted_events_keep_their_order_and_none_is_lost_at_the_end() -> None:
+    notes = Notes()
+    reporter = Reporter(notes)
+    for number in range(50):
+        reporter.post(f"event {number}", {})
+        if number % 10 == 0:
+            reporter.stage(f"stage {number}", "")
+            assert notes.told[-2:] == [f"event {number}", f"stage {number}"]
+    reporter.end(END)
+    assert [told for told in notes.told if told.startswith("event")] == [f"event {number}" for number in range(50)]
+    assert notes.told[-1] == "end"
+    reporter.post("late", {})
+    reporter.event("late", {})
+    assert notes.told[-1] == "end"
+
+
+def test_a_callback_that_raises_for_a_posted_event_ends_the_run_with_the_next_report() -> None:
+    notes, other = Notes(), Notes()
+    reporter = Reporter(notes, other)
+    reporter.post("bad", {})
+    with pytest.raises(ValueError, match="cannot take"):
+        reporter.stage("plan", "")
+    reporter.stage("model", "")
+    reporter.post("bad", {})
+    with pytest.raises(ValueError, match="cannot take"):
+        reporter.end(END)
+    assert notes.told == other.told == ["bad", "plan", "model", "bad", "end"]
+
+
+def test_how_a_run_ends_is_written_early_and_a_later_end_has_precedence(tmp_path: Path) -> None:
+    """By a rank that may not live to its end; one that has not started leaves the folder as it was."""
+    folder = RunFolderWriter(tmp_path)
+    lost = RunEnd("failed", 7, 2.0, "rank 1 died")
+    folder.write_end(lost)
+    assert not (tmp_path / "end.json").exists()
+    folder.on_start(START)
+    folder.write_end(lost)
+    assert read_end(tmp_path) == lost
+    folder.on_step(STEP)
+    folder.on_end(END)
+    folder.write_end(lost)
+    assert read_end(tmp_path) == END
+    again = RunFolderWriter(tmp_path)
+    assert read_end(tmp_path) == END
+    again.on_start(START)
+    assert read_end(tmp_path) is None
 
 
 def test_every_callback_is_called(tmp_path: Path) -> None:
