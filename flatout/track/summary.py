@@ -50,7 +50,7 @@ class LostTime:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What a run came to, or has come to so far; `outcome` is None for one that still runs or was killed.
+    """What a run came to, or has come to so far: `state` as in RunLog; `outcome` is None for one that wrote no end.
 
     Losses are those of the first and the last recorded step. `tokens_per_s` and `mfu` are means over time, without the
     first `num_warm_up_records` records. `events` counts those that a healthy run does not have.
@@ -58,6 +58,7 @@ class RunSummary:
 
     name: str
     outcome: Literal["complete", "stopped", "failed"] | None
+    state: str
     why: str | None
     num_steps: int
     num_planned_steps: int
@@ -79,7 +80,9 @@ class RunSummary:
 
 def summarize(log: RunLog) -> RunSummary:
     """Return what a run's folder says about it, complete or not."""
-    steps, start, end = log.steps, log.start, log.end
+    steps, start = log.steps, log.start
+    # a run that was started again keeps the older end until its first step
+    end = None if log.state == "running" else log.end
     rated = after_warm_up(log)
     rated_s = sum(map(seconds_of, rated))
     of_peak = [step.mfu * seconds_of(step) for step in rated if step.mfu is not None]
@@ -87,6 +90,7 @@ def summarize(log: RunLog) -> RunSummary:
     return RunSummary(
         name=start.name if start else log.folder.name,
         outcome=end.outcome if end else None,
+        state=log.state,
         why=end.why if end else None,
         num_steps=steps[-1].step if steps else 0,
         num_planned_steps=steps[-1].num_steps if steps else start.plan.num_steps if start else 0,
@@ -157,14 +161,15 @@ def next_commands(log: RunLog) -> list[str]:
     """Return three commands worth typing next, by how the run ended."""
     folder = shlex.quote(str(log.folder))
     again = f"flatout train {shlex.quote(str(log.folder / 'config.yaml'))}"
-    if log.end is None:
-        return [f"flatout watch {folder}", f"flatout report {folder}", again]
-    if log.end.outcome != "complete":
-        return [again, f"flatout report {folder}", f"flatout watch {folder}"]
+    watch, report = f"flatout watch {folder}", f"flatout report {folder}"
+    if log.state in ("running", "not ended"):
+        return [watch, report, again]
+    if log.state != "complete":
+        return [again, report, watch]
     last = f"flatout eval {folder} --tasks arc_easy"
     if log.start is None or log.start.method == "lora":
         last = f"flatout merge {folder} --out {shlex.quote(str(log.folder / 'merged'))}"
-    return [f"flatout chat {folder}", f"flatout report {folder}", last]
+    return [f"flatout chat {folder}", report, last]
 
 
 def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: bool = False) -> list[str]:
@@ -172,8 +177,7 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
 
     A short one has the steps, the loss and the commands only.
     """
-    outcome = summary.outcome or "not ended"
-    rows = [("summary", f"{outcome}, {summary.num_steps:,} of {summary.num_planned_steps:,} steps")]
+    rows = [("summary", f"{summary.state}, {summary.num_steps:,} of {summary.num_planned_steps:,} steps")]
     if summary.why is not None:
         rows.append(("why", summary.why))
     if summary.first_loss is not None:

@@ -71,16 +71,15 @@ def runs_fragment(logs: Mapping[str, RunLog]) -> str:
 
 
 def _title(log: RunLog, summary: RunSummary) -> str:
-    outcome = summary.outcome or "not ended"
     why = f'<p class="warning">{text(summary.why)}</p>' if summary.why else ""
     note = ""
-    if summary.outcome is None:
+    if summary.state == "not ended":
         note = '<p class="note">This run has not recorded an end: it is still running or was killed.</p>'
     if log.start is None:
         lead = f"{log.folder}: no start.json, so this page has no plan and little about the run"
     else:
         lead = _lead(log.start)
-    badge = f'<span class="badge {_BADGES[summary.outcome]}">{outcome}</span>'
+    badge = f'<span class="badge {_BADGES[summary.outcome]}">{summary.state}</span>'
     return f'<h1>{text(summary.name)}{badge}</h1><p class="lead">{text(lead)}</p>{note}{why}'
 
 
