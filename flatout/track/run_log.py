@@ -86,7 +86,7 @@ class RunLog:
 
     @property
     def state(self) -> str:
-        """running, complete, stopped, failed, killed, or not ended: on another host, whose lock may not be seen here."""
+        """running, complete, stopped, failed, killed, or not ended: on another host, whose lock may be unseen here."""
         if self.holder is not None and self.holder.trains:
             return "running"
         if self.end is not None:

@@ -52,7 +52,7 @@ class LostTime:
 class RunSummary:
     """What a run came to, or has come to so far: `state` as in RunLog; `outcome` is None for one that wrote no end.
 
-    Losses are those of the first and the last recorded step. `tokens_per_s` and `mfu` are means over time, without the
+    Losses are those of the first and the last recorded step; `saved_step` is the last checkpoint's. `tokens_per_s` and `mfu` are means over time, without the
     first `num_warm_up_records` records. `events` counts those that a healthy run does not have.
     """
 
@@ -62,6 +62,7 @@ class RunSummary:
     why: str | None
     num_steps: int
     num_planned_steps: int
+    saved_step: int
     first_loss: float | None
     last_loss: float | None
     evaluation: EvalSummary | None
@@ -94,6 +95,7 @@ def summarize(log: RunLog) -> RunSummary:
         why=end.why if end else None,
         num_steps=steps[-1].step if steps else 0,
         num_planned_steps=steps[-1].num_steps if steps else start.plan.num_steps if start else 0,
+        saved_step=int(max((_number(one, "step") for one in log.events if one.get("kind") == "saved"), default=0)),
         first_loss=steps[0].loss if steps else None,
         last_loss=steps[-1].loss if steps else None,
         evaluation=_summarize_losses({one.step: one.eval_loss for one in log.evals}, log.evals),
@@ -180,6 +182,9 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
     rows = [("summary", f"{summary.state}, {summary.num_steps:,} of {summary.num_planned_steps:,} steps")]
     if summary.why is not None:
         rows.append(("why", summary.why))
+    if summary.state not in ("complete", "running") and summary.num_steps:
+        saved = f"at step {summary.saved_step:,}, where the same command continues"
+        rows.append(("saved", saved if summary.saved_step else "never: the same command begins again at step 0"))
     if summary.first_loss is not None:
         rows[0] = ("summary", f"{rows[0][1]} in {short_time(summary.train_s)} of training")
         rows.append(("loss", f"{summary.first_loss:.4f} first, {summary.last_loss:.4f} last"))
@@ -189,18 +194,19 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
     if summary.tokens_per_s is not None:
         mfu = "" if summary.mfu is None else f", MFU {summary.mfu:.1%}"
         without = f" (without {summary.num_warm_up_records} warm-up records)" if summary.num_warm_up_records else ""
-        rows.append(("tokens", f"{short_count(summary.num_tokens)}, label {short_count(summary.num_label_tokens)}"))
+        label = short_count(summary.num_label_tokens)
+        rows.append(("tokens", f"{short_count(summary.num_tokens)}, {label} of them label tokens"))
         rows.append(("speed", f"{summary.tokens_per_s:,.0f} tokens/s{mfu}{without}"))
         rows.append(("memory", f"{summary.peak_memory_bytes / 2**30:.1f} GiB at peak"))
-        lost = {name.removesuffix("_s"): short_time(seconds) for name, seconds in asdict(summary.lost).items()}
+        lost = {name.removesuffix("_s"): seconds for name, seconds in asdict(summary.lost).items() if seconds}
         # no-break spaces keep a number and its unit on one line
-        parts = (f"{name} {text}".translate({ord("_"): " ", ord(" "): "\xa0"}) for name, text in lost.items())
-        rows.append(("lost", ", ".join(parts)))
+        parts = (f"{name} {short_time(one)}".translate({ord("_"): " ", ord(" "): "\xa0"}) for name, one in lost.items())
+        rows.append(("time lost", ", ".join(parts) or "none"))
     if summary.events:
         rows.append(("events", ", ".join(f"{count} {kind}" for kind, count in summary.events.items())))
     rows += [("warning", warning) for warning in summary.warnings]
     if is_short:
-        rows = [(name, text) for name, text in rows if name in ("summary", "loss")]
+        rows = [(name, text) for name, text in rows if name in ("summary", "saved", "loss")]
     wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
     lines = [line.replace("\xa0", " ") for name, text in rows for line in wrapper.wrap(f"{name:<10} {text}")]
     # a command stays on one line, to be copied
@@ -234,7 +240,8 @@ def _summarize_losses(losses: Mapping[int, float], evals: Sequence[EvalRecord] =
 
 
 def _describe_losses(one: EvalSummary) -> str:
-    return f"{one.first:.4f} first, {one.last:.4f} last, {one.best:.4f} best, after step {one.best_step:,}"
+    best = "the best" if one.last == one.best else f"{one.best:.4f} best, after step {one.best_step:,}"
+    return f"{one.first:.4f} first, {one.last:.4f} last, {best}"
 
 
 def _warnings(log: RunLog) -> list[str]:
