@@ -52,8 +52,9 @@ class LostTime:
 class RunSummary:
     """What a run came to, or has come to so far: `state` as in RunLog; `outcome` is None for one that wrote no end.
 
-    Losses are those of the first and the last recorded step, `saved_step` is the last checkpoint's. `tokens_per_s`
-    and `mfu` are means over time, without the first `num_warm_up_records` records. `events` counts those that a healthy run does not have.
+    Losses are those of the first and the last recorded step, `saved_step` is the last checkpoint's. `tokens_per_s` and
+    `mfu` are means over time, without the first `num_warm_up_records` records. `events` counts those that a healthy
+    run does not have.
     """
 
     name: str
