@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from flatout.config.schema import Config
+from flatout.config.track import TrackConfig
 from flatout.errors import ProblemsError, SecurityError, UsageError
 from flatout.io.json_file import read_json
 
@@ -267,6 +268,8 @@ def _apply_override(values: dict[str, Any], text: str) -> str | None:
     holder = values
     for section in sections:
         inner = holder.setdefault(section, {})
+        if holder is values and section == "track":
+            inner = holder[section] = TrackConfig.long_form(inner)
         if not isinstance(inner, dict):
             return f"{name}: {section} is a value, not a section"
         holder = inner

@@ -27,7 +27,8 @@ class TrackConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _short_form(cls, value: Any) -> Any:
+    def long_form(cls, value: Any) -> Any:
+        """Return `{to: [...]}` for a name or a list of names, all else as it is."""
         if value is None or isinstance(value, Mapping | TrackConfig):
             return value
         return {"to": [value] if isinstance(value, str) else value}
