@@ -133,7 +133,8 @@ def test_a_long_prompt_is_cut_and_said(tiny: Any, tmp_path: Path) -> None:
     said = MemoryCallback()
     file = tmp_path / "prompts.txt"
     file.write_text("short\n\n" + "word " * 5000 + "\n")
-    plan = planned(tiny, tmp_path, said, eval={**EVAL, "prompts": str(file), "max_new_tokens": 48})
+    given = {"eval": {**EVAL, "prompts": str(file), "max_new_tokens": 48}}
+    plan = planned(tiny, tmp_path, said, **given, batch={"micro_batch_tokens": 2048})
     assert plan.prompts is not None
     assert [len(prompt.token_ids) < 2000 for prompt in plan.prompts.prompts] == [True, False]
     assert len(plan.prompts.prompts[1].token_ids) == 2000
