@@ -155,9 +155,7 @@ def choose_rows(
     return list(chosen.values()), len(too_long)
 
 
-def _split(
-    token_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _split(token_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Split a sample before its last trained span, or in the middle if nothing untrained precedes that."""
     ends = np.flatnonzero(loss_mask)
     end = int(ends[-1]) + 1 if len(ends) else len(token_ids)
@@ -183,4 +181,6 @@ def _prompt_of_row(
         inner = whole.removeprefix(before).removesuffix(after)
         is_single = len(inner) == len(whole) - len(before) - len(after)
         text = inner if is_single and not (control and control.search(inner)) else text
-    return TokenPrompt(text, tuple(context.tolist()), str(tokenizer.decode(reference, skip_special_tokens=True)).strip())
+    return TokenPrompt(
+        text, tuple(context.tolist()), str(tokenizer.decode(reference, skip_special_tokens=True)).strip()
+    )
