@@ -75,10 +75,18 @@ def run(args: argparse.Namespace) -> int:
     adapter = None if trained.adapter is None else str(trained.adapter)
     facts = {"model": redacted(trained.base), "adapter": adapter, "merged": bool(num_merged), "limit": args.limit}
     if tasks:
-        settings = {"limit": args.limit, "batch_size": args.batch_size or BATCH_SIZE, "chat": args.chat}
         # not the stream that `score_tasks` takes the bars from
         with ConsoleCallback(Console(file=sys.stderr)) as console:
-            rows = score_tasks(model, tokenizer, manager, tasks, on_phase=console.on_phase, **settings)
+            rows = score_tasks(
+                model,
+                tokenizer,
+                manager,
+                tasks,
+                on_phase=console.on_phase,
+                limit=args.limit,
+                batch_size=args.batch_size or BATCH_SIZE,
+                chat=args.chat,
+            )
         _print_tasks(rows)
         _write(args, "-".join(tasks), {**facts, "chat": args.chat, "tasks": rows})
     if prompts:

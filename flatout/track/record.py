@@ -21,10 +21,10 @@ class StepRecord:
     Processed tokens include filler tokens. Each part of a step is the mean over ranks, without those that had no pass
     (except in `data_wait_s`, the host waits for tokens): `forward_s`, `backward_s`, `gradient_sum_s` (what the backward
     pass does not hide), `checkpoint_wait_s` (a save's copy delays the update), `optimizer_s`. They come from device
-    events that have already passed, so they describe a step up to two earlier. `rank_busy_s` has each rank's forward and backward seconds; empty for one
-    rank. `busy_min_s` and `busy_max_s` are its extremes. Memory is in bytes, the maximum over ranks: allocated and
-    reserved, now and at peak; `mean_peak_memory_bytes` is the mean of the ranks' peaks. On a CPU all are the resident
-    size. `eta_s` is the time to completion, without later evaluations and saves.
+    events that have already passed, so they describe a step up to two earlier. `rank_busy_s` has each rank's forward
+    and backward seconds; empty for one rank. `busy_min_s` and `busy_max_s` are its extremes. Memory is in bytes, the
+    maximum over ranks: allocated and reserved, now and at peak; `mean_peak_memory_bytes` is the mean of the ranks'
+    peaks. On a CPU all are the resident size. `eta_s` is the time to completion, without later evaluations and saves.
     """
 
     step: int
