@@ -157,7 +157,7 @@ def test_a_prompt_that_no_pass_holds_is_refused_by_its_row(tiny: Any, tmp_path: 
 
 def test_rows_are_chosen_that_a_pass_holds(tiny: Any, tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": "one two three " * (4 + 40 * (n % 2))}) + "\n" for n in range(40)))
+    file.write_text("".join(json.dumps({"text": "one two three " * (4 + 40 * (n % 4 > 0))}) + "\n" for n in range(40)))
     data = {"root": str(tmp_path), "sources": [{"path": str(file)}]}
     found = []
     for most in (4, 300):
