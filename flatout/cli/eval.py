@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,18 @@ def run(args: argparse.Namespace) -> int:
     adapter = None if trained.adapter is None else str(trained.adapter)
     facts = {"model": redacted(trained.base), "adapter": adapter, "merged": bool(num_merged), "limit": args.limit}
     if tasks:
-        # lm-eval draws its own progress bars
-        batch_size = args.batch_size or BATCH_SIZE
-        rows = score_tasks(model, tokenizer, manager, tasks, limit=args.limit, batch_size=batch_size, chat=args.chat)
+        # not the stream that `score_tasks` takes the bars from
+        with ConsoleCallback(Console(file=sys.stderr)) as console:
+            rows = score_tasks(
+                model,
+                tokenizer,
+                manager,
+                tasks,
+                on_phase=console.on_phase,
+                limit=args.limit,
+                batch_size=args.batch_size or BATCH_SIZE,
+                chat=args.chat,
+            )
         _print_tasks(rows)
         _write(args, "-".join(tasks), {**facts, "chat": args.chat, "tasks": rows})
     if prompts:

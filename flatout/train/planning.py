@@ -113,7 +113,7 @@ def plan_run(
     reporter.stage("plan", plan.describe())
     eval_sets = plan_evaluation(config, store, train_ids, eval_ids, plan, memory, reporter)
     evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets]
-    prompts = plan_prompts(config, store, evaluated, shape.max_positions, reporter)
+    prompts = plan_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
     fingerprints: dict[str, Any] = {"data": _identity(store), "plan": plan.fingerprint}
     if eval_sets:
         identities = [_identity(each.store) for each in eval_sets]
