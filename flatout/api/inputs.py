@@ -122,17 +122,13 @@ def tokenizer_folder(tokenizer: Any, folder: Path) -> str:
 
 def _fingerprint(model: PreTrainedModel) -> str:
     """Return a hash of a model's configuration and weights."""
+    import torch
+
     content = xxhash.xxh3_128(model.config.to_json_string(use_diff=False).encode())
     for name, tensor in sorted(model.state_dict().items()):
         content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        content.update(_bytes_of(tensor))
+        content.update(memoryview(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()))
     return content.hexdigest()[:16]
-
-
-def _bytes_of(tensor: Any) -> memoryview:
-    import torch
-
-    return memoryview(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
 
 
 def _equals_files(model: PreTrainedModel, origin: str) -> bool:

@@ -111,13 +111,9 @@ class Run:
         return Path(out)
 
     def __repr__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> list[str]:
         log = self.log
-        if not log.steps:
-            return [f"Run({str(self.folder)!r}): no step yet"]
-        return [f"Run({str(self.folder)!r})", *summary_lines(summarize(log), next_commands(log))]
+        lines = summary_lines(summarize(log), next_commands(log)) if log.steps else ["no step yet"]
+        return "\n".join([f"Run({str(self.folder)!r})", *lines])
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(repr(self))}</pre>"

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -23,7 +24,7 @@ from flatout.environment import environment, expandable_segments_env, secret_of_
 from flatout.errors import FlatoutError, ResourceError, UsageError
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO
-from flatout.io.file_lock import RunLock
+from flatout.io.file_lock import RunLock, launcher_folder
 from flatout.io.redact import redacted
 from flatout.launch.launch_mode import Nodes, RunHere, SpawnRanks, choose_launch_mode, visible_devices
 from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, Rendezvous
@@ -151,20 +152,23 @@ def _error_of(exit_code: int, why: str) -> FlatoutError:
 def start_ranks(config: Config, start: SpawnRanks, words: list[str]) -> int:
     """Start the ranks of this node and supervise them until the run ends; `words` follow `flatout`."""
     nodes, faults, env = start.nodes, config.faults, environment()
-    logs = config.folder / "logs"
-    if nodes.index == 0:
-        # refuse a second run here, before it touches the logs of the first
-        with RunLock(config.folder):
-            pass
+    logs = launcher_folder(config.folder)
     rendezvous: Rendezvous
-    if nodes.num_max == 1:
-        secret, rendezvous = secrets.token_hex(32), Rendezvous()
-    else:
-        logs = logs / f"node-{nodes.index}"
-        secret = secret_of_nodes(env)
-        kind = HostRendezvous if nodes.index == 0 else ClientRendezvous
-        rendezvous = kind(nodes, secret, join_s=faults.join_s, log=to_stderr)
-    with ConsoleCallback() as console:
+    with ExitStack() as stack:
+        if nodes.index == 0:
+            # refuse a second run here, before it touches the logs of the first
+            with RunLock(config.folder):
+                pass
+            # the run lives on between two attempts
+            stack.enter_context(RunLock(logs))
+        if nodes.num_max == 1:
+            secret, rendezvous = secrets.token_hex(32), Rendezvous()
+        else:
+            logs = logs / f"node-{nodes.index}"
+            secret = secret_of_nodes(env)
+            kind = HostRendezvous if nodes.index == 0 else ClientRendezvous
+            rendezvous = kind(nodes, secret, join_s=faults.join_s, log=to_stderr)
+        console = stack.enter_context(ConsoleCallback())
         console.on_phase("starting ranks")
         out = cast(TextIO, RankOutput(console, sys.stdout, config.folder))
         return Supervisor(logs, words, faults, rendezvous, env, secret, to_stderr, out).run(start)

@@ -154,7 +154,8 @@ class Saver:
     before weights or optimizer state change.
 
     A save that fails because of the disk is reported to `reporter` on every rank, and training continues. Any other
-    failure is reported and raised by the next `save` or `wait`, which all ranks call at the same point.
+    failure is reported and raised by the next `save` or `wait`, which all ranks call at the same point. What a callback
+    raised about a complete save is raised by the next `before_update`, too.
     """
 
     def __init__(self, checkpoints: Checkpoints, reporter: Reporter, staging: Staging | None = None) -> None:
@@ -162,6 +163,7 @@ class Saver:
         self._copying: HostCopy | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._callback_failed = False
 
     def save(self, snapshot: Snapshot, *, best: bool = False, required: bool = False) -> None:
         """Save; return when it is published, or, if staged and not `required`, as soon as the copy has started.
@@ -195,7 +197,7 @@ class Saver:
                 self._write(staged, best, required, started_s, staged_s, copied_s)
             except BaseException as error:  # noqa: BLE001  (`wait` raises it; otherwise it would be lost)
                 self._failure = error
-                self._report(staged.step, error)
+                self._report(staged.step, error, "callback_failed" if self._callback_failed else "not_saved")
 
         self._thread = threading.Thread(target=write_copied, name="checkpoint", daemon=True)
         self._thread.start()
@@ -212,6 +214,8 @@ class Saver:
 
         The host does not wait.
         """
+        if self._callback_failed:
+            self.wait()
         if self._copying is not None:
             self._copying.hold_device()
             self._copying = None
@@ -229,8 +233,8 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def _report(self, step: int, error: BaseException) -> None:
-        self._reporter.event("not_saved", {"step": step, "why": str(error) or type(error).__name__})
+    def _report(self, step: int, error: BaseException, kind: str = "not_saved") -> None:
+        self._reporter.event(kind, {"step": step, "why": str(error) or type(error).__name__})
 
     def _write(
         self,
@@ -256,7 +260,11 @@ class Saver:
             "copied_s": round(copied_s, 3),
             "save_s": round(save_s, 3),
         }
-        self._reporter.saved(snapshot.step, path, facts)
+        try:
+            self._reporter.saved(snapshot.step, path, facts)
+        except BaseException:
+            self._callback_failed = True
+            raise
 
 
 def choose_saver(

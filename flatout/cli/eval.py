@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from flatout.eval.exact_match import score_answers
-    from flatout.eval.tasks import open_tasks, score_tasks
+    from flatout.eval.tasks import open_tasks
     from flatout.models.export import merge
     from flatout.models.load.inference import load_trained, resolve_model_paths
     from flatout.track.console import ConsoleCallback
@@ -74,27 +74,60 @@ def run(args: argparse.Namespace) -> int:
     adapter = None if trained.adapter is None else str(trained.adapter)
     facts = {"model": redacted(trained.base), "adapter": adapter, "merged": bool(num_merged), "limit": args.limit}
     if tasks:
-        # lm-eval draws its own progress bars
-        batch_size = args.batch_size or BATCH_SIZE
-        rows = score_tasks(model, tokenizer, manager, tasks, limit=args.limit, batch_size=batch_size, chat=args.chat)
-        _print_tasks(rows)
-        _write(args, "-".join(tasks), {**facts, "chat": args.chat, "tasks": rows})
+        _score_tasks(args, model, tokenizer, manager, tasks, facts)
     if prompts:
-        marked: list[dict[str, Any]] = []
-        options = {"ignore_case": args.ignore_case, "max_new_tokens": args.max_new_tokens or MAX_NEW_TOKENS}
-        with ConsoleCallback(Console(stderr=True)) as console:
-            console.on_phase("answering prompts")
-            for row in score_answers(model, tokenizer, prompts, **options):
-                marked.append(row)
-                console.on_phase("answering prompts", len(marked), len(prompts))
-        num_right = sum(row["right"] for row in marked)
-        counts = {"num_prompts": len(marked), "num_right": num_right, "exact_match": num_right / len(marked)}
-        print(f"exact match: {num_right} of {len(marked)} right ({num_right / len(marked):.1%})")
         name = args.answers.stem
         # a file of questions may have the name of a task
         name = f"answers-{name}" if tasks and _safe(name) == _safe("-".join(tasks)) else name
-        _write(args, name, {**facts, **options, **counts, "answers": marked})
+        _score_answers(args, model, tokenizer, prompts, facts, name)
     return 0
+
+
+def _score_tasks(
+    args: argparse.Namespace, model: Any, tokenizer: Any, manager: Any, tasks: list[str], facts: dict[str, Any]
+) -> None:
+    """Score lm-eval's tasks, print them and write the results."""
+    from rich.console import Console
+
+    from flatout.eval.tasks import score_tasks
+    from flatout.track.console import ConsoleCallback
+
+    # not the stream that `score_tasks` takes the bars from
+    with ConsoleCallback(Console(file=sys.stderr)) as console:
+        rows = score_tasks(
+            model,
+            tokenizer,
+            manager,
+            tasks,
+            on_phase=console.on_phase,
+            limit=args.limit,
+            batch_size=args.batch_size or BATCH_SIZE,
+            chat=args.chat,
+        )
+    _print_tasks(rows)
+    _write(args, "-".join(tasks), {**facts, "chat": args.chat, "tasks": rows})
+
+
+def _score_answers(
+    args: argparse.Namespace, model: Any, tokenizer: Any, prompts: list[Any], facts: dict[str, Any], name: str
+) -> None:
+    """Compare answers with those that are accepted, print how many are right and write them."""
+    from rich.console import Console
+
+    from flatout.eval.exact_match import score_answers
+    from flatout.track.console import ConsoleCallback
+
+    marked: list[dict[str, Any]] = []
+    options = {"ignore_case": args.ignore_case, "max_new_tokens": args.max_new_tokens or MAX_NEW_TOKENS}
+    with ConsoleCallback(Console(stderr=True)) as console:
+        console.on_phase("answering prompts")
+        for row in score_answers(model, tokenizer, prompts, **options):
+            marked.append(row)
+            console.on_phase("answering prompts", len(marked), len(prompts))
+    num_right = sum(row["right"] for row in marked)
+    counts = {"num_prompts": len(marked), "num_right": num_right, "exact_match": num_right / len(marked)}
+    print(f"exact match: {num_right} of {len(marked)} right ({num_right / len(marked):.1%})")
+    _write(args, name, {**facts, **options, **counts, "answers": marked})
 
 
 def _check(args: argparse.Namespace, tasks: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -39,7 +40,16 @@ OVERRIDE = re.compile(r"[a-z_]+(\.[a-z0-9_]+)*=")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the process's exit code (0 done, 2 usage, 3 data, ... see flatout/errors.py)."""
-    given = sys.argv[1:] if argv is None else argv
+    if argv is not None:
+        return _run_verb(argv)
+    code = _run_verb(sys.argv[1:])
+    if sys.argv[1:2] == ["track"]:
+        # the clients of trackers may wait for ever in threads and exit handlers; everything is flushed
+        os._exit(code)
+    return code
+
+
+def _run_verb(given: Sequence[str]) -> int:
     # --max_tokens means --max-tokens
     words = (re.sub(r"^--[a-z_]+", lambda option: option[0].replace("_", "-"), word) for word in given)
     argv = overrides_first(list(words))

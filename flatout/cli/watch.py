@@ -29,8 +29,6 @@ POLL_S = 1.0
 INTERRUPTED = 130
 # no news for so many steps, and for so long, is worth a line
 QUIET_STEPS, QUIET_S = 10, 60.0
-# a start after an older end, by the files' times; a clock of another machine may be off by more
-RESTART_S, RESTART_AGE_S = 2.0, 60.0
 NUM_EVENTS, TAIL_BYTES = 5, 4096
 SPARKS = "▁▂▃▄▅▆▇█"
 PARTS = (("data_wait_s", "data", "red"), ("forward_s", "forward", "green"), ("backward_s", "backward", "blue"),
@@ -77,15 +75,18 @@ def _polls(follower: RunFollower) -> Iterator[bool]:
 
 
 def has_ended(log: RunLog) -> bool:
-    """Whether the run ended, and no newer start writes to its folder."""
-    if log.end is None:
-        return False
-    written_at, ended_at = _modified_at(log.folder / "train.log"), _modified_at(log.folder / "end.json")
-    return written_at <= ended_at + RESTART_S or time.time() > written_at + RESTART_AGE_S
+    """Whether nothing more is to come: no process trains the run, or a run of another host is silent for long."""
+    return log.state != "running" and (log.state != "not ended" or _is_quiet(log))
 
 
-def _modified_at(path: Path) -> float:
-    return path.stat().st_mtime if path.exists() else 0.0
+def _is_quiet(log: RunLog) -> bool:
+    return _news_age_s(log) > max(QUIET_S, QUIET_STEPS * log.steps[-1].step_s if log.steps else 0.0)
+
+
+def _news_age_s(log: RunLog) -> float:
+    """Return the seconds since a run wrote anything, by the clock of whoever keeps its files."""
+    paths = [path for name in ("train.log", "metrics.jsonl") if (path := log.folder / name).exists()]
+    return time.time() - max((path.stat().st_mtime for path in paths), default=0.0)
 
 
 def _print_lines(follower: RunFollower) -> None:
@@ -104,6 +105,10 @@ def _print_lines(follower: RunFollower) -> None:
                 console.on_event(str(event.get("kind")), _facts(event))
             num_events = len(log.events)
             console.on_phase("nothing new after step", max(last_steps.values(), default=0))
+        for name, text in _state(log):
+            # the summary says how a run ended
+            if log.end is None or name == "held":
+                console.on_stage(name, text)
 
 
 def _facts(event: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,16 +189,26 @@ def _tail(log: RunLog) -> Iterator[tuple[str, RenderableType]]:
     for event in log.events[-NUM_EVENTS:]:
         kind, clock = str(event.get("kind")), str(event.get("time"))[11:19]
         yield "event", printable(f"{clock} {kind}  {describe_event(kind, _facts(event))}")
-    if log.end is not None and has_ended(log):
-        yield "state", f"{log.end.outcome}{f': {log.end.why}' if log.end.why else ''}"
-        return
-    age_s = time.time() - max(map(_modified_at, (log.folder / name for name in ("train.log", "metrics.jsonl"))))
-    expected_s = QUIET_STEPS * log.steps[-1].step_s if log.steps else 0.0
-    if age_s > max(QUIET_S, expected_s):
-        yield "state", f"no news for {short_time(age_s)}: if it was killed, the same command resumes it"
+    yield from _state(log)
+
+
+def _state(log: RunLog) -> Iterator[tuple[str, str]]:
+    """Yield whether the run lives, how it ended, and which other verb holds its folder."""
+    age = f"last news {short_time(max(0, round(_news_age_s(log))))} ago"
+    if log.state == "running":
+        yield (
+            "state",
+            f"running, {age}" + ("" if log.steps else f": {last_line(log.folder / 'train.log').partition(' ')[2]}"),
+        )
+    elif log.state == "killed":
+        yield "state", f"killed, {age}; the same command resumes it"
+    elif log.end is None:
+        host = log.last_holder.host if log.last_holder else "a host without a name"
+        yield "state", f"no lock is seen of the run on {host}, {age}; if it was killed, the same command resumes it"
     else:
-        line = "" if log.steps else f": {last_line(log.folder / 'train.log').partition(' ')[2]}"
-        yield "state", f"running, last news {age_s:.0f} s ago{line}"
+        yield "state", f"{log.end.outcome}{f': {log.end.why}' if log.end.why else ''}"
+    if log.holder is not None and not log.holder.trains:
+        yield "held", f"by {log.holder}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -11,6 +11,11 @@ from pydantic import Field, model_validator
 from flatout.config.section import PathText, Section, Share
 
 
+def model_section(value: Any) -> Any:
+    """Return the section that a name is short for; any other value unchanged."""
+    return {"name": str(value)} if isinstance(value, str | Path) else value
+
+
 class ModelConfig(Section):
     """The model: unmodified transformers code, safetensors weights only, never remote code.
 
@@ -34,7 +39,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+        return model_section(value)
 
 
 class BaseConfig(Section):

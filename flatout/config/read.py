@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from flatout.config.schema import Config
+from flatout.config.shortcuts import LONG_FORMS
 from flatout.errors import ProblemsError, SecurityError, UsageError
 from flatout.io.json_file import read_json
 
@@ -273,6 +274,8 @@ def _apply_override(values: dict[str, Any], text: str) -> str | None:
     holder = values
     for section in sections:
         inner = holder.setdefault(section, {})
+        if holder is values and section in LONG_FORMS:
+            inner = holder[section] = LONG_FORMS[section](inner)
         if not isinstance(inner, dict):
             return f"{name}: {section} is a value, not a section"
         holder = inner

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
 from flatout.config.data import data_section
+from flatout.config.model import model_section
+from flatout.config.track import track_section
 from flatout.errors import UsageError
 
+# sections with a short form
+LONG_FORMS: Mapping[str, Callable[[Any], Any]] = {"model": model_section, "data": data_section, "track": track_section}
 # keyword of Config(...) and flatout.train(...) -> the setting
 SHORTCUTS = {
     "rank": "lora.rank",
@@ -35,10 +38,7 @@ def expand(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises UsageError for a setting that is given twice.
     """
     expanded = {name: value for name, value in values.items() if name not in SHORTCUTS}
-    if isinstance(model := expanded.get("model"), str | Path):
-        expanded["model"] = {"name": str(model)}
-    if "data" in expanded:
-        expanded["data"] = data_section(expanded["data"])
+    expanded |= {name: long(expanded[name]) for name, long in LONG_FORMS.items() if name in expanded}
     for name in values.keys() & SHORTCUTS.keys():
         section, _, setting = SHORTCUTS[name].partition(".")
         given = expanded.get(section, {})

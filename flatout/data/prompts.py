@@ -16,10 +16,14 @@ FILE_TYPES = (".txt", ".json", ".jsonl", ".ndjson")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation that ends where the assistant answers, and the answers that count as right, if any are known."""
+    """A conversation that ends where the assistant answers, and the answers that count as right, if any are known.
+
+    `origin` is its file and row, empty for a prompt of no file.
+    """
 
     messages: tuple[dict[str, str], ...]
     accepted: tuple[str, ...] = ()
+    origin: str = ""
 
     @property
     def text(self) -> str:
@@ -86,4 +90,4 @@ def _prompt_of(row: RawRow) -> Prompt:
     if messages[-1]["role"] == "assistant":
         raise DataError(f"{row.origin}: the last turn is the assistant's; leave it out, and give it as `answer`")
     kept = tuple({"role": message["role"], "content": message["content"]} for message in messages)
-    return Prompt(kept, tuple(accepted))
+    return Prompt(kept, tuple(accepted), str(row.origin))

@@ -75,7 +75,7 @@ def _check_run_folder(config: Config) -> Iterator[Finding]:
     """Check that the run folder can be written and locked, its disk's space, and a checkpoint; leave nothing behind."""
     folder, was_there = config.folder, config.folder.exists()
     try:
-        with RunLock(folder):
+        with RunLock(folder, "doctor"):
             yield ok("run folder", f"{folder.absolute()}: writable and not locked")
             yield check_space(config)
             yield _rehearse(folder)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import io
 import logging
 import math
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from flatout.errors import UsageError
 from flatout.models.load.model import library_errors
+
+# name, done, total
+OnPhase = Callable[..., None]
+_BAR = re.compile(r"\r(?:([^\r]*?): )? *\d+%\|.*?\| (\d+)/(\d+) \[")
+_LINE_UP = "\x1b[A"
 
 
 def open_tasks(names: Sequence[str], folder: Path | None) -> Any:
@@ -36,18 +45,47 @@ def open_tasks(names: Sequence[str], folder: Path | None) -> Any:
     return manager
 
 
+class BarReader(io.TextIOBase):
+    """A stream for the bars of tqdm, which are wider than a screen; tells `on_phase` their names and counts.
+
+    Everything else goes to `other`.
+    """
+
+    def __init__(self, on_phase: OnPhase, other: TextIO) -> None:
+        self._on_phase, self._other = on_phase, other
+
+    def write(self, text: str) -> int:
+        if bar := _BAR.search(text):
+            self._on_phase(f"scoring tasks: {(bar[1] or 'lm-eval').strip()}"[:60], int(bar[2]), int(bar[3]))
+        elif text.strip() and "\r" not in text and text != _LINE_UP:
+            self._other.write(text)
+        return len(text)
+
+
 def score_tasks(
-    model: Any, tokenizer: Any, manager: Any, names: Sequence[str], *, limit: int | None, batch_size: int, chat: bool
+    model: Any,
+    tokenizer: Any,
+    manager: Any,
+    names: Sequence[str],
+    *,
+    limit: int | None,
+    batch_size: int,
+    chat: bool,
+    on_phase: OnPhase,
 ) -> list[dict[str, Any]]:
     """Run tasks and return their metrics: task, metric, value, stderr (None if unknown) and num_samples.
 
-    `limit` is the most samples of each task; `chat` puts questions into the chat template. Raises UsageError for tasks
-    whose files or data cannot be read.
+    `limit` is the most samples of each task; `chat` puts questions into the chat template; `on_phase` takes the place
+    of lm-eval's bars. Raises UsageError for tasks whose files or data cannot be read.
     """
+    on_phase("scoring tasks")
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    with library_errors(f"--tasks: lm-eval cannot run {', '.join(names)}", "; its data may need a download"):
+    with (
+        library_errors(f"--tasks: lm-eval cannot run {', '.join(names)}", "; its data may need a download"),
+        redirect_stderr(BarReader(on_phase, sys.stderr)),
+    ):
         found = simple_evaluate(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
             tasks=list(names),

@@ -26,16 +26,44 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that holds a run folder; `pid` is 0 before it has written its name. `since` is UTC, ISO 8601."""
+    """The process that holds a run folder: `pid` on `host` runs `flatout VERB`. `since` is UTC, ISO 8601.
+
+    `pid` is 0 before it has written its name.
+    """
 
     pid: int
     host: str
     since: str
+    verb: str = "train"
 
     @property
     def is_local(self) -> bool:
         """Whether it runs on this machine."""
         return self.host == socket.gethostname()
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether the process is known to have ended; forked children inherit its lock and may still hold it."""
+        if not self.is_local:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass  # the process belongs to another user
+        return False
+
+    @property
+    def trains(self) -> bool:
+        """Whether the folder is held for training, not by another verb or by a child that outlived its run."""
+        return self.verb == "train" and not self.has_exited
+
+    def __str__(self) -> str:
+        if not self.pid:
+            return "another process"
+        exited = " (that process has exited, but one of its children still holds the lock)" if self.has_exited else ""
+        return f"pid {self.pid} on {self.host} since {self.since} (`flatout {self.verb}`){exited}"
 
 
 def open_lock(path: Path) -> int:
@@ -79,15 +107,18 @@ def locked(path: Path, what: str, log: Callable[[str], None] = to_stderr, limit_
         os.close(fd)
 
 
+_UNNAMED = Holder(0, "", "")
+
+
 class RunLock:
-    """Hold a run folder: `with RunLock(run_dir):`. A missing folder is created.
+    """Hold a run folder for `flatout VERB`: `with RunLock(run_dir):`. A missing folder is created.
 
     The file's content only shows who holds it. Entering raises ResourceError when another process holds the lock or
-    the folder is not writable.
+    the folder is not writable; other verbs than train are also refused while the launcher of a run restarts its ranks.
     """
 
-    def __init__(self, run_dir: Path, *, durable_io: DurableIO | None = None) -> None:
-        self._run_dir, self._path = run_dir, run_dir / ".lock"
+    def __init__(self, run_dir: Path, verb: str = "train", *, durable_io: DurableIO | None = None) -> None:
+        self._run_dir, self._path, self._verb = run_dir, run_dir / ".lock", verb
         self._durable_io = durable_io or DurableIO()
         self._fd: int | None = None
 
@@ -101,24 +132,29 @@ class RunLock:
                 time.sleep(_LOOK_S)
                 is_ours = take_lock(fd, self._path)
             if not is_ours:
-                raise ResourceError(
-                    f"{self._run_dir} is locked by {_describe_holder(fd)}; wait for it, stop it, "
-                    "or choose a different run_dir"
-                )
-            holder = asdict(Holder(os.getpid(), socket.gethostname(), now_utc()))
+                raise self._refusal(_read_holder(fd))
+            # from here on it does not name an earlier holder
+            os.ftruncate(fd, 0)
+            is_launched, launcher = _look(launcher_folder(self._run_dir))
+            if is_launched and self._verb != "train":
+                raise self._refusal(launcher)
+            holder = asdict(Holder(os.getpid(), socket.gethostname(), now_utc(), self._verb))
             probe = self._run_dir / ".write-probe"
             self._durable_io.remove_tree(probe)
             content = memoryview(json.dumps(holder).encode())
             # find a full or read-only disk now, rather than at the first save, when steps would be lost
             self._durable_io.create(probe, [content], len(content))
             self._durable_io.remove_tree(probe)
-            os.ftruncate(fd, 0)
             os.pwrite(fd, content, 0)
         except ResourceError:
             os.close(fd)
             raise
         self._fd = fd
         return self
+
+    def _refusal(self, holder: Holder | None) -> ResourceError:
+        who = holder or _UNNAMED
+        return ResourceError(f"{self._run_dir} is locked by {who}; wait for it, stop it, or choose a different run_dir")
 
     def keep(self) -> None:
         """Make sure that the folder is still locked: if it was deleted or replaced, create and lock it again.
@@ -140,44 +176,47 @@ class RunLock:
             self._fd = None
 
 
+def launcher_folder(run_dir: Path) -> Path:
+    """Return the folder that the launcher of a run holds (RunLock) until the last restart of its ranks is over."""
+    return run_dir / "logs"
+
+
 def holder_of(run_dir: Path) -> Holder | None:
-    """Return who holds a run folder; None if no process does. A run that starts at this moment is not refused."""
+    """Return who launched a run or holds its folder; None if no process does. A run that starts now is not refused."""
+    for folder in (launcher_folder(run_dir), run_dir):
+        is_held, holder = _look(folder)
+        if is_held:
+            return holder or _UNNAMED
+    return None
+
+
+def last_holder_of(run_dir: Path) -> Holder | None:
+    """Return who held a run folder last, or still does; None if its lock names nobody."""
+    return _look(run_dir)[1]
+
+
+def _look(folder: Path) -> tuple[bool, Holder | None]:
+    """Return whether a folder is held, and who holds it or held it last."""
     try:
-        fd = os.open(run_dir / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(folder / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return None
+        return False, None
     try:
         # shared, so that two readers do not take each other for a run
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _read_holder(fd) or Holder(0, "", "")
+        return True, _read_holder(fd)
     except OSError:
-        return None  # a file system without locks, on which no run starts
+        return False, None  # a file system without locks, on which no run starts
+    else:
+        return False, _read_holder(fd)
     finally:
         os.close(fd)
-    return None
 
 
 def _read_holder(fd: int) -> Holder | None:
     try:
         found = json.loads(os.pread(fd, 4096, 0))
-        return Holder(int(found["pid"]), str(found["host"]), str(found["since"]))
-    except (ValueError, KeyError, TypeError):
+        return Holder(int(found["pid"]), str(found["host"]), str(found["since"]), str(found.get("verb", "train")))
+    except (OSError, ValueError, KeyError, TypeError):
         return None  # it took the lock just now and has not written its name yet
-
-
-def _describe_holder(fd: int) -> str:
-    """Describe who holds the lock, according to the file."""
-    holder = _read_holder(fd)
-    if holder is None:
-        return "another process"
-    text = f"pid {holder.pid} on {holder.host} since {holder.since}"
-    if holder.is_local:
-        try:
-            os.kill(holder.pid, 0)
-        except ProcessLookupError:
-            # forked children inherit the lock, so a child may hold it after the run has ended
-            return f"{text} (that process has exited, but one of its children still holds the lock)"
-        except PermissionError:
-            pass  # the process belongs to another user
-    return text

@@ -94,8 +94,8 @@ class Trainings:
             process.terminate()  # a launcher passes it on to its ranks
             return
         holder = holder_of(folder)
-        if holder is None:
-            raise UsageError(f"{shown} is not running")
+        if holder is None or not holder.trains:
+            raise UsageError(f"{shown} is not running" + (f"; it is held by {holder}" if holder else ""))
         if not holder.is_local:
             raise ResourceError(f"{shown} runs on {holder.host}; stop it there")
         # the file is only a note: never signal studio, its process group (0) or init (1), nor a run that just ended
@@ -112,7 +112,8 @@ class Trainings:
         """Return running, complete, stopped, failed, damaged, or interrupted: it wrote no end, as after a power cut."""
         process = self._processes.get(folder)
         code = None if process is None else process.poll()
-        if (process is not None and code is None) or holder_of(folder) is not None:
+        holder = holder_of(folder)
+        if (process is not None and code is None) or (holder is not None and holder.trains):
             return "running"
         try:
             end = read_end(folder)
@@ -199,8 +200,7 @@ class Trainings:
             raise ResourceError(f"{shown} is being started as pid {process.pid}; wait for it, or stop it")
         # looks only: to take the lock would write the pid of studio into it
         if holder := holder_of(folder):
-            who = f"pid {holder.pid} on {holder.host} since {holder.since}" if holder.pid else "another process"
-            raise ResourceError(f"{shown} is locked by {who}; wait for it, stop it, or choose another name")
+            raise ResourceError(f"{shown} is locked by {holder}; wait for it, stop it, or choose another name")
 
     def _spawn(self, folder: Path, config_file: Path) -> None:
         root = self._workspace.root

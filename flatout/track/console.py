@@ -20,7 +20,7 @@ from rich.text import Text
 from flatout.track.callback import Callback
 from flatout.track.record import EvalRecord, RunEnd, StepRecord, describe_event, describe_record
 from flatout.track.run_log import LineFollower, record_of
-from flatout.track.summary import short_count, short_time
+from flatout.track.summary import WIDTH, short_count, short_time
 from flatout.track.tolerant_stream import TolerantStream
 
 # without a terminal, at least this many steps of a run are printed, and the next step after so many seconds
@@ -54,7 +54,9 @@ class ConsoleCallback(Callback):
         if console is None and sys.stdout is not None:
             # TolerantStream, because a run continues when nobody reads what it prints; whether this is a terminal is
             # not left to rich, as FORCE_COLOR would put a bar into logs
-            console = Console(file=cast(TextIO, TolerantStream(sys.stdout)), force_terminal=sys.stdout.isatty())
+            is_terminal = sys.stdout.isatty()
+            out = cast(TextIO, TolerantStream(sys.stdout))
+            console = Console(file=out, force_terminal=is_terminal, width=None if is_terminal else WIDTH)
         self._console = console or Console(quiet=True)
         self.is_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
         self._every_record, self._clock = every_record, clock
@@ -124,13 +126,11 @@ class ConsoleCallback(Callback):
             self.on_phase("closing")
 
     def print_line(self, line: str, style: str = "", styled: int = 0) -> None:
-        """Print a line, its first characters in a style; on a terminal it wraps between words, as paths stay whole."""
-        if self.is_terminal:
-            wrapper = textwrap.TextWrapper(
-                self._console.width, subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False
-            )
-            line = wrapper.fill(line)
-        text = Text(line)
+        """Print a line, its first characters in a style; it wraps between words, so that paths stay whole."""
+        wrapper = textwrap.TextWrapper(
+            self._console.width, subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False
+        )
+        text = Text(wrapper.fill(line))
         text.stylize(style, 0, styled)
         with self._lock:
             self._console.print(text, soft_wrap=True)
@@ -226,7 +226,7 @@ class RankOutput:
 def step_figures(record: StepRecord, eta_s: float) -> list[str]:
     """Return a step's figures for one line, the most important ones first; train.log and metrics.jsonl have all."""
     figures = [
-        f"{record.step}/{short_count(record.num_steps)}",
+        f"{record.step}/{record.num_steps}",
         f"loss {record.loss:.4f}",
         f"{short_time(eta_s)} left",
         f"{short_count(record.tokens_per_s)} tok/s",

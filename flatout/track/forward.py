@@ -70,8 +70,11 @@ def tracked_run(folder: Path, clean: Callable[[Any], Any]) -> tuple[RunStart, Tr
 
 def end_of(folder: Path, start: RunStart) -> RunEnd:
     """Return how a run that no process trains any more ended; without end.json it was killed."""
-    killed = RunEnd("stopped", 137, start.started_at, "the process was killed, or its machine went down")
-    return read_end(folder) or killed
+    if end := read_end(folder):
+        return end
+    metrics = folder / "metrics.jsonl"
+    last_at = max(start.started_at, metrics.stat().st_mtime if metrics.exists() else 0.0)
+    return RunEnd("stopped", 137, last_at, "the process was killed, or its machine went down")
 
 
 def forward(folder: Path, parent: int, clean: Callable[[Any], Any], log: Callable[[str], None]) -> bool:

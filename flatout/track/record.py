@@ -18,13 +18,13 @@ class StepRecord:
     2022, arXiv:2204.02311, appendix B), None if no peak is known. `balance` is mean / max of the ranks' planned FLOPs.
 
     Rates (`*_per_s`) and times (`*_s`) are means per step over the `num_recorded` steps since the last record.
-    Processed tokens include filler tokens. Each part of a step is the mean over ranks: `data_wait_s` (the host waits
-    for tokens), `forward_s`, `backward_s`, `gradient_sum_s` (what the backward pass does not hide), `checkpoint_wait_s`
-    (a save's copy delays the update), `optimizer_s`. They come from device events that have already passed, so on a GPU
-    they describe a step up to two earlier. `rank_busy_s` has each rank's forward and backward seconds; empty for one
-    rank. `busy_min_s` and `busy_max_s` are its extremes. Memory is in bytes, the maximum over ranks: allocated and
-    reserved, now and at peak; `mean_peak_memory_bytes` is the mean of the ranks' peaks. On a CPU all are the resident
-    size. `eta_s` is the time to completion, without later evaluations and saves.
+    Processed tokens include filler tokens. Each part of a step is the mean over ranks, without those that had no pass
+    (except in `data_wait_s`, the host waits for tokens): `forward_s`, `backward_s`, `gradient_sum_s` (what the backward
+    pass does not hide), `checkpoint_wait_s` (a save's copy delays the update), `optimizer_s`. They come from device
+    events that have already passed, so they describe a step up to two earlier. `rank_busy_s` has each rank's forward
+    and backward seconds; empty for one rank. `busy_min_s` and `busy_max_s` are its extremes. Memory is in bytes, the
+    maximum over ranks: allocated and reserved, now and at peak; `mean_peak_memory_bytes` is the mean of the ranks'
+    peaks. On a CPU all are the resident size. `eta_s` is the time to completion, without later evaluations and saves.
     """
 
     step: int
@@ -104,11 +104,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnswersRecord:
-    """The answers to `eval.prompts` after `step` completed steps."""
+    """The answers to `eval.prompts` after `step` completed steps; `skipped` says why there are none."""
 
     step: int
     answers: tuple[Answer, ...]
     answer_s: float
+    skipped: str | None = None
 
 
 Record = StepRecord | EvalRecord | AnswersRecord
@@ -196,7 +197,8 @@ class RunEnd:
 def describe_record(record: Record) -> tuple[str, str]:
     """Return a record as a name and a line of train.log."""
     if isinstance(record, AnswersRecord):
-        return "answers", f"step {record.step}: {len(record.answers)} prompts answered in {record.answer_s:.1f} s"
+        done = record.skipped or f"{len(record.answers)} prompts answered in {record.answer_s:.1f} s"
+        return "answers", f"step {record.step}: {done}"
     if isinstance(record, EvalRecord):
         best = " (best)" if record.is_best else ""
         text = f"loss {record.eval_loss:.4f}  accuracy {record.eval_token_accuracy:.1%}"

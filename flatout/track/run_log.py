@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from flatout.errors import DataError
+from flatout.io.file_lock import Holder, holder_of, last_holder_of
 from flatout.io.json_file import read_json
 from flatout.track.record import AnswersRecord, EvalRecord, Record, RunEnd, RunStart, StepRecord
 
@@ -67,8 +68,9 @@ class LineFollower:
 class RunLog:
     """Everything that a run folder says so far. Steps and evaluations ascend; a repeated step replaced the older one.
 
-    `start` is None before the run's first step, `end` while it runs or after it was killed. `events` are the lines of
-    events.jsonl: `time`, `kind` and facts. `num_bad_lines` counts lines that could not be read.
+    `start` is None before the run's first step, `end` while it runs or after it was killed; a run that was started
+    again has the older end until its first step. `holder` holds the folder now, `last_holder` held it last. `events`
+    are the lines of events.jsonl: `time`, `kind` and facts. `num_bad_lines` counts lines that could not be read.
     """
 
     folder: Path
@@ -79,6 +81,17 @@ class RunLog:
     answers: list[AnswersRecord] = field(default_factory=list)
     events: list[Mapping[str, Any]] = field(default_factory=list)
     num_bad_lines: int = 0
+    holder: Holder | None = None
+    last_holder: Holder | None = None
+
+    @property
+    def state(self) -> str:
+        """running, complete, stopped, failed, killed, or not ended: on another host, whose lock may be unseen here."""
+        if self.holder is not None and self.holder.trains:
+            return "running"
+        if self.end is not None:
+            return self.end.outcome
+        return "killed" if self.last_holder is not None and self.last_holder.is_local else "not ended"
 
 
 class RunFollower:
@@ -95,7 +108,8 @@ class RunFollower:
     def poll(self) -> bool:
         """Read what is new. Raises DataError for start.json or end.json that was not written by flatout."""
         log, found = self.log, False
-        # first, so that no line is missed that was written before the end
+        # first, so that no line is missed that was written before the end, and no end of a run that lets go now
+        log.holder, log.last_holder = holder_of(log.folder), last_holder_of(log.folder)
         start, end = read_start(log.folder), read_end(log.folder)
         for line in self._files["metrics"].new_lines():
             found = self._add(line) or found

@@ -50,17 +50,20 @@ class LostTime:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What a run came to, or has come to so far; `outcome` is None for one that still runs or was killed.
+    """What a run came to, or has come to so far: `state` as in RunLog; `outcome` is None for one that wrote no end.
 
-    Losses are those of the first and the last recorded step. `tokens_per_s` and `mfu` are means over time, without the
-    first `num_warm_up_records` records. `events` counts those that a healthy run does not have.
+    Losses are those of the first and the last recorded step, `saved_step` is the last checkpoint's. `tokens_per_s` and
+    `mfu` are means over time, without the first `num_warm_up_records` records. `events` counts those that a healthy
+    run does not have.
     """
 
     name: str
     outcome: Literal["complete", "stopped", "failed"] | None
+    state: str
     why: str | None
     num_steps: int
     num_planned_steps: int
+    saved_step: int
     first_loss: float | None
     last_loss: float | None
     evaluation: EvalSummary | None
@@ -79,7 +82,9 @@ class RunSummary:
 
 def summarize(log: RunLog) -> RunSummary:
     """Return what a run's folder says about it, complete or not."""
-    steps, start, end = log.steps, log.start, log.end
+    steps, start = log.steps, log.start
+    # a run that was started again keeps the older end until its first step
+    end = None if log.state == "running" else log.end
     rated = after_warm_up(log)
     rated_s = sum(map(seconds_of, rated))
     of_peak = [step.mfu * seconds_of(step) for step in rated if step.mfu is not None]
@@ -87,9 +92,11 @@ def summarize(log: RunLog) -> RunSummary:
     return RunSummary(
         name=start.name if start else log.folder.name,
         outcome=end.outcome if end else None,
+        state=log.state,
         why=end.why if end else None,
         num_steps=steps[-1].step if steps else 0,
         num_planned_steps=steps[-1].num_steps if steps else start.plan.num_steps if start else 0,
+        saved_step=int(max((_number(one, "step") for one in log.events if one.get("kind") == "saved"), default=0)),
         first_loss=steps[0].loss if steps else None,
         last_loss=steps[-1].loss if steps else None,
         evaluation=_summarize_losses({one.step: one.eval_loss for one in log.evals}, log.evals),
@@ -157,14 +164,15 @@ def next_commands(log: RunLog) -> list[str]:
     """Return three commands worth typing next, by how the run ended."""
     folder = shlex.quote(str(log.folder))
     again = f"flatout train {shlex.quote(str(log.folder / 'config.yaml'))}"
-    if log.end is None:
-        return [f"flatout watch {folder}", f"flatout report {folder}", again]
-    if log.end.outcome != "complete":
-        return [again, f"flatout report {folder}", f"flatout watch {folder}"]
+    watch, report = f"flatout watch {folder}", f"flatout report {folder}"
+    if log.state in ("running", "not ended"):
+        return [watch, report, again]
+    if log.state != "complete":
+        return [again, report, watch]
     last = f"flatout eval {folder} --tasks arc_easy"
     if log.start is None or log.start.method == "lora":
         last = f"flatout merge {folder} --out {shlex.quote(str(log.folder / 'merged'))}"
-    return [f"flatout chat {folder}", f"flatout report {folder}", last]
+    return [f"flatout chat {folder}", report, last]
 
 
 def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: bool = False) -> list[str]:
@@ -172,10 +180,12 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
 
     A short one has the steps, the loss and the commands only.
     """
-    outcome = summary.outcome or "not ended"
-    rows = [("summary", f"{outcome}, {summary.num_steps:,} of {summary.num_planned_steps:,} steps")]
+    rows = [("summary", f"{summary.state}, {summary.num_steps:,} of {summary.num_planned_steps:,} steps")]
     if summary.why is not None:
         rows.append(("why", summary.why))
+    if summary.state not in ("complete", "running") and summary.num_steps:
+        saved = f"at step {summary.saved_step:,}, where the same command continues"
+        rows.append(("saved", saved if summary.saved_step else "never: the same command begins again at step 0"))
     if summary.first_loss is not None:
         rows[0] = ("summary", f"{rows[0][1]} in {short_time(summary.train_s)} of training")
         rows.append(("loss", f"{summary.first_loss:.4f} first, {summary.last_loss:.4f} last"))
@@ -185,18 +195,19 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
     if summary.tokens_per_s is not None:
         mfu = "" if summary.mfu is None else f", MFU {summary.mfu:.1%}"
         without = f" (without {summary.num_warm_up_records} warm-up records)" if summary.num_warm_up_records else ""
-        rows.append(("tokens", f"{short_count(summary.num_tokens)}, label {short_count(summary.num_label_tokens)}"))
+        label = short_count(summary.num_label_tokens)
+        rows.append(("tokens", f"{short_count(summary.num_tokens)}, {label} of them label tokens"))
         rows.append(("speed", f"{summary.tokens_per_s:,.0f} tokens/s{mfu}{without}"))
         rows.append(("memory", f"{summary.peak_memory_bytes / 2**30:.1f} GiB at peak"))
-        lost = {name.removesuffix("_s"): short_time(seconds) for name, seconds in asdict(summary.lost).items()}
+        lost = {name.removesuffix("_s"): seconds for name, seconds in asdict(summary.lost).items() if seconds}
         # no-break spaces keep a number and its unit on one line
-        parts = (f"{name} {text}".translate({ord("_"): " ", ord(" "): "\xa0"}) for name, text in lost.items())
-        rows.append(("lost", ", ".join(parts)))
+        parts = (f"{name} {short_time(one)}".translate({ord("_"): " ", ord(" "): "\xa0"}) for name, one in lost.items())
+        rows.append(("time lost", ", ".join(parts) or "none"))
     if summary.events:
         rows.append(("events", ", ".join(f"{count} {kind}" for kind, count in summary.events.items())))
     rows += [("warning", warning) for warning in summary.warnings]
     if is_short:
-        rows = [(name, text) for name, text in rows if name in ("summary", "loss")]
+        rows = [(name, text) for name, text in rows if name in ("summary", "saved", "loss")]
     wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
     lines = [line.replace("\xa0", " ") for name, text in rows for line in wrapper.wrap(f"{name:<10} {text}")]
     # a command stays on one line, to be copied
@@ -230,7 +241,8 @@ def _summarize_losses(losses: Mapping[int, float], evals: Sequence[EvalRecord] =
 
 
 def _describe_losses(one: EvalSummary) -> str:
-    return f"{one.first:.4f} first, {one.last:.4f} last, {one.best:.4f} best, after step {one.best_step:,}"
+    best = "the best" if one.last == one.best else f"{one.best:.4f} best, after step {one.best_step:,}"
+    return f"{one.first:.4f} first, {one.last:.4f} last, {best}"
 
 
 def _warnings(log: RunLog) -> list[str]:

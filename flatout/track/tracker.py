@@ -91,8 +91,9 @@ ANSWER_COLUMNS = ("step", "prompt", "answer", "reference")
 
 
 def answer_rows(record: AnswersRecord) -> list[list[Any]]:
-    """Return a row of ANSWER_COLUMNS for each answer."""
-    return [[record.step, one.prompt, one.answer, one.reference or ""] for one in record.answers]
+    """Return a row of ANSWER_COLUMNS for each answer, or one that says why there are none."""
+    rows = [[record.step, one.prompt, one.answer, one.reference or ""] for one in record.answers]
+    return rows or [[record.step, "", f"skipped: {record.skipped}", ""]]
 
 
 def answers_text(record: AnswersRecord) -> str:

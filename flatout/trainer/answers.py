@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -12,33 +13,47 @@ from torch import Tensor
 
 from flatout.models.generate import stop_token_ids
 from flatout.models.packed import PackedBatch, flatten_samples, padded_num_boundaries
+from flatout.parallel.strategies.protocol import oom_as_resource_error
+from flatout.planner.memory.estimate import MicroBatchSize
 from flatout.track.record import Answer, AnswersRecord
 from flatout.trainer.prompts import PromptSet
 from flatout.trainer.state import Run
-from flatout.trainer.step import autocast
+from flatout.trainer.step import autocast, release_memory
+
+OUT_OF_MEMORY = "out of memory; shorten eval.prompts or lower eval.max_new_tokens, or set eval.prompts: []"
 
 
 def answer_prompts(run: Run) -> None:
     """Answer `eval.prompts` and record the answers; collective. Weights, gradients and random state do not change."""
     if run.prompts is None:
         return
-    started = time.perf_counter()
+    started, step = time.perf_counter(), run.progress.step
     continued = generate(run, run.prompts)
+    if continued is None:
+        # called here because no frame of the failed pass holds tensors any more
+        release_memory(run)
+        run.reporter.event("answers_skipped", {"step": step, "why": OUT_OF_MEMORY})
+        run.reporter.record(AnswersRecord(step, (), time.perf_counter() - started, OUT_OF_MEMORY))
+        return
     decode = run.prompts.tokenizer.decode
     answers = tuple(
         Answer(prompt.text, str(decode(token_ids, skip_special_tokens=True)).strip(), prompt.reference)
         for prompt, token_ids in zip(run.prompts.prompts, continued, strict=True)
     )
-    run.reporter.record(AnswersRecord(run.progress.step, answers, time.perf_counter() - started))
+    run.reporter.record(AnswersRecord(step, answers, time.perf_counter() - started))
 
 
 @torch.no_grad()
-def generate(run: Run, prompt_set: PromptSet) -> list[list[int]]:
+def generate(run: Run, prompt_set: PromptSet) -> list[list[int]] | None:
     """Return the tokens that continue each prompt, up to `eval.max_new_tokens` or a stop token, which is left out.
 
     All ranks run the same passes over the same prompts, as sharded weights are gathered in each. The first rank
-    chooses every token, so that rounding cannot make ranks disagree about where an answer ends.
+    chooses every token, so that rounding cannot make ranks disagree about where an answer ends. All ranks return None
+    if one has too little memory.
     """
+    groups = list(_groups(run, prompt_set))
+    if run.plan.layout.lockstep and not _fits_on_all_ranks(run, prompt_set, groups):
+        return None
     run.model.eval()
     run.fused_lora.refresh()
     stop_ids = set(stop_token_ids(run.model, prompt_set.tokenizer, prompt_set.end_of_turn))
@@ -46,12 +61,14 @@ def generate(run: Run, prompt_set: PromptSet) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in prompt_set.prompts]
     # layers are compiled for training only, as in evaluation
     with torch.compiler.set_stance("force_eager"):
-        for group in _groups(run, prompt_set):
-            open_ones = list(group)
+        for open_ones in groups:
             for num_tokens in range(run.config.eval.max_new_tokens):
                 run.reporter.phase("answering prompts, token", num_tokens + 1, run.config.eval.max_new_tokens)
                 sequences = [[*prompt_set.prompts[index].token_ids, *answers[index]] for index in open_ones]
                 chosen = _next_tokens(run, sequences, generator)
+                if chosen is None:
+                    run.model.train()
+                    return None
                 for index, token_id in zip(tuple(open_ones), chosen, strict=True):
                     if token_id not in stop_ids:
                         answers[index].append(token_id)
@@ -78,16 +95,41 @@ def _groups(run: Run, prompt_set: PromptSet) -> Iterator[list[int]]:
     yield group
 
 
-def _next_tokens(run: Run, sequences: Sequence[Sequence[int]], generator: torch.Generator) -> list[int]:
-    """Return the first rank's choice of a token after each sequence; `generator` draws it on the CPU."""
-    with autocast(run):
-        logits, token_ids = run.loss(_batch_of(sequences, run.device), True)
-    if run.config.eval.temperature and run.rank.is_first:
-        token_ids = _sampled(logits, run.config.eval.temperature, generator).to(token_ids)
-    if not run.rank.is_first:
-        token_ids = torch.zeros_like(token_ids)
-    chosen: list[int] = run.strategy.sum_values(token_ids).tolist()
-    return chosen
+def _fits_on_all_ranks(run: Run, prompt_set: PromptSet, groups: Sequence[Sequence[int]]) -> bool:
+    """Allocate what the plan counts for the largest pass, free it, and return whether every rank could; collective.
+
+    If a rank ran out of memory in a sharded pass, the others would wait for it.
+    """
+    lengths = [[len(prompt_set.prompts[index].token_ids) for index in group] for group in groups]
+    most = max(sum(group) + len(group) * run.config.eval.max_new_tokens for group in lengths)
+    size = MicroBatchSize(most, num_labels=max(map(len, groups)), num_documents=max(map(len, groups)))
+    whole, state = run.memory.estimate(size), run.memory.estimate(MicroBatchSize(0, 0, 0))
+    num_failed = torch.zeros((), device=run.device)
+    try:
+        if whole is not None and state is not None:
+            torch.empty(whole.total_bytes - state.total_bytes, dtype=torch.uint8, device=run.device)
+    except RuntimeError:  # the CPU's has no class of its own
+        num_failed += 1
+    return not run.strategy.sum_values(num_failed).item()
+
+
+def _next_tokens(run: Run, sequences: Sequence[Sequence[int]], generator: torch.Generator) -> list[int] | None:
+    """Return the first rank's choice of a token after each sequence; `generator` draws it on the CPU.
+
+    All ranks return None if one runs out of memory, which raises ResourceError in a sharded pass.
+    """
+    # the last element counts the ranks that failed
+    token_ids = torch.zeros(len(sequences) + 1, dtype=torch.int64, device=run.device)
+    try:
+        with autocast(run), oom_as_resource_error(run.rank) if run.plan.layout.lockstep else nullcontext():
+            logits, likeliest = run.loss(_batch_of(sequences, run.device), True)
+        if run.rank.is_first:
+            heat = run.config.eval.temperature
+            token_ids[:-1] = _sampled(logits, heat, generator) if heat else likeliest
+    except torch.OutOfMemoryError:
+        token_ids[-1] = 1
+    *chosen, num_failed = run.strategy.sum_values(token_ids).tolist()
+    return None if num_failed else chosen
 
 
 def _batch_of(sequences: Sequence[Sequence[int]], device: torch.device) -> PackedBatch:

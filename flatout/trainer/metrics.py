@@ -59,9 +59,10 @@ class Meter:
     def _record(self, step: StepPlan, outcome: StepOutcome) -> StepRecord:
         run, elapsed_s, num_recorded = self._run, self._elapsed_s, len(self._steps)
         flops_per_s = sum(useful_flops(run, one) for one in self._steps) / elapsed_s
-        num_tokens = sum(one.num_tokens for one in self._steps)
+        # a step without label tokens is skipped
+        num_tokens = sum(one.num_tokens for one in self._steps if one.num_label_tokens)
         measured = [rank for ranks in self._ranks for rank in ranks]
-        mean = mean_figures(measured)
+        mean = mean_figures([rank for rank in measured if rank.busy_s])
         latest = outcome.ranks or (RankFigures(),)
         busy_s = tuple(rank.busy_s for rank in outcome.ranks) if len(outcome.ranks) > 1 else ()
         num_left = run.plan.num_steps - step.index - 1
@@ -80,7 +81,7 @@ class Meter:
             tokens_per_s=num_tokens / elapsed_s,
             label_tokens_per_s=sum(one.num_label_tokens for one in self._steps) / elapsed_s,
             step_s=elapsed_s / num_recorded,
-            data_wait_s=mean.data_wait_s,
+            data_wait_s=mean_figures(measured).data_wait_s,
             flops_per_s=flops_per_s,
             mfu=None if self._peak is None else flops_per_s / (self._peak.flops_per_s * run.rank.world),
             padding_avoided=1.0 - step.num_tokens / run.plan.naive_tokens(step),

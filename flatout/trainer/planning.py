@@ -124,7 +124,7 @@ def plan_run(
     eval_sets = plan_evaluation(config, store, train_ids, eval_ids, plan, memory, reporter, objective)
     divisors = sample_divisors(objective, store, reporter)
     evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets]
-    prompts = plan_prompts(config, store, evaluated, shape.max_positions, reporter)
+    prompts = plan_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
     fingerprints: dict[str, Any] = {"data": _identity(store), "plan": plan.fingerprint}
     if eval_sets:
         identities = [_identity(each.store) for each in eval_sets]

@@ -54,34 +54,52 @@ def plan_prompts(
     store: TokenStore,
     evaluated: Sequence[tuple[TokenStore, Sequence[int]]],
     max_positions: int | None,
+    max_tokens: int,
     reporter: Reporter,
 ) -> PromptSet | None:
     """Return what to answer at each evaluation, None for nothing; `evaluated` are stores and their sample ids.
 
-    Prompts of the configuration are rendered by the training data's template. Raises DataError or UsageError for a
-    file or prompt that cannot be used.
+    `max_tokens` is the longest pass that memory allows. Prompts of the configuration are rendered by the training
+    data's template. Raises DataError or UsageError for a file or prompt that cannot be used.
     """
     if config.eval.prompts == [] or not evaluated:
         return None
     tokenizer = load_tokenizer(config.data.tokenizer or config.model.name)
     meta, args = store.meta, config.data.template_args
     template = ChatTemplate(meta.template, meta.template_text, tokenizer, args) if meta.template_text else None
+    most = config.eval.max_new_tokens
     if config.eval.prompts is None:
-        prompts = [_prompt_of_row(tokenizer, template, *row) for row in choose_rows(evaluated)]
+        rows, num_too_long = choose_rows(evaluated, max_tokens - most)
+        prompts = [_prompt_of_row(tokenizer, template, *row) for row in rows]
+        if num_too_long:
+            why = f"a pass holds {max_tokens:,} tokens, {most} of them for the answer (eval.max_new_tokens)"
+            reporter.stage("answers", f"passed over {num_too_long:,} rows of the evaluation set as too long: {why}")
     else:
-        prompts = [_rendered(tokenizer, template, prompt) for prompt in _given_prompts(config.eval.prompts)]
+        given = _given_prompts(config.eval.prompts)
+        prompts = [_rendered(tokenizer, template, prompt) for prompt in given]
+    if max_positions is not None:
+        prompts = _cut(prompts, max_positions, most, reporter)
+    for number, prompt in enumerate(prompts, start=1):
+        if (num_tokens := len(prompt.token_ids) + most) > max_tokens:
+            where = given[number - 1].origin or f"eval.prompts: prompt {number}"
+            raise UsageError(
+                f"{where} has {num_tokens:,} tokens with its answer (eval.max_new_tokens: {most}), but a pass holds at "
+                f"most {max_tokens:,}; shorten it, lower eval.max_new_tokens or raise batch.micro_batch_tokens"
+            )
     if not prompts:
         return None
-    if max_positions is not None:
-        room = max(max_positions - config.eval.max_new_tokens, max_positions // 2)
-        for number, prompt in enumerate(prompts, start=1):
-            if (num_tokens := len(prompt.token_ids)) > room:
-                what = f"prompt {number}: only its last {room:,} of {num_tokens:,} tokens are used"
-                reporter.stage("answers", f"{what}; the model has {max_positions:,} positions")
-        prompts = [replace(prompt, token_ids=prompt.token_ids[-room:]) for prompt in prompts]
-    most = config.eval.max_new_tokens
     reporter.stage("answers", f"{len(prompts)} prompts at each evaluation, at most {most} tokens each")
     return PromptSet(tuple(prompts), tokenizer, meta.end_of_turn, max_positions)
+
+
+def _cut(prompts: Sequence[TokenPrompt], max_positions: int, most: int, reporter: Reporter) -> list[TokenPrompt]:
+    """Keep the ends of prompts that leave no positions for `most` new tokens, and say so."""
+    room = max(max_positions - most, max_positions // 2)
+    for number, prompt in enumerate(prompts, start=1):
+        if (num_tokens := len(prompt.token_ids)) > room:
+            what = f"prompt {number}: only its last {room:,} of {num_tokens:,} tokens are used"
+            reporter.stage("answers", f"{what}; the model has {max_positions:,} positions")
+    return [replace(prompt, token_ids=prompt.token_ids[-room:]) for prompt in prompts]
 
 
 def _given_prompts(given: Sequence[str] | str) -> list[Prompt]:
@@ -111,28 +129,33 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None,
 
 
 def choose_rows(
-    evaluated: Sequence[tuple[TokenStore, Sequence[int]]],
-) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-    """Return the tokens and masks of NUM_ROWS samples: evenly spaced among the short ones, data sets in turn."""
-    chosen = []
+    evaluated: Sequence[tuple[TokenStore, Sequence[int]]], room: int
+) -> tuple[list[tuple[NDArray[np.int32], NDArray[np.int32]]], int]:
+    """Return the prompts and references of NUM_ROWS samples: evenly spaced among the short ones, data sets in turn.
+
+    Samples whose prompt has over `room` tokens are passed over and counted.
+    """
+    chosen: dict[tuple[int, int], tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
+    too_long = set()
     for number in range(NUM_ROWS):
-        store, sample_ids = evaluated[number % len(evaluated)]
+        place = number % len(evaluated)
+        store, sample_ids = evaluated[place]
         ids = np.sort(np.asarray(sample_ids))
         lengths = store.lengths[ids]
         # a sample of one token has nothing to answer
         limit = max(MAX_ROW_TOKENS, int(np.sort(lengths)[:NUM_ROWS][-1]))
         ids = np.unique(ids[(lengths <= limit) & (lengths > 1)])
-        if number // len(evaluated) < len(ids):
-            chosen.append(store.sample(int(ids[(2 * number + 1) * len(ids) // (2 * NUM_ROWS)])))
-    return chosen
+        for sample_id in np.roll(ids, -((2 * number + 1) * len(ids) // (2 * NUM_ROWS))).tolist():
+            context, reference = _split(*store.sample(sample_id))
+            if len(context) > room:
+                too_long.add((place, sample_id))
+            elif (place, sample_id) not in chosen:
+                chosen[place, sample_id] = context, reference
+                break
+    return list(chosen.values()), len(too_long)
 
 
-def _prompt_of_row(
-    tokenizer: PreTrainedTokenizerBase,
-    template: ChatTemplate | None,
-    token_ids: NDArray[np.int32],
-    loss_mask: NDArray[np.bool_],
-) -> TokenPrompt:
+def _split(token_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Split a sample before its last trained span, or in the middle if nothing untrained precedes that."""
     ends = np.flatnonzero(loss_mask)
     end = int(ends[-1]) + 1 if len(ends) else len(token_ids)
@@ -140,14 +163,24 @@ def _prompt_of_row(
     start = int(untrained[-1]) + 1 if len(untrained) else 0
     if not 1 < start < end:
         start, end = (len(token_ids) + 1) // 2, len(token_ids)
-    context, reference = token_ids[:start].tolist(), token_ids[start:end].tolist()
+    return token_ids[:start], token_ids[start:end]
+
+
+def _prompt_of_row(
+    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate | None,
+    context: NDArray[np.int32],
+    reference: NDArray[np.int32],
+) -> TokenPrompt:
+    """Return a row's prompt as it reads, without the template's marks around a single user turn."""
     text = str(tokenizer.decode(context, skip_special_tokens=True)).strip()
     if template is not None:
-        # show a single user turn without the template's marks
         turn = [{"role": "user", "content": "flatout"}]
         before, _, after = template.render(turn, generation_prompt=True).partition("flatout")
         whole, control = str(tokenizer.decode(context)), control_pattern(tokenizer)
         inner = whole.removeprefix(before).removesuffix(after)
         is_single = len(inner) == len(whole) - len(before) - len(after)
         text = inner if is_single and not (control and control.search(inner)) else text
-    return TokenPrompt(text, tuple(context), str(tokenizer.decode(reference, skip_special_tokens=True)).strip())
+    return TokenPrompt(
+        text, tuple(context.tolist()), str(tokenizer.decode(reference, skip_special_tokens=True)).strip()
+    )

@@ -50,7 +50,6 @@ class StepOutcome:
     ended: torch.cuda.Event | float | None = field(default=None, compare=False)
 
 
-NOTHING_TO_LEARN = StepOutcome(loss=0.0, token_accuracy=0.0, grad_norm=0.0, lr=0.0, skipped="no label tokens")
 MAX_NAMED_SAMPLES = 8
 
 # waits for a step's outcome; None when a stop was requested before the update, which was then skipped
@@ -73,7 +72,7 @@ def launch_step(run: Run, step: StepPlan) -> Pending:
     """
     run.optimizer.zero_grad(set_to_none=True)
     if divisor_of(run, step) == 0:
-        return lambda: NOTHING_TO_LEARN
+        return skip_step(run)
     run.rank_meter.start_step(run.feed.wait_s)
     loss_sum, num_correct = accumulate_gradients(run, step)
     figures = run.rank_meter.figures(run.feed.wait_s)
@@ -86,6 +85,14 @@ def launch_step(run: Run, step: StepPlan) -> Pending:
     own = scatter_figures(figures, run.rank, loss_sum.device)
     totals = run.strategy.sum_values(torch.cat([torch.stack([loss_sum, num_correct, stop]), own]))
     return apply_update(run, step, totals, figures)
+
+
+def skip_step(run: Run) -> Pending:
+    """Skip a step without label tokens, which all ranks do alike; its outcome has the ranks' figures all the same."""
+    run.rank_meter.start_step(run.feed.wait_s)
+    figures = run.rank_meter.figures(run.feed.wait_s)
+    gathered = run.strategy.sum_values(scatter_figures(figures, run.rank, run.device))
+    return lambda: StepOutcome(0.0, 0.0, 0.0, 0.0, "no label tokens", gathered_figures(gathered.tolist()) or (figures,))
 
 
 def accumulate_gradients(run: Run, step: StepPlan) -> tuple[Tensor, Tensor]:
@@ -151,11 +158,7 @@ def lower_cap(run: Run, step: StepPlan, taken: Sequence[MicroBatch], *, failed: 
     `taken` could not get smaller.
     """
     run.optimizer.zero_grad(set_to_none=True)
-    run.fused_lora.forget()
-    gc.collect()
-    if run.device.type == "cuda":
-        torch.cuda.synchronize(run.device)
-        torch.cuda.empty_cache()
+    release_memory(run)
     cap_tokens = max(failed.num_tokens * 2 // 3, _longest(run, taken))
     if cap_tokens >= max(batch.num_tokens for batch in taken):
         raise ResourceError(
@@ -166,6 +169,15 @@ def lower_cap(run: Run, step: StepPlan, taken: Sequence[MicroBatch], *, failed: 
     run.state.micro_batch_cap = cap_tokens
     facts = {"step": step.index + 1, "rank": run.rank.index, "tokens": failed.num_tokens, "cap_tokens": cap_tokens}
     run.watch.event("out_of_memory", facts)
+
+
+def release_memory(run: Run) -> None:
+    """Free what a failed pass left, once no frame of it holds tensors any more."""
+    run.fused_lora.forget()
+    gc.collect()
+    if run.device.type == "cuda":
+        torch.cuda.synchronize(run.device)
+        torch.cuda.empty_cache()
 
 
 def _longest(run: Run, micro_batches: Sequence[MicroBatch]) -> int:
@@ -311,7 +323,7 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
     """
     divisor = divisor_of(run, step)
     if divisor == 0:
-        return lambda: NOTHING_TO_LEARN
+        return skip_step(run)
     if run.stop.requested:
         return lambda: None
     run.rank_meter.start_step(run.feed.wait_s)

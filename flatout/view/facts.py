@@ -117,7 +117,7 @@ def different_settings(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
 def results(summaries: Sequence[RunSummary]) -> list[tuple[str, ...]]:
     """Return the headline figures of several runs: (name, value of each run)."""
     found = [{name: value for name, value, _ in headline(summary)} for summary in summaries]
-    outcomes = ("Outcome", *(summary.outcome or "not ended" for summary in summaries))
+    outcomes = ("Outcome", *(summary.state for summary in summaries))
     names = dict.fromkeys(name for figures in found for name in figures)
     return [outcomes, *((name, *(figures.get(name, NONE) for figures in found)) for name in names)]
 

@@ -27,7 +27,7 @@ def markdown_report(logs: Mapping[str, RunLog]) -> str:
         return "\n\n".join(parts) + "\n"
     log = next(iter(logs.values()))
     summary = summarize(log)
-    parts = [f"# {printable(summary.name)}: {summary.outcome or 'not ended'}", _table(["", "", ""], headline(summary))]
+    parts = [f"# {printable(summary.name)}: {summary.state}", _table(["", "", ""], headline(summary))]
     parts += [f"> {printable(note)}" for note in (summary.why, *summary.warnings) if note]
     if planned := plan_rows(log):
         parts += ["## Plan and run", _table(["", "planned", "actual"], planned)]

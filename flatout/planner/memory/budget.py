@@ -70,6 +70,22 @@ class MemoryDecision:
         """Whether fp8 weights are kept transposed as well, instead of being transposed in every backward pass."""
         return self.model is not None and self.model.transposed_weights
 
+    @property
+    def longest_pass_tokens(self) -> int:
+        """The most tokens of a pass: a given or, without a GPU, the chosen micro-batch; otherwise what fits in memory.
+
+        A run of short steps has micro-batches far below what fits.
+        """
+        model, budget = self.model, self.budget_bytes
+        if model is None or budget is None or model.config.batch.micro_batch_tokens:
+            return self.micro_batch_tokens
+
+        def exceeds(count: int) -> bool:
+            size = MicroBatchSize(count, num_labels=1, num_documents=1)
+            return model.estimate(size, self.recompute, accumulates=self.accumulates).total_bytes > budget
+
+        return max(self.micro_batch_tokens, bisect_left(range(LONGEST_TOKENS), True, key=exceeds) - 1)
+
     def estimate(self, size: MicroBatchSize) -> MemoryEstimate | None:
         """Estimate the peak with micro-batches of this size; None without a GPU."""
         return self.model.estimate(size, self.recompute, accumulates=self.accumulates) if self.model else None

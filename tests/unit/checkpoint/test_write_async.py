@@ -119,6 +119,21 @@ def test_any_other_failure_is_told_at_once_and_raised_at_the_next_save(tmp_path:
     saver.close()
 
 
+def test_a_callback_that_fails_on_a_complete_save_ends_the_run_at_the_next_update(tmp_path: Path) -> None:
+    class Refusing(Told):
+        def saved(self, step: int, folder: Path, facts: Mapping[str, Any]) -> None:
+            raise LookupError("on_save failed")
+
+    told = Refusing()
+    saver = saver_on(tmp_path, told, QuickDisk())
+    saver.save(snapshot_of(1))
+    saver.close()
+    assert same(newest(tmp_path), snapshot_of(1))
+    assert told.events == [("callback_failed", {"step": 1, "why": "on_save failed"})]
+    with pytest.raises(LookupError, match="on_save failed"):
+        saver.before_update()
+
+
 def test_a_host_without_memory_for_the_copy_skips_a_save_that_is_not_required(tmp_path: Path) -> None:
     class Full(Staging):
         def lay_out(self, snapshot: Any) -> Any:

@@ -1,6 +1,10 @@
 import json
+import os
 import shutil
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,8 @@ from rich.console import Console
 
 from flatout.cli import watch
 from flatout.cli.main import main
+from flatout.errors import ResourceError
+from flatout.io.file_lock import RunLock, launcher_folder
 from flatout.track.record import EvalRecord, RunEnd, StepRecord
 from flatout.track.run_folder import RunFolderWriter
 from flatout.track.run_log import read_run
@@ -25,7 +31,7 @@ STEP = StepRecord(
 
 @pytest.fixture
 def writer(tmp_path: Path) -> RunFolderWriter:
-    """A run of two ranks that still runs, after 20 of 40 steps."""
+    """A run of two ranks that no process trains any more, after 20 of 40 steps."""
     folder = RunFolderWriter(tmp_path / "run")
     for step in range(1, 21):
         folder.on_step(replace(STEP, step=step, loss=3 - 0.1 * step))
@@ -39,13 +45,26 @@ def writer(tmp_path: Path) -> RunFolderWriter:
     return folder
 
 
+@pytest.fixture
+def lock(tmp_path: Path) -> Iterator[RunLock]:
+    """Held as by a training."""
+    with RunLock(tmp_path / "run") as held:
+        yield held
+
+
+def shown(folder: Path, width: int = 60) -> str:
+    console = Console(width=width, record=True, file=(folder.parent / "screen").open("w"))
+    console.print(watch.view(read_run(folder), width))
+    return " ".join(console.export_text().split())
+
+
 def at_each_pause(monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], Any]) -> None:
     """Instead of waiting for the next look, do the next of `acts`."""
     left = list(acts)
     monkeypatch.setattr(watch.time, "sleep", lambda seconds: left.pop(0)())
 
 
-def test_a_run_is_drawn_from_its_files_on_60_columns(writer: RunFolderWriter, tmp_path: Path) -> None:
+def test_a_run_is_drawn_from_its_files_on_60_columns(writer: RunFolderWriter, lock: RunLock, tmp_path: Path) -> None:
     console = Console(width=60, record=True, file=(tmp_path / "screen").open("w"))
     console.print(watch.view(read_run(tmp_path / "run"), 60))
     text = console.export_text()
@@ -60,13 +79,19 @@ def test_a_run_is_drawn_from_its_files_on_60_columns(writer: RunFolderWriter, tm
 
 
 def test_news_are_printed_in_a_pipe_until_the_run_ends(
-    writer: RunFolderWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    writer: RunFolderWriter,
+    lock: RunLock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def go_on() -> None:
         for step in range(21, 41):
             writer.on_step(replace(STEP, step=step, loss=1.0))
 
-    at_each_pause(monkeypatch, go_on, lambda: None, lambda: writer.on_end(RunEnd("complete", 0, 1.0)))
+    at_each_pause(
+        monkeypatch, go_on, lambda: None, lambda: writer.on_end(RunEnd("complete", 0, 1.0)), lambda: lock.__exit__()
+    )
     assert main(["watch", str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
@@ -81,29 +106,87 @@ def test_news_are_printed_in_a_pipe_until_the_run_ends(
     assert max(len(line) for line in lines if " flatout " not in line) <= 80
 
 
-def test_a_run_that_was_killed_long_ago_says_so(
-    writer: RunFolderWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_killed_run_is_shown_as_killed_at_once_and_its_watcher_ends(
+    writer: RunFolderWriter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log, now_s = read_run(tmp_path / "run"), watch.time.time()
+    run = tmp_path / "run"
+    # a forked child keeps the lock for longer than the run lives
+    code = (
+        "import os, sys, time; from pathlib import Path; from flatout.io.file_lock import RunLock\n"
+        "RunLock(Path(sys.argv[1])).__enter__()\n"
+        "child = os.fork()\nif child: print(child, flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            assert "state running, last news" in shown(run)
+            process.kill()
+            process.wait()
+            assert "state killed, last news" in shown(run)
+            assert "but one of its children still holds the lock" in shown(run, 400)
+        finally:
+            os.kill(child, signal.SIGKILL)
+    assert main(["watch", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "state      killed, last news" in out
+    assert "\nsummary    killed, 20 of 40 steps" in out
+    assert f"\nnext       flatout train {run}/config.yaml\n" in out
+
+
+def test_a_run_between_two_attempts_lives_until_its_launcher_ends(
+    writer: RunFolderWriter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    writer.on_end(RunEnd("failed", 7, 1.0, "rank 1 was lost"))
+    with RunLock(launcher_folder(run)) as launcher:
+        assert "state running, last news" in shown(run)
+        # it would be in the way of the ranks
+        for verb, folder in (("track", run), ("doctor", run)):
+            with pytest.raises(ResourceError, match=f"is locked by pid {os.getpid()}"), RunLock(folder, verb):
+                pass
+        at_each_pause(monkeypatch, lambda: None, lambda: launcher.__exit__())
+        assert main(["watch", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "summary    failed, 20 of 40" in out
+    assert "why        rank 1 was lost" in out
+
+
+def test_a_folder_that_another_verb_holds_is_not_running(
+    writer: RunFolderWriter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with RunLock(run, "track"):
+        assert "state killed" in shown(run)
+        assert f"held by pid {os.getpid()} on " in shown(run, 200)
+        assert main(["watch", str(run)]) == 0
+    assert "(`flatout track`)" in capsys.readouterr().out
+
+
+def test_of_a_run_on_another_host_is_said_what_is_known(
+    writer: RunFolderWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, now_s = tmp_path / "run", watch.time.time()
+    with RunLock(run):
+        held = json.loads((run / ".lock").read_text())
+    (run / ".lock").write_text(json.dumps({**held, "host": "node-7"}))
+    assert "no lock is seen of the run on node-7, last news" in shown(run)
     monkeypatch.setattr(watch.time, "time", lambda: now_s + 7200)
-    console = Console(width=60, record=True, file=(tmp_path / "screen").open("w"))
-    console.print(watch.view(log, 60))
-    assert "no news for 2:00:00: if it was killed" in console.export_text()
-
-
-def test_an_older_end_does_not_end_the_view_of_a_run_that_was_started_again(
-    writer: RunFolderWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer.on_end(RunEnd("stopped", 75, 1.0))
-    log = read_run(tmp_path / "run")
-    assert watch.has_ended(log)
-    end = (tmp_path / "run" / "end.json").stat()
-    monkeypatch.setattr(watch, "_modified_at", lambda path: end.st_mtime + 30 * (path.name == "train.log"))
-    assert not watch.has_ended(log)
+    assert main(["watch", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "last news 2:00:0" in out
+    assert "summary    not ended, 20 of 40" in out
 
 
 def test_folders_that_are_no_runs(
-    writer: RunFolderWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    writer: RunFolderWriter,
+    lock: RunLock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run, empty = tmp_path / "run", tmp_path / "empty"
     empty.mkdir()
@@ -127,7 +210,11 @@ def test_folders_that_are_no_runs(
 
 
 def test_foreign_lines_are_counted_and_ctrl_c_leaves_the_run_alone(
-    writer: RunFolderWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    writer: RunFolderWriter,
+    lock: RunLock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "step", "step": "x"}) + '\nnot json\n{"kind": "st')
@@ -143,6 +230,7 @@ def test_foreign_lines_are_counted_and_ctrl_c_leaves_the_run_alone(
 
     def start_over() -> None:
         shutil.rmtree(tmp_path / "run")
+        lock.keep()
         RunFolderWriter(tmp_path / "run").on_step(replace(STEP, step=39, loss=7.0))
 
     # files that became shorter are read from their start

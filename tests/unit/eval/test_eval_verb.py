@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from flatout.cli.main import main
 from flatout.models.generate import Sampling, answer
 from flatout.models.load.inference import load_trained, resolve_model_paths
+from flatout.track import console
 from flatout.trainer.run import train
 
 QUESTION = "What is my name?"
@@ -86,8 +88,15 @@ def test_tasks_of_lm_eval_are_scored(
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "colors.yaml").write_text(TASK.replace("DATA", str(data)))
     command = ["eval", str(finished), "--device", "cpu", "--include-path", str(tmp_path / "tasks"), "--tasks"]
+    # every silence is long enough for a line
+    monkeypatch.setattr(console, "SILENT_S", 0.0)
+    monkeypatch.setattr(console, "SILENT_STEPS_S", 0.0)
+    monkeypatch.setattr(console, "TICK_S", 0.001)
     assert main([*command, "colors", "--limit", "4"]) == 0
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
+    assert re.search(r"^\.{3} {8}scoring tasks.* \d+ s$", told, re.MULTILINE)
+    assert "it/s]" not in told.rpartition("Loading weights")[2].partition("\n")[2]
+    assert max(map(len, told.splitlines()[-3:])) <= 80
     found = json.loads((finished / "eval" / "colors.json").read_text())
     (row,) = found["tasks"]
     assert (row["task"], row["metric"], row["num_samples"]) == ("colors", "acc", 4)

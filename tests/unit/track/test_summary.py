@@ -83,8 +83,22 @@ def test_the_lines_fit_a_screen_and_an_empty_run_has_a_summary_too() -> None:
     assert len(lines) <= 20
     assert max(map(len, lines)) <= 80
     assert lines[0] == "summary    complete, 100 of 100 steps in 10 s of training"
+    assert "eval       3.0000 first, 2.2000 last, 2.0000 best, after step 50" in lines
+    assert any(line.startswith("time lost  padding") for line in lines)
+    assert not any(line.startswith("saved") for line in lines)
     empty = RunLog(Path("runs/y"))
     assert summary_lines(summarize(empty), [])[0] == "summary    not ended, 0 of 0 steps"
+
+
+def test_an_incomplete_run_says_where_the_next_start_continues() -> None:
+    stopped = log()
+    stopped.end = RunEnd("stopped", 75, 1.0, "stop requested")
+    for events, line in (
+        ([{"kind": "saved", "step": 50}], "saved      at step 50, where the same command continues"),
+        ([], "saved      never: the same command begins again at step 0"),
+    ):
+        stopped.events = events
+        assert line in summary_lines(summarize(stopped), [], is_short=True)
 
 
 def test_the_next_commands_follow_from_the_end() -> None:

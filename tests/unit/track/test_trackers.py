@@ -205,11 +205,30 @@ def test_when_training_is_killed_the_rest_is_sent_and_no_process_stays(
     finally:
         training.kill()
         training.wait(60)
+    last_at = (run / "metrics.jsonl").stat().st_mtime
     until(lambda: not forwarders(run))
+    # the service learns when it was killed, not when it started
+    assert read_cursor(run, "trackio").ended_at == pytest.approx(last_at)
     assert [step for step, _ in service.values("train/loss")] == [1, 2, 3]
     assert service.values("outcome") == [(3, "stopped")]
     assert main(["track", str(run)]) == 0
     assert len(service.of_kind("init")) == 1
+
+
+@pytest.mark.parametrize("mode", ["take", 500])
+def test_a_client_that_hangs_at_exit_does_not_keep_the_command(
+    tiny: Any, tmp_path: Path, service: Service, mode: str | int
+) -> None:
+    train(tiny, tmp_path / "run", 2, to=[])
+    service.mode = mode
+    with (tmp_path / "client" / "trackio.py").open("a") as client:
+        client.write("\nimport atexit, threading, time\natexit.register(time.sleep, 1000)\n")
+        client.write("threading.Thread(target=time.sleep, args=[1000]).start()\n")
+    words = ["track", str(tmp_path / "run"), "--to", "trackio"]
+    done = subprocess.run([sys.executable, "-m", "flatout", *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == (0 if mode == "take" else 6), done.stderr
+    assert ("has everything" in done.stdout) == (mode == "take")
+    assert ("nothing is lost" in done.stderr) == (mode == 500)
 
 
 def test_a_folder_that_cannot_be_sent_is_refused(tmp_path: Path, capsys: Any) -> None:
@@ -231,6 +250,11 @@ def test_settings_of_trackers() -> None:
         == settings(track={"to": ["mlflow", "wandb"]})
     )
     assert settings("track=mlflow").to == ["mlflow"]
+    # an override of one setting goes on top of the short form
+    for short in (["mlflow"], "mlflow"):
+        assert settings("track.tags=[first]", track=short) == settings(track={"to": ["mlflow"], "tags": ["first"]})
+        assert settings("track.to=[wandb]", track=short).to == ["wandb"]
+    assert settings("track=mlflow", "track.project=x").project == "x"
     for wrong, why in (
         ({"to": ["mlflow", "mlflow"]}, "track: a tracker is listed twice"),
         ({"project": "x"}, "track: project has no effect with no tracker"),

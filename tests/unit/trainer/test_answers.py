@@ -133,13 +133,60 @@ def test_a_long_prompt_is_cut_and_said(tiny: Any, tmp_path: Path) -> None:
     said = MemoryCallback()
     file = tmp_path / "prompts.txt"
     file.write_text("short\n\n" + "word " * 5000 + "\n")
-    plan = planned(tiny, tmp_path, said, eval={**EVAL, "prompts": str(file), "max_new_tokens": 48})
+    given = {"eval": {**EVAL, "prompts": str(file), "max_new_tokens": 48}}
+    plan = planned(tiny, tmp_path, said, **given, batch={"micro_batch_tokens": 2048})
     assert plan.prompts is not None
     assert [len(prompt.token_ids) < 2000 for prompt in plan.prompts.prompts] == [True, False]
     assert len(plan.prompts.prompts[1].token_ids) == 2000
     lines = [text for _, name, text in said.stages if name == "answers"]
     assert "prompt 2: only its last 2,000 of " in lines[0]
     assert lines[1] == "2 prompts at each evaluation, at most 48 tokens each"
+
+
+def test_a_prompt_that_no_pass_holds_is_refused_by_its_row(tiny: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("short\n\n" + "word " * 800 + "\n")
+    for prompts, where in (
+        (str(file), "prompts.txt:3 has "),
+        (["short", "word " * 800], "eval.prompts: prompt 2 has "),
+    ):
+        with pytest.raises(UsageError, match=f"{where}.* a pass holds at most 700; shorten it") as caught:
+            planned(tiny, tmp_path, eval={**EVAL, "prompts": prompts}, batch={"micro_batch_tokens": 700})
+        assert "\n" not in str(caught.value)
+
+
+def test_rows_are_chosen_that_a_pass_holds(tiny: Any, tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": "one two three " * (4 + 40 * (n % 4 > 0))}) + "\n" for n in range(40)))
+    data = {"root": str(tmp_path), "sources": [{"path": str(file)}]}
+    found = []
+    for most in (4, 300):
+        said = MemoryCallback()
+        evaluation = {"fraction": 0.5, "prompts": None, "max_new_tokens": most}
+        plan = planned(tiny, tmp_path / str(most), said, data=data, eval=evaluation, batch={"micro_batch_tokens": 450})
+        assert plan.prompts is not None
+        lengths = [len(prompt.token_ids) for prompt in plan.prompts.prompts]
+        assert len(lengths) == 3
+        assert max(lengths) + most <= 450
+        found.append((max(lengths), next(text for _, name, text in said.stages if name == "answers")))
+    assert found[0][0] > 50 > found[1][0]
+    assert "as too long" not in found[0][1]
+    assert "as too long: a pass holds 450 tokens, 300 of them for the answer (eval.max_new_tokens)" in found[1][1]
+
+
+def test_a_run_without_memory_to_answer_says_so_and_trains_on(
+    tiny: Any, answered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(model: Any, batch: Any) -> Any:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr("flatout.models.head.next_logits", fail)
+    train(tiny.config(tmp_path, **settings(prompts=PROMPTS, max_new_tokens=10)))
+    log = read_run(tmp_path)
+    assert [(one.step, one.answers) for one in log.answers] == [(0, ()), (6, ()), (12, ())]
+    assert all("out of memory; shorten eval.prompts" in str(one.skipped) for one in log.answers)
+    assert [event["step"] for event in log.events if event["kind"] == "answers_skipped"] == [0, 6, 12]
+    assert [step.loss for step in log.steps] == [step.loss for step in read_run(answered).steps]
 
 
 BAD: dict[str, tuple[str | None, type[FlatoutError], str]] = {

@@ -18,6 +18,7 @@ from flatout.planner.steps.step_plan import BatchLayout, Samples, assemble
 from flatout.trainer import metrics
 from flatout.trainer import step as step_module
 from flatout.trainer.metrics import Meter, device_peak, useful_flops
+from flatout.trainer.rank_meter import RankFigures
 from flatout.trainer.run import train
 from flatout.trainer.step import StepOutcome
 
@@ -69,6 +70,22 @@ def test_utilisation_is_the_share_of_all_ranks_peak(monkeypatch: pytest.MonkeyPa
     assert first.flops_per_s == pytest.approx(useful_flops(run, steps(run)[0]) / first.step_s)
     assert first.mfu == pytest.approx(first.flops_per_s / (2 * 989e12))
     assert second.flops_per_s == second.mfu == 0
+
+
+def test_steps_and_ranks_without_passes_do_not_lower_the_means() -> None:
+    records: list[Any] = []
+    run = make_run(records, [], config=SimpleNamespace(log_every_steps=2))
+    meter = Meter(run)
+    busy = RankFigures(forward_s=2.0, backward_s=4.0, data_wait_s=1.0, peak_memory_bytes=8.0)
+    idle = RankFigures(peak_memory_bytes=6.0)
+    first, second = steps(run)
+    meter.end_step(first, StepOutcome(1.0, 0.5, 0.1, 1e-3, ranks=(busy, idle)))
+    meter.end_step(second, StepOutcome(0.0, 0.0, 0.0, 0.0, "no label tokens", ranks=(idle, idle)))
+    (record,) = records
+    assert (record.forward_s, record.backward_s, record.data_wait_s) == (2.0, 4.0, 0.25)
+    assert (record.peak_memory_bytes, record.mean_peak_memory_bytes) == (6, 6)
+    # the second step computed none of its tokens
+    assert record.tokens_per_s * record.step_s * 2 == pytest.approx(first.num_tokens)
 
 
 def test_no_utilisation_where_no_peak_is_known() -> None:
