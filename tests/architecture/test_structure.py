@@ -66,7 +66,7 @@ MAX_PACKAGE_LINES = {
     "profile": 230,
     "studio": 1150,
     "track": 2110,
-    "trainer": 3100,
+    "trainer": 3110,
     "verifier": 720,
     "view": 1160,
 }
