@@ -142,7 +142,7 @@ def test_an_error_of_a_started_rank_is_raised_here(tiny: Any, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"messages": 3}\n')
-    with pytest.raises(DataError, match="bad.jsonl"):
+    with pytest.raises(DataError, match=r"bad\.jsonl"):
         flatout.train(model=str(tiny.model_dir), data=str(bad), gpus=[0, 1], **SETTINGS)
 
 
