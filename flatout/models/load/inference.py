@@ -36,10 +36,11 @@ class ModelPaths:
     tokenizer: str
 
 
-def resolve_model_paths(target: str, *, base: str | None = None) -> ModelPaths:
+def resolve_model_paths(target: str, *, base: str | None = None, results: str = FINAL_DIR) -> ModelPaths:
     """Resolve a run folder, adapter folder, model folder or hub id; `base` overrides the adapter's base model.
 
-    A run folder has `final/` (adapter or model) and `config.yaml` (the base model's name and revision).
+    A run folder has `results`: `final/`, or `best/` (adapter or model), and `config.yaml` (the base model's name and
+    revision).
     Raises UsageError (unfinished run, unknown base) or CheckpointError (unreadable adapter_config.json).
     """
     folder, revision = Path(target), None
@@ -48,9 +49,11 @@ def resolve_model_paths(target: str, *, base: str | None = None) -> ModelPaths:
     except OSError as error:
         raise UsageError(f"{target:.100}: {reason_of(error)}; give a folder or a hub id such as org/model") from error
     if is_run:
-        if not (folder / FINAL_DIR).is_dir():
-            raise UsageError(f"{folder} has no {FINAL_DIR}/: the run is not finished; resume it with flatout train")
-        file, folder = folder / "config.yaml", folder / FINAL_DIR
+        if not (folder / results).is_dir():
+            why = "the run is not finished; resume it with flatout train"
+            why = why if results == FINAL_DIR else f"no evaluation was better than the last; use {FINAL_DIR}/"
+            raise UsageError(f"{folder} has no {results}/: {why}")
+        file, folder = folder / "config.yaml", folder / results
         if base is None and (folder / ADAPTER_CONFIG).is_file():
             try:
                 section = yaml.safe_load(file.read_text(encoding="utf-8"))["model"]
