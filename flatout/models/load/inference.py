@@ -19,7 +19,7 @@ from flatout.models.blocks import decoder_layers
 from flatout.models.load.model import CANNOT_BUILD, CHOOSE_ANOTHER, library_errors, load_pretrained, read_config
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import check_source
-from flatout.models.lora.adapter import ADAPTER_CONFIG, apply_adapter
+from flatout.models.lora.adapter import ADAPTER_CONFIG, apply_adapter, share_base
 
 FINAL_DIR = "final"
 NAMED_MAPS = ("auto", "balanced", "sequential")
@@ -76,13 +76,22 @@ def resolve_model_paths(target: str, *, base: str | None = None, results: str = 
 
 
 def load_trained(
-    trained: ModelPaths, *, device: torch.device, device_map: str | None = None
+    trained: ModelPaths,
+    *,
+    device: torch.device,
+    device_map: str | None = None,
+    beside: tuple[ModelPaths, PreTrainedModel] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Load the model with its adapter, frozen and in eval mode, and its tokenizer.
 
-    Raises like load_for_inference, and ResourceError for an adapter on a model that does not fit on the mapped GPUs.
+    A model `beside` it that has the same base shares its base weights. Raises like load_for_inference, and
+    ResourceError for an adapter on a model that does not fit on the mapped GPUs.
     """
-    model = load_for_inference(trained.base, revision=trained.revision, device=device, device_map=device_map)
+    model = None
+    if beside and (beside[0].base, beside[0].revision) == (trained.base, trained.revision):
+        model = share_base(beside[1])
+    if model is None:
+        model = load_for_inference(trained.base, revision=trained.revision, device=device, device_map=device_map)
     if trained.adapter is not None:
         # weights that are offloaded are copied to the device that computes with them in each pass
         if any(parameter.is_meta for parameter in model.parameters()):
