@@ -62,6 +62,8 @@ def export(
         raise UsageError(f"--adapter: {to} takes merged weights; leave it out, or use --to vllm")
     if (kind or llama_cpp) and not is_gguf:
         raise UsageError(f"--quantize and --llama-cpp have no effect on --to {to}; leave them out")
+    if llama_cpp and not llama_cpp.is_dir():
+        raise UsageError(f"--llama-cpp: there is no folder {llama_cpp}; name the folder of llama.cpp")
     if is_gguf and find_spec("gguf") is None:
         raise UsageError(f"--to {to} needs the gguf package: pip install 'flatout[gguf]'")
     quantizer = _find_tool("llama-quantize", llama_cpp) if kind and kind not in FILE_TYPES else None
@@ -93,8 +95,6 @@ def export(
 
 def _find_tool(name: str, folder: Path | None) -> Path | None:
     """Return a tool of llama.cpp from its folder, else from PATH; None without it."""
-    if folder is not None and not folder.is_dir():
-        raise UsageError(f"--llama-cpp: there is no folder {folder}; name the folder of llama.cpp")
     places = [folder / name, folder / "build" / "bin" / name] if folder else []
     on_path = shutil.which(name)
     return next((place for place in places if place.is_file()), Path(on_path) if on_path else None)
