@@ -53,9 +53,7 @@ def go_template(tokenizer: Any) -> str | None:
     texts = [*around.values(), default, prompt]
     if any(mark in text for text in texts for mark in ("{{", "}}", '"""')):
         return None
-    turns = [
-        f'if eq .Role "{role}" }}}}{around[role].replace("{}", "{{ .Content }}")}{{{{ ' for role in _ROLES
-    ]
+    turns = [f'if eq .Role "{role}" }}}}{around[role].replace("{}", "{{ .Content }}")}{{{{ ' for role in _ROLES]
     start = f"{{{{ if not .System }}}}{default}{{{{ end }}}}" if default else ""
     return f"{start}{{{{ range .Messages }}}}{{{{ {'else '.join(turns)}end }}}}{{{{ end }}}}{prompt}"
 

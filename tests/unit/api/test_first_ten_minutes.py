@@ -1,4 +1,4 @@
-"""A notebook user's first ten minutes: data in memory, training, curves, a chat, and the way out to plain transformers."""
+"""A notebook user's first ten minutes: data in memory, training, curves, a chat, and out to plain transformers."""
 
 from __future__ import annotations
 

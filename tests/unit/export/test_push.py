@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from hub_stand_in import READ_TOKEN, TOKEN, Hub, Repo, hub_stand_in
 
 from flatout.cli.main import main
-from hub_stand_in import READ_TOKEN, TOKEN, Hub, Repo, hub_stand_in
 
 LOAD = """
 import json, torch
@@ -87,9 +87,7 @@ def test_adapter_and_merged_model_load_from_the_hub(
     assert curve.count("<circle") == 4
 
 
-def test_a_repository_is_replaced_only_when_asked(
-    run_dir: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_repository_is_replaced_only_when_asked(run_dir: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     hub.repos["someone/full"] = Repo(commits=[{"model.safetensors": b"old", "README.md": b"old"}])
     hub.repos["someone/empty"] = Repo()
     command = ["push", str(run_dir), "someone/full", "--base", "someone/base"]

@@ -95,7 +95,9 @@ def test_a_folder_that_older_readers_understand(
     command = shlex.split(capsys.readouterr().out.splitlines()[-1])
     folder = str(tmp_path / "out")
     assert command == (
-        ["vllm", "serve", folder, "--served-model-name", "chats"] if to == "vllm" else ["mlx_lm.chat", "--model", folder]
+        ["vllm", "serve", folder, "--served-model-name", "chats"]
+        if to == "vllm"
+        else ["mlx_lm.chat", "--model", folder]
     )
     assert main(["merge", str(run_dir), "--out", str(tmp_path / "merged")]) == 0
     ours, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "merged"))
@@ -150,9 +152,7 @@ def test_what_cannot_be_written_is_said(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_with_content_is_left_alone(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_content_is_left_alone(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert export(run_dir, tmp_path, "vllm") == 6
     assert "is not empty" in capsys.readouterr().err
