@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "flatout"
 
 # definitions that only tests use today, and the room that deletes or uses them
-KNOWN_UNUSED = {"flatout/models/objective.py: token_losses": "for objectives that users write"}
+KNOWN_UNUSED = {
+    "flatout/models/objective.py: token_losses": "for objectives that users write",
+    "flatout/api/run.py: push_to_hub": "for users of Python",
+}
 # names of our own making, and the field's word in their place
 WORDS = {
     "JoinedLora": "FusedLora", "join_layers": "fuse_layers", "turned_weights": "transposed_weights",
@@ -56,7 +59,7 @@ MAX_PACKAGE_LINES = {
     "environment": 113,
     "errors": 110,
     "eval": 141,
-    "export": 700,
+    "export": 774,
     "io": 1182,
     "kernels": 1110,
     "launch": 1040,
