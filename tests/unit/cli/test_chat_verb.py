@@ -17,7 +17,6 @@ from flatout.cli.main import main
 
 # a tiny model's likeliest token is the same everywhere; drawn ones differ, and are the same for the same seed
 DRAWN = ("--temperature", "2", "--seed", "3")
-LONG = "Only the color red. " * 30
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +55,23 @@ def test_commands_and_the_end_of_input(
     assert len(answers(capsys.readouterr().out)) == 1
 
 
-def test_a_system_prompt_changes_answers(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = []
-    for typed, options in ((f"/system {LONG}\nWhat?\n", ()), ("What?\n", ("--system", LONG)), ("What?\n", ())):
-        assert chat(monkeypatch, typed, str(run_dir), *DRAWN, *options) == 0
-        said.append(answers(capsys.readouterr().out)[-2])
-    assert said[0] == said[1] != said[2]
+def test_system_prompts_start_conversations(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def answer(model: Any, tokenizer: Any, messages: Any, **_: Any) -> str:
+        asked.append([f"{one['role'][0]}:{one['content']}" for one in messages])
+        return "An answer."
+
+    monkeypatch.setattr("flatout.models.generate.answer", answer)
+    typed = "One?\nTwo?\n/clear\nThree?\n/system Be kind.\nFour?\n"
+    assert chat(monkeypatch, typed, str(run_dir), "--system", "Be brief.") == 0
+    brief = "s:Be brief."
+    assert asked == [
+        [brief, "u:One?"],
+        [brief, "u:One?", "a:An answer.", "u:Two?"],
+        [brief, "u:Three?"],
+        ["s:Be kind.", "u:Four?"],
+    ]
 
 
 def test_models_answer_beside_each_other(
