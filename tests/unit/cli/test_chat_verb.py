@@ -14,7 +14,6 @@ import torch
 
 from flatout.cli.main import main
 
-
 # a tiny model's likeliest token is the same everywhere; drawn ones differ, and are the same for the same seed
 DRAWN = ("--temperature", "2", "--seed", "3")
 
