@@ -38,7 +38,7 @@ def push(
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
-    log, trained = read_run(run), resolve_model_paths(str(run), results=results)
+    trained, log = resolve_model_paths(str(run), results=results), read_run(run)
     folder = trained.adapter or Path(trained.base)
     results_files = verify_final(folder).files
     is_adapter = trained.adapter is not None and not merged

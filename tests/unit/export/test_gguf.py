@@ -212,7 +212,9 @@ def test_what_would_be_read_differently_is_refused(
     assert "--llama-cpp" in said
 
 
-@pytest.mark.parametrize("name", [*SHAPES, "run"])
+@pytest.mark.parametrize(
+    "name", ["run", *(name if name == "llama" else pytest.param(name, marks=pytest.mark.exhaustive) for name in SHAPES)]
+)
 def test_llama_cpp_computes_the_same(tiny: Any, run_dir: Path, tmp_path: Path, name: str) -> None:
     """llama.cpp itself, where it is installed: the same tokens, and the same probabilities of the next one."""
     llama = pytest.importorskip("xllamacpp")

@@ -147,6 +147,8 @@ def test_what_is_wrong_with_the_run_is_said_before_the_hub_is_asked(
     (run / "final" / "tokenizer.json").write_text("{}")
     assert main(["push", str(run), "mine", "--base", "someone/base"]) == 4
     assert "it was damaged or edited" in capsys.readouterr().err
+    assert main(["push", "x" * 5000, "mine"]) == 2
+    assert "File name too long" in capsys.readouterr().err
     shutil.rmtree(run / "final")
     assert main(["push", str(run), "mine"]) == 2
     assert "the run is not finished" in capsys.readouterr().err

@@ -134,6 +134,7 @@ def test_the_adapter_alone_for_vllm(run_dir: Path, tmp_path: Path, capsys: pytes
         (("vllm", "--quantize", "q8_0"), 2, "no effect on --to vllm"),
         (("gguf", "--llama-cpp", "nowhere"), 2, "there is no folder nowhere"),
         (("gguf", "--best"), 2, "has no best/"),
+        (("gguf", "--quantize", "../q8"), 2, "--quantize is '../q8'"),
         (("mlx",), 4, "it was damaged or edited"),
     ],
 )
