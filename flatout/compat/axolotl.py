@@ -1,0 +1,186 @@
+"""Configurations of Axolotl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flatout.compat import translation as t
+from flatout.compat.training_arguments import MODEL_ARGUMENTS, TRAINING_ARGUMENTS, interval
+from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
+from flatout.compat.trl import held_out, lora_rules, template
+
+# keys of a data set -> keys of ours; a dot is an entry of columns
+_KEYS = {
+    "path": "path", "name": "subset", "split": "split", "revision": "revision", "field": "columns.text",
+    "field_messages": "columns.messages", "field_tools": "columns.tools", "message_field_role": "columns.role",
+    "message_field_content": "columns.content",
+}  # fmt: skip
+_FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "completion": "text", "sharegpt": "sharegpt"} | {
+    "input_output": "segments"
+}
+_TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "alpaca": "alpaca", "tokenizer_default": None}
+_PLUGINS = ("cut_cross_entropy", "liger")
+_ALPACA = "headings of Alpaca, but no introduction, and the input is part of the instruction"
+# names of an equal meaning in transformers
+_SAME = {
+    "micro_batch_size": "per_device_train_batch_size", "num_epochs": "num_train_epochs", "optimizer": "optim",
+    "lr_scheduler": "lr_scheduler_type", "wandb_name": "run_name",
+}  # fmt: skip
+
+
+def translate_axolotl(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
+    """Translate a YAML of Axolotl."""
+    defaults: dict[str, Any] = {
+        "adapter": "none", "num_epochs": 1, "lr_scheduler": "cosine", "micro_batch_size": 1, "sequence_len": 512,
+        "excess_length_strategy": "drop",
+    }  # fmt: skip
+    for what in ("save", "eval"):
+        if not any(given.get(name) for name in (f"{what}_steps", f"{what}_strategy", f"{what}s_per_epoch")):
+            defaults[f"{what}_strategy"] = "epoch"
+    if _is_lora(given):
+        defaults |= {"lora_r": 8, "lora_alpha": 8}
+    if given.get("fsdp_config") and not given.get("fsdp"):
+        defaults["fsdp"] = "full_shard"
+    return t.translate(given, AXOLOTL, defaults=defaults, num_gpus=num_gpus, aliases=_SAME)
+
+
+def _is_lora(values: Mapping[str, Any]) -> bool:
+    return values.get("adapter") in ("lora", "qlora")
+
+
+def _sources(given: Given) -> Became:
+    entries = given.value if isinstance(given.value, list) else [given.value]
+    kinds = {str(entry.get("type")) for entry in entries}
+    settings: dict[str, Any] = {"data.sources": [_source(entry) for entry in entries]}
+    if kinds == {"alpaca"}:
+        return Became(settings | {"data.template": "alpaca"}, _ALPACA, check=True)
+    if "alpaca" in kinds:
+        raise RefusedError("alpaca is a prompt of its own there; one run has one template: convert the sets apart")
+    return Became(settings | ({"data.too_long": "split"} if kinds == {"completion"} else {}))
+
+
+def _source(entry: Mapping[str, Any]) -> dict[str, Any]:
+    kind = entry.get("type")
+    if not isinstance(kind, str) or kind not in _FORMATS:
+        raise RefusedError(f"type {kind!r:.40} is not supported; write {', '.join(_FORMATS)}, or data.sources")
+    source: dict[str, Any] = {"format": _FORMATS[kind], "columns": {}}
+    for name, value in entry.items():
+        if name in _KEYS:
+            section, _, column = _KEYS[name].rpartition(".")
+            (source[section] if section else source)[column] = value
+        elif name == "message_property_mappings":
+            source["columns"] |= value
+        elif name == "roles":
+            source["roles"] = {theirs: ours for ours, names in value.items() for theirs in names}
+        elif value is not None and (name, value) not in _IMPLIED:
+            raise RefusedError(f"{name}: {value!r:.40} is not supported; write data.sources")
+    columns = {ours: theirs for ours, theirs in source.pop("columns").items() if ours != theirs}
+    return {**source, "columns": columns} if columns else source
+
+
+_IMPLIED = [
+    *(("type", kind) for kind in _FORMATS), ("roles_to_train", ["assistant"]), ("roles_to_train", ["assistant", "gpt"]),
+    ("train_on_eos", "turn"), ("train_on_eot", "turn"), ("drop_system_message", False), ("field_thinking", "thinking"),
+    ("field_thinking", "reasoning_content"), ("template_thinking_key", "thinking"), ("chat_template", "tokenizer_default"),
+    ("template_thinking_key", "reasoning_content"), ("message_field_training", "train"), ("trust_remote_code", False),
+    *(("ds_type", kind) for kind in ("json", "csv", "parquet", "arrow", "text")),
+]  # fmt: skip
+
+
+def _per_epoch(setting: str) -> Rule:
+    def rule(given: Given) -> Became:
+        if setting.startswith("eval") and not given.all.get("val_set_size"):
+            return Became(note="no rows are held out")
+        times = given.number() * given.number("num_train_epochs", 1)
+        return Became({setting: 1 / times if times > 1 else None}, "as a share of the run")
+
+    return rule
+
+
+def _evaluation(given: Given) -> Became:
+    return TRAINING_ARGUMENTS["eval_steps"](given) if given.all.get("val_set_size") else Became(note="no rows held out")
+
+
+def _adapter(given: Given) -> Became:
+    if given.value not in ("lora", "qlora", "none", ""):
+        raise RefusedError(f"{given.value!r:.40} is not supported; write lora or qlora, or none for full fine-tuning")
+    is_4bit = {"base.storage": "nf4"} if given.value == "qlora" else {}
+    return Became({"method": "lora" if _is_lora(given.all) else "full", **is_4bit})
+
+
+def _target_linear(given: Given) -> Became:
+    return Became({"lora.targets": "all-linear"} if given.value and _is_lora(given.all) else {})
+
+
+def _plugins(given: Given) -> Became:
+    if other := [name for name in given.value if not any(f".{known}." in name for known in _PLUGINS)]:
+        raise RefusedError(f"{other[0]} is not supported; remove it")
+    return Became(note="kernels of the same formulas")
+
+
+def _special_tokens(given: Given) -> Became:
+    if other := sorted(given.value.keys() - {"pad_token"}):
+        raise RefusedError(f"{other[0]}: the tokenizer's own are used; remove it if they are the same")
+    return Became(note="there is no padding")
+
+
+def _class_name(ending: str) -> Rule:
+    def rule(given: Given) -> Became:
+        if not str(given.value).endswith(ending):
+            raise RefusedError(f"{given.value} is not supported; only text models that end in {ending} are")
+        return Became(note="read from the model's folder")
+
+    return rule
+
+
+def _wandb(given: Given) -> Became:
+    return Became({"track.to": ["wandb"], "track.project": given.value} if given.value else {})
+
+
+_KERNELS = t.any_value("kernels and packing are automatic, and give the same numbers")
+AXOLOTL: Mapping[str, Rule] = {
+    **TRAINING_ARGUMENTS,
+    **lora_rules(_is_lora),
+    "base_model": t.to("model.name"),
+    "revision_of_model": MODEL_ARGUMENTS["revision"],
+    "tokenizer_config": t.to("data.tokenizer"),
+    "model_type": _class_name("ForCausalLM"),
+    "tokenizer_type": _class_name("Tokenizer"),
+    "adapter": _adapter,
+    "lora_target_linear": _target_linear,
+    "lora_model_dir": t.to("lora.continue_from"),
+    **t.each("peft_use_rslora", t.to("lora.rslora")),
+    **t.each("peft_use_dora", t.to("lora.dora")),
+    "datasets": _sources,
+    "chat_template": template(_TEMPLATES),
+    "chat_template_jinja": template({}),
+    "sequence_len": t.to("data.max_tokens"),
+    "excess_length_strategy": t.one_of("data.too_long", {"drop": "drop", "truncate": "truncate", "raise": "error"},
+                                       "write drop, truncate or raise"),
+    "train_on_inputs": lambda given: Became({"data.loss_type": "all" if given.value else "response_only"}),
+    "val_set_size": held_out,
+    "saves_per_epoch": _per_epoch("checkpoint.every_steps"),
+    "evals_per_epoch": _per_epoch("eval.every_steps"),
+    **t.each("eval_steps eval_strategy evaluation_strategy", _evaluation),
+    **t.each("save_steps save_strategy", interval("checkpoint.every_steps", "save_strategy", "save_steps")),
+    "cosine_min_lr_ratio": t.number("schedule.min_lr_ratio"),
+    "plugins": _plugins,
+    "special_tokens": _special_tokens,
+    "shuffle_merged_datasets": t.to("batch.shuffle"),
+    "wandb_project": _wandb,
+    "eot_tokens": t.any_value("a turn's last token always carries loss"),
+    **t.each("sample_packing eval_sample_packing pad_to_sequence_len flash_attention sdp_attention xformers_attention "
+             "flex_attention eager_attention cut_cross_entropy liger_rope liger_rms_norm liger_layer_norm "
+             "liger_glu_activation liger_fused_linear_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel "
+             "flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp torchdistx_path low_cpu_mem_usage "
+             "eval_batch_size dataset_processes dataset_prepared_path strict debug fsdp_version tokenizer_use_fast",
+             _KERNELS),
+    **t.each("rl reward_model process_reward_model pretraining_dataset test_datasets gptq relora unfrozen_parameters "
+             "tokens loss_watchdog_threshold loss_watchdog_patience tokenizer_use_mistral_common processor_type "
+             "skip_prepare_dataset wandb_entity wandb_watch wandb_log_model wandb_run_id cosine_constant_lr_ratio "
+             "push_dataset_to_hub hub_model_id lisa_n_layers streaming qat quantize_moe_experts curriculum_sampling",
+             t.off("not supported; remove it")),
+    **t.each("tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_size "
+             "dp_replicate_size", t.only((1, 0), "only data parallelism is supported; set strategy: fsdp", "off")),
+}  # fmt: skip
