@@ -45,17 +45,17 @@ def run(args: argparse.Namespace) -> int:
     Raises ProblemsError with every name that is refused, or every setting that does not fit the others.
     """
     given: dict[str, Any] = read_json(args.file, UsageError) if args.file.suffix == ".json" else load_values(args.file)
-    left_out = {name for name in args.without.split(",") if name}
-    if unknown := left_out - given.keys():
-        raise UsageError(f"--without {min(unknown)}: {args.file} has no such name")
-    given = {name: value for name, value in given.items() if name not in left_out}
+    left_out = [name for name in args.without.split(",") if name]
+    for name in left_out:
+        _remove(given, name, args.file)
     system = args.system or next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
     if system is None:
         raise UsageError(f"{args.file}: of no known trainer; name it by --from {'|'.join(_MARKS)}")
     translation = _translate(system, given, args.gpus, args.file.parent)
     table = [(outcome.name + " (default)" * outcome.is_default, outcome.describe()) for outcome in translation.outcomes]
     print(
-        rows([*table, *((name, "left out") for name in sorted(left_out))], 32), file=sys.stdout if args.to else sys.stderr
+        rows([*table, *((name, "left out") for name in left_out)], 32),
+        file=sys.stdout if args.to else sys.stderr,
     )
     settings = translation.checked(str(args.file))
     template = settings.get("data", {}).get("template") or ""
@@ -75,6 +75,16 @@ def run(args: argparse.Namespace) -> int:
         write_new(args.to.with_suffix(".jinja"), template)
     print(f"wrote {args.to}; next: flatout plan {args.to}")
     return 0
+
+
+def _remove(given: dict[str, Any], name: str, file: Path) -> None:
+    """Remove a dotted name. Raises UsageError if it is not there."""
+    *sections, last = name.split(".")
+    for section in sections:
+        given = given.get(section, {})
+    if last not in given:
+        raise UsageError(f"--without {name}: {file} has no such name")
+    del given[last]
 
 
 def _translate(system: str, given: Mapping[str, Any], num_gpus: int, folder: Path) -> Translation:

@@ -6,26 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from flatout.compat import translation as t
-from flatout.compat.training_arguments import MODEL_ARGUMENTS, TRAINING_ARGUMENTS, interval
+from flatout.compat.training_arguments import MODEL_ARGUMENTS, PACKED, TRAINING_ARGUMENTS, interval
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
 from flatout.compat.trl import held_out, lora_rules, template
 
-# keys of a data set -> keys of ours; a dot is an entry of columns
-_KEYS = {
-    "path": "path", "name": "subset", "split": "split", "revision": "revision", "field": "columns.text",
-    "field_messages": "columns.messages", "field_tools": "columns.tools", "message_field_role": "columns.role",
-    "message_field_content": "columns.content",
-}  # fmt: skip
-_FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "completion": "text", "sharegpt": "sharegpt"} | {
-    "input_output": "segments"
-}
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "alpaca": "alpaca", "tokenizer_default": None}
 _PLUGINS = ("cut_cross_entropy", "liger")
 _ALPACA = "headings of Alpaca, but no introduction, and the input is part of the instruction"
 # names of an equal meaning in transformers
 _SAME = {
     "micro_batch_size": "per_device_train_batch_size", "num_epochs": "num_train_epochs", "optimizer": "optim",
-    "lr_scheduler": "lr_scheduler_type", "wandb_name": "run_name",
+    "lr_scheduler": "lr_scheduler_type", "wandb_name": "run_name", "adam_eps": "adam_epsilon",
+    "peft_use_rslora": "use_rslora", "peft_use_dora": "use_dora",
 }  # fmt: skip
 
 
@@ -36,7 +28,9 @@ def translate_axolotl(given: Mapping[str, Any], num_gpus: int = 1) -> Translatio
         "excess_length_strategy": "drop",
     }  # fmt: skip
     for what in ("save", "eval"):
-        if not any(given.get(name) for name in (f"{what}_steps", f"{what}_strategy", f"{what}s_per_epoch")):
+        if given.get("max_steps") is None and not any(
+            given.get(name) for name in (f"{what}_steps", f"{what}_strategy", f"{what}s_per_epoch")
+        ):
             defaults[f"{what}_strategy"] = "epoch"
     if _is_lora(given):
         defaults |= {"lora_r": 8, "lora_alpha": 8}
@@ -52,7 +46,7 @@ def _is_lora(values: Mapping[str, Any]) -> bool:
 def _sources(given: Given) -> Became:
     entries = given.value if isinstance(given.value, list) else [given.value]
     kinds = {str(entry.get("type")) for entry in entries}
-    settings: dict[str, Any] = {"data.sources": [_source(entry) for entry in entries]}
+    settings: dict[str, Any] = {"data.sources": [t.inner(entry, _DATASET).settings for entry in entries]}
     if kinds == {"alpaca"}:
         return Became(settings | {"data.template": "alpaca"}, _ALPACA, check=True)
     if "alpaca" in kinds:
@@ -60,32 +54,33 @@ def _sources(given: Given) -> Became:
     return Became(settings | ({"data.too_long": "split"} if kinds == {"completion"} else {}))
 
 
-def _source(entry: Mapping[str, Any]) -> dict[str, Any]:
-    kind = entry.get("type")
-    if not isinstance(kind, str) or kind not in _FORMATS:
-        raise RefusedError(f"type {kind!r:.40} is not supported; write {', '.join(_FORMATS)}, or data.sources")
-    source: dict[str, Any] = {"format": _FORMATS[kind], "columns": {}}
-    for name, value in entry.items():
-        if name in _KEYS:
-            section, _, column = _KEYS[name].rpartition(".")
-            (source[section] if section else source)[column] = value
-        elif name == "message_property_mappings":
-            source["columns"] |= value
-        elif name == "roles":
-            source["roles"] = {theirs: ours for ours, names in value.items() for theirs in names}
-        elif value is not None and (name, value) not in _IMPLIED:
-            raise RefusedError(f"{name}: {value!r:.40} is not supported; write data.sources")
-    columns = {ours: theirs for ours, theirs in source.pop("columns").items() if ours != theirs}
-    return {**source, "columns": columns} if columns else source
+def _roles(given: Given) -> Became:
+    return Became({f"roles.{theirs}": ours for ours, names in given.value.items() for theirs in names})
 
 
-_IMPLIED = [
-    *(("type", kind) for kind in _FORMATS), ("roles_to_train", ["assistant"]), ("roles_to_train", ["assistant", "gpt"]),
-    ("train_on_eos", "turn"), ("train_on_eot", "turn"), ("drop_system_message", False), ("field_thinking", "thinking"),
-    ("field_thinking", "reasoning_content"), ("template_thinking_key", "thinking"), ("chat_template", "tokenizer_default"),
-    ("template_thinking_key", "reasoning_content"), ("message_field_training", "train"), ("trust_remote_code", False),
-    *(("ds_type", kind) for kind in ("json", "csv", "parquet", "arrow", "text")),
-]  # fmt: skip
+_FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "completion": "text", "input_output": "segments"}
+# an entry of `datasets` -> one of data.sources
+_DATASET: Mapping[str, Rule] = {
+    "path": t.to("path"),
+    "name": t.to("subset"),
+    "split": t.to("split"),
+    "revision": t.to("revision"),
+    "type": t.one_of("format", _FORMATS, f"write {', '.join(_FORMATS)}, or data.sources"),
+    "field": t.to("columns.text"),
+    "field_messages": t.to("columns.messages"),
+    "field_tools": t.to("columns.tools"),
+    "message_field_role": t.to("columns.role"),
+    "message_field_content": t.to("columns.content"),
+    "message_property_mappings": t.nested({"role": t.to("columns.role"), "content": t.to("columns.content")}),
+    "roles": _roles,
+    "roles_to_train": t.only((["assistant"], ["assistant", "gpt"]), "every assistant turn is trained on, no other"),
+    **t.each("train_on_eos train_on_eot", t.only(("turn",), "the last token of each answer carries loss")),
+    **t.each("field_thinking template_thinking_key", t.only(("thinking", "reasoning_content"), "write thinking")),
+    "message_field_training": t.only(("train",), "name the field train"),
+    "chat_template": t.only(("tokenizer_default",), "set data.template for all sets"),
+    "ds_type": t.only(("json", "csv", "parquet", "arrow", "text"), "write json, csv, parquet, arrow or text"),
+    **t.each("drop_system_message trust_remote_code", t.off("not supported; remove it")),
+}
 
 
 def _per_epoch(setting: str) -> Rule:
@@ -120,9 +115,25 @@ def _plugins(given: Given) -> Became:
 
 
 def _special_tokens(given: Given) -> Became:
-    if other := sorted(given.value.keys() - {"pad_token"}):
-        raise RefusedError(f"{other[0]}: the tokenizer's own are used; remove it if they are the same")
-    return Became(note="there is no padding")
+    if not given.value.keys() - {"pad_token"}:
+        return Became(note="there is no padding")
+    return Became(note="the tokenizer's own tokens are used: they have to be these", check=True)
+
+
+def _watchdog(given: Given) -> Became:
+    return Became(note="a high loss does not stop the run; one that is not finite does", check=True)
+
+
+def _batch(given: Given) -> Became:
+    if "batch_size" in given.all and "gradient_accumulation_steps" not in given.all:
+        return Became({"batch.samples_per_step": int(given.number("batch_size")) * given.num_gpus}, PACKED, check=True)
+    return TRAINING_ARGUMENTS["gradient_accumulation_steps"](given)
+
+
+def _modules(given: Given) -> Became:
+    if given.all.get("lora_target_linear") and not {"lm_head", "embed_tokens"} & set(given.value):
+        return Became(note="part of lora_target_linear")
+    return _LORA["lora_target_modules"](given)
 
 
 def _class_name(ending: str) -> Rule:
@@ -138,10 +149,14 @@ def _wandb(given: Given) -> Became:
     return Became({"track.to": ["wandb"], "track.project": given.value} if given.value else {})
 
 
+_LORA = lora_rules(_is_lora)
 _KERNELS = t.any_value("kernels and packing are automatic, and give the same numbers")
 AXOLOTL: Mapping[str, Rule] = {
     **TRAINING_ARGUMENTS,
-    **lora_rules(_is_lora),
+    **_LORA,
+    "lora_target_modules": _modules,
+    **t.each("batch_size per_device_train_batch_size gradient_accumulation_steps", _batch),
+    **t.each("loss_watchdog_threshold loss_watchdog_patience", _watchdog),
     "base_model": t.to("model.name"),
     "revision_of_model": MODEL_ARGUMENTS["revision"],
     "tokenizer_config": t.to("data.tokenizer"),
@@ -150,8 +165,6 @@ AXOLOTL: Mapping[str, Rule] = {
     "adapter": _adapter,
     "lora_target_linear": _target_linear,
     "lora_model_dir": t.to("lora.continue_from"),
-    **t.each("peft_use_rslora", t.to("lora.rslora")),
-    **t.each("peft_use_dora", t.to("lora.dora")),
     "datasets": _sources,
     "chat_template": template(_TEMPLATES),
     "chat_template_jinja": template({}),
@@ -177,7 +190,7 @@ AXOLOTL: Mapping[str, Rule] = {
              "eval_batch_size dataset_processes dataset_prepared_path strict debug fsdp_version tokenizer_use_fast",
              _KERNELS),
     **t.each("rl reward_model process_reward_model pretraining_dataset test_datasets gptq relora unfrozen_parameters "
-             "tokens loss_watchdog_threshold loss_watchdog_patience tokenizer_use_mistral_common processor_type "
+             "tokens tokenizer_use_mistral_common processor_type "
              "skip_prepare_dataset wandb_entity wandb_watch wandb_log_model wandb_run_id cosine_constant_lr_ratio "
              "push_dataset_to_hub hub_model_id lisa_n_layers streaming qat quantize_moe_experts curriculum_sampling",
              t.off("not supported; remove it")),

@@ -13,13 +13,39 @@ from flatout.compat.trl import held_out, lora_rules, template
 from flatout.errors import UsageError
 from flatout.io.json_file import read_json
 
-_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "messages"} | {
-    name: name for name in ("history", "system", "tools")
+
+def _role(ours: str) -> Rule:
+    return lambda given: Became({f"roles.{given.value}": ours})
+
+
+_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"} | {
+    name: name for name in ("messages", "history", "system", "tools")
 }
-_ROLES = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "system_tag": "system"} | {
-    "function_tag": "function_call"
+# an entry of dataset_info.json -> one of data.sources
+_DATASET: Mapping[str, Rule] = {
+    **t.each("file_name hf_hub_url", t.to("path")),
+    **t.each("ms_hub_url om_hub_url", t.any_value("other hubs")),
+    **{name: t.to(name) for name in ("subset", "split")},
+    "formatting": t.one_of(
+        "format", {"alpaca": "alpaca"} | dict.fromkeys(("sharegpt", "openai"), "sharegpt"), "write it"
+    ),
+    "columns": t.nested(
+        {name: t.to(f"columns.{ours}") for name, ours in _COLUMNS.items()}
+        | t.each("images videos audios", t.off("only text can be trained on"))
+    ),
+    "tags": t.nested(
+        {
+            "role_tag": t.to("columns.from"),
+            "content_tag": t.to("columns.value"),
+            "user_tag": _role("user"),
+            "assistant_tag": _role("assistant"),
+            "observation_tag": _role("tool"),
+            "function_tag": _role("function_call"),
+            "system_tag": _role("system"),
+        }
+    ),
+    "ranking": t.off("preference pairs cannot be trained on"),
 }
-_KNOWN = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "formatting", "subset", "split", "columns", "tags"}
 
 
 def translate_llamafactory(given: Mapping[str, Any], num_gpus: int = 1, folder: Path = Path()) -> Translation:
@@ -69,34 +95,15 @@ def _num_rows(path: str) -> float:
 
 
 def _source(entry: Mapping[str, Any], name: str, root: Path) -> dict[str, Any]:
-    columns, tags = dict(entry.get("columns") or {}), dict(entry.get("tags") or {})
-    media = [column for column in ("images", "videos", "audios") if columns.get(column)]
-    if media or entry.get("ranking"):
-        raise RefusedError(f"{name}: {media[0] if media else 'preference pairs'} cannot be trained on; only text can")
-    unknown = sorted(entry.keys() - _KNOWN - {"ranking"}) + sorted(columns.keys() - _COLUMNS) + sorted(
-        tags.keys() - {*_ROLES, "role_tag", "content_tag"}
-    )  # fmt: skip
-    if unknown or not (entry.get("hf_hub_url") or entry.get("file_name")):
-        raise RefusedError(f"{name}: {unknown[0] if unknown else 'its place'} is not supported; write data.sources")
-    source: dict[str, Any] = {"path": entry.get("hf_hub_url") or str(root / entry["file_name"])}
-    source |= {key: entry[key] for key in ("subset", "split") if entry.get(key)}
-    renames = {_COLUMNS[theirs]: ours for theirs, ours in columns.items() if ours and _COLUMNS[theirs] != ours}
-    if entry.get("formatting", "alpaca") == "alpaca":
-        is_text = set(columns) == {"prompt"}
-        return {**source, "format": "text", "columns": {"text": columns["prompt"]}} if is_text else _named(
-            source, "alpaca", renames
-        )  # fmt: skip
-    keys = {"from": tags.get("role_tag", "from"), "value": tags.get("content_tag", "value")}
-    renames = {"conversations": renames.pop("messages", "conversations"), **renames, **keys}
-    roles = {tags[tag]: role for tag, role in _ROLES.items() if tag in tags and tags[tag] != role}
-    return _named(source, "sharegpt", {key: value for key, value in renames.items() if key != value}, roles)
-
-
-def _named(
-    source: dict[str, Any], row_format: str, columns: dict[str, str], roles: dict[str, str] | None = None
-) -> dict[str, Any]:
-    extra = {name: value for name, value in (("columns", columns), ("roles", roles)) if value}
-    return {**source, "format": row_format, **extra}
+    try:
+        source = {"format": "alpaca"} | t.inner(entry, _DATASET).settings
+    except RefusedError as reason:
+        raise RefusedError(f"{name}: {reason}") from None
+    if "file_name" in entry:
+        source["path"] = str(root / entry["file_name"])
+    if source["format"] == "alpaca" and set(source.get("columns", ())) == {"instruction"}:
+        source |= {"format": "text", "columns": {"text": source["columns"]["instruction"]}}
+    return source
 
 
 def _stage(given: Given) -> Became:

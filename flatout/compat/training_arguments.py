@@ -17,6 +17,7 @@ SFT_DEFAULTS: Mapping[str, Any] = {
     **TRANSFORMERS_DEFAULTS, "learning_rate": 2e-5, "max_length": 1024, "truncation_mode": "keep_start",
     "assistant_only_loss": False,
 }  # fmt: skip
+PACKED = "there, a packed row of several samples counts as one; raise this for as many tokens a step"
 # names whose null is a value of its own
 NULLABLE = frozenset({"max_length", "max_seq_length", "max_grad_norm", "save_total_limit"})
 _OPTIMIZERS = {
@@ -57,8 +58,7 @@ def samples_per_step(given: Given) -> Became:
     sizes = [int(given.number(name, 1)) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     samples = {"batch.samples_per_step": sizes[0] * sizes[1] * given.num_gpus}
     if any(given.all.get(name) for name in ("packing", "sample_packing", "neat_packing")):
-        note = "there, a packed row of several samples counts as one; raise this for as many tokens a step"
-        return Became(samples, note, check=True)
+        return Became(samples, PACKED, check=True)
     return Became(samples, f"{sizes[0]} x {sizes[1]} x {given.num_gpus} GPU{'s' * (given.num_gpus > 1)}")
 
 

@@ -178,18 +178,19 @@ def number(setting: str, null_up_to: float | None = None) -> Rule:
     return rule
 
 
+def inner(value: object, table: Mapping[str, Rule]) -> Translation:
+    """Translate a mapping of arguments by a table of its own. Raises RefusedError."""
+    if not isinstance(value, Mapping):
+        raise RefusedError(f"expected a mapping, got {value!r:.60}; write its entries out")
+    translation = translate(value, table)
+    if problems := translation.problems():
+        raise RefusedError("; ".join(problems))
+    return translation
+
+
 def nested(table: Mapping[str, Rule]) -> Rule:
-    """Translate a mapping of arguments by a table of its own."""
-
-    def rule(given: Given) -> Became:
-        if not isinstance(given.value, Mapping):
-            raise RefusedError(f"expected a mapping, got {given.value!r:.60}; write its entries out")
-        inner = translate(given.value, table)
-        if problems := inner.problems():
-            raise RefusedError("; ".join(problems))
-        return Became(inner.flat)
-
-    return rule
+    """Translate a mapping by `table`."""
+    return lambda given: Became(inner(given.value, table).flat)
 
 
 def one_of(setting: str, values: Mapping[Any, Any], what: str) -> Rule:

@@ -64,27 +64,22 @@ def template(names: Mapping[str, str | None]) -> Rule:
     return rule
 
 
+# an entry of `datasets` or of `dataset_mixture` -> one of data.sources
+_DATASET: Mapping[str, Rule] = {
+    **t.each("path id", t.to("path")),
+    **t.each("name config", t.to("subset")),
+    **{name: t.to(name) for name in ("split", "weight")},
+    "columns": t.any_value("the row format reads its own columns"),
+}
+
+
 def _sources(given: Given) -> Became:
-    values, entries = given.all, given.all.get("datasets")
-    if entries is None:
-        entries = [{"path": values["dataset_name"], "name": values.get("dataset_config"),
-                    "split": values.get("dataset_train_split", "train")}]  # fmt: skip
-    sources = []
-    for entry in entries:
-        known = {
-            "path": "path",
-            "id": "path",
-            "name": "subset",
-            "config": "subset",
-            "split": "split",
-            "weight": "weight",
-        }
-        if extra := sorted(entry.keys() - {*known, "columns"}):
-            raise RefusedError(f"{extra[0]} is not supported; write data.sources")
-        sources.append({known[name]: value for name, value in entry.items() if name in known and value is not None})
+    values = given.all
+    one = {"path": values.get("dataset_name"), "name": values.get("dataset_config")}
+    entries = values.get("datasets") or [one | {"split": values.get("dataset_train_split", "train")}]
     text = values.get("dataset_text_field", "text")
     columns = {"columns": {"text": text}} if text != "text" else {}
-    return Became({"data.sources": [{**source, **columns} for source in sources]})
+    return Became({"data.sources": [t.inner(entry, _DATASET).settings | columns for entry in entries]})
 
 
 def _mixture(given: Given) -> Became:
