@@ -87,7 +87,8 @@ def _per_epoch(setting: str) -> Rule:
     def rule(given: Given) -> Became:
         if setting.startswith("eval") and not given.all.get("val_set_size"):
             return Became(note="no rows are held out")
-        times = given.number() * given.number("num_train_epochs", 1)
+        if not (times := given.number() * given.number("num_train_epochs", 1)):
+            return Became(note="0 there means the default")
         return Became({setting: 1 / times if times > 1 else None}, "as a share of the run")
 
     return rule
@@ -189,11 +190,16 @@ AXOLOTL: Mapping[str, Rule] = {
              "flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp torchdistx_path low_cpu_mem_usage "
              "eval_batch_size dataset_processes dataset_prepared_path strict debug fsdp_version tokenizer_use_fast",
              _KERNELS),
-    **t.each("rl reward_model process_reward_model pretraining_dataset test_datasets gptq relora unfrozen_parameters "
-             "tokens tokenizer_use_mistral_common processor_type "
-             "skip_prepare_dataset wandb_entity wandb_watch wandb_log_model wandb_run_id cosine_constant_lr_ratio "
-             "push_dataset_to_hub hub_model_id lisa_n_layers streaming qat quantize_moe_experts curriculum_sampling",
-             t.off("not supported; remove it")),
+    **t.each("rl reward_model process_reward_model ebft trl", t.off("preference and reward training is not supported")),
+    **t.each("processor_type skip_prepare_dataset freeze_mm_modules image_size",
+             t.off("images and audio cannot be trained on; only text can")),
+    **t.each("pretraining_dataset streaming", t.off("write the set as datasets of type: completion")),
+    "test_datasets": t.off("build it with `flatout data build`, and name it in eval.data"),
+    **t.each("wandb_entity wandb_watch wandb_log_model wandb_run_id", t.off("set it in the environment of wandb")),
+    **t.each("gptq relora qat quantize_moe_experts lisa_n_layers", t.off("adapters are LoRA on model, fp8 or nf4 weights")),
+    **t.each("push_dataset_to_hub hub_model_id", t.off("push the finished run with `flatout push`")),
+    "unfrozen_parameters": t.off("it names what to train; freeze names what not to train"),
+    **t.each("tokens tokenizer_use_mistral_common", t.off("the tokenizer of the model's folder is used as it is")),
     **t.each("tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_size "
              "dp_replicate_size", t.only((1, 0), "only data parallelism is supported; set strategy: fsdp", "off")),
 }  # fmt: skip

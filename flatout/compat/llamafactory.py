@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.compat import translation as t
-from flatout.compat.training_arguments import NULLABLE, TRAINING_ARGUMENTS, TRANSFORMERS_DEFAULTS
+from flatout.compat.training_arguments import NULLABLE, PACKED, TRAINING_ARGUMENTS, TRANSFORMERS_DEFAULTS
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
 from flatout.compat.trl import held_out, lora_rules, template
 from flatout.errors import UsageError
@@ -108,7 +108,7 @@ def _source(entry: Mapping[str, Any], name: str, root: Path) -> dict[str, Any]:
 
 def _stage(given: Given) -> Became:
     if given.value == "pt":
-        return Became({"data.loss_type": "all", "data.too_long": "split"})
+        return Became({"data.loss_type": "all", "data.too_long": "split"}, PACKED, check=True)
     if given.value != "sft":
         raise RefusedError(f"{given.value} is not supported; flatout trains stage: sft and pt")
     return Became({"data.too_long": "truncate"})
@@ -160,7 +160,7 @@ LLAMA_FACTORY: Mapping[str, Rule] = {
              "enable_liger_kernel use_unsloth use_unsloth_gc disable_gradient_checkpointing data_shared_file_system "
              "upcast_layernorm upcast_lmhead_output preprocessing_batch_size cache_dir print_param_status",
              t.any_value("changes no step: tokens are cached by content, figures recorded, memory planned")),
-    **t.each("freeze_vision_tower freeze_multi_modal_projector image_max_pixels video_max_pixels video_fps video_maxlen",
+    **t.each("freeze_vision_tower freeze_multi_modal_projector image_max_pixels video_max_pixels video_fps",
              t.off("images and videos cannot be trained on; only text can")),
     **t.each("use_dft_loss use_galore use_apollo use_badam use_adam_mini use_muon use_llama_pro pissa_init use_kt "
              "use_asft_loss use_eaft_loss mixture_of_depths fp8 shift_attn neat_packing_alibi rope_scaling "

@@ -76,7 +76,8 @@ def interval(setting: str, kind_name: str, name: str, *, kind: str = "steps", fa
     """Translate a strategy (no, steps, epoch, best) and its steps, of which a number below 1 is a share of the run."""
 
     def rule(given: Given) -> Became:
-        strategy = str(given.all.get(kind_name, kind)).lower()
+        strategy = given.all.get(kind_name, kind)
+        strategy = str(getattr(strategy, "value", strategy)).lower()
         if strategy in ("no", "false", "best"):
             best = "the best evaluated state is always kept" if strategy == "best" else ""
             return Became({setting: None} if setting.startswith("checkpoint") else {}, best)
@@ -115,19 +116,20 @@ def _schedule_arguments(given: Given) -> Became:
         if name in ("min_lr", "min_lr_rate"):
             peak = given.number("learning_rate") if name == "min_lr" else 1.0
             settings["schedule.min_lr_ratio"] = inner.number(name) / peak
-        elif (name, value) not in (("num_cycles", 1), ("num_cycles", 0.5)):
+        elif name != "num_cycles" or value != (1 if "restarts" in str(given.all.get("lr_scheduler_type")) else 0.5):
             raise RefusedError(f"{name}: {value!r:.40} is not supported; set schedule.kind and its settings")
     return Became(settings)
 
 
 def precision(given: Given) -> Became:
     """Translate bf16 and fp16; without either, model.precision stays auto."""
-    name = next((name for name in ("bf16", "fp16") if given.all.get(name) in (True, "true", "full")), None)
+    name = next((name for name in ("bf16", "fp16") if given.all.get(name) in (True, "true")), None)
     if name is not None:
         return Became({"model.precision": name}, "trained weights are fp32 copies")
     if given.value not in (False, "false", "auto"):
         raise RefusedError(f"{given.value!r:.40} is not supported; write true, false or auto")
-    return Became(note="model.precision: auto is bf16 where the GPU has it, else fp32")
+    note = "model.precision: auto is bf16 where the GPU has it; set fp32 to compute in fp32"
+    return Became(note=note, check=given.name == "bf16" and given.value is False)
 
 
 def _loss_type(given: Given) -> Became:
@@ -170,9 +172,14 @@ def fsdp(given: Given) -> Became:
     if unknown := sorted(words - {*_FSDP_WORDS, "offload"}) or sorted(config.keys() - {*_FSDP_CONFIG.split()}):
         raise RefusedError(f"{unknown[0]} is not supported; set strategy: ddp, zero2, fsdp or hsdp")
     strategy = next((ours for word, ours in reversed(_FSDP_WORDS.items()) if word in words), "fsdp")
-    strategy = "zero2" if config.get("reshard_after_forward") in (False, "SHARD_GRAD_OP") else strategy
-    offload = "offload" in words or config.get("offload_params") is True
-    return Became({"strategy": strategy, **({"sharding.offload": True} if offload else {})})
+    settings: dict[str, Any] = {
+        "strategy": "zero2" if config.get("reshard_after_forward") == "SHARD_GRAD_OP" else strategy
+    }
+    if config.get("reshard_after_forward") is False:
+        settings["sharding.reshard_after_forward"] = False
+    if "offload" in words or config.get("offload_params") is True:
+        settings["sharding.offload"] = True
+    return Became(settings)
 
 
 def _max_steps(given: Given) -> Became:
@@ -330,7 +337,9 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
         "a folder that has checkpoints is refused, not overwritten",
     ),
     "ignore_data_skip": t.off("a resumed run takes exactly the steps that are left"),
-    "resume_from_checkpoint": t.only((True,), "checkpoints of other trainers cannot be resumed", "checkpoint.resume"),
+    "resume_from_checkpoint": t.only(
+        (True, False), "checkpoints of other trainers cannot be resumed", "checkpoint.resume"
+    ),
     "push_to_hub": t.off("push the finished run with `flatout push`"),
     **t.each(
         "hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision push_to_hub_token "

@@ -82,12 +82,7 @@ def _sources(given: Given) -> Became:
     return Became({"data.sources": [t.inner(entry, _DATASET).settings | columns for entry in entries]})
 
 
-def _mixture(given: Given) -> Became:
-    mixture: Mapping[str, Any] = given.value
-    settings = {**_sources(Given("datasets", None, mixture)).settings, "data.seed": mixture.get("seed", 0)}
-    if "test_split_size" in mixture:
-        settings |= held_out(Given("test_split_size", None, mixture)).settings
-    return Became(settings)
+_MIXTURE: Mapping[str, Rule] = {"datasets": _sources, "seed": t.to("data.seed"), "test_split_size": held_out}
 
 
 def _evaluates(given: Given) -> Became:
@@ -112,7 +107,7 @@ TRL: Mapping[str, Rule] = {
     "use_peft": _method,
     **t.each("dataset_name datasets dataset_config dataset_train_split dataset_text_field", _sources),
     "dataset_test_split": _evaluates,
-    "dataset_mixture": _mixture,
+    "dataset_mixture": t.nested(_MIXTURE),
     "test_split_size": held_out,
     "dataset_streaming": t.any_value("tokens are memory-mapped"),
     "chat_template": template({}),
@@ -125,6 +120,8 @@ def translate_trl(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
     defaults: dict[str, Any] = {**SFT_DEFAULTS, "use_peft": False}
     if given.get("use_peft"):
         defaults |= {"lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
+    if given.get("eval_strategy", "no") != "no":
+        defaults["dataset_test_split"] = "test"
     if given.get("max_seq_length"):
         defaults.pop("max_length")
     return t.translate(given, TRL, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
