@@ -43,15 +43,25 @@ def _is_lora(values: Mapping[str, Any]) -> bool:
     return values.get("adapter") in ("lora", "qlora")
 
 
+def _kinds(values: Mapping[str, Any]) -> set[str]:
+    return {str(entry.get("type")) for entry in values["datasets"]}
+
+
 def _sources(given: Given) -> Became:
-    entries = given.value if isinstance(given.value, list) else [given.value]
-    kinds = {str(entry.get("type")) for entry in entries}
-    settings: dict[str, Any] = {"data.sources": [t.inner(entry, _DATASET).settings for entry in entries]}
-    if kinds == {"alpaca"}:
-        return Became(settings | {"data.template": "alpaca"}, _ALPACA, check=True)
-    if "alpaca" in kinds:
-        raise RefusedError("alpaca is a prompt of its own there; one run has one template: convert the sets apart")
-    return Became(settings | ({"data.too_long": "split"} if kinds == {"completion"} else {}))
+    sources = {"data.sources": [t.inner(entry, _DATASET).settings for entry in given.value]}
+    kinds = _kinds(given.all)
+    if len(kinds) > 1 and kinds & {"alpaca", "completion"}:
+        raise RefusedError(
+            "alpaca has a prompt of its own there, and completion is cut into windows: convert them apart"
+        )
+    return Became(sources | {"data.template": "alpaca"}, _ALPACA, check=True) if "alpaca" in kinds else Became(sources)
+
+
+def _too_long(given: Given) -> Became:
+    if "datasets" in given.all and _kinds(given.all) == {"completion"}:
+        return Became({"data.too_long": "split"}, "completion is cut into windows")
+    ours = {"drop": "drop", "truncate": "truncate", "raise": "error"}
+    return t.one_of("data.too_long", ours, f"write {', '.join(ours)}")(given)
 
 
 def _roles(given: Given) -> Became:
@@ -170,8 +180,7 @@ AXOLOTL: Mapping[str, Rule] = {
     "chat_template": template(_TEMPLATES),
     "chat_template_jinja": template({}),
     "sequence_len": t.to("data.max_tokens"),
-    "excess_length_strategy": t.one_of("data.too_long", {"drop": "drop", "truncate": "truncate", "raise": "error"},
-                                       "write drop, truncate or raise"),
+    "excess_length_strategy": _too_long,
     "train_on_inputs": lambda given: Became({"data.loss_type": "all" if given.value else "response_only"}),
     "val_set_size": held_out,
     "saves_per_epoch": _per_epoch("checkpoint.every_steps"),
@@ -196,7 +205,8 @@ AXOLOTL: Mapping[str, Rule] = {
     **t.each("pretraining_dataset streaming", t.off("write the set as datasets of type: completion")),
     "test_datasets": t.off("build it with `flatout data build`, and name it in eval.data"),
     **t.each("wandb_entity wandb_watch wandb_log_model wandb_run_id", t.off("set it in the environment of wandb")),
-    **t.each("gptq relora qat quantize_moe_experts lisa_n_layers", t.off("adapters are LoRA on model, fp8 or nf4 weights")),
+    **t.each("gptq relora qat quantize_moe_experts lisa_n_layers",
+             t.off("adapters are LoRA, on model, fp8 or nf4 weights")),
     **t.each("push_dataset_to_hub hub_model_id", t.off("push the finished run with `flatout push`")),
     "unfrozen_parameters": t.off("it names what to train; freeze names what not to train"),
     **t.each("tokens tokenizer_use_mistral_common", t.off("the tokenizer of the model's folder is used as it is")),

@@ -149,6 +149,8 @@ def _apply(table: Mapping[str, Rule], given: Given, shown: str | None) -> Outcom
         became = rule(given)
     except RefusedError as reason:
         return Outcome(name, "refused", {}, str(reason))
+    except (AttributeError, KeyError, TypeError, ValueError):  # a value of another form than its system documents
+        return Outcome(name, "refused", {}, f"{given.value!r:.60} has a form that is not known here")
     kind: Literal["translated", "already so"] = "translated" if became.settings else "already so"
     return Outcome(name, kind, became.settings, became.note, became.check, is_default=shown is None)
 
