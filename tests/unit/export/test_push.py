@@ -28,6 +28,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         changed = {"ENDPOINT": running.address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_DISABLE_XET": True}
         for name, value in {**changed, "HF_TOKEN_PATH": str(tmp_path / "no-token")}.items():
             monkeypatch.setattr(constants, name, value)
+        # what the module's own functions use
+        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", running.address)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield running
 
