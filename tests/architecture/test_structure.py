@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "flatout"
 
 # definitions that only tests use today, and the room that deletes or uses them
-KNOWN_UNUSED = {"flatout/models/objective.py: token_losses": "for objectives that users write"}
+KNOWN_UNUSED = {
+    "flatout/models/objective.py: token_losses": "for objectives that users write",
+    "flatout/api/run.py: push_to_hub": "for users of Python",
+}
 # names of our own making, and the field's word in their place
 WORDS = {
     "JoinedLora": "FusedLora", "join_layers": "fuse_layers", "turned_weights": "transposed_weights",
@@ -45,10 +48,10 @@ LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 10, 16
 MAX_PACKAGE_LINES = {
     "__init__": 60,
     "__main__": 10,
-    "api": 620,
+    "api": 650,
     "bench": 240,
     "checkpoint": 1397,
-    "cli": 1800,
+    "cli": 1955,
     "compat": 1045,
     "config": 1645,
     "data": 3771,
@@ -57,10 +60,11 @@ MAX_PACKAGE_LINES = {
     "environment": 113,
     "errors": 110,
     "eval": 141,
+    "export": 774,
     "io": 1182,
     "kernels": 1110,
     "launch": 1040,
-    "models": 3940,
+    "models": 3990,
     "optim": 600,
     "parallel": 1442,
     "planner": 1739,
