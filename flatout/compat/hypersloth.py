@@ -63,7 +63,8 @@ class Settings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            texts = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            problems = (text.removeprefix(": Value error, ") for text in texts)
             raise ProblemsError(type(self).__name__, [*problems]) from None
 
 
