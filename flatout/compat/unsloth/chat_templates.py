@@ -93,7 +93,7 @@ def standardize_sharegpt(dataset: Any, **options: Any) -> Any:
             )
         return {column: [{"role": turn.role, "content": turn.content} for turn in turns]}
 
-    return dataset.map(standardize, with_indices=True, remove_columns=[{"system"} & set(dataset.column_names)])
+    return dataset.map(standardize, with_indices=True, remove_columns=list({"system"} & {*dataset.column_names}))
 
 
 standardize_data_formats = standardize_sharegpt

@@ -1,7 +1,7 @@
 """Unsloth's `distributed_utils`: this process among the ranks of a launcher, and tensors over them.
 
-Ranks are read from the environment that torchrun sets, so they are right before and after `trainer.train()`, which
-joins the ranks and leaves them. Functions that communicate join them again and must be called on every rank.
+Ranks are read from the environment, so they are right before and after `train()`, which joins and leaves the others.
+Functions that communicate join them again; every rank must call them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flatout.parallel.rank import Rank
 
 
 def this_rank() -> Rank:
-    """Return this process's rank, as torchrun or srun set it. Raises UsageError for a part of the variables."""
+    """Return this process's rank, as torchrun or srun set it. Raises UsageError if variables are missing."""
     env = environment()
     return Rank.from_env({**env, **(slurm_rank(env) or {})})
 
@@ -36,7 +36,7 @@ def is_distributed_initialized() -> bool:
 
 
 def get_world_size() -> int:
-    """Return the number of processes that the launcher started; 1 without a launcher."""
+    """Return the number of processes that a launcher started; 1 without one."""
     return this_rank().world
 
 
@@ -58,26 +58,22 @@ def is_main_process() -> bool:
 def setup_distributed_training(
     backend: str = "nccl", timeout_minutes: int = 30, init_method: str | None = None
 ) -> dict[str, Any]:
-    """Join the other ranks, if any; return distributed, world_size, rank, local_rank and backend.
+    """Join the other ranks, if any, over NCCL (GPU) or gloo (CPU); return this rank's numbers. No script needs it.
 
-    The backend is NCCL on GPUs and gloo on CPUs. Raises UsageError for another one, and PeerLostError if a rank has not
-    joined after `timeout_minutes`. Training joins and leaves by itself: no script needs this call.
+    Raises UsageError for another way to join, and PeerLostError if a rank has not joined after `timeout_minutes`.
     """
     rank = this_rank()
-    if rank.world == 1:
-        return {"distributed": False, "world_size": 1, "rank": 0, "local_rank": 0}
-    device = choose_device("auto", rank)
-    if init_method not in (None, "env://"):
-        raise UsageError(f"init_method is {init_method!r}; ranks meet at MASTER_ADDR and MASTER_PORT: remove it")
-    if backend not in ("nccl", "gloo") or (backend == "gloo" and device.type == "cuda"):
-        raise UsageError(f"backend is {backend!r}; ranks talk over nccl on GPUs and gloo on CPUs: remove it")
-    if not is_distributed_initialized():
+    if rank.world > 1 and not is_distributed_initialized():
+        device = choose_device("auto", rank)
+        if backend not in ("nccl", "gloo") or init_method not in (None, "env://"):
+            raise UsageError(f"ranks join by nccl or gloo at MASTER_ADDR; got {backend!r}, {init_method!r}: remove it")
         join_group(rank, device, join_s=60.0 * timeout_minutes)
         if rank.is_first:
-            print(f"Unsloth: Initialized distributed training with {rank.world} GPUs")  # noqa: T201  (documented)
-            print(f"Unsloth: Using backend: {dist.get_backend()}")  # noqa: T201  (documented)
+            lines = f"Initialized distributed training with {rank.world} GPUs", f"Using backend: {dist.get_backend()}"
+            print("\n".join(f"Unsloth: {line}" for line in lines))  # noqa: T201  (documented)
+    backends = {"backend": dist.get_backend()} if rank.world > 1 else {}
     own = {"world_size": rank.world, "rank": rank.index, "local_rank": rank.local_index}
-    return {"distributed": True, **own, "backend": dist.get_backend()}
+    return {"distributed": rank.world > 1, **own, **backends}
 
 
 def cleanup_distributed_training() -> None:
@@ -94,7 +90,7 @@ def wait_for_everyone() -> None:
 def get_device_map_for_distributed(
     model_name: str, world_size: int | None = None, rank: int | None = None
 ) -> str | dict[str, str]:
-    """Return "auto" for one process, else a map of the whole model to this rank's device, whatever the model."""
+    """Return "auto" for one process, else a map of all of a model, whatever its name, to the rank's device."""
     own = this_rank()
     if (own.world if world_size is None else world_size) == 1:
         return "auto"
@@ -103,7 +99,7 @@ def get_device_map_for_distributed(
 
 
 def get_optimal_device_map(model_config: Any, available_gpus: int | None = None) -> str:
-    """Return "balanced" for several GPUs, else "auto"; training takes both as one rank per GPU, whatever the model."""
+    """Return "balanced" for several GPUs, else "auto", whatever the model."""
     return "balanced" if (torch.cuda.device_count() if available_gpus is None else available_gpus) > 1 else "auto"
 
 
@@ -118,22 +114,19 @@ def validate_distributed_environment() -> bool:
 
 def print_distributed_info() -> None:
     """Print, on rank 0, what the functions of this module return."""
-    rank, line = this_rank(), "=" * 50
+    rank, num_gpus, line = this_rank(), torch.cuda.device_count(), "=" * 50
+    facts = (
+        f"Distributed Available: {is_distributed_available()}", f"Distributed Initialized: {is_distributed_initialized()}",
+        f"World Size: {rank.world}", f"Current Rank: {rank.index}", f"Local Rank: {rank.local_index}",
+        f"CUDA Device Count: {num_gpus}", f"Current CUDA Device: {torch.cuda.current_device() if num_gpus else 'none'}",
+    )  # fmt: skip
     if rank.is_first:
-        gpu = torch.cuda.current_device() if torch.cuda.is_available() else "none"
-        facts = {
-            "Distributed Available": is_distributed_available(), "Distributed Initialized": is_distributed_initialized(),
-            "World Size": rank.world, "Current Rank": rank.index, "Local Rank": rank.local_index,
-            "CUDA Device Count": torch.cuda.device_count(), "Current CUDA Device": gpu,
-        }  # fmt: skip
-        told = [line, "Unsloth Distributed Training Information", line, *(f"{k}: {v}" for k, v in facts.items()), line]
-        print("\n".join(told))  # noqa: T201  (documented)
+        print("\n".join([line, "Unsloth Distributed Training Information", line, *facts, line]))  # noqa: T201  (documented)
 
 
 def reduce_tensor_across_gpus(tensor: torch.Tensor, average: bool = True) -> torch.Tensor:
-    """Return the mean (or sum) of the ranks' tensors [...], the same on every rank; `tensor` itself stays."""
-    world = setup_distributed_training()["world_size"]
-    reduced = tensor.clone()
+    """Return the mean (or sum) of the ranks' tensors, the same on every rank; `tensor` is not changed."""
+    world, reduced = setup_distributed_training()["world_size"], tensor.clone()
     if world > 1:
         dist.all_reduce(reduced)
     return reduced / world if average else reduced
@@ -141,16 +134,14 @@ def reduce_tensor_across_gpus(tensor: torch.Tensor, average: bool = True) -> tor
 
 def gather_tensor_across_gpus(tensor: torch.Tensor) -> torch.Tensor:
     """Return the ranks' tensors [n, ...], of one shape, joined to [world * n, ...] on every rank."""
-    if not setup_distributed_training()["distributed"]:
-        return tensor
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor.contiguous())
-    return torch.cat(gathered)
+    gathered = [torch.empty_like(tensor) for _ in range(setup_distributed_training()["world_size"])]
+    if len(gathered) > 1:
+        dist.all_gather(gathered, tensor.contiguous())
+    return torch.cat(gathered) if len(gathered) > 1 else tensor
 
 
 def sync_gradients_across_gpus(model: torch.nn.Module) -> None:
-    """Average the gradients of a module of your own over ranks; `trainer.train()` sums its own exactly."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = reduce_tensor_across_gpus(gradient)
+    """Average the gradients of a module of your own; `train()` needs no such call, it sums exactly."""
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = reduce_tensor_across_gpus(gradient)
