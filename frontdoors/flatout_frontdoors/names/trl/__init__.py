@@ -1,0 +1,1 @@
+from flatout.compat.trl import *  # noqa: F403

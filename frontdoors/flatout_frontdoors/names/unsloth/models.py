@@ -1,0 +1,1 @@
+from flatout.compat.unsloth.models import *  # noqa: F403
