@@ -222,15 +222,17 @@ class SFTTrainer:
                 raise UsageError(f"dataset_text_field: there is no column {field!r}; columns: {', '.join(names)}")
             answers = {"prompt", "completion"} <= {*names} and self._told.get("completion_only_loss") is not False
             return dataset, {"loss_type": "response_only"} if answers or self._parts else {}
-        texts = Dataset.from_dict({"text": dataset[field]})
+        end = self.tokenizer.eos_token or "\n"
+        # a text whose template ends it by eos and a line break does not get another eos
+        texts = [text.rstrip() if text.rstrip().endswith(end) else text for text in dataset[field]]
         if self._parts is None:
-            return texts, {"special_tokens": "keep", "loss_type": "all"}
+            return Dataset.from_dict({"text": texts}), {"special_tokens": "keep", "loss_type": "all"}
         for column in (name for name in CHAT_COLUMNS if name in names):
             if all(_renders(self.tokenizer, *row) for row in zip(dataset[column], dataset[field], strict=True)):
                 return dataset.select_columns(column), {"loss_type": "response_only"}
         if None in self._parts:
             raise UsageError("train_on_responses_only: these texts have no turns beside them; give both parts")
-        cut = [_segments(text, *self._parts) for text in dataset[field]]
+        cut = [_segments(text, *self._parts) for text in texts]
         return Dataset.from_dict({"segments": cut}), {"special_tokens": "keep", "loss_type": "response_only"}
 
 
