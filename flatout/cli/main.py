@@ -18,6 +18,7 @@ from flatout.track.tolerant_stream import tolerant_output
 VERBS = {
     "demo": "generate data and a tiny model, train, evaluate and chat, in minutes",
     "init": "write a commented configuration that runs unmodified",
+    "convert": "translate a configuration of Axolotl, LLaMA-Factory, TRL or TrainingArguments",
     "data": "build, show or list tokenized data sets",
     "plan": "print what a run will do, without a GPU",
     "verify": "prove that packing, accumulation, ranks and strategies do not change this run's step",
@@ -35,7 +36,7 @@ VERBS = {
     "push": "push a run to the hub, with a model card",
     "studio": "do all of it in a browser: data, plan, training, chat",
 }
-WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "bench")
+WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "bench", "convert")
 LONGEST_LINE = 700
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z0-9_]+)*=")
 

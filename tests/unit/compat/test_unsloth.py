@@ -20,7 +20,7 @@ from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, TextStreamer, TrainingArguments
 from flatout.compat.unsloth import FastLanguageModel, is_bfloat16_supported
 from flatout.compat.unsloth.chat_templates import get_chat_template, standardize_sharegpt, train_on_responses_only
-from flatout.compat.trl import SFTTrainer
+from flatout.compat.unsloth.trl import SFTTrainer
 
 model, tokenizer = FastLanguageModel.from_pretrained(
     model_name={model!r}, max_seq_length=500, dtype=None, load_in_4bit=True,
@@ -137,7 +137,7 @@ def test_a_notebook_trains_answers_and_saves(tiny: Any, tmp_path: Path, monkeypa
 def test_masks_by_parts_equal_those_by_turns_except_where_a_user_types_a_part(peft: Any) -> None:
     from datasets import Dataset
 
-    from flatout.compat.trl import SFTConfig, SFTTrainer
+    from flatout.compat.unsloth.trl import SFTConfig, SFTTrainer
     from flatout.compat.unsloth import train_on_responses_only
 
     model, tokenizer = peft
@@ -185,7 +185,7 @@ def test_each_kind_of_rows_has_the_loss_that_it_has_there(
     """`learned` None: every token but the first, which nothing predicts."""
     from datasets import Dataset
 
-    from flatout.compat.trl import SFTConfig, SFTTrainer
+    from flatout.compat.unsloth.trl import SFTConfig, SFTTrainer
 
     model, tokenizer = peft
     trainer = SFTTrainer(model, SFTConfig(), None, Dataset.from_dict(columns), tokenizer=tokenizer, **given)
@@ -446,7 +446,7 @@ def test_full_fine_tuning_and_models_of_other_libraries(
     from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
 
     import flatout
-    from flatout.compat.trl import SFTConfig, SFTTrainer
+    from flatout.compat.unsloth.trl import SFTConfig, SFTTrainer
     from flatout.compat.unsloth import FastLanguageModel
 
     monkeypatch.chdir(tmp_path)
