@@ -70,7 +70,7 @@ def setup_distributed_training(
         join_group(rank, device, join_s=60.0 * timeout_minutes)
         if rank.is_first:
             lines = f"Initialized distributed training with {rank.world} GPUs", f"Using backend: {dist.get_backend()}"
-            print("\n".join(f"Unsloth: {line}" for line in lines))  # noqa: T201  (documented)
+            print("\n".join(f"Unsloth: {line}" for line in lines))
     backends = {"backend": dist.get_backend()} if rank.world > 1 else {}
     own = {"world_size": rank.world, "rank": rank.index, "local_rank": rank.local_index}
     return {"distributed": rank.world > 1, **own, **backends}
@@ -116,12 +116,13 @@ def print_distributed_info() -> None:
     """Print, on rank 0, what the functions of this module return."""
     rank, num_gpus, line = this_rank(), torch.cuda.device_count(), "=" * 50
     facts = (
-        f"Distributed Available: {is_distributed_available()}", f"Distributed Initialized: {is_distributed_initialized()}",
+        f"Distributed Available: {is_distributed_available()}",
+        f"Distributed Initialized: {is_distributed_initialized()}",
         f"World Size: {rank.world}", f"Current Rank: {rank.index}", f"Local Rank: {rank.local_index}",
         f"CUDA Device Count: {num_gpus}", f"Current CUDA Device: {torch.cuda.current_device() if num_gpus else 'none'}",
     )  # fmt: skip
     if rank.is_first:
-        print("\n".join([line, "Unsloth Distributed Training Information", line, *facts, line]))  # noqa: T201  (documented)
+        print("\n".join([line, "Unsloth Distributed Training Information", line, *facts, line]))
 
 
 def reduce_tensor_across_gpus(tensor: torch.Tensor, average: bool = True) -> torch.Tensor:

@@ -24,6 +24,7 @@ from flatout.models.load.inference import NAMED_MAPS, load_trained, resolve_mode
 from flatout.models.lora.adapter import ADAPTER_CONFIG
 from flatout.parallel.process_group import choose_device
 
+_GGUF = {"fast_quantized": "q8_0", "quantized": "q4_k_m", "not_quantized": "f16"}
 PEFT_DEFAULTS = {
     "r": 16, "lora_alpha": 16,
     "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
@@ -37,7 +38,7 @@ class Model:
     """
 
     def __init__(self, source: Any, device_map: Any = None, **given: Any) -> None:
-        """Take a name, folder, adapter or run; or a transformers model in memory. Raises UsageError, CheckpointError."""
+        """Take a name, folder, adapter or run, or a model in memory. Raises UsageError, CheckpointError."""
         self.source, self.device_map, self.given = source, device_map, given
         self.paths = resolve_model_paths(str(source)) if isinstance(source, str | Path) else None
         self.run: Run | None = None
@@ -100,12 +101,39 @@ class Model:
             merge(model)
             publish_model(model if model.dtype.itemsize == 2 else model.to(torch.bfloat16), own, folder)
 
-    def save_pretrained_gguf(self, *_: Any, **__: Any) -> None:
-        """Raise UsageError with the command that does it: so do all `push_to_hub*` methods."""
-        run = self.trained().folder
-        raise UsageError(f"write `flatout export {run} --to gguf --out FOLDER`, or `flatout push {run} REPO`")
+    def save_pretrained_gguf(
+        self, save_directory: str | Path, tokenizer: Any = None, quantization_method: str | list[str] = "q8_0"
+    ) -> None:
+        """Write the merged model as GGUF, on rank 0; of several methods, each into a folder of its name."""
+        methods = [quantization_method] if isinstance(quantization_method, str) else quantization_method
+        for name in methods if this_rank().is_first else ():
+            folder = Path(save_directory) / name if len(methods) > 1 else save_directory
+            self.trained().export("gguf", folder, kind=_GGUF.get(name, name))
 
-    push_to_hub = push_to_hub_merged = push_to_hub_gguf = save_pretrained_gguf
+    def push_to_hub(self, repo_id: str, tokenizer: Any = None, token: str | None = None, private: bool = False) -> None:
+        """Push the trained adapter or model with its tokenizer and a card to a new repository, on rank 0."""
+        self.push_to_hub_merged(repo_id, tokenizer, "lora", token, private)
+
+    def push_to_hub_merged(
+        self,
+        repo_id: str,
+        tokenizer: Any = None,
+        save_method: str = "merged_16bit",
+        token: str | None = None,
+        private: bool = False,
+    ) -> None:
+        """Push the model with its adapter merged, or the adapter alone with "lora", to a new repository, on rank 0."""
+        settings_of({"save_method": save_method}, "push_to_hub_merged", {})
+        if token:
+            set_environment({"HF_TOKEN": token})
+        run = self.trained()
+        if this_rank().is_first:
+            is_merged = save_method == "merged_16bit" and run.config.method == "lora"
+            print(run.push_to_hub(repo_id, merged=is_merged, private=private))
+
+    def push_to_hub_gguf(self, *_: Any, **__: Any) -> None:
+        """Raise UsageError: GGUF files are written to a folder, which the hub's own client uploads."""
+        raise UsageError("push_to_hub_gguf: call save_pretrained_gguf, then `hf upload REPO FOLDER`")
 
 
 class FastLanguageModel:

@@ -1,4 +1,4 @@
-"""What the arguments of Unsloth's and TRL's calls become; those of TrainingArguments are in compat.training_arguments."""
+"""What the arguments of Unsloth's and TRL's calls become, besides those of TrainingArguments."""
 
 from __future__ import annotations
 
