@@ -16,7 +16,7 @@ from flatout.config.model import BaseConfig, FullConfig, LoraConfig, ModelConfig
 from flatout.config.optim import LR_OF_METHOD, OptimConfig, ScheduleConfig
 from flatout.config.parallel import STRATEGIES, CommConfig, FaultsConfig, ShardingConfig, StrategyName
 from flatout.config.resume_effects import RESUME_EFFECTS
-from flatout.config.section import PathText, Section, refuse_unused
+from flatout.config.section import PathText, Section, refuse_unused, short_form
 from flatout.config.shortcuts import expand
 from flatout.config.track import TrackConfig
 
@@ -165,8 +165,8 @@ class Config(Section):
     log_every_steps: Every = 1
     """Steps between lines in metrics.jsonl, or a share of the run below 1. Unless it is 1, the console prints each of
     them; with 1 about 20 per run."""
-    model: ModelConfig
-    data: DataConfig = DataConfig()
+    model: Annotated[ModelConfig, short_form({"type": "string"})]
+    data: Annotated[DataConfig, short_form({"type": "string"}, {"type": "array"})] = DataConfig()
     lora: LoraConfig = LoraConfig()
     base: BaseConfig = BaseConfig()
     full: FullConfig = FullConfig()
@@ -178,7 +178,7 @@ class Config(Section):
     sharding: ShardingConfig = ShardingConfig()
     comm: CommConfig = CommConfig()
     faults: FaultsConfig = FaultsConfig()
-    track: TrackConfig = TrackConfig()
+    track: Annotated[TrackConfig, short_form({"type": "string"}, {"type": "array"})] = TrackConfig()
 
     if TYPE_CHECKING:
         # what editors complete: sections, their short forms, and the keywords of SHORTCUTS

@@ -31,6 +31,15 @@ class Section(BaseModel):
         return value
 
 
+def short_form(*kinds: Any) -> Any:
+    """Return the field of a section that may also be given as one of `kinds`, which are JSON schemas."""
+
+    def extend(schema: dict[str, Any]) -> None:
+        schema["anyOf"] = [{"$ref": schema.pop("$ref")}, *kinds]
+
+    return Field(json_schema_extra=extend)
+
+
 def nested_kinds(annotation: Any) -> list[Any]:
     """Return the annotation and all types nested in it."""
     return [annotation, *(kind for part in get_args(annotation) for kind in nested_kinds(part))]

@@ -107,7 +107,7 @@ def _section(section: BaseModel, shown: Collection[str], prefix: str = "") -> It
             continue
         value = getattr(section, name)
         yield ""
-        yield from _comment(" ".join((type(value).__doc__ or "").split()), depth, mark="# ---")
+        yield from _comment(" ".join((type(value).__doc__ or "").partition("\n\n")[0].split()), depth, mark="# ---")
         yield f"{INDENT * depth}{name}:"
         yield from _section(value, shown, below)
 

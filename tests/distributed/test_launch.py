@@ -32,7 +32,7 @@ def test_two_jobs_at_once_one_right_one_wrong(tiny: Any, tmp_path: Path, metrics
     output = wrong.communicate(timeout=DEADLINE_S)[0]
     assert wrong.returncode == 3, output
     assert "bad.jsonl" in output
-    assert [path.name for path in sorted((tmp_path / "wrong" / "logs").iterdir())] == ["attempt-0", "latest"]
+    assert [path.name for path in sorted((tmp_path / "wrong" / "logs").iterdir())] == [".lock", "attempt-0", "latest"]
     output = right.communicate(timeout=DEADLINE_S)[0]
     assert right.returncode == 0, output
     assert "DDP: 2 rank(s) on cpu" in output
@@ -142,7 +142,7 @@ def test_one_machine_listens_on_loopback_and_strangers_end_nothing(tiny: Any, tm
     process.terminate()
     output = process.communicate(timeout=DEADLINE_S)[0]
     assert process.returncode == 75, output
-    assert [path.name for path in sorted((run_dir / "logs").iterdir())] == ["attempt-0", "latest"]
+    assert [path.name for path in sorted((run_dir / "logs").iterdir())] == [".lock", "attempt-0", "latest"]
 
 
 def rank_processes(supervisor: int) -> list[int]:

@@ -115,7 +115,7 @@ def _fields(section: Schema, schema: Schema, prefix: tuple[str, ...] = ()) -> It
 
 def _sections(schema: Schema) -> Iterator[tuple[str, ...]]:
     for names, field in _fields(schema, schema):
-        if "$ref" in field:
+        if any("$ref" in kind for kind in [field, *field.get("anyOf", [])]):
             yield names
 
 
@@ -239,7 +239,7 @@ _SENSELESS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "revision of a folder": (("model.revision=main",), ("model.revision",)),
     "model is a file": (("model.name=chats.jsonl",), ("chats.jsonl",)),
     "model is a mistyped folder": (("model.name=modle",), ("modle",)),
-    "model is text": (("model=tiny",), ("model",)),
+    "model is text": (("model=tiny",), ("tiny",)),
     "freezes all": (("method=full", "lora={}", 'freeze=[".*"]'), ("freeze",)),
     "GPU on a machine without": (("device=cuda",), ("device", "GPU")),
 }

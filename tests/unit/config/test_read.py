@@ -71,7 +71,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         (MINIMAL + 'name: "a\\0b"\n', "name: string should match pattern"),
         (MINIMAL + "lora: {rank: true}\n", "lora.rank: expected a number, got True"),
         (MINIMAL + "optim: {max_grad_norm: false}\n", "optim.max_grad_norm: expected a number, got False"),
-        ("model: tiny\n", "model: expected a section with settings, such as model.name, got 'tiny'"),
+        ("model: 5\n", "model: expected a section with settings, such as model.name, got 5"),
         (MINIMAL + "lora: []\n", "lora: expected a section with settings, got []"),
         (MINIMAL + "run_dir: [a]\n", "run_dir: expected a path, got ['a']"),
     ],

@@ -141,9 +141,10 @@ def test_another_set_of_that_name_is_replaced_only_when_asked(built: Path, capsy
     capsys.readouterr()
     assert _build(built, "--name", "x", "--max_tokens=32", "--seed", "5") == 2
     told = "max_tokens=64, but 32 is configured; seed=3407, but 5 is configured"
-    assert f"'x' already exists and differs: {told}; use another --name, or --replace" in capsys.readouterr().err
+    refusal = f"'x' already exists and differs: {told}; use another --name, or --replace"
+    assert refusal in " ".join(capsys.readouterr().err.split())
     assert _build(built, "--name", "x", "--max_tokens=32", "--seed", "5", "--replace") == 0
-    assert f"Rebuilding 'x': {told}" in capsys.readouterr().err
+    assert f"Rebuilding 'x': {told}" in " ".join(capsys.readouterr().err.split())
     Path("rows.json").write_text(json.dumps([{"instruction": "q", "output": "a"}]))
     assert _build(built, "--name", "x", "--max-tokens", "32", "--seed", "5") == 2
     assert "its rows or the way they are read changed" in capsys.readouterr().err

@@ -295,9 +295,9 @@ def test_eval_plan_reads_in_order_and_does_not_depend_on_ranks():
 
 def test_planning_needs_neither_torch_nor_transformers():
     code = (
-        "import json, pkgutil, sys, importlib, flatout.plan\n"
+        "import json, pkgutil, sys, importlib, flatout.planner\n"
         "for module in pkgutil.iter_modules(flatout.planner.__path__):\n"
-        "    importlib.import_module('flatout.plan.' + module.name)\n"
+        "    importlib.import_module('flatout.planner.' + module.name)\n"
         "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
