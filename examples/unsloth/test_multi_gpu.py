@@ -15,7 +15,8 @@ from unsloth.distributed_utils import (
 )
 from unsloth.trainer import UnslothTrainer, UnslothTrainingArguments
 
-assert all(hasattr(unsloth, name) for name in ("is_distributed_available", "UnslothTrainer", "UnslothTrainingArguments"))
+exported = ("is_distributed_available", "UnslothTrainer", "UnslothTrainingArguments")
+assert all(hasattr(unsloth, name) for name in exported)
 print_distributed_info()
 assert (get_world_size(), get_rank(), is_main_process(), is_distributed_initialized()) == (1, 0, True, False)
 assert setup_distributed_training() == {"distributed": False, "world_size": 1, "rank": 0, "local_rank": 0}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-TRACKERS = "azure_ml clearml codecarbon comet_ml dagshub dvclive flyte mlflow neptune tensorboard wandb all none".split()
+TRACKERS = (
+    "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "neptune", "tensorboard",
+    "wandb", "all", "none",
+)  # fmt: skip
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROMPT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "

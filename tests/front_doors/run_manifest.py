@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "front-doors.json"
 FRONTDOORS = ROOT / "frontdoors"
-KINDS = {"command", "flag", "class", "field", "snippet", "file"}
+KINDS = {"command", "flag", "class", "field", "function", "snippet", "file"}
 CASE_KEYS = {"fast", "gpu", "skip", "after", "files", "copy", "edit", "env", "commands", "stdin", "run", "exit"}
 TIMEOUT_S = 600
 

@@ -18,6 +18,9 @@ from flatout.launch.launch_mode import slurm_rank
 from flatout.parallel.process_group import choose_device, join_group, leave_group
 from flatout.parallel.rank import Rank
 
+is_distributed_initialized = dist.is_initialized
+cleanup_distributed_training = leave_group
+
 
 def this_rank() -> Rank:
     """Return this process's rank, as torchrun or srun set it. Raises UsageError if variables are missing."""
@@ -28,11 +31,6 @@ def this_rank() -> Rank:
 def is_distributed_available() -> bool:
     """Whether a launcher started several processes, or this machine has several GPUs."""
     return this_rank().world > 1 or torch.cuda.device_count() > 1
-
-
-def is_distributed_initialized() -> bool:
-    """Whether this process is in a process group now."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def get_world_size() -> int:
@@ -74,11 +72,6 @@ def setup_distributed_training(
     backends = {"backend": dist.get_backend()} if rank.world > 1 else {}
     own = {"world_size": rank.world, "rank": rank.index, "local_rank": rank.local_index}
     return {"distributed": rank.world > 1, **own, **backends}
-
-
-def cleanup_distributed_training() -> None:
-    """Leave the process group."""
-    leave_group()
 
 
 def wait_for_everyone() -> None:

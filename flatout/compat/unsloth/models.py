@@ -76,7 +76,7 @@ class Model:
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         """Write the trained adapter (with full_finetuning the model) and its tokenizer, on rank 0."""
-        settings_of(options, "save_pretrained", {})
+        settings_of(options, "save_pretrained")
         source, folder, durable_io = self.trained().final_dir, Path(save_directory), DurableIO()
         if this_rank().is_first:
             with durable_io.resource_errors("write", folder):
@@ -90,7 +90,7 @@ class Model:
 
         The run's tokenizer is written too. Raises ResourceError for a folder that is not empty.
         """
-        settings_of({**options, "save_method": save_method}, "save_pretrained_merged", {})
+        settings_of({**options, "save_method": save_method}, "save_pretrained_merged")
         if save_method == "lora":
             return self.save_pretrained(save_directory)
         run, folder = self.trained(), Path(save_directory)
@@ -110,7 +110,7 @@ class Model:
             folder = Path(save_directory) / name if len(methods) > 1 else save_directory
             self.trained().export("gguf", folder, kind=_GGUF.get(name, name))
 
-    def push_to_hub(self, repo_id: str, tokenizer: Any = None, token: str | None = None, private: bool = False) -> None:
+    def push_to_hub(self, repo_id: str, tokenizer: Any = None, token: str = "", private: bool = False) -> None:
         """Push the trained adapter or model with its tokenizer and a card to a new repository, on rank 0."""
         self.push_to_hub_merged(repo_id, tokenizer, "lora", token, private)
 
@@ -119,11 +119,11 @@ class Model:
         repo_id: str,
         tokenizer: Any = None,
         save_method: str = "merged_16bit",
-        token: str | None = None,
+        token: str = "",
         private: bool = False,
     ) -> None:
         """Push the model with its adapter merged, or the adapter alone with "lora", to a new repository, on rank 0."""
-        settings_of({"save_method": save_method}, "push_to_hub_merged", {})
+        settings_of({"save_method": save_method}, "push_to_hub_merged")
         if token:
             set_environment({"HF_TOKEN": token})
         run = self.trained()
@@ -149,7 +149,7 @@ class FastLanguageModel:
         """
         if token is not None:
             set_environment({"HF_TOKEN": token})
-        settings_of(given, "from_pretrained", {})
+        settings_of(given, "from_pretrained")
         is_4bit = not any(given.get(name) for name in ("full_finetuning", "load_in_16bit", "load_in_fp8"))
         model = Model(model_name, device_map, **{"load_in_4bit": is_4bit, "max_seq_length": 2048, **given})
         if model.paths and model.paths.adapter:
@@ -165,7 +165,7 @@ class FastLanguageModel:
     def get_peft_model(model: Model, **given: Any) -> Model:
         """Train adapters. Raises ProblemsError for arguments that flatout cannot honour."""
         model.given |= given if "continue_from" in model.given else {**PEFT_DEFAULTS, **given}
-        settings_of(model.given, "get_peft_model", {})
+        settings_of(model.given, "get_peft_model")
         return model
 
     @staticmethod

@@ -6,24 +6,14 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from flatout.compat import translation as t
 from flatout.compat.training_arguments import NULLABLE, TRAINING_ARGUMENTS
-from flatout.compat.translation import (
-    Became,
-    Given,
-    RefusedError,
-    Rule,
-    Translation,
-    any_value,
-    each,
-    number,
-    off,
-    only,
-    to,
-    translate,
-)
+from flatout.compat.translation import Became, Given, RefusedError, Rule
+from flatout.track.callback import Callback
 
 _PRECISION = {"None": None, "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _STORAGE = {"full_finetuning": {"method": "full"}, "load_in_fp8": {"base.storage": "fp8"}, "load_in_16bit": {}}
+_PARTS = ("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules")
 _COLLATORS = ("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DataCollatorWithPadding", "NoneType")
 
 
@@ -54,64 +44,79 @@ def _collator(given: Given) -> Became:
     return Became()
 
 
+def _callbacks(given: Given) -> Became:
+    settings: dict[str, Any] = {}
+    for callback in given.value:
+        if type(callback).__name__ == "EarlyStoppingCallback":
+            settings["eval.patience"] = callback.early_stopping_patience
+            settings["eval.min_delta"] = callback.early_stopping_threshold
+        elif not isinstance(callback, Callback):
+            raise RefusedError(f"{type(callback).__name__} would never be called; derive it from flatout.Callback")
+    return Became(settings)
+
+
 ARGUMENTS: Mapping[str, Rule] = {
     **TRAINING_ARGUMENTS,
     # from_pretrained
-    "max_seq_length": to("data.max_tokens", lambda length: length or None),
+    "max_seq_length": t.to("data.max_tokens", lambda length: length or None),
     "dtype": _dtype,
-    **each("load_in_4bit load_in_8bit load_in_16bit load_in_fp8 full_finetuning", _storage),
+    **t.each("load_in_4bit load_in_8bit load_in_16bit load_in_fp8 full_finetuning", _storage),
+    "trust_remote_code": t.off("code from model repositories is never run; use a model that transformers knows"),
     "use_gradient_checkpointing": TRAINING_ARGUMENTS["gradient_checkpointing"],
-    "rope_scaling": off("write it into the model's config.json"),
-    **each("resize_model_vocab offload_embedding float32_mixed_precision qat_scheme", off("not supported; remove it")),
-    **each(
-        "fast_inference float8_kv_cache unsloth_tiled_mlp", off("serve the run by vLLM: `flatout export --to vllm`")
+    "rope_scaling": t.off("write it into the model's config.json"),
+    **t.each(
+        "resize_model_vocab offload_embedding float32_mixed_precision qat_scheme", t.off("not supported; remove it")
     ),
-    **each("gpu_memory_utilization max_lora_rank disable_log_stats", any_value("only read with fast_inference")),
-    **each("fix_tokenizer use_exact_model_name", any_value("names are exact, and the tokenizer is checked")),
+    **t.each(
+        "fast_inference float8_kv_cache unsloth_tiled_mlp", t.off("serve the run by vLLM: `flatout export --to vllm`")
+    ),
+    **t.each("gpu_memory_utilization max_lora_rank disable_log_stats", t.any_value("only read with fast_inference")),
+    **t.each("fix_tokenizer use_exact_model_name", t.any_value("names are exact, and the tokenizer is checked")),
     # get_peft_model, and PEFT's LoraConfig
-    "r": to("lora.rank"),
-    "lora_alpha": number("lora.alpha"),
-    "lora_dropout": number("lora.dropout"),
+    "r": t.to("lora.rank"),
+    "lora_alpha": t.number("lora.alpha"),
+    "lora_dropout": t.number("lora.dropout"),
     "target_modules": _targets,
-    "use_rslora": to("lora.rslora"),
-    "use_dora": to("lora.dora"),
-    "continue_from": to("lora.continue_from"),
-    "random_state": to("seed"),
-    **each("bias task_type peft_type", only(("none", "CAUSAL_LM", "LORA"), "adapters without bias, of a causal model")),
-    "init_lora_weights": only((True,), "A is random and B zero at the start"),
-    "modules_to_save": off("embeddings and head stay frozen; from_pretrained(full_finetuning=True) trains them"),
-    **each("layers_to_transform layers_pattern", off("write one regular expression as target_modules")),
-    **each("loftq_config target_parameters ensure_weight_tying", off("not supported; remove it")),
-    "temporary_location": any_value("nothing is kept on disk meanwhile"),
-    "finetune_vision_layers": off("only text models are trained"),
-    **each(
-        "finetune_language_layers finetune_attention_modules finetune_mlp_modules",
-        only((True,), "name the layers in target_modules"),
+    "use_rslora": t.to("lora.rslora"),
+    "use_dora": t.to("lora.dora"),
+    "continue_from": t.to("lora.continue_from"),
+    "random_state": t.to("seed"),
+    **t.each(
+        "bias task_type peft_type", t.only(("none", "CAUSAL_LM", "LORA"), "adapters without bias, of a causal model")
     ),
+    "init_lora_weights": t.only((True,), "A is random and B zero at the start"),
+    "modules_to_save": t.off("embeddings and head stay frozen; from_pretrained(full_finetuning=True) trains them"),
+    **t.each("layers_to_transform layers_pattern", t.off("write one regular expression as target_modules")),
+    **t.each("loftq_config target_parameters ensure_weight_tying", t.off("not supported; remove it")),
+    "temporary_location": t.any_value("nothing is kept on disk meanwhile"),
+    "finetune_vision_layers": t.off("only text models are trained"),
+    **dict.fromkeys(_PARTS, t.only((True,), "name the layers in target_modules")),
     # trainers
-    "dataset_num_proc": to("data.num_procs"),
-    "embedding_learning_rate": off("embeddings stay frozen under adapters; remove it"),
-    "enable_distributed_training": any_value("ranks of a launcher, or the GPUs of device_map"),
-    "distributed_backend": only(("nccl", "gloo"), "ranks talk over nccl on GPUs and gloo on CPUs"),
+    "dataset_num_proc": t.to("data.num_procs"),
+    "embedding_learning_rate": t.off("embeddings stay frozen under adapters; remove it"),
+    "enable_distributed_training": t.any_value("ranks of a launcher, or the GPUs of device_map"),
+    "distributed_backend": t.only(("nccl", "gloo"), "ranks talk over nccl on GPUs and gloo on CPUs"),
     "data_collator": _collator,
-    **each("compute_loss_func preprocess_logits_for_metrics", off("pass an objective to flatout.train")),
-    "compute_metrics": off("`flatout eval` scores a run"),
-    **each("optimizers optimizer_cls_and_kwargs model_init", only((None, (None, None)), "write optim= instead")),
-    **each("dataset_text_field formatting_func callbacks", any_value("read by the trainer")),
+    **t.each("compute_loss_func preprocess_logits_for_metrics", t.off("pass an objective to flatout.train")),
+    "compute_metrics": t.off("`flatout eval` scores a run"),
+    **t.each("optimizers optimizer_cls_and_kwargs model_init", t.only((None, (None, None)), "write optim= instead")),
+    "callbacks": _callbacks,
+    **t.each("dataset_text_field formatting_func", t.any_value("read by the trainer")),
     # saving
-    "save_method": only(("merged_16bit", "lora"), "write merged_16bit or lora; `flatout export --to gguf` has 4 bits"),
-    "safe_serialization": only((True,), "only safetensors are written"),
-    **each("max_shard_size maximum_memory_usage", any_value("files are written by layer")),
+    "save_method": t.only(
+        ("merged_16bit", "lora"), "write merged_16bit or lora; `flatout export --to gguf` has 4 bits"
+    ),
+    "safe_serialization": t.only((True,), "only safetensors are written"),
+    **t.each("max_shard_size maximum_memory_usage", t.any_value("files are written by layer")),
 }
 
 
-def settings_of(given: Mapping[str, Any], call: str, defaults: Mapping[str, Any], num_gpus: int = 1) -> dict[str, Any]:
+def settings_of(
+    given: Mapping[str, Any], call: str, defaults: Mapping[str, Any] | None = None, num_gpus: int = 1
+) -> dict[str, Any]:
     """Return flatout's settings. Raises ProblemsError that names every argument that flatout cannot honour."""
-    return _translated(given, defaults, num_gpus).checked(call)
-
-
-def _translated(given: Mapping[str, Any], defaults: Mapping[str, Any], num_gpus: int) -> Translation:
-    return translate(given, ARGUMENTS, defaults=defaults, nullable=NULLABLE | {"target_modules"}, num_gpus=num_gpus)
+    nullable = NULLABLE | {"target_modules"}
+    return t.translate(given, ARGUMENTS, defaults=defaults, nullable=nullable, num_gpus=num_gpus).checked(call)
 
 
 def changed_fields(options: Any, **needed: Any) -> dict[str, Any]:

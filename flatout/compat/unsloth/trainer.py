@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from flatout.api.prepare import build_data
 from flatout.api.start import train
 from flatout.compat.training_arguments import SFT_DEFAULTS, TRANSFORMERS_DEFAULTS
 from flatout.compat.unsloth.distributed_utils import cleanup_distributed_training, this_rank
-from flatout.compat.unsloth.models import Model
+from flatout.compat.unsloth.models import PEFT_DEFAULTS, Model
 from flatout.compat.unsloth.settings import ARGUMENTS, changed_fields, settings_of
 from flatout.data.rows.formats.conversations import CHAT_COLUMNS
 from flatout.data.templates.template import RENDER_ERRORS
@@ -67,19 +68,10 @@ class SFTTrainer:
     """
 
     def __init__(
-        self,
-        model: Any,
-        args: Any = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        *,
-        tokenizer: Any = None,
-        peft_config: Any = None,
-        callbacks: Any = None,
-        **given: Any,
-    ) -> None:
+        self, model: Any, args: Any = None, data_collator: Any = None, train_dataset: Any = None,
+        eval_dataset: Any = None, processing_class: Any = None, *, tokenizer: Any = None, peft_config: Any = None,
+        callbacks: Any = (), **given: Any,
+    ) -> None:  # fmt: skip
         planned = ("training_step", "compute_loss", "create_optimizer")
         if own := [name for name in planned if getattr(type(self), name) is not SFTTrainer._planned]:
             raise UsageError(
@@ -88,29 +80,25 @@ class SFTTrainer:
         self.args = SFTConfig() if args is None else args
         self.model = model if isinstance(model, Model) else _wrapped(model, peft_config)
         self.tokenizer = self.processing_class = processing_class if tokenizer is None else tokenizer
-        is_ours = isinstance(self.args, SFTConfig)
-        args_given = self.args.given if is_ours else changed_fields(self.args, output_dir=self.args.output_dir)
-        told = {**self.model.given, **args_given, **given, "data_collator": data_collator}
         self._callbacks = [callback for callback in callbacks or () if isinstance(callback, Callback)]
-        for callback in set(callbacks or ()) - set(self._callbacks):
-            if type(callback).__name__ != "EarlyStoppingCallback":
-                raise UsageError(
-                    f"callbacks: {type(callback).__name__} would never be called; derive it from flatout.Callback"
-                )
-            told |= {name: getattr(callback, name) for name in ("early_stopping_patience", "early_stopping_threshold")}
-        self._told, self._gpus = told, _gpus(told, self.model.device_map)
-        defaults = (
-            self.args.defaults
-            if is_ours
-            else SFT_DEFAULTS
-            if hasattr(self.args, "max_length")
-            else TRANSFORMERS_DEFAULTS
-        )
-        # the model's max_seq_length, if it has one, is the length of samples
-        self._defaults = {
-            name: value for name, value in defaults.items() if name != "max_length" or "max_seq_length" not in told
-        }
-        self._rows_by_name = {"train": train_dataset, "eval": eval_dataset}
+        if isinstance(self.args, SFTConfig):
+            of_args, defaults = self.args.given, dict(self.args.defaults)
+        else:
+            of_args = changed_fields(self.args, output_dir=self.args.output_dir)
+            defaults = dict(SFT_DEFAULTS if hasattr(self.args, "max_length") else TRANSFORMERS_DEFAULTS)
+        told = {**self.model.given, **of_args, **given, "data_collator": data_collator, "callbacks": callbacks or ()}
+        # how long samples may be: as the trainer says, else the model, else the default
+        if "max_length" in told:
+            told.pop("max_seq_length", None)
+        elif "max_seq_length" in told:
+            defaults.pop("max_length", None)
+        if not {"r", "full_finetuning"} & told.keys():
+            is_frozen = told.get("load_in_4bit") or told.get("load_in_fp8")
+            told |= PEFT_DEFAULTS if is_frozen else {"full_finetuning": True}
+            how = "adapters of rank 16 are trained on the frozen weights" if is_frozen else "all weights are trained"
+            warnings.warn(f"get_peft_model was not called: {how}", stacklevel=2)
+        self._told, self._defaults, self._gpus = told, defaults, _gpus(told, self.model.device_map)
+        self._datasets = {"train": train_dataset, "eval": eval_dataset}
         self._parts: tuple[str | None, str | None] | None = None
         self._settings()
 
@@ -124,14 +112,14 @@ class SFTTrainer:
     def answers_only(self, instruction_part: str | None, response_part: str | None) -> None:
         """Give loss to answers only; see `train_on_responses_only`."""
         self._parts = (instruction_part, response_part)
-        self._rows(self._rows_by_name["train"])
+        self._rows(self._datasets["train"])
 
     @property
     def train_dataset(self) -> Dataset:
         """The training data as the run reads it: `input_ids`, and `labels` (-100: no loss)."""
         from datasets import Dataset
 
-        store = self._store("train", self._rows_by_name["train"])
+        store = self._store("train", self._datasets["train"])
         samples = (store.sample(index) for index in range(store.num_samples))
         return Dataset.from_list([{"input_ids": ids, "labels": np.where(mask, ids, -100)} for ids, mask in samples])
 
@@ -142,7 +130,7 @@ class SFTTrainer:
         """
         from transformers.trainer_utils import TrainOutput
 
-        settings, model, data = self._settings(), self.model, self._rows_by_name["eval"]
+        settings, model, data = self._settings(), self.model, self._datasets["eval"]
         if isinstance(resume_from_checkpoint, str) and settings["run_dir"] not in resume_from_checkpoint:
             raise UsageError(f"resume_from_checkpoint: {resume_from_checkpoint} is not in {settings['run_dir']}")
         if data is not None:
@@ -150,7 +138,7 @@ class SFTTrainer:
                 self._store(name, rows) for name, rows in (data if isinstance(data, dict) else {"eval": data}).items()
             ]
             settings["eval"] = {"prompts": [], **settings.get("eval", {}), "data": [one.folder.name for one in stores]}
-        rows, more = self._rows(self._rows_by_name["train"])
+        rows, more = self._rows(self._datasets["train"])
         settings["data"] |= {**more, "name": "train"}
         # training joins the ranks itself, and needs the memory of a model that has answered
         cleanup_distributed_training()
@@ -184,15 +172,8 @@ class SFTTrainer:
 
     def _settings(self) -> dict[str, Any]:
         num_gpus = len(self._gpus) if self._gpus else this_rank().world
-        told = (
-            self._told
-            if "max_length" not in self._told
-            else {n: v for n, v in self._told.items() if n != "max_seq_length"}
-        )
-        settings = settings_of(told, type(self).__name__, self._defaults, num_gpus)
+        settings = settings_of(self._told, type(self).__name__, self._defaults, num_gpus)
         settings["data"] = {**settings.get("data", {}), "too_long": "truncate", "root": f"{settings['run_dir']}/data"}
-        if "method" not in settings and "lora" not in settings:
-            raise UsageError("the model has no adapters; call get_peft_model, or from_pretrained(full_finetuning=True)")
         if paths := self.model.paths:
             revision = {"revision": paths.revision} if paths.revision else {}
             settings["model"] = {**revision, **settings.get("model", {}), "name": paths.base}

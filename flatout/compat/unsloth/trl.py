@@ -1,4 +1,4 @@
-"""TRL's names for supervised fine-tuning: change `from trl import ...` to `from flatout.compat.unsloth.trl import ...`."""
+"""TRL's names for supervised fine-tuning."""
 
 from flatout.compat.unsloth.trainer import SFTConfig as SFTConfig
 from flatout.compat.unsloth.trainer import SFTTrainer as SFTTrainer

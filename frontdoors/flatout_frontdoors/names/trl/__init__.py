@@ -1,1 +1,1 @@
-from flatout.compat.unsloth.trl import *  # noqa: F403
+from flatout.compat.unsloth.trl import *

@@ -1,1 +1,1 @@
-from flatout.compat.unsloth import *  # noqa: F403
+from flatout.compat.unsloth import *

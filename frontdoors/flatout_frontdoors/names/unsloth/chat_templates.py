@@ -1,1 +1,1 @@
-from flatout.compat.unsloth.chat_templates import *  # noqa: F403
+from flatout.compat.unsloth.chat_templates import *

@@ -1,1 +1,1 @@
-from flatout.compat.unsloth.distributed_utils import *  # noqa: F403
+from flatout.compat.unsloth.distributed_utils import *

@@ -1,1 +1,1 @@
-from flatout.compat.unsloth.models import *  # noqa: F403
+from flatout.compat.unsloth.models import *
