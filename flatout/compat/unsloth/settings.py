@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -61,7 +62,6 @@ ARGUMENTS: Mapping[str, Rule] = {
     "max_seq_length": t.to("data.max_tokens", lambda length: length or None),
     "dtype": _dtype,
     **t.each("load_in_4bit load_in_8bit load_in_16bit load_in_fp8 full_finetuning", _storage),
-    "trust_remote_code": t.off("code from model repositories is never run; use a model that transformers knows"),
     "use_gradient_checkpointing": TRAINING_ARGUMENTS["gradient_checkpointing"],
     "rope_scaling": t.off("write it into the model's config.json"),
     **t.each(
@@ -114,9 +114,16 @@ ARGUMENTS: Mapping[str, Rule] = {
 def settings_of(
     given: Mapping[str, Any], call: str, defaults: Mapping[str, Any] | None = None, num_gpus: int = 1
 ) -> dict[str, Any]:
-    """Return flatout's settings. Raises ProblemsError that names every argument that flatout cannot honour."""
+    """Return flatout's settings; warn of those that differ in some cases.
+
+    Raises ProblemsError that names every argument that flatout cannot honour.
+    """
     nullable = NULLABLE | {"target_modules"}
-    return t.translate(given, ARGUMENTS, defaults=defaults, nullable=nullable, num_gpus=num_gpus).checked(call)
+    became = t.translate(given, ARGUMENTS, defaults=defaults, nullable=nullable, num_gpus=num_gpus)
+    for one in became.outcomes:
+        if one.check and not one.is_default:
+            warnings.warn(f"{call}: {one.name}: {one.note}", stacklevel=3)
+    return became.checked(call)
 
 
 def changed_fields(options: Any, **needed: Any) -> dict[str, Any]:

@@ -218,7 +218,6 @@ def test_each_kind_of_rows_has_the_loss_that_it_has_there(
     ("given", "words"),
     [
         ({"load_in_8bit": True, "load_in_4bit": False}, ["load_in_8bit", "load_in_4bit or load_in_fp8"]),
-        ({"trust_remote_code": True}, ["trust_remote_code", "never run"]),
         ({"fast_inference": True}, ["fast_inference", "vLLM"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "config.json"]),
         ({"resize_model_vocab": 9}, ["resize_model_vocab"]),
