@@ -1,1 +1,1 @@
-from flatout.compat.unsloth.trl import *
+from flatout.compat.unsloth.trl import SFTConfig, SFTTrainer

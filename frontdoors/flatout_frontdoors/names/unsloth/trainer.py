@@ -1,1 +1,1 @@
-from flatout.compat.unsloth.trainer import *
+from flatout.compat.unsloth.trainer import SFTConfig, SFTTrainer, UnslothTrainer, UnslothTrainingArguments
