@@ -102,8 +102,10 @@ def run(args: argparse.Namespace) -> None:
         model.save_pretrained_merged(args.save_path, tokenizer, args.save_method)
     elif is_main_process():
         print(f"The adapter is in {args.output_dir}/final; --save_model also writes the merged model.")
-    if args.push_model or args.push_gguf:
-        model.push_to_hub_merged(args.hub_path, tokenizer, token=args.hub_token)
+    if args.push_gguf:
+        model.push_to_hub_gguf(args.hub_path, tokenizer, token=args.hub_token)
+    if args.push_model:
+        model.push_to_hub_merged(args.hub_path, tokenizer, args.save_method, args.hub_token)
 
 
 def main() -> int:
