@@ -20,6 +20,7 @@ from flatout.compat.unsloth.models import PEFT_DEFAULTS, Model
 from flatout.compat.unsloth.settings import ARGUMENTS, changed_fields, settings_of
 from flatout.data.rows.formats.conversations import CHAT_COLUMNS
 from flatout.data.templates.template import RENDER_ERRORS
+from flatout.data.tokenizer import load_tokenizer
 from flatout.environment import environment
 from flatout.errors import UsageError
 from flatout.track.callback import Callback
@@ -80,26 +81,17 @@ class SFTTrainer:
         self.args = SFTConfig() if args is None else args
         self.model = model if isinstance(model, Model) else _wrapped(model, peft_config)
         self.tokenizer = self.processing_class = processing_class if tokenizer is None else tokenizer
-        self._callbacks = [callback for callback in callbacks or () if isinstance(callback, Callback)]
-        if isinstance(self.args, SFTConfig):
-            of_args, defaults = self.args.given, dict(self.args.defaults)
-        else:
-            of_args = changed_fields(self.args, output_dir=self.args.output_dir)
-            defaults = dict(SFT_DEFAULTS if hasattr(self.args, "max_length") else TRANSFORMERS_DEFAULTS)
-        told = {**self.model.given, **of_args, **given, "data_collator": data_collator, "callbacks": callbacks or ()}
-        # how long samples may be: as the trainer says, else the model, else the default
-        if "max_length" in told:
-            told.pop("max_seq_length", None)
-        elif "max_seq_length" in told:
-            defaults.pop("max_length", None)
-        if not {"r", "full_finetuning"} & told.keys():
-            is_frozen = told.get("load_in_4bit") or told.get("load_in_fp8")
-            told |= PEFT_DEFAULTS if is_frozen else {"full_finetuning": True}
-            how = "adapters of rank 16 are trained on the frozen weights" if is_frozen else "all weights are trained"
-            warnings.warn(f"get_peft_model was not called: {how}", stacklevel=2)
-        self._told, self._defaults, self._gpus = told, defaults, _gpus(told, self.model.device_map)
+        self._given = {**given, "data_collator": data_collator, "callbacks": callbacks or ()}
         self._datasets = {"train": train_dataset, "eval": eval_dataset}
         self._parts: tuple[str | None, str | None] | None = None
+        if self.tokenizer is None:
+            paths = self.model.paths
+            self.tokenizer = load_tokenizer(paths.tokenizer if paths else self.model.source.name_or_path)
+        if not {"r", "full_finetuning"} & self.model.given.keys():
+            is_frozen = self.model.given.get("load_in_4bit") or self.model.given.get("load_in_fp8")
+            self._given |= PEFT_DEFAULTS if is_frozen else {"full_finetuning": True}
+            how = "adapters of rank 16 are trained on the frozen weights" if is_frozen else "all weights are trained"
+            warnings.warn(f"get_peft_model was not called: {how}", stacklevel=2)
         self._settings()
 
     def _planned(self, *_: Any, **__: Any) -> Any:
@@ -124,15 +116,12 @@ class SFTTrainer:
         return Dataset.from_list([{"input_ids": ids, "labels": np.where(mask, ids, -100)} for ids, mask in samples])
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> Any:
-        """Train, or go on with an interrupted run in `output_dir`; return transformers' TrainOutput.
-
-        Raises UsageError for a checkpoint of another run, and as `flatout.train` does.
-        """
+        """Train, or go on with the run in `output_dir`; return transformers' TrainOutput. Raises as flatout.train."""
         from transformers.trainer_utils import TrainOutput
 
         settings, model, data = self._settings(), self.model, self._datasets["eval"]
-        if isinstance(resume_from_checkpoint, str) and settings["run_dir"] not in resume_from_checkpoint:
-            raise UsageError(f"resume_from_checkpoint: {resume_from_checkpoint} is not in {settings['run_dir']}")
+        if isinstance(resume_from_checkpoint, str):
+            raise UsageError("resume_from_checkpoint: write True; the newest valid checkpoint in output_dir is resumed")
         if data is not None:
             stores = [
                 self._store(name, rows) for name, rows in (data if isinstance(data, dict) else {"eval": data}).items()
@@ -143,8 +132,9 @@ class SFTTrainer:
         # training joins the ranks itself, and needs the memory of a model that has answered
         cleanup_distributed_training()
         model.loaded = None
+        callbacks = [callback for callback in self._given["callbacks"] if isinstance(callback, Callback)]
         in_memory = {} if model.paths else {"model": model.source}
-        model.run = train(settings, tokenizer=self.tokenizer, data=rows, callbacks=self._callbacks, **in_memory)
+        model.run = train(settings, tokenizer=self.tokenizer, data=rows, callbacks=callbacks, **in_memory)
         steps = model.run.log.steps
         loss, seconds = sum(step.loss for step in steps) / len(steps), steps[-1].elapsed_s
         rates = {"samples": sum(step.num_samples for step in steps) / seconds, "steps": len(steps) / seconds}
@@ -170,14 +160,30 @@ class SFTTrainer:
         """Write the trained adapter or model to a folder (None: that of the arguments), on rank 0."""
         self.model.save_pretrained(output_dir or self._settings()["run_dir"])
 
+    def _told(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the arguments of all calls, and the defaults of their library."""
+        if isinstance(self.args, SFTConfig):
+            of_args, defaults = self.args.given, dict(self.args.defaults)
+        else:
+            of_args = changed_fields(self.args, output_dir=self.args.output_dir)
+            defaults = dict(SFT_DEFAULTS if hasattr(self.args, "max_length") else TRANSFORMERS_DEFAULTS)
+        told = {**self.model.given, **of_args, **self._given}
+        # how long samples may be: as the trainer says, else the model, else the default
+        if "max_length" in told:
+            told.pop("max_seq_length", None)
+        elif "max_seq_length" in told:
+            defaults.pop("max_length", None)
+        return told, defaults
+
     def _settings(self) -> dict[str, Any]:
-        num_gpus = len(self._gpus) if self._gpus else this_rank().world
-        settings = settings_of(self._told, type(self).__name__, self._defaults, num_gpus)
+        told, defaults = self._told()
+        gpus = _gpus(told, self.model.device_map)
+        settings = settings_of(told, type(self).__name__, defaults, len(gpus) if gpus else this_rank().world)
         settings["data"] = {**settings.get("data", {}), "too_long": "truncate", "root": f"{settings['run_dir']}/data"}
         if paths := self.model.paths:
             revision = {"revision": paths.revision} if paths.revision else {}
             settings["model"] = {**revision, **settings.get("model", {}), "name": paths.base}
-        return settings | ({"gpus": self._gpus} if self._gpus else {})
+        return settings | ({"gpus": gpus} if gpus else {})
 
     def _store(self, name: str, dataset: Any) -> Any:
         rows, more = self._rows(dataset)
@@ -187,9 +193,10 @@ class SFTTrainer:
 
     def _rows(self, dataset: Any) -> tuple[Any, dict[str, Any]]:
         """Return the rows with the column that is read, and the settings of `data` for them. Raises UsageError."""
-        from datasets import Dataset
+        from datasets import Dataset, IterableDataset
 
-        field, formatting_func = self._told.get("dataset_text_field") or "text", self._told.get("formatting_func")
+        told, _ = self._told()
+        field, formatting_func = told.get("dataset_text_field") or "text", told.get("formatting_func")
         if dataset is None:
             raise UsageError("train_dataset is missing; pass a datasets.Dataset, rows, or the path of a file")
         if formatting_func is not None:
@@ -197,12 +204,15 @@ class SFTTrainer:
             is_single = isinstance(formatting_func(dataset[0]), str)
             dataset = {field: [formatting_func(row) for row in dataset] if is_single else formatting_func(dataset[:])}
             dataset = Dataset.from_dict(dataset)
+        if isinstance(dataset, list | IterableDataset):
+            dataset = Dataset.from_list([dict(row) for row in dataset])
         names = dataset.column_names if isinstance(dataset, Dataset) else []
         if field not in names:
             if names and field != "text":
                 raise UsageError(f"dataset_text_field: there is no column {field!r}; columns: {', '.join(names)}")
-            answers = {"prompt", "completion"} <= {*names} and self._told.get("completion_only_loss") is not False
-            return dataset, {"loss_type": "response_only"} if answers or self._parts else {}
+            is_pair = {"prompt", "completion"} <= {*names} and told.get("completion_only_loss") is not False
+            answers = is_pair or self._parts or told.get("assistant_only_loss")
+            return dataset, {"loss_type": "response_only" if answers else "all"}
         end = self.tokenizer.eos_token or "\n"
         # a text whose template ends it by eos and a line break does not get another eos
         texts = [text.rstrip() if text.rstrip().endswith(end) else text for text in dataset[field]]
@@ -241,7 +251,14 @@ def _gpus(told: Mapping[str, Any], device_map: Any) -> list[int] | None:
         if len(devices) > 1 or (rank.world > 1 and not devices <= {str(rank.local_index), "cpu"}):
             raise UsageError('device_map: a GPU that holds some layers would wait in training; write device_map="auto"')
         return [int(device) for device in devices - {"cpu"}] or None if rank.world == 1 else None
-    is_single = rank.world > 1 or is_forced or wanted is False or not (wanted or device_map in ("auto", "balanced"))
+    # torchrun --nproc_per_node=1 is a launcher too
+    is_single = (
+        "LOCAL_RANK" in environment()
+        or rank.world > 1
+        or is_forced
+        or wanted is False
+        or not (wanted or device_map in ("auto", "balanced"))
+    )
     return None if is_single or num_gpus < 2 else list(range(num_gpus))
 
 

@@ -287,9 +287,7 @@ def test_calls_that_would_not_do_what_they_say_are_refused(peft: Any, tiny: Any,
     refused(lambda: type("Own", (OwnStep, UnslothTrainer), {})(model), "Own.compute_loss", "objective")
     refused(UnslothTrainer(model).compute_loss, "planned")
     refused(UnslothTrainer(model).train, "train_dataset is missing")
-    refused(
-        lambda: UnslothTrainer(model, train_dataset=[1]).train("other/checkpoint-5"), "resume_from_checkpoint", "other"
-    )
+    refused(lambda: UnslothTrainer(model, train_dataset=[1]).train("other/checkpoint-5"), "write True")
     refused(UnslothTrainer(model).evaluate, "call trainer.train() first")
     refused(lambda: model.save_pretrained("x"), "call trainer.train() first")
     refused(lambda: UnslothTrainingArguments(optim="lion_8bit"), "UnslothTrainingArguments", "optim", "lion_8bit")
