@@ -39,7 +39,7 @@ class Repo:
 
 @dataclass
 class Hub:
-    """`fails` answers every path that contains a text with a status. `calls` has method, path and token of each call."""
+    """`fails` maps a part of a path to the status that answers it. `calls` has method, path and token of each call."""
 
     address: str = ""
     repos: dict[str, Repo] = field(default_factory=dict)
@@ -82,7 +82,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self.refuse(401, "Invalid credentials in Authorization header")
         if self.command in ("POST", "PUT") and token != TOKEN and not path.startswith("/lfs/"):
             return self.refuse(403, "this token cannot write")
-        parts = path.strip("/").split("/")
+        return self.route(path, path.strip("/").split("/"), token)
+
+    def route(self, path: str, parts: list[str], token: str) -> None:
         if path == "/":
             return self.reply({})
         if path == "/api/whoami-v2":
@@ -134,7 +136,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def validate(self, card: str) -> None:
         facts = yaml.safe_load(card.split("---")[1])
-        return self.reply({"errors": [], "warnings": []}) if isinstance(facts, dict) else self.refuse(400, "no metadata")
+        return (
+            self.reply({"errors": [], "warnings": []}) if isinstance(facts, dict) else self.refuse(400, "no metadata")
+        )
 
     def api(self, name: str, rest: list[str], token: str) -> None:
         if (repo := self.find(name, token)) is None:
@@ -142,7 +146,9 @@ class _Handler(BaseHTTPRequestHandler):
         if rest[:1] == ["preupload"]:
             files = json.loads(self.body)["files"]
             modes = {one["path"]: "lfs" if one["path"].endswith(".safetensors") else "regular" for one in files}
-            return self.reply({"files": [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]})
+            return self.reply(
+                {"files": [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]}
+            )
         if rest[:1] == ["commit"]:
             return self.commit(repo, name, [json.loads(line) for line in self.body.splitlines()])
         if rest[:1] == ["tree"]:
@@ -176,7 +182,9 @@ class _Handler(BaseHTTPRequestHandler):
     def batch(self, asked: dict[str, Any]) -> None:
         known = self.hub.objects
         objects = [
-            one if one["oid"] in known else {**one, "actions": {"upload": {"href": f"{self.hub.address}/lfs/{one['oid']}"}}}
+            one
+            if one["oid"] in known
+            else {**one, "actions": {"upload": {"href": f"{self.hub.address}/lfs/{one['oid']}"}}}
             for one in asked["objects"]
         ]
         self.reply({"transfer": "basic", "objects": objects})

@@ -100,7 +100,7 @@ class Run:
         ]
 
     def chat(self, prompt: str | None = None, **options: Any) -> str | None:
-        """Answer one prompt, or hold a conversation at the keyboard until an empty line; `options` as for `generate`."""
+        """Answer one prompt, or chat at the keyboard until an empty line; `options` as for `generate`."""
         if prompt is not None:
             return self.generate([prompt], **options)[0]
         messages: list[Mapping[str, Any]] = []

@@ -12,6 +12,7 @@ from typing import Any
 
 from flatout.cli.screen import quiet_transformers
 from flatout.errors import ResourceError, UsageError
+from flatout.io.redact import printable, redacted
 
 MAX_NEW_TOKENS = 1 << 20
 # logits are divided by the temperature; below this, they overflow the range of fp16, then of fp32
@@ -105,7 +106,8 @@ def _load(args: argparse.Namespace) -> list[_Speaker]:
             raise UsageError(f"--compare base: {args.targets[0]} has no adapter; name the other model instead")
         all_paths["base"] = replace(first, adapter=None)
     sampling, speakers = Sampling(args.temperature, args.top_p, args.top_k), list[_Speaker]()
-    for name, paths in all_paths.items():
+    for target, paths in all_paths.items():
+        name = printable(redacted(target))
         print(f"loading {name}", file=sys.stderr)
         beside = (first, speakers[0].model) if speakers and args.device_map is None else None
         model, tokenizer = load_trained(paths, device=device, device_map=args.device_map, beside=beside)

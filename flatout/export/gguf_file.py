@@ -1,4 +1,4 @@
-"""A model as a GGUF file, written by llama.cpp's `gguf` package: the tensors under its names, and the facts it needs."""
+"""A model as a GGUF file, by llama.cpp's `gguf` package: tensors under its names, and the facts that it needs."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ _SPLITS = {
 def add_vocabulary(writer: Any, tokenizer: Any, num_rows: int, turn_end: int | None) -> None:
     """Add a byte-level BPE vocabulary with its merges, special tokens and chat template to a gguf.GGUFWriter.
 
-    `num_rows` are the rows of the embedding, of which the last may have no token; `turn_end` ends a turn. Raises UsageError for a tokenizer
-    of another kind, or one that splits text in a way for which llama.cpp has no name known here.
+    `num_rows` are the rows of the embedding, of which the last may have no token; `turn_end` ends a turn. Raises
+    UsageError for a tokenizer of another kind, or one that splits text in a way that has no name known here.
     """
     import gguf
 

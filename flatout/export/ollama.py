@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flatout.data.templates.template import RENDER_ERRORS
 from flatout.io.template_limits import bounded
 
-Messages = Sequence[Mapping[str, str]]
 _ROLES = ("system", "user", "assistant")
 # conversations on which the Go template must equal the tokenizer's own; each ends before an answer
 _TRIED = ("u", "su", "uau", "suau", "uauau", "suauau")
@@ -53,9 +52,7 @@ def go_template(tokenizer: Any) -> str | None:
     texts = [*around.values(), default, prompt]
     if any(mark in text for text in texts for mark in ("{{", "}}", '"""')):
         return None
-    turns = [
-        f'if eq .Role "{role}" }}}}{around[role].replace("{}", "{{ .Content }}")}{{{{ ' for role in _ROLES
-    ]
+    turns = [f'if eq .Role "{role}" }}}}{around[role].replace("{}", "{{ .Content }}")}{{{{ ' for role in _ROLES]
     start = f"{{{{ if not .System }}}}{default}{{{{ end }}}}" if default else ""
     return f"{start}{{{{ range .Messages }}}}{{{{ {'else '.join(turns)}end }}}}{{{{ end }}}}{prompt}"
 
@@ -85,12 +82,12 @@ def _split(text: str, *contents: str) -> list[str]:
     return [*parts, text]
 
 
-def _conversation(roles: str) -> Messages:
+def _conversation(roles: str) -> list[dict[str, str]]:
     names = {name[0]: name for name in _ROLES}
     return [{"role": names[role], "content": f"flatout{index}text"} for index, role in enumerate(roles)]
 
 
 def _render(tokenizer: Any, roles: str, *, prompts: bool = False) -> str:
     """Return a rendered conversation without the token at its start, which llama.cpp adds."""
-    text = tokenizer.apply_chat_template(list(_conversation(roles)), tokenize=False, add_generation_prompt=prompts)
+    text = tokenizer.apply_chat_template(_conversation(roles), tokenize=False, add_generation_prompt=prompts)
     return str(text).removeprefix(tokenizer.bos_token or "")

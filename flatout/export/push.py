@@ -38,7 +38,7 @@ def push(
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
-    log, trained = read_run(run), resolve_model_paths(str(run), results=results)
+    trained, log = resolve_model_paths(str(run), results=results), read_run(run)
     folder = trained.adapter or Path(trained.base)
     results_files = verify_final(folder).files
     is_adapter = trained.adapter is not None and not merged
@@ -82,7 +82,7 @@ def push(
 def _look_at(api: Any, repo: str, *, private: bool, replace: bool) -> tuple[str, str | None, list[str]]:
     """Return the repository's full name, and its newest commit and files if it exists. Raises UsageError."""
     from huggingface_hub.errors import RepositoryNotFoundError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils._validators import validate_repo_id
 
     validate_repo_id(repo)
     user = api.whoami()["name"]
@@ -115,15 +115,13 @@ def _hub_errors(repo: str, token: str) -> Iterator[None]:
     except (HfHubHTTPError, httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
         # an upload's own error is the cause of the client's
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-        response = getattr(cause, "response", None)
-        status = 0 if response is None else response.status_code
+        status = getattr(getattr(cause, "response", None), "status_code", 0)
         said = redacted(reason_of(cause), [token])
-        if status == 401:
-            why = "the hub does not accept the token (401); set HF_TOKEN to a valid one with write access"
-            raise UsageError(why) from error
-        if status == 403:
-            raise UsageError(f"the token may not write to {repo} (403); use one with write access to it") from error
+        whys = {
+            401: "the hub does not accept the token (401); set HF_TOKEN to a valid one with write access",
+            403: f"the token may not write to {repo} (403); use one with write access to it",
+        }
         if 400 <= status < 500 and status != 429:
-            raise UsageError(f"the hub refuses to take {repo} ({status}): {said}") from error
+            raise UsageError(whys.get(status, f"the hub refuses to take {repo} ({status}): {said}")) from error
         what = f"answers with an error ({status})" if status else f"cannot be reached ({said})"
         raise ResourceError(f"{constants.ENDPOINT} {what}; nothing was committed: try again") from error

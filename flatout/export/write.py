@@ -55,17 +55,10 @@ def export(
     is where llama.cpp's tools are, besides PATH. Raises UsageError for what a format cannot hold, CheckpointError for
     damaged results, ResourceError.
     """
-    kind, is_gguf = kind and kind.lower(), to in ("gguf", "ollama")
-    if to not in TARGETS:
-        raise UsageError(f"--to is {to!r}; expected one of {', '.join(TARGETS)}")
-    if adapter and to != "vllm":
-        raise UsageError(f"--adapter: {to} takes merged weights; leave it out, or use --to vllm")
-    if (kind or llama_cpp) and not is_gguf:
-        raise UsageError(f"--quantize and --llama-cpp have no effect on --to {to}; leave them out")
-    if is_gguf and find_spec("gguf") is None:
-        raise UsageError(f"--to {to} needs the gguf package: pip install 'flatout[gguf]'")
-    quantizer = _find_tool("llama-quantize", llama_cpp) if kind and kind not in FILE_TYPES else None
-    if kind and kind not in FILE_TYPES and quantizer is None:
+    is_gguf, kind = to in ("gguf", "ollama"), kind and kind.lower()
+    _check(to, is_gguf=is_gguf, kind=kind, adapter=adapter, llama_cpp=llama_cpp)
+    quantizer = None if kind is None or kind in FILE_TYPES else _find_tool("llama-quantize", llama_cpp)
+    if quantizer is None and kind is not None and kind not in FILE_TYPES:
         raise UsageError(
             f"--quantize {kind} needs llama.cpp's llama-quantize, which is neither in PATH nor below --llama-cpp; "
             f"install llama.cpp, or use {', '.join(FILE_TYPES)}"
@@ -79,22 +72,34 @@ def export(
     DurableIO().make_dir(out)
     model, tokenizer, num_merged = load_merged(trained)
     note, place = f"{num_merged} layers merged" if num_merged else "no adapter to merge", shlex.quote(str(out))
+    if is_gguf:
+        converter = _find_tool("convert_hf_to_gguf.py", llama_cpp) if llama_cpp or why_not(model) else None
+        written = _write_gguf(model, tokenizer, out, name, kind, converter, quantizer, for_ollama=to == "ollama")
+        return replace(written, note=f"{note}; {written.note}")
+    _write_folder(model, tokenizer, out)
     if to == "vllm":
-        _write_folder(model, tokenizer, out)
         return Exported(out, f"vllm serve {place} --served-model-name {shlex.quote(name)}", note)
-    if to == "mlx":
-        _write_folder(model, tokenizer, out)
-        note += f"; mlx-lm reads this folder as it is; mlx_lm.convert --hf-path {place} -q quantizes it"
-        return Exported(out, f"mlx_lm.chat --model {place}", note)
-    converter = _find_tool("convert_hf_to_gguf.py", llama_cpp) if llama_cpp or why_not(model) else None
-    written = _write_gguf(model, tokenizer, out, name, kind, converter, quantizer, for_ollama=to == "ollama")
-    return replace(written, note=f"{note}; {written.note}")
+    note += f"; mlx-lm reads this folder as it is; mlx_lm.convert --hf-path {place} -q quantizes it"
+    return Exported(out, f"mlx_lm.chat --model {place}", note)
+
+
+def _check(to: str, *, is_gguf: bool, kind: str | None, adapter: bool, llama_cpp: Path | None) -> None:
+    if to not in TARGETS:
+        raise UsageError(f"--to is {to!r}; expected one of {', '.join(TARGETS)}")
+    if adapter and to != "vllm":
+        raise UsageError(f"--adapter: {to} takes merged weights; leave it out, or use --to vllm")
+    if (kind or llama_cpp) and not is_gguf:
+        raise UsageError(f"--quantize and --llama-cpp have no effect on --to {to}; leave them out")
+    if kind and not kind.isidentifier():
+        raise UsageError(f"--quantize is {kind!r}; expected a name such as q8_0 or q4_k_m")
+    if llama_cpp and not llama_cpp.is_dir():
+        raise UsageError(f"--llama-cpp: there is no folder {llama_cpp}; name the folder of llama.cpp")
+    if is_gguf and find_spec("gguf") is None:
+        raise UsageError(f"--to {to} needs the gguf package: pip install 'flatout[gguf]'")
 
 
 def _find_tool(name: str, folder: Path | None) -> Path | None:
     """Return a tool of llama.cpp from its folder, else from PATH; None without it."""
-    if folder is not None and not folder.is_dir():
-        raise UsageError(f"--llama-cpp: there is no folder {folder}; name the folder of llama.cpp")
     places = [folder / name, folder / "build" / "bin" / name] if folder else []
     on_path = shutil.which(name)
     return next((place for place in places if place.is_file()), Path(on_path) if on_path else None)
@@ -161,8 +166,8 @@ def _write_gguf(
         first = plain if quantizer else file
         if converter is not None:
             save_model(model, tokenizer, merged)
-            command = [sys.executable, converter, merged, "--outfile", first, "--outtype", plain_kind]
-            _run_tool([str(word) for word in command])
+            words = [sys.executable, converter, merged, "--outfile", first, "--outtype", plain_kind]
+            _run_tool([str(word) for word in words])
         else:
             turn_end = end_of_turn_id(tokenizer) if has_template else None
             write_gguf(model, tokenizer, first, name=name, kind=plain_kind, turn_end=turn_end)
@@ -173,7 +178,10 @@ def _write_gguf(
             stop_ids = stop_token_ids(model, tokenizer) if has_template else []
             text, about = modelfile(path.name, model, tokenizer, stop_ids)
             durable_io.write_bytes(new / "Modelfile", text.encode())
-            command, note = f"ollama create {shlex.quote(name)} -f {shlex.quote(str(out / 'Modelfile'))}", f"{note}; {about}"
+            command, note = (
+                f"ollama create {shlex.quote(name)} -f {shlex.quote(str(out / 'Modelfile'))}",
+                f"{note}; {about}",
+            )
         for leftover in (plain, merged):
             durable_io.remove_tree(leftover)
         durable_io.sync_tree(new)

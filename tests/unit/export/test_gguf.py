@@ -58,7 +58,9 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 def back_to_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
     """Undo llama.cpp's order of the rows of q and k: pairs (j, j + d/2) stand beside each other there."""
     dim = len(rows) // num_heads
-    order = [head * dim + (place % (dim // 2)) * 2 + place // (dim // 2) for head in range(num_heads) for place in range(dim)]
+    order = [
+        head * dim + (place % (dim // 2)) * 2 + place // (dim // 2) for head in range(num_heads) for place in range(dim)
+    ]
     return rows[order]
 
 
@@ -83,9 +85,7 @@ def require_equal(folder: Path, tensors: dict[str, np.ndarray], tolerance: float
         np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max(), err_msg=own)
 
 
-def test_a_runs_file_equals_its_merged_model(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_runs_file_equals_its_merged_model(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["merge", str(run_dir), "--out", str(tmp_path / "merged")]) == 0
     assert main(["export", str(run_dir), "--to", "gguf", "--out", str(tmp_path / "gguf")]) == 0
     assert f"llama-cli -m {tmp_path / 'gguf' / 'chats-f32.gguf'}" in capsys.readouterr().out
@@ -212,7 +212,9 @@ def test_what_would_be_read_differently_is_refused(
     assert "--llama-cpp" in said
 
 
-@pytest.mark.parametrize("name", [*SHAPES, "run"])
+@pytest.mark.parametrize(
+    "name", ["run", *(name if name == "llama" else pytest.param(name, marks=pytest.mark.exhaustive) for name in SHAPES)]
+)
 def test_llama_cpp_computes_the_same(tiny: Any, run_dir: Path, tmp_path: Path, name: str) -> None:
     """llama.cpp itself, where it is installed: the same tokens, and the same probabilities of the next one."""
     llama = pytest.importorskip("xllamacpp")
