@@ -19,7 +19,6 @@ PACKAGE = ROOT / "flatout"
 # definitions that only tests use today, and the room that deletes or uses them
 KNOWN_UNUSED = {
     "flatout/models/objective.py: token_losses": "for objectives that users write",
-    "flatout/api/run.py: push_to_hub": "for users of Python",
 }
 # names of our own making, and the field's word in their place
 WORDS = {
@@ -53,7 +52,7 @@ MAX_PACKAGE_LINES = {
     "bench": 240,
     "checkpoint": 1397,
     "cli": 1955,
-    "compat": 2350,
+    "compat": 2310,
     "config": 1655,
     "data": 3771,
     "demo": 480,
