@@ -96,8 +96,7 @@ def run(args: argparse.Namespace) -> None:
     )
     trainer.train()
     if args.save_model and (args.save_gguf or args.push_gguf):
-        for kind in args.quantization:
-            model.save_pretrained_gguf(args.save_path, tokenizer, quantization_method=kind)
+        model.save_pretrained_gguf(args.save_path, tokenizer, quantization_method=args.quantization)
     elif args.save_model:
         model.save_pretrained_merged(args.save_path, tokenizer, args.save_method)
     elif is_main_process():

@@ -104,11 +104,10 @@ class Model:
     def save_pretrained_gguf(
         self, save_directory: str | Path, tokenizer: Any = None, quantization_method: str | list[str] = "q8_0"
     ) -> None:
-        """Write the merged model as GGUF, on rank 0; of several methods, each into a folder of its name."""
+        """Write the merged model as GGUF, for each method into a folder of its name in `save_directory`; on rank 0."""
         methods = [quantization_method] if isinstance(quantization_method, str) else quantization_method
         for name in methods if this_rank().is_first else ():
-            folder = Path(save_directory) / name if len(methods) > 1 else save_directory
-            self.trained().export("gguf", folder, kind=_GGUF.get(name, name))
+            self.trained().export("gguf", Path(save_directory) / name, kind=_GGUF.get(name, name))
 
     def push_to_hub(self, repo_id: str, tokenizer: Any = None, token: str = "", private: bool = False) -> None:
         """Push the trained adapter or model with its tokenizer and a card to a new repository, on rank 0."""
