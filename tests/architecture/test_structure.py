@@ -53,7 +53,7 @@ MAX_PACKAGE_LINES = {
     "checkpoint": 1397,
     "cli": 1955,
     "compat": 2310,
-    "config": 1655,
+    "config": 1660,
     "data": 3771,
     "demo": 480,
     "doctor": 400,
