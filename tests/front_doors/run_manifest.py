@@ -36,7 +36,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "front-doors.json"
 FRONTDOORS = ROOT / "frontdoors"
 # what identifies a row of a system
 KEY = ("what", "how", "kind")
-KINDS = {"command", "flag", "class", "field", "snippet", "file"}
+KINDS = {"command", "flag", "class", "field", "function", "snippet", "file"}
 CASE_KEYS = {"fast", "gpu", "skip", "after", "files", "copy", "edit", "env", "commands", "stdin", "run", "exit"}
 TIMEOUT_S = 600
 
