@@ -129,7 +129,7 @@ def _train_here(config: Config, profile_steps: int | None) -> None:
     if folder:
         report.write(Path(folder))
     try:
-        with ConsoleCallback(every_record=config.log_every_steps > 1) as console:
+        with ConsoleCallback(every_record=config.log_every_steps != 1) as console:
             if Rank.from_env().is_first:
                 console.on_phase("importing torch")
             # import torch only after the configuration is checked

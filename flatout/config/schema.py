@@ -33,6 +33,7 @@ __all__ = [
     "SourceConfig",
 ]
 
+Every = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
 Recompute = Literal["none", "selective", "budget", "full", "offload"]
 
 
@@ -60,8 +61,8 @@ class EvalConfig(Section):
     data: str | list[str] | None = None
     """Name of a built data set to evaluate on instead of a held-out share, or several, such as [code, chats]: figures
     are recorded for each; the mean over all their label tokens decides what is best."""
-    every_steps: int | None = Field(default=None, ge=1)
-    """Steps between evaluations; null: only at the end."""
+    every_steps: Every | None = None
+    """Steps between evaluations, or a share of the run below 1; null: only at the end."""
     patience: int | None = Field(default=None, ge=1)
     """Stop early after this many evaluations without a new best loss."""
     min_delta: float = Field(default=0.0, ge=0)
@@ -111,8 +112,8 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """Resumable checkpoints in `<run_dir>/checkpoints/step-N/`."""
 
-    every_steps: int | None = Field(default=500, ge=1)
-    """Steps between saves; null: save only at the end and on a stop signal."""
+    every_steps: Every | None = 500
+    """Steps between saves, or a share of the run below 1; null: save only at the end and on a stop signal."""
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep besides the best one; the newest verified one is never deleted."""
     resume: Literal["auto", "never"] = "auto"
@@ -161,8 +162,9 @@ class Config(Section):
     deepspeed: Annotated[dict[str, Any], Path] | None = None
     """For strategy: deepspeed: path of a DeepSpeed JSON, or its content; null: {zero_optimization: {stage: 2}}.
     flatout's settings replace "auto" and fill in what is missing."""
-    log_every_steps: int = Field(default=1, ge=1)
-    """Steps between lines in metrics.jsonl. Above 1 the console prints each of them, otherwise about 20 per run."""
+    log_every_steps: Every = 1
+    """Steps between lines in metrics.jsonl, or a share of the run below 1. Unless it is 1, the console prints each of
+    them; with 1 about 20 per run."""
     model: Annotated[ModelConfig, short_form({"type": "string"})]
     data: Annotated[DataConfig, short_form({"type": "string"}, {"type": "array"})] = DataConfig()
     lora: LoraConfig = LoraConfig()

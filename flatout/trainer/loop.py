@@ -13,7 +13,7 @@ from flatout.errors import PreemptedError
 from flatout.models.compile.layers import report_compilations
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.trainer.evaluate import evaluate_now
-from flatout.trainer.metrics import Meter
+from flatout.trainer.metrics import Meter, is_due
 from flatout.trainer.resume import take_snapshot
 from flatout.trainer.state import Run
 from flatout.trainer.step import Pending, step_launcher
@@ -43,9 +43,8 @@ def run_steps(run: Run) -> None:
             launched.append((step, launch(run, step)))
             # `finish` evaluates and saves after the last step
             completed, is_last = step.index + 1, step.index + 1 == run.plan.num_steps
-            eval_every, save_every = run.config.eval.every_steps, run.config.checkpoint.every_steps
-            evaluates = not is_last and eval_every is not None and completed % eval_every == 0
-            saves = not is_last and save_every is not None and completed % save_every == 0
+            evaluates = not is_last and is_due(completed, run.config.eval.every_steps, run.plan.num_steps)
+            saves = not is_last and is_due(completed, run.config.checkpoint.every_steps, run.plan.num_steps)
             # read a step's outcome only after launching the next one, so that the device never waits for the host
             num_pending = 0 if is_last or evaluates or saves or not run.state.num_in_flight else 1
             while len(launched) > num_pending:

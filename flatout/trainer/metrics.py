@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -51,7 +52,7 @@ class Meter:
         self._elapsed_s += step_s
         run.progress.elapsed_s += step_s
         self._stragglers.check(completed, [rank.busy_s for rank in outcome.ranks])
-        if completed % run.config.log_every_steps == 0 or completed == run.plan.num_steps:
+        if is_due(completed, run.config.log_every_steps, run.plan.num_steps) or completed == run.plan.num_steps:
             run.reporter.record(self._record(step, outcome))
             self._steps, self._ranks, self._elapsed_s = [], [], 0.0
         self._memory.end_step(step)
@@ -159,6 +160,13 @@ class PeakMemoryReporter:
             f"planned {planned.total_bytes / GIB:.1f} GiB, measured {measured_bytes / GIB:.1f} GiB "
             f"with {size.num_tokens:,} tokens in a micro-batch",
         )
+
+
+def is_due(num_completed: int, every: float | None, num_steps: int) -> bool:
+    """Whether to log, evaluate or save after so many steps; `every` below 1 is a share of the run, rounded up."""
+    if every is None:
+        return False
+    return num_completed % (int(every) if every >= 1 else math.ceil(every * num_steps)) == 0
 
 
 def useful_flops(run: Run, step: StepPlan) -> float:

@@ -102,7 +102,7 @@ def train(
         peer_lost_calls = [on_peer_lost] if on_peer_lost else []
         if rank.is_first:
             lock = stack.enter_context(RunLock(config.folder))
-            shown = console or stack.enter_context(ConsoleCallback(every_record=config.log_every_steps > 1))
+            shown = console or stack.enter_context(ConsoleCallback(every_record=config.log_every_steps != 1))
             folder = RunFolderWriter(config.folder, lambda text: shown.on_event("log", {"why": text}), lock.keep)
             # after the run folder, whose files its process reads
             trackers = TrackerProcess(config.folder, config.track.to, partial(shown.on_stage, "track"))

@@ -13,7 +13,8 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 _BELOW_TRAIN = {"config", "data", "planner", "models", "optim", "parallel", "checkpoint", "track"}
 _VERBS = {"bench", "demo", "doctor", "eval", "profile", "studio", "verifier"}
 MAY_IMPORT = {
-    "cli": _BELOW_TRAIN | _VERBS | {"api", "launch", "trainer", "view"},
+    "cli": _BELOW_TRAIN | _VERBS | {"api", "compat", "launch", "trainer", "view"},
+    "compat": {"config", "data"},
     "api": _BELOW_TRAIN | {"launch", "trainer", "verifier", "view"},
     "bench": _BELOW_TRAIN | {"demo", "trainer"},
     "eval": {"data", "models"},

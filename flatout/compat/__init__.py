@@ -1,0 +1,1 @@
+"""Settings and interfaces of other trainers, translated into flatout's configuration."""

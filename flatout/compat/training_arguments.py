@@ -1,0 +1,347 @@
+"""transformers' TrainingArguments and TRL's SFTConfig, translated into flatout's settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from flatout.compat.translation import (
+    Became,
+    Given,
+    RefusedError,
+    Rule,
+    Translation,
+    any_value,
+    each,
+    nested,
+    number,
+    off,
+    one_of,
+    only,
+    renamed,
+    to,
+    translate,
+)
+
+# what these systems do without being told, where flatout's default differs
+TRANSFORMERS_DEFAULTS: Mapping[str, Any] = {
+    "learning_rate": 5e-5, "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "warmup_steps": 0,
+}  # fmt: skip
+SFT_DEFAULTS: Mapping[str, Any] = {
+    **TRANSFORMERS_DEFAULTS, "learning_rate": 2e-5, "max_length": 1024, "truncation_mode": "keep_start",
+    "assistant_only_loss": False,
+}  # fmt: skip
+# names whose null is a value of its own
+NULLABLE = frozenset({"max_length", "max_seq_length", "max_grad_norm", "save_total_limit"})
+_OPTIMIZERS = {
+    "adamw": "adamw adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused paged_adamw paged_adamw_32bit",
+    "adamw8bit": "adamw_8bit adamw_bnb_8bit adamw_torch_8bit paged_adamw_8bit",
+    "sgd": "sgd",
+}
+OPTIMIZER_NAMES = {other: ours for ours, others in _OPTIMIZERS.items() for other in others.split()}
+SCHEDULES = {
+    "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine", "cosine_with_restarts": "cosine",
+}  # fmt: skip
+TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "comet_ml": "comet"} | {
+    "trackio": "trackio"
+}
+_FSDP_WORDS = {"true": "fsdp", "full_shard": "fsdp", "shard_grad_op": "zero2", "hybrid_shard": "hsdp"}
+_FSDP_CONFIG = (
+    "activation_checkpointing auto_wrap_policy backward_prefetch cpu_ram_efficient_loading final_state_dict_type "
+    "forward_prefetch limit_all_gathers min_num_params offload_params reshard_after_forward sharding_strategy "
+    "state_dict_type sync_module_states transformer_layer_cls_to_wrap use_orig_params version xla xla_fsdp_v2 "
+    "xla_fsdp_grad_ckpt"
+)
+
+
+def translate_training_arguments(
+    given: Mapping[str, Any], *, num_gpus: int = 1, defaults: Mapping[str, Any] = TRANSFORMERS_DEFAULTS
+) -> Translation:
+    """Translate names of TrainingArguments or SFTConfig and their values; nothing is ignored silently.
+
+    `num_gpus` is the number of GPUs of that run: batch sizes there are per GPU, flatout's is global. `defaults` apply
+    where no value is given: TRANSFORMERS_DEFAULTS, SFT_DEFAULTS, or {} for flatout's own.
+    """
+    return translate(given, TRAINING_ARGUMENTS, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
+
+
+def samples_per_step(given: Given) -> Became:
+    """Multiply the batch size of one GPU, the accumulated micro-batches and the number of GPUs."""
+    sizes = [int(given.number(name, 1)) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
+    samples = {"batch.samples_per_step": sizes[0] * sizes[1] * given.num_gpus}
+    if given.all.get("packing"):
+        note = "there, a packed row of several samples counts as one; raise this for as many tokens a step"
+        return Became(samples, note, check=True)
+    return Became(samples, f"{sizes[0]} x {sizes[1]} x {given.num_gpus} GPU{'s' * (given.num_gpus > 1)}")
+
+
+def warmup(given: Given) -> Became:
+    """Translate warmup_steps and warmup_ratio: steps win, and a number of steps below 1 is a ratio."""
+    if given.all.get("lr_scheduler_type") == "constant":
+        return Became({"schedule.warmup_steps": 0}, "constant has no warm-up there")
+    steps = given.number("warmup_steps", 0)
+    if steps < 1 and (ratio := steps or given.number("warmup_ratio", 0)):
+        return Became({"schedule.warmup_ratio": ratio})
+    return Became({"schedule.warmup_steps": int(steps)})
+
+
+def interval(setting: str, kind_name: str, name: str, *, kind: str = "steps", fallback: str = "") -> Rule:
+    """Translate a strategy (no, steps, epoch, best) and its steps, of which a number below 1 is a share of the run."""
+
+    def rule(given: Given) -> Became:
+        strategy = str(given.all.get(kind_name, kind)).lower()
+        if strategy in ("no", "false", "best"):
+            best = "the best evaluated state is always kept" if strategy == "best" else ""
+            return Became({setting: None} if setting.startswith("checkpoint") else {}, best)
+        if strategy == "epoch":
+            return Became({setting: _share_of_one_epoch(given)}, "each epoch, as a share of the run")
+        if strategy != "steps":
+            raise RefusedError(f"{strategy:.40} is not supported; write no, steps or epoch")
+        steps = given.number(name if name in given.all or fallback not in given.all else fallback, 500)
+        return Became({setting: steps if steps < 1 else int(steps)})
+
+    return rule
+
+
+def _share_of_one_epoch(given: Given) -> float | None:
+    if given.number("max_steps", 0) > 0:
+        raise RefusedError("epoch with max_steps: only the data tells the steps of an epoch; write a number of steps")
+    epochs = given.number("num_train_epochs", 1)
+    return 1 / epochs if epochs > 1 else None
+
+
+def _optimizer(given: Given) -> Became:
+    if given.value not in OPTIMIZER_NAMES:
+        raise RefusedError(f"{given.value!r:.40} is not supported; flatout has adamw, adamw_8bit and sgd")
+    ours = OPTIMIZER_NAMES[given.value]
+    return Became({"optim.name": ours, **({"optim.beta1": 0.0} if ours == "sgd" else {})})
+
+
+def _adam_only(given: Given) -> Became:
+    return Became(note="sgd does not read it") if given.all.get("optim") == "sgd" else _ADAM[given.name](given)
+
+
+def _schedule_arguments(given: Given) -> Became:
+    settings: dict[str, Any] = {}
+    for name, value in dict(given.value).items():
+        inner = Given(name, value, {**given.all, name: value})
+        if name in ("min_lr", "min_lr_rate"):
+            peak = given.number("learning_rate") if name == "min_lr" else 1.0
+            settings["schedule.min_lr_ratio"] = inner.number(name) / peak
+        elif (name, value) not in (("num_cycles", 1), ("num_cycles", 0.5)):
+            raise RefusedError(f"{name}: {value!r:.40} is not supported; set schedule.kind and its settings")
+    return Became(settings)
+
+
+def precision(given: Given) -> Became:
+    """Translate bf16 and fp16; without either, model.precision stays auto."""
+    name = next((name for name in ("bf16", "fp16") if given.all.get(name) in (True, "true", "full")), None)
+    if name is not None:
+        return Became({"model.precision": name}, "trained weights are fp32 copies")
+    if given.value not in (False, "false", "auto"):
+        raise RefusedError(f"{given.value!r:.40} is not supported; write true, false or auto")
+    return Became(note="model.precision: auto is bf16 where the GPU has it, else fp32")
+
+
+def _loss_type(given: Given) -> Became:
+    if given.all.get("assistant_only_loss") or given.all.get("completion_only_loss"):
+        return Became({"data.loss_type": "response_only"})
+    depends = given.all.get("completion_only_loss") is None
+    note = "response_only if rows have prompt and completion" if depends else ""
+    return Became({"data.loss_type": "all"}, note, check=depends)
+
+
+def report_to(given: Given) -> Became:
+    """Translate names of trackers; the run folder and the report are always written."""
+    names = [given.value] if isinstance(given.value, str) else list(given.value)
+    names = [name for name in names if name not in ("none", "None")]
+    if unknown := [name for name in names if name not in TRACKERS]:
+        raise RefusedError(f"{unknown[0]!r:.40} is not supported; name some of {', '.join(TRACKERS)}, or none")
+    return Became({"track.to": [TRACKERS[name] for name in names]})
+
+
+def run_name(given: Given) -> Became:
+    """Make a name that flatout allows: letters, digits, dots, dashes, at most 64."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(given.value)).strip("-._")[:64]
+    return Became({"name": name}, "" if name == given.value else "letters, digits and . _ - only")
+
+
+def _deepspeed(given: Given) -> Became:
+    return Became({"strategy": "deepspeed", "deepspeed": given.value} if given.value else {})
+
+
+def fsdp(given: Given) -> Became:
+    """Translate `fsdp` (true, or words such as full_shard) and the `fsdp_config` beside it."""
+    words = set(re.findall(r"[a-z_]+", str(given.all.get("fsdp") or "").lower())) - {"auto_wrap", "false"}
+    config = given.all.get("fsdp_config") or {}
+    if not words:
+        return Became(note="off, as here")
+    if not isinstance(config, Mapping):
+        raise RefusedError("a path is not read here; write the entries of fsdp_config out")
+    config = {name.removeprefix("fsdp_"): value for name, value in config.items()}
+    words |= {str(config["sharding_strategy"]).lower()} if config.get("sharding_strategy") else set()
+    if unknown := sorted(words - {*_FSDP_WORDS, "offload"}) or sorted(config.keys() - {*_FSDP_CONFIG.split()}):
+        raise RefusedError(f"{unknown[0]} is not supported; set strategy: ddp, zero2, fsdp or hsdp")
+    strategy = next((ours for word, ours in reversed(_FSDP_WORDS.items()) if word in words), "fsdp")
+    strategy = "zero2" if config.get("reshard_after_forward") in (False, "SHARD_GRAD_OP") else strategy
+    offload = "offload" in words or config.get("offload_params") is True
+    return Became({"strategy": strategy, **({"sharding.offload": True} if offload else {})})
+
+
+def _max_steps(given: Given) -> Became:
+    steps = int(given.number())
+    return Became({"batch.max_steps": steps}) if steps > 0 else Became(note="epochs decide")
+
+
+def _data_seed(given: Given) -> Became:
+    if given.value != given.all.get("seed", 42):
+        raise RefusedError("one seed decides the order of samples and dropout; remove it, or set it to seed")
+    return Became(note="as seed")
+
+
+def _attention(given: Given) -> Became:
+    if given.value == "eager":
+        return Became({"model.attention": "plain"})
+    if given.value not in ("sdpa", "flex_attention") and "flash" not in str(given.value):
+        raise RefusedError(f"{given.value!r:.40} is not supported; remove it for model.attention: auto")
+    return Became(note="model.attention: auto takes the fastest kernel that is exact")
+
+
+def _on_cpu(given: Given) -> Became:
+    return Became({"device": "cpu"} if given.value else {})
+
+
+def _keep(given: Given) -> Became:
+    return Became({"checkpoint.keep": int(given.number())} if given.value else {"checkpoint.keep": 1_000_000})
+
+
+_SPEED = any_value("speed only: tokens are memory-mapped, kernels and compilation are automatic")
+_RECORDS = any_value("figures are always recorded in the run folder")
+_EVALUATION = any_value("evaluation is one exact mean with the micro-batches of training")
+_ADAM = renamed("adam_beta1 adam_beta2 adam_epsilon")
+MODEL_ARGUMENTS: Mapping[str, Rule] = {
+    "attn_implementation": _attention,
+    "trust_remote_code": off("code from model repositories is never run; use a model that transformers knows"),
+    "revision": to("model.revision"),
+    **each("use_cache low_cpu_mem_usage", _SPEED),
+    **each("dtype torch_dtype", any_value("trained weights are fp32; model.precision sets the computation")),
+}
+_DATASET_ARGUMENTS = {
+    "skip_prepare_dataset": off("flatout tokenizes rows itself"),
+    **each("add_special_tokens append_concat_token", any_value("the template writes special tokens once")),
+}
+TRAINING_ARGUMENTS: Mapping[str, Rule] = {
+    **MODEL_ARGUMENTS,
+    "seed": to("seed"),
+    **renamed("output_dir early_stopping_patience full_determinism"),
+    **each("per_device_train_batch_size gradient_accumulation_steps", samples_per_step),
+    "auto_find_batch_size": any_value("micro-batches are always sized by memory"),
+    "num_train_epochs": number("batch.epochs"),
+    "max_steps": _max_steps,
+    "data_seed": _data_seed,
+    "average_tokens_across_devices": any_value("the divisor is always the label tokens of the whole step"),
+    "label_smoothing_factor": off("label smoothing is not supported"),
+    "neftune_noise_alpha": off("noise on embeddings (NEFTune) is not supported"),
+    "loss_type": only(("nll", "chunked_nll"), "only nll is supported", "cross-entropy in chunks"),
+    "router_aux_loss_coef": off("an auxiliary loss for routers is not supported; set it to 0"),
+    "learning_rate": number("optim.lr"),
+    "weight_decay": number("optim.weight_decay"),
+    "max_grad_norm": number("optim.max_grad_norm", null_up_to=0),
+    "optim": _optimizer,
+    **dict.fromkeys(_ADAM, _adam_only),
+    **each("optim_args optim_target_modules", off("arguments of other optimizers are not supported")),
+    "lr_scheduler_type": one_of("schedule.kind", SCHEDULES, "write linear, cosine or constant"),
+    "lr_scheduler_kwargs": _schedule_arguments,
+    **each("warmup_steps warmup_ratio", warmup),
+    **each("bf16 fp16", precision),
+    **each(
+        "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs "
+        "activation_offloading",
+        any_value("recompute: auto keeps what fits in memory; the numerics are the same"),
+    ),
+    **each(
+        "tf32 torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config "
+        "torch_empty_cache_steps dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+        "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order dataset_num_proc "
+        "dataset_batch_size remove_unused_columns length_column_name pad_to_multiple_of pad_token fp16_backend "
+        "half_precision_backend fp16_opt_level ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph local_rank "
+        "ddp_find_unused_parameters enable_jit_checkpoint _n_gpu",
+        _SPEED,
+    ),
+    "group_by_length": any_value("there is no padding to save, and ranks are balanced by FLOPs"),
+    "train_sampling_strategy": one_of(
+        "batch.shuffle", {"random": True, "group_by_length": True, "sequential": False}, "write random or sequential"
+    ),
+    "dataloader_drop_last": off("every sample is trained on; remove it"),
+    **each("use_cpu no_cuda", _on_cpu),
+    "deepspeed": _deepspeed,
+    **each("fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params", fsdp),
+    **each("ddp_timeout ddp_backend", any_value("heartbeats find lost ranks: section faults")),
+    "accelerator_config": nested(
+        {
+            **each(
+                "split_batches dispatch_batches gradient_accumulation_kwargs", off("batch.samples_per_step decides")
+            ),
+            **each("even_batches use_seedable_sampler non_blocking use_configured_state", _SPEED),
+        }
+    ),
+    "parallelism_config": off("tensor and context parallelism are not supported; set strategy: fsdp"),
+    **each("max_length max_seq_length", to("data.max_tokens")),
+    "truncation_mode": one_of("data.too_long", {"keep_start": "truncate"}, "the start of a sample is kept"),
+    **each("assistant_only_loss completion_only_loss", _loss_type),
+    **each("packing eval_packing padding_free", any_value("steps are always packed, and samples kept apart")),
+    "packing_strategy": one_of(
+        "data.too_long", {"bfd": "truncate", "bfd_split": "split"}, "samples are never joined; write bfd"
+    ),
+    "dataset_text_field": only(("text",), "set data.sources with columns: {text: NAME}", "the column text"),
+    "dataset_kwargs": nested(_DATASET_ARGUMENTS),
+    "shuffle_dataset": any_value("samples are shuffled in each epoch"),
+    "chat_template_path": to("data.template"),
+    "eos_token": off("the template ends each turn; set data.template"),
+    "label_names": off("labels are made from the rows"),
+    "model_init_kwargs": nested(MODEL_ARGUMENTS),
+    **each(
+        "eval_strategy evaluation_strategy eval_steps",
+        interval("eval.every_steps", "eval_strategy", "eval_steps", kind="no", fallback="logging_steps"),
+    ),
+    **each(
+        "per_device_eval_batch_size eval_accumulation_steps bf16_full_eval fp16_full_eval eval_do_concat_batches "
+        "eval_use_gather_object prediction_loss_only batch_eval_metrics eval_on_start do_eval do_train",
+        _EVALUATION,
+    ),
+    **each("eval_delay do_predict include_for_metrics", off("only the loss is evaluated, from the start")),
+    "load_best_model_at_end": any_value("best/ is written beside final/ when an earlier state was better"),
+    "metric_for_best_model": only(("loss", "eval_loss"), "the evaluation loss decides what is best", "the loss"),
+    "greater_is_better": off("the evaluation loss decides what is best"),
+    "early_stopping_threshold": number("eval.min_delta"),
+    **each("logging_steps logging_strategy", interval("log_every_steps", "logging_strategy", "logging_steps")),
+    **each(
+        "logging_dir logging_first_step logging_nan_inf_filter log_on_each_node log_level log_level_replica "
+        "disable_tqdm skip_memory_metrics include_num_input_tokens_seen include_tokens_per_second",
+        _RECORDS,
+    ),
+    "report_to": report_to,
+    "run_name": run_name,
+    "project": lambda given: Became({} if given.value == "huggingface" else {"track.project": given.value}),
+    **each("trackio_space_id trackio_bucket_id trackio_static_space_id", off("set it in the environment of trackio")),
+    **each("save_strategy save_steps", interval("checkpoint.every_steps", "save_strategy", "save_steps")),
+    "save_total_limit": _keep,
+    "save_only_model": any_value("checkpoints always hold what resuming needs; final/ holds the model alone"),
+    "save_safetensors": only((True,), "only safetensors are written", "always"),
+    **each("save_on_each_node restore_callback_states_from_checkpoint", any_value("one run folder, one state")),
+    "overwrite_output_dir": lambda given: Became(
+        {"checkpoint.resume": "never"} if given.value else {},
+        "a folder that has checkpoints is refused, not overwritten",
+    ),
+    "ignore_data_skip": off("a resumed run takes exactly the steps that are left"),
+    "resume_from_checkpoint": only((True,), "checkpoints of other trainers cannot be resumed", "checkpoint.resume"),
+    "push_to_hub": off("push the finished run with `flatout push`"),
+    **each(
+        "hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision push_to_hub_token "
+        "push_to_hub_model_id push_to_hub_organization",
+        any_value("only read with push_to_hub"),
+    ),
+    **each("debug use_ipex use_mps_device torchdynamo mp_parameters past_index", off("not supported; remove it")),
+}

@@ -1,0 +1,220 @@
+"""Translate settings of other trainers by a table: each given name is translated, already so, or refused."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flatout.config.read import OF_OTHERS
+from flatout.errors import ProblemsError
+
+
+class RefusedError(Exception):
+    """flatout cannot honour a value; the text says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a rule sees: one name and its value, and `all` values with the defaults of their system."""
+
+    name: str
+    value: Any
+    all: Mapping[str, Any]
+    num_gpus: int = 1
+
+    def number(self, name: str = "", default: float = 0.0) -> float:
+        """Return this or another name's value as a number: YAML reads 2e-5 as text. Raises RefusedError."""
+        value = self.all.get(name or self.name, default)
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise RefusedError(f"{name or self.name} is {value!r:.60}; expected a number") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Became:
+    """What a value becomes: settings by dotted name, none if flatout does it anyway.
+
+    `check`: the settings are not equal in every case, and `note` says in which.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+    check: bool = False
+
+
+Rule = Callable[[Given], Became]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one name. `is_default`: it was not given, but its system's default differs from flatout's."""
+
+    name: str
+    kind: Literal["translated", "already so", "refused"]
+    settings: Mapping[str, Any]
+    note: str = ""
+    check: bool = False
+    is_default: bool = False
+
+    def describe(self) -> str:
+        """Return the settings and the note as one line of text."""
+        if self.kind == "refused":
+            return f"refused: {self.note}"
+        settings = ", ".join(f"{name}: {_shown(value)}" for name, value in self.settings.items())
+        note = f"CHECK: {self.note}" if self.check else self.note
+        return f"{settings}{' (' if settings and note else ''}{note}{')' if settings and note else ''}" or "already so"
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """The outcome of every name, in the order given."""
+
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """flatout's settings, nested as in a configuration file."""
+        nested: dict[str, Any] = {}
+        for name, value in self.flat.items():
+            *sections, last = name.split(".")
+            holder = nested
+            for section in sections:
+                holder = holder.setdefault(section, {})
+            holder[last] = value
+        return nested
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """flatout's settings by dotted name."""
+        return {name: value for outcome in self.outcomes for name, value in outcome.settings.items()}
+
+    def problems(self) -> list[str]:
+        """Return one line for each refused name."""
+        return [f"{outcome.name}: {outcome.note}" for outcome in self.outcomes if outcome.kind == "refused"]
+
+    def checked(self, origin: str) -> dict[str, Any]:
+        """Return `settings`. Raises ProblemsError that names every refused setting and `origin`."""
+        if problems := self.problems():
+            raise ProblemsError(origin, problems)
+        return self.settings
+
+
+def translate(
+    given: Mapping[str, Any],
+    table: Mapping[str, Rule],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    nullable: Collection[str] = (),
+    num_gpus: int = 1,
+) -> Translation:
+    """Apply each name's rule. `defaults` are those of the other system that differ from flatout's.
+
+    A null value means unset, except for the names in `nullable`. Two names that set one setting to different values are
+    refused.
+    """
+    unset = {name for name, value in given.items() if value is None and name not in nullable}
+    values = {**(defaults or {}), **{name: value for name, value in given.items() if name not in unset}}
+    outcomes = [Outcome(name, "already so", {}, "null means unset") for name in given if name in unset]
+    owners: dict[str, tuple[str, Any]] = {}
+    for name, value in values.items():
+        outcome = _apply(table.get(name), Given(name, value, values, num_gpus), name not in given, table)
+        for setting, target in outcome.settings.items():
+            owner, other = owners.setdefault(setting, (name, target))
+            if other != target:
+                note = f"{owner} sets {setting} to {_shown(other)} and {name} to {_shown(target)}; keep one"
+                outcome = Outcome(name, "refused", {}, note)
+        outcomes.append(outcome)
+    return Translation(tuple(outcomes))
+
+
+def _apply(rule: Rule | None, given: Given, is_default: bool, table: Mapping[str, Rule]) -> Outcome:
+    if rule is None:
+        near = difflib.get_close_matches(given.name, table, n=1)
+        hint = f"did you mean {near[0]}?" if near else "remove it if it does not change the training"
+        return Outcome(given.name, "refused", {}, f"this name is unknown here; {hint}")
+    try:
+        became = rule(given)
+    except RefusedError as reason:
+        return Outcome(given.name, "refused", {}, str(reason), is_default=is_default)
+    kind: Literal["translated", "already so"] = "translated" if became.settings else "already so"
+    return Outcome(given.name, kind, became.settings, became.note, became.check, is_default)
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def to(setting: str, convert: Callable[[Any], Any] | None = None, note: str = "", *, check: bool = False) -> Rule:
+    """Set `setting` to the value, or to what `convert` makes of it."""
+    return lambda given: Became({setting: convert(given.value) if convert else given.value}, note, check)
+
+
+def renamed(names: str) -> dict[str, Rule]:
+    """Make rules for names whose values need no conversion; their settings are those that errors suggest."""
+    return {name: to(OF_OTHERS[name]) for name in names.split()}
+
+
+def number(setting: str, null_up_to: float | None = None) -> Rule:
+    """Set `setting` to a number; null, and values up to `null_up_to`, mean null."""
+
+    def rule(given: Given) -> Became:
+        value = None if given.value is None else given.number()
+        return Became({setting: None if null_up_to is not None and (value or 0) <= null_up_to else value})
+
+    return rule
+
+
+def nested(table: Mapping[str, Rule]) -> Rule:
+    """Translate a mapping of arguments by a table of its own."""
+
+    def rule(given: Given) -> Became:
+        if not isinstance(given.value, Mapping):
+            raise RefusedError(f"expected a mapping, got {given.value!r:.60}; write its entries out")
+        inner = translate(given.value, table)
+        if problems := inner.problems():
+            raise RefusedError("; ".join(problems))
+        return Became(inner.flat)
+
+    return rule
+
+
+def one_of(setting: str, values: Mapping[Any, Any], what: str) -> Rule:
+    """Set `setting` by a table of values; others are refused with `what`, which flatout has instead."""
+
+    def rule(given: Given) -> Became:
+        if not isinstance(given.value, str | bool) or given.value not in values:
+            raise RefusedError(f"{given.value!r:.60} is not supported; {what}")
+        return Became({setting: values[given.value]})
+
+    return rule
+
+
+def only(accepted: Iterable[Any], reason: str, note: str = "") -> Rule:
+    """Accept these values, which flatout needs no setting for; refuse others with the reason."""
+    known = [*accepted]
+
+    def rule(given: Given) -> Became:
+        if given.value not in known:
+            raise RefusedError(reason)
+        return Became(note=note)
+
+    return rule
+
+
+def off(reason: str) -> Rule:
+    """Accept what switches a feature off that flatout does not have; refuse others with the reason."""
+    return only((False, None, 0, "", [], {}, "no", "none"), reason, "off, as here")
+
+
+def any_value(note: str) -> Rule:
+    """Accept every value, because it changes no update of the weights here."""
+    return lambda given: Became(note=note)
+
+
+def each(names: str, rule: Rule) -> dict[str, Rule]:
+    """Use one rule for several names."""
+    return dict.fromkeys(names.split(), rule)
