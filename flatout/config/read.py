@@ -254,10 +254,13 @@ def _read_deepspeed(name: str, folder: Path) -> dict[str, Any]:
     return values
 
 
-def _run_python(path: Path, overrides: Sequence[str]) -> Config:
+def run_python(path: Path) -> dict[str, Any]:
+    """Run a Python file and return its globals. Raises UsageError with the line at which it failed."""
     _read_text(path)
     try:
-        found = runpy.run_path(str(path)).get("config")
+        return runpy.run_path(str(path))
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(path)), None)
@@ -266,6 +269,10 @@ def _run_python(path: Path, overrides: Sequence[str]) -> Config:
             f"{path}{f':{line}' if line else ''}: the configuration's own code failed with {type(error).__name__}: "
             f"{error}; fix it, or write the settings as YAML"
         ) from error
+
+
+def _run_python(path: Path, overrides: Sequence[str]) -> Config:
+    found = run_python(path).get("config")
     if not isinstance(found, Config):
         raise UsageError(f"{path}: must set `config` to a flatout.config.schema.Config, found {_kind(found)}")
     return make_config(found.model_dump(mode="json"), overrides, origin=str(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,8 @@ def find(root: Path, name: str) -> Entry:
     raise DataError(f"no data set {name!r} in {root / FILE_NAME}; {hint}known: {', '.join(entries)}")
 
 
-def upsert(root: Path, entry: Entry) -> None:
-    """Add the entry, or replace the one of the same name; all others are written back unchanged.
+def upsert(root: Path, entry: Entry, extra: Mapping[str, Any] | None = None) -> None:
+    """Add the entry, with `extra` keys, or replace the one of the same name; others are written back unchanged.
 
     Waits for other processes that write it. Raises DataError if the existing file is damaged, ResourceError if the new
     one cannot be written (the old one is then kept).
@@ -104,7 +105,7 @@ def upsert(root: Path, entry: Entry) -> None:
     with locked(root / ".data_config.lock", "the process that writes the registry"):
         raws = _read(file)
         index = next((i for i, raw in enumerate(raws) if raw.get("name") == entry.name), len(raws))
-        raws[index : index + 1] = [asdict(entry)]
+        raws[index : index + 1] = [{**asdict(entry), **(extra or {})}]
         DurableIO().write_json(file, raws)
 
 

@@ -1,0 +1,7 @@
+"""HyperSloth's documented script: `python scripts/build_dataset.py mlabonne/FineTome-100k -n 50000 ...`."""
+
+import sys
+
+from flatout.compat.hypersloth_commands import build_dataset
+
+sys.exit(build_dataset())

@@ -1,0 +1,3 @@
+"""HyperSloth's import name, on flatout."""
+
+from HyperSloth.hypersloth_config import *

@@ -1,0 +1,1 @@
+from HyperSloth.hypersloth_config import *

@@ -1,0 +1,15 @@
+"""Puts flatout_frontdoors.pth beside the package: it adds names/ to the end of sys.path, after all real packages."""
+
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+
+class BuildWithPath(build_py):
+    def run(self):
+        super().run()
+        self.copy_file("flatout_frontdoors.pth", str(Path(self.build_lib) / "flatout_frontdoors.pth"))
+
+
+setup(cmdclass={"build_py": BuildWithPath})

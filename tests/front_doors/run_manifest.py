@@ -1,0 +1,329 @@
+"""Runs what other trainers document, as written, on flatout; `manifest-SYSTEM.json` beside this file has the rows.
+
+A manifest has `cases` and `rows`. A case is a folder with files, commands that are typed in it, and how they end. A row
+is one documented command, flag, class, field, snippet or file; `how` names the case that runs it, and `check` what must
+be seen there: a row has run only if its effect was observed. Models and data sets that a document names are folders of
+these names with a tiny model and tiny data, so commands and scripts need no change.
+
+    python tests/front_doors/run_manifest.py                 all; writes benchmarks/results/front-doors.json
+    python tests/front_doors/run_manifest.py --fast          the cases that CI runs
+    python tests/front_doors/run_manifest.py hypersloth      one system; prints only
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "front-doors.json"
+FRONTDOORS = ROOT / "frontdoors"
+KINDS = {"command", "flag", "class", "field", "snippet", "file"}
+CASE_KEYS = {"fast", "gpu", "after", "files", "copy", "edit", "env", "commands", "stdin", "run", "exit", "why"}
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended: the exit code of its last command, everything printed, and its folder."""
+
+    exit_code: int
+    output: str
+    folder: Path
+    run: Path | None
+    seconds: float
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The resolved settings of the run."""
+        import yaml
+
+        assert self.run is not None, "the case names no run"
+        return yaml.safe_load((self.run / "config.yaml").read_text())
+
+
+@dataclass
+class Manifest:
+    """One system's rows and cases."""
+
+    path: Path
+    world: dict[str, Any]
+    cases: dict[str, dict[str, Any]]
+    rows: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        values = json.loads(path.read_text())
+        manifest = cls(path, values.get("world", {}), values["cases"], values["rows"])
+        for name, case in manifest.cases.items():
+            assert case.keys() <= CASE_KEYS, f"{path.name}: case {name}: unknown {case.keys() - CASE_KEYS}"
+        for row in manifest.rows:
+            where = f"{path.name}: {row}"
+            assert row["kind"] in KINDS, where
+            assert row["how"] in manifest.cases, where
+            assert row["expected"] == "ran" or row["expected"].startswith("error: "), where
+            assert row["expected"] != "ran" or row.get("check"), f"{where} observes nothing"
+        return manifest
+
+
+@cache
+def manifests() -> dict[str, Manifest]:
+    """All manifests by system, from the names of the files."""
+    return {path.stem.removeprefix("manifest-"): Manifest.read(path) for path in sorted(HERE.glob("manifest-*.json"))}
+
+
+@dataclass
+class Runner:
+    """Runs cases below one folder, each once."""
+
+    root: Path
+    outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        write_world(self.root / "world")
+        write_commands(self.root / "bin")
+
+    def outcome(self, system: str, name: str) -> Outcome:
+        """Run a case, or return how it ended."""
+        if (system, name) not in self.outcomes:
+            self.outcomes[system, name] = self._run(manifests()[system], system, name)
+        return self.outcomes[system, name]
+
+    def _run(self, manifest: Manifest, system: str, name: str) -> Outcome:
+        case, folder = manifest.cases[name], self.root / system / name
+        if "after" in case:
+            # later cases go on from here, so the folder itself stays
+            shutil.copytree(self.outcome(system, case["after"]).folder, folder, symlinks=True)
+        else:
+            folder.mkdir(parents=True)
+            for model in manifest.world.get("models", ()):
+                link(folder / model, self.root / "world" / "model")
+            for data, kind in manifest.world.get("data", {}).items():
+                link(folder / data, self.root / "world" / kind)
+        for file, source in case.get("copy", {}).items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / source, folder / file)
+        for file, lines in case.get("files", {}).items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text("\n".join(lines) + "\n")
+        for file, edits in case.get("edit", {}).items():
+            text = (folder / file).read_text()
+            for old, new in edits:
+                assert old in text, f"{name}: {file} lacks {old!r}"
+                text = text.replace(old, new)
+            (folder / file).write_text(text)
+        started_at, output, code = time.monotonic(), "", 0
+        for command in case["commands"]:
+            code, printed = self._type(command, folder, case)
+            output += f"$ {command}\n{printed}"
+            if code:
+                break
+        run = folder / case["run"] if "run" in case else None
+        return Outcome(code, output, folder, run, time.monotonic() - started_at)
+
+    def _type(self, command: str, folder: Path, case: dict[str, Any]) -> tuple[int, str]:
+        """Type a command into a shell, as a reader of the document does."""
+        names = FRONTDOORS / "flatout_frontdoors" / "names"
+        env = {
+            **os.environ,
+            "PATH": os.pathsep.join([str(self.root / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, FRONTDOORS, names))),
+            "REPOSITORY": str(ROOT),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            # a tmux server of this folder's own; its socket's path must be short
+            "TMUX_TMPDIR": str(self.root / "bin"),
+            **({} if case.get("gpu") else {"ACCELERATE_USE_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}),
+            **case.get("env", {}),
+        }
+        stdin = (folder / case["stdin"]).read_text() if "stdin" in case else ""
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=folder, env=env, input=stdin, text=True, timeout=TIMEOUT_S,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+
+def problem(case: dict[str, Any], row: dict[str, Any], outcome: Outcome, runner: Runner, system: str) -> str | None:
+    """Return why a row counts as failed, or None."""
+    if (code := outcome.exit_code) != case.get("exit", 0):
+        return f"exit code {code}: {outcome.output.strip()[-300:]}"
+    if row["expected"].startswith("error: "):
+        reason = row["expected"].removeprefix("error: ")
+        if code == 0:
+            return "it ended without an error"
+        return None if squeezed(reason) in squeezed(outcome.output) else f"the error does not say {reason!r}"
+    if outcome.run is not None and code == 0 and not is_complete(outcome.run):
+        return "the run is not complete"
+    checks = row["check"] if isinstance(row["check"], list) else [row["check"]]
+    return next((why for check in checks if (why := unseen(check, outcome, runner, system))), None)
+
+
+def unseen(check: dict[str, Any], outcome: Outcome, runner: Runner, system: str) -> str | None:
+    """Return what was expected and not observed, or None."""
+    if "setting" in check:
+        found: Any = outcome.settings
+        for part in check["setting"].split("."):
+            found = found[part]
+        return None if found == check["is"] else f"{check['setting']} is {found!r}, expected {check['is']!r}"
+    if "prints" in check:
+        return None if squeezed(check["prints"]) in squeezed(outcome.output) else f"does not print {check['prints']!r}"
+    if "file" in check:
+        files = list(outcome.folder.glob(check["file"]))
+        text = check.get("contains", "")
+        found = files and (not text or any(text in file.read_text() for file in files))
+        return None if found else f"no file {check['file']} {f'with {text!r}' if text else ''}"
+    if "losses_of" in check:
+        other = runner.outcome(system, check["losses_of"])
+        own, others = losses(outcome), losses(other)
+        return None if own and own == others else f"losses {own[:3]} differ from {others[:3]} of {check['losses_of']}"
+    raise AssertionError(f"unknown check {check}")
+
+
+def squeezed(text: str) -> str:
+    """Return text without the line breaks of an 80 column console."""
+    return re.sub(r"\s+", " ", text)
+
+
+def is_complete(run: Path) -> bool:
+    """Whether a run took all of its steps and wrote its final adapter or model."""
+    from flatout.track.run_log import read_run
+
+    end = read_run(run).end
+    return end is not None and end.outcome == "complete" and (run / "final" / "config.json").parent.is_dir()
+
+
+def losses(outcome: Outcome) -> list[float]:
+    assert outcome.run is not None
+    lines = map(json.loads, (outcome.run / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["kind"] == "step"]
+
+
+def link(target: Path, source: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.symlink_to(source)
+
+
+def write_commands(folder: Path) -> None:
+    """Write the commands of frontdoors/pyproject.toml, as pip does."""
+    folder.mkdir(exist_ok=True)
+    project = tomllib.loads((FRONTDOORS / "pyproject.toml").read_text())["project"]
+    for name, target in project["scripts"].items():
+        module, function = target.split(":")
+        lines = [f"#!{sys.executable}", "import sys", f"from {module} import {function}", f"sys.exit({function}())"]
+        (folder / name).write_text("\n".join(lines) + "\n")
+        (folder / name).chmod(0o755)
+
+
+def write_world(folder: Path) -> None:
+    """Write a tiny Qwen3 with its tokenizer, and the same conversations in the formats that documents name."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from flatout.demo.conversations import sample_conversations
+    from flatout.demo.write import train_tokenizer
+
+    chats = list(sample_conversations(200, 0, held_out=False))
+    roles = {"user": "human", "assistant": "gpt", "system": "system"}
+    shapes = {
+        "messages": lambda chat: {"messages": chat},
+        "sharegpt": lambda chat: {
+            "conversations": [{"from": roles[turn["role"]], "value": turn["content"]} for turn in chat]
+        },
+        "alpaca": lambda chat: {"instruction": chat[-2]["content"], "input": "", "output": chat[-1]["content"]},
+        "text": lambda chat: {"text": "\n".join(turn["content"] for turn in chat)},
+    }
+    for kind, shape in shapes.items():
+        (folder / kind).mkdir(parents=True)
+        (folder / kind / "train.jsonl").write_text("".join(json.dumps(shape(chat)) + "\n" for chat in chats))
+    tokenizer = train_tokenizer((turn[key] for chat in chats for turn in chat for key in ("role", "content")), 512)
+    tokenizer.save_pretrained(folder / "model")
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=32_768, tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+
+
+def judge(runner: Runner, system: str, name: str) -> list[dict[str, Any]]:
+    """Run one case and return its rows with their results."""
+    manifest = manifests()[system]
+    case, rows = manifest.cases[name], [row for row in manifest.rows if row["how"] == name]
+    if case.get("gpu") and not has_gpu():
+        return [{"door": system, **row, "result": "not run: needs a GPU"} for row in rows]
+    outcome = runner.outcome(system, name)
+    judged = []
+    for row in rows:
+        why = problem(case, row, outcome, runner, system)
+        shown = {key: row[key] for key in ("system", "kind", "what", "how", "expected")}
+        judged.append({"door": system, **shown, "result": row["expected"] if why is None else f"failed: {why}"})
+    return judged
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("systems", nargs="*", choices=[[], *manifests()], help="systems (all)")
+    parser.add_argument("--fast", action="store_true", help="only the cases that CI runs")
+    parser.add_argument("--keep", type=Path, help="folder to keep the cases in")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="doors-") as scratch:
+        runner = Runner(args.keep or Path(scratch))
+        for system in args.systems or manifests():
+            for name, case in manifests()[system].cases.items():
+                if args.fast and not case.get("fast"):
+                    continue
+                judged = judge(runner, system, name)
+                rows += judged
+                outcome = runner.outcomes.get((system, name))
+                seconds = f"{outcome.seconds:.0f} s" if outcome else "-"
+                good = sum(row["result"] == row["expected"] for row in judged)
+                print(f"{system:12} {name:28} {good:3}/{len(judged)} rows  {seconds}", flush=True)
+        for row in rows:
+            if row["result"] != row["expected"]:
+                print(f"{row['system']}: {row['kind']} {row['what']}: {row['result']}")
+    tables = {system: counts([row for row in rows if row["door"] == system]) for system in args.systems or manifests()}
+    print(json.dumps(tables, indent=2))
+    if not (args.systems or args.fast):
+        RESULTS.write_text(dumped({"systems": tables}, rows))
+        print(f"wrote {RESULTS.relative_to(ROOT)}")
+    return 0 if all(table["failed"] == 0 for table in tables.values()) else 1
+
+
+def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Return how many rows ran, ended with the error that they name, failed, or were not run."""
+    kinds = Counter(row["result"].partition(":")[0] for row in rows)
+    return {"rows": len(rows), **{kind: kinds[kind] for kind in ("ran", "error", "failed", "not run")}}
+
+
+def dumped(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Return JSON with a row a line."""
+    lines = ",\n".join("    " + json.dumps(row, ensure_ascii=False) for row in rows)
+    return json.dumps(head, indent=2)[:-2] + f',\n  "rows": [\n{lines}\n  ]\n}}\n'
+
+
+if __name__ == "__main__":
+    sys.exit(main())
