@@ -1,0 +1,51 @@
+"""What training scripts share that a launcher starts once for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flatout.api.start import train
+from flatout.config.data import data_section
+from flatout.config.read import make_config
+from flatout.config.schema import Config
+from flatout.parallel.rank import Rank
+
+OVERRIDES_HELP = "settings of flatout, which replace those of the flags"
+
+
+def say(text: str) -> None:
+    """Print on the first rank."""
+    if Rank.from_env().is_first:
+        print(text, flush=True)
+
+
+def data_of(path: str, max_tokens: int, **source: Any) -> dict[str, Any]:
+    """Return the `data` section for the rows of a file, folder or hub id, named as in its short form."""
+    named = data_section(f"./{path}")
+    return {"name": named.get("name", "default"), "sources": [{"path": path, **source}], "max_tokens": max_tokens}
+
+
+def with_rows_per_step(settings: Mapping[str, Any], overrides: Sequence[str], num_rows: int) -> Config:
+    """Return the configuration of steps with as many samples as fill `num_rows` rows of `data.max_tokens` on average.
+
+    Other systems join samples to such rows, across which attention leaks; here samples stay apart.
+    """
+    from flatout.data.build import open_or_build
+
+    config = make_config(settings, overrides, origin="flags")
+    assert config.data.max_tokens is not None
+    store = open_or_build(config.data, config.model.name, log=say)
+    samples = max(1, round(num_rows * config.data.max_tokens / float(store.lengths.mean())))
+    say(
+        f"{num_rows:,} rows of {config.data.max_tokens:,} tokens: each step has {samples:,} samples, as many on average"
+    )
+    batch = {**settings.get("batch", {}), "samples_per_step": samples}
+    return make_config({**settings, "batch": batch}, overrides, origin="flags")
+
+
+def run(config: Config) -> int:
+    """Train as this rank, or alone; print what the run came to. Raises a FlatoutError."""
+    finished = train(config)
+    say(repr(finished))
+    return 0
