@@ -69,7 +69,7 @@ def to_config(script: str, args: argparse.Namespace) -> Config:
         settings["sharding"] = {"offload": True}
     # without a name, a run of the same settings is the same run, and no other is in its way
     given = json.dumps([settings, args.batch_size, args.overrides], sort_keys=True)
-    name = args.experiment_name or f"{script}-{xxhash.xxh3_64_hexdigest(given)[:8]}"
+    name = args.experiment_name or f"{script}-{xxhash.xxh3_64_hexdigest(given.encode())[:8]}"
     settings |= {"name": name, "run_dir": f"{args.save_dir}/{name}"}
     return with_rows_per_step(settings, args.overrides, args.batch_size * Rank.from_env().world)
 

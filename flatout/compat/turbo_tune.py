@@ -25,6 +25,11 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 # the script reads it from here
 FSDP_JSON = Path("config/fsdp.json")
+# entries of zero_optimization, and why they have no effect
+LEFT_OUT = {
+    "tensor_parallel": "DeepSpeed refuses to start with it in zero_optimization",
+    "stage3_module_granularity_threshold": "the experts of a layer are one tensor, which is gathered as a whole",
+}
 
 
 def _micro_batch_tokens(given: Given) -> Became:
@@ -102,13 +107,14 @@ def to_config(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config
 
 
 def _read_deepspeed(path: Path) -> dict[str, Any]:
-    """Read a DeepSpeed JSON. zero1.json has an entry in a place where DeepSpeed refuses to start with it."""
-    content = read_json(path, UsageError)
+    """Read a DeepSpeed JSON, without the entries of zero1.json and zero3.json that cannot work."""
+    content: dict[str, Any] = read_json(path, UsageError)
     zero = content.get("zero_optimization") if isinstance(content, dict) else None
     if not isinstance(zero, dict):
         raise UsageError(f"--deepspeed_config {path}: expected an object with zero_optimization")
-    if zero.pop("tensor_parallel", None) is not None:
-        say(f"--deepspeed_config {path}: zero_optimization.tensor_parallel is no entry of DeepSpeed's; left out")
+    for name, why in LEFT_OUT.items():
+        if zero.pop(name, None) is not None:
+            say(f"--deepspeed_config: {name} is left out: {why}")
     return content
 
 
