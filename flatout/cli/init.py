@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         if args.path is None:
             print(text, end="")
         else:
-            _write_new(args.path, text)
+            write_new(args.path, text)
         return 0
     if args.model == "" or args.data == "":
         raise UsageError(f"--{'model' if args.model == '' else 'data'} is empty; omit it to use the demo's")
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         ]
     if args.data is None:
         intro.append("To use your own data, set data.name and data.sources.")
-    _write_new(path, render_template(config, intro, everything=args.all))
+    write_new(path, render_template(config, intro, everything=args.all))
     print(f"wrote {path}; next: flatout plan {path}, then flatout train {path}")
     if args.data is None and not ((DEMO_DIR / TRAIN_FILE).exists() and (DEMO_DIR / MODEL_DIR).exists()):
         from flatout.demo.write import write_demo
@@ -97,7 +97,8 @@ def starting_config(name: str, *, data: str | None, model: str | None) -> Config
     return Config(model=ModelConfig(name=model), **values)
 
 
-def _write_new(path: Path, text: str) -> None:
+def write_new(path: Path, text: str) -> None:
+    """Write a new file. Raises UsageError if it exists or has no folder."""
     content = memoryview(text.encode())
     try:
         DurableIO().create(path, [content], len(content))

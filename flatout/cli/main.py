@@ -7,7 +7,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from flatout import __version__
 from flatout.errors import FlatoutError
@@ -18,6 +18,7 @@ from flatout.track.tolerant_stream import tolerant_output
 VERBS = {
     "demo": "generate data and a tiny model, train, evaluate and chat, in minutes",
     "init": "write a commented configuration that runs unmodified",
+    "convert": "translate a configuration of Axolotl, LLaMA-Factory, TRL or TrainingArguments",
     "data": "build, show or list tokenized data sets",
     "plan": "print what a run will do, without a GPU",
     "verify": "prove that packing, accumulation, ranks and strategies do not change this run's step",
@@ -33,7 +34,7 @@ VERBS = {
     "merge": "merge an adapter into its base model's weights",
     "studio": "do all of it in a browser: data, plan, training, chat",
 }
-WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "bench")
+WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "bench", "convert")
 LONGEST_LINE = 700
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z0-9_]+)*=")
 
@@ -63,20 +64,24 @@ def _run_verb(given: Sequence[str]) -> int:
             importlib.import_module(f"flatout.cli.{verb}").add_arguments(subparser)
     with tolerant_output():
         args = parser.parse_args(argv)
-        try:
-            code: int = importlib.import_module(f"flatout.cli.{args.verb}").run(args)
-        except FlatoutError as error:
-            # without control characters, which files can contain, or endless lines
-            shown = [
-                line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line):,} characters)"
-                for line in printable(redacted(str(error))).split("\n")
-            ]
-            print("error: " + "\n".join(shown), file=sys.stderr)
-            return error.exit_code
-        except KeyboardInterrupt:
-            print("stopped", file=sys.stderr)
-            return 130
-        return code
+        return exit_code_of(lambda: importlib.import_module(f"flatout.cli.{args.verb}").run(args))
+
+
+def exit_code_of(run: Callable[[], int]) -> int:
+    """Return what `run` returns, or the exit code of its FlatoutError, which is printed."""
+    try:
+        return run()
+    except FlatoutError as error:
+        # without control characters, which files can contain, or endless lines
+        shown = [
+            line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line):,} characters)"
+            for line in printable(redacted(str(error))).split("\n")
+        ]
+        print("error: " + "\n".join(shown), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
 
 
 def overrides_first(argv: list[str]) -> list[str]:

@@ -9,15 +9,15 @@ WIDTH = 80
 _NAME_WIDTH = 18
 
 
-def rows(pairs: Iterable[tuple[str, str]]) -> str:
-    """Format one line per pair, names in a column of 18; long texts wrap within their column.
+def rows(pairs: Iterable[tuple[str, str]], name_width: int = _NAME_WIDTH) -> str:
+    """Format one line per pair, names in a column of `name_width`; long texts wrap within their column.
 
     Words are never broken, so that a long path can still be copied.
     """
     wrapper = textwrap.TextWrapper(
-        WIDTH, subsequent_indent=" " * _NAME_WIDTH, break_long_words=False, break_on_hyphens=False
+        WIDTH, subsequent_indent=" " * name_width, break_long_words=False, break_on_hyphens=False
     )
-    return "\n".join(wrapper.fill(f"{name:<{_NAME_WIDTH - 1}} {text}") for name, text in pairs)
+    return "\n".join(wrapper.fill(f"{name:<{name_width - 1}} {text}") for name, text in pairs)
 
 
 def quiet_transformers() -> None:

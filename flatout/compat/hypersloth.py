@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_
 from flatout.api.run import Run
 from flatout.api.start import train
 from flatout.compat.training_arguments import NULLABLE, TRAINING_ARGUMENTS
-from flatout.compat.translation import Became, Rule, Translation, any_value, each, off, only, renamed, to, translate
+from flatout.compat.translation import Rule, Translation, any_value, each, off, only, renamed, to, translate
 from flatout.config.read import make_config
 from flatout.config.schema import Config
 from flatout.data import registry
@@ -31,17 +31,13 @@ TEMPLATES = {name: name for name in ("chatml", "mistral", "zephyr", "alpaca", "g
     "llama3": "llama-3", "qwen-3": "qwen3", "gemma2": "gemma", "gemma3": "gemma", "gemma-3": "gemma",
     "phi-3": "phi", "phi-3.5": "phi", "phi-35": "phi",
 }  # fmt: skip
-
-
 MODEL_ARGUMENTS: Mapping[str, Rule] = {
     "model_name": to("model.name"),
     "max_seq_length": any_value("data.max_tokens"),
-    "load_in_4bit": lambda given: Became({"base.storage": "nf4"} if given.value else {}),
+    "load_in_4bit": to("base.storage", {True: "nf4", False: "model"}.get),
     "load_in_8bit": off("int8 is not supported; set load_in_4bit=True"),
-    "full_finetuning": lambda given: Became({"method": "full"} if given.value else {}),
-    "use_gradient_checkpointing": lambda given: Became(
-        {"recompute": "auto" if given.value == "unsloth" else "full" if given.value else "none"}
-    ),
+    "full_finetuning": to("method", {True: "full", False: "lora"}.get),
+    "use_gradient_checkpointing": to("recompute", {"unsloth": "auto", True: "full", False: "none"}.get),
 }
 LORA_ARGUMENTS: Mapping[str, Rule] = {
     **renamed("r lora_alpha lora_dropout use_rslora target_modules"),
@@ -67,15 +63,12 @@ class Settings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-            raise ProblemsError(type(self).__name__, problems) from None
+            problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            raise ProblemsError(type(self).__name__, [*problems]) from None
 
 
 class DataConfig(Settings):
-    """Rows of a hub data set (`dataset_name`) or file (`path`), or a data set that was built before (`name` alone).
-
-    Labels come from the turns of the chat template; `instruction_part` and `response_part` must be what it writes.
-    """
+    """Rows of a hub data set (`dataset_name`) or file (`path`), or a data set that was built before (`name`)."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -94,6 +87,8 @@ class DataConfig(Settings):
     response_part: str | None = None
     max_seq_length: int | None = None
     dataset_num_proc: int | None = None
+    nproc: int | None = None
+    response_only: bool = True
     _is_built: bool = PrivateAttr(default=False)
 
     @model_validator(mode="after")
@@ -149,7 +144,6 @@ class LoraArgs(Settings):
 
     r: int = 8
     lora_alpha: float = 8
-    lora_dropout: float = 0.0
     target_modules: list[str] | str = TARGETS
 
 
@@ -160,112 +154,108 @@ class TrainingArgsConfig(Settings):
     per_device_train_batch_size: int = 8
     learning_rate: float = 2e-4
     gradient_accumulation_steps: int = 16
-    num_train_epochs: float = 1
     warmup_steps: float = 5
     save_total_limit: int = 2
     optim: str = "adamw_8bit"
     weight_decay: float = 0.01
-    seed: int = 42
     report_to: str | list[str] = "tensorboard"
     max_seq_len: int | None = None
 
 
-class HyperConfig(Settings):
-    """Everything except the optimization. Each section may be a dict."""
+class RunConfig(Settings):
+    """What HyperConfig and OpenSlothConfig have in common. Each section may be a dict."""
 
     model_config = ConfigDict(extra="forbid")
 
     data: DataConfig
-    training: TrainingConfig = TrainingConfig()
     fast_model_args: FastModelArgs = FastModelArgs()
     lora_args: LoraArgs | None = LoraArgs()
     pretrained_lora: str | None = None
 
-    def to_config(self, training: TrainingArgsConfig) -> Config:
+    def translated(self, training: TrainingArgsConfig, gpus: list[int]) -> dict[str, Any]:
+        """Return flatout's settings. Raises ProblemsError with everything that is refused."""
+        model, lora = self.fast_model_args, self.lora_args
+        given = model.model_dump()
+        if model.full_finetuning:
+            # the defaults of both are on there too, and have no effect
+            given |= {} if "load_in_4bit" in model.model_fields_set else {"load_in_4bit": False}
+            lora = lora if lora and lora.model_fields_set else None
+        elif lora is None:
+            raise UsageError("lora_args is None, but full_finetuning is False; set one of them")
+        outcomes = translate(given, MODEL_ARGUMENTS).outcomes
+        outcomes += translate(lora.model_dump() if lora else {}, LORA_ARGUMENTS).outcomes
+        rules = {**TRAINING_ARGUMENTS, **OWN_ARGUMENTS}
+        outcomes += translate(training.model_dump(), rules, nullable=NULLABLE, num_gpus=len(gpus)).outcomes
+        settings = Translation(outcomes).checked(type(self).__name__)
+        if self.pretrained_lora is not None:
+            settings["lora"]["continue_from"] = self.pretrained_lora
+        # transformers and accelerate read this variable too
+        if environment().get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+            settings["device"] = "cpu"
+        return {"name": as_name(training.output_dir), **settings, "gpus": gpus}
+
+    def make_config(self, training: TrainingArgsConfig, gpus: list[int], loss: str, template: str | None) -> Config:
         """Return flatout's configuration. Raises a UsageError that names every setting flatout cannot honor."""
-        model, where = self.fast_model_args, self.training
-        settings = run_settings(model, self.lora_args, self.pretrained_lora, training, where.gpus)
-        data = self.data.model_copy(update={"chat_template": where.chat_template or self.data.chat_template})
-        return with_data(settings, data, where.loss_type, [model.max_seq_length, training.max_seq_len])
+        settings, data = self.translated(training, gpus), self.data
+        loss = loss if data.response_only else "all"
+        own: dict[str, Any] = {"root": str(data.data_dir), "loss_type": loss, "tokenizer": data.tokenizer_name}
+        own["template"] = chat_template(data, template, data.tokenizer_name or self.fast_model_args.model_name)
+        limits = (self.fast_model_args.max_seq_length, training.max_seq_len, data.max_seq_length)
+        own |= data_source(data, min(filter(None, limits), default=None), loss, has_template=template is not None)
+        if procs := data.dataset_num_proc or data.nproc:
+            own["num_procs"] = procs
+        if twice := (given := settings.get("data", {})).keys() & own.keys():
+            raise UsageError(f"the training arguments set data.{min(twice)}, which the data's own section sets")
+        return make_config({**settings, "data": {**given, **own}}, origin=type(self).__name__)
 
 
-def run_settings(
-    model: FastModelArgs, lora: LoraArgs | None, pretrained: str | None, training: TrainingArgsConfig, gpus: list[int]
-) -> dict[str, Any]:
-    """Return flatout's settings. Raises ProblemsError with everything that is refused."""
-    given = model.model_dump()
-    if model.full_finetuning:
-        # the defaults of both are on there too, and have no effect
-        given |= {} if "load_in_4bit" in model.model_fields_set else {"load_in_4bit": False}
-        lora = lora if lora and lora.model_fields_set else None
-    elif lora is None:
-        raise UsageError("lora_args is None, but full_finetuning is False; set one of them")
-    adapters = lora.model_dump() if lora else {}
-    outcomes = [*translate(given, MODEL_ARGUMENTS).outcomes, *translate(adapters, LORA_ARGUMENTS).outcomes]
-    rules = {**TRAINING_ARGUMENTS, **OWN_ARGUMENTS}
-    outcomes += translate(training.model_dump(), rules, nullable=NULLABLE, num_gpus=len(gpus)).outcomes
-    settings = Translation(tuple(outcomes)).checked(type(training).__name__)
-    if pretrained is not None:
-        settings["lora"]["continue_from"] = pretrained
-    # transformers and accelerate read this variable too
-    if environment().get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
-        settings["device"] = "cpu"
-    return {"name": as_name(training.output_dir), **settings, "gpus": gpus}
+class HyperConfig(RunConfig):
+    """Everything except the optimization."""
+
+    training: TrainingConfig = TrainingConfig()
+
+    def to_config(self, training: TrainingArgsConfig) -> Config:
+        """Return flatout's configuration, as `make_config`."""
+        where = self.training
+        return self.make_config(training, where.gpus, where.loss_type, where.chat_template or self.data.chat_template)
 
 
-def with_data(settings: dict[str, Any], data: DataConfig, loss_type: str, limits: Sequence[int | None]) -> Config:
-    """Return the configuration; the lowest of `limits` is the maximum of tokens per sample.
-
-    Raises UsageError for a template that flatout does not have, and for markers that the template does not write.
-    """
-    template = data.chat_template and TEMPLATES.get(data.chat_template, data.chat_template)
-    if template is not None and template not in TEMPLATES.values() and not template.endswith(".jinja"):
-        raise UsageError(
-            f"chat_template: {template!r} is not one of {', '.join(TEMPLATES)}, or a .jinja file; leave it out to use "
-            "the tokenizer's own"
-        )
-    tokenizer = data.tokenizer_name or settings["model"]["name"]
-    _require_markers(data, template, tokenizer)
-    max_tokens = min(filter(None, [*limits, data.max_seq_length]), default=None)
+def data_source(data: DataConfig, max_tokens: int | None, loss: str, *, has_template: bool) -> dict[str, Any]:
+    """Return where samples come from: a data set that was built and fits this run, or rows to tokenize."""
     path = data.dataset_name or data.path or data.dataset_path
-    own: dict[str, Any] = {"name": data.name or as_name(str(path)), "tokenizer": tokenizer, "template": template}
-    own |= {"root": str(data.data_dir), "loss_type": loss_type}
-    own |= {"num_procs": data.dataset_num_proc} if data.dataset_num_proc else {}
+    name, limit = data.name or as_name(str(path)), max_tokens or NO_LIMIT
     if path is None:
-        own |= {"max_tokens": max_tokens} if max_tokens else {}
-    elif not (data._is_built and template is None and _fits(data, loss_type, max_tokens or NO_LIMIT)):
-        own |= {"sources": [{"path": path, "split": data.split}], "num_samples": data.num_samples, "seed": data.seed}
-        own |= {"max_tokens": max_tokens or NO_LIMIT}
-        if data._is_built:
-            # the data set stays as it was built; one of the same rows is built beside it
-            own["name"] = as_name(f"{own['name']}-{loss_type}-{max_tokens or NO_LIMIT}")
-    given = settings.get("data", {})
-    if twice := given.keys() & own.keys():
-        raise UsageError(f"the training arguments set data.{min(twice)}, which the data's own section sets; keep one")
-    return make_config({**settings, "data": {**given, **own}}, origin="settings")
+        return {"name": name, **({"max_tokens": max_tokens} if max_tokens else {})}
+    if data._is_built:
+        store = TokenStore.open(registry.entry_dir(data.data_dir, registry.find(data.data_dir, name)))
+        if not has_template and store.meta.settings["loss_type"] == loss and int(store.lengths.max()) <= limit:
+            return {"name": name}
+        # the data set stays as it was built; one of the same rows is built beside it
+        name = as_name(f"{name}-{loss}-{limit}")
+    sources = [{"path": path, "split": data.split}]
+    return {"name": name, "sources": sources, "num_samples": data.num_samples, "seed": data.seed, "max_tokens": limit}
 
 
-def _fits(data: DataConfig, loss_type: str, max_tokens: int) -> bool:
-    """Whether a built data set has this loss and no longer sample."""
-    store = TokenStore.open(registry.entry_dir(data.data_dir, registry.find(data.data_dir, str(data.name))))
-    return store.meta.settings["loss_type"] == loss_type and int(store.lengths.max()) <= max_tokens
+def chat_template(data: DataConfig, name: str | None, tokenizer_name: str) -> str | None:
+    """Return flatout's name of a template, None for the tokenizer's own.
 
+    Labels come from its turns. Raises UsageError for one that is not there or does not write the parts that are given.
+    """
+    template = name and TEMPLATES.get(name, name)
+    if template and template not in TEMPLATES.values() and not template.endswith(".jinja"):
+        known = f"is not one of {', '.join(TEMPLATES)}, or a .jinja file"
+        raise UsageError(f"chat_template: {template!r} {known}; leave it out to use the tokenizer's own")
+    markers = {part: getattr(data, part) for part in ("instruction_part", "response_part")}
+    if any(markers.values()):
+        from flatout.data.templates.template import choose_template
+        from flatout.data.tokenizer import load_tokenizer
 
-def _require_markers(data: DataConfig, template: str | None, tokenizer_name: str) -> None:
-    """Raise UsageError for an instruction_part or response_part that the template does not write there."""
-    names = [name for name in ("instruction_part", "response_part") if name in data.model_fields_set]
-    if not any(getattr(data, name) for name in names):
-        return
-    from flatout.data.templates.template import choose_template
-    from flatout.data.tokenizer import load_tokenizer
-
-    chosen = choose_template(load_tokenizer(tokenizer_name), template, tokenizer_name)
-    text = chosen.render([{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}])
-    written = dict(zip(("instruction_part", "response_part"), re.split("QUESTION|ANSWER", text), strict=False))
-    for name in names:
-        if (marker := getattr(data, name)) not in written[name]:
-            here = f"the chat template writes {written[name]!r} there, and labels come from its turns"
-            raise UsageError(f"{name}: {marker!r}: {here}; remove it")
+        chosen = choose_template(load_tokenizer(tokenizer_name), template, tokenizer_name)
+        text = chosen.render([{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}])
+        for (part, marker), written in zip(markers.items(), re.split("QUESTION|ANSWER", text), strict=False):
+            if marker and marker not in written:
+                raise UsageError(f"{part}: {marker!r}: the chat template writes {written!r} there; remove it")
+    return template
 
 
 def as_name(text: str) -> str:
@@ -280,5 +270,5 @@ def run_multiprocess_training(gpus: list[int], hyper_config: HyperConfig, traini
 
 
 def setup_envs(hyper_config: HyperConfig, training_config: TrainingArgsConfig) -> None:
-    """Check all settings, and print the global batch size. Raises as `HyperConfig.to_config`."""
+    """Check all settings and print the global batch size."""
     print(f"Global batch size: {hyper_config.to_config(training_config).batch.samples_per_step}")

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import ConfigDict
-
 from flatout.api.run import Run
 from flatout.api.start import train
 from flatout.compat import hypersloth
-from flatout.compat.hypersloth import LoraArgs, Settings, TrainingArgsConfig, run_settings, with_data
+from flatout.compat.hypersloth import DataConfig, LoraArgs, RunConfig, TrainingArgsConfig
 from flatout.config.schema import Config
-from flatout.errors import UsageError
 
-
-class DatasetConfigBase(hypersloth.DataConfig):
-    """Rows to train on."""
-
-    response_only: bool = True
-    nproc: int | None = None
-
-
-HFDatasetConfig = PathDatasetConfig = DatasetConfigBase
+DatasetConfigBase = HFDatasetConfig = PathDatasetConfig = DataConfig
+TrainingArguments = TrainingConfig = TrainingArgsConfig
+__all__ = ["DatasetConfigBase", "HFDatasetConfig", "LoraArgs", "PathDatasetConfig", "TrainingArguments"]
 
 
 class FastModelArgs(hypersloth.FastModelArgs):
@@ -31,30 +22,17 @@ class FastModelArgs(hypersloth.FastModelArgs):
     max_seq_length: int | None = 4096
 
 
-TrainingArguments = TrainingConfig = TrainingArgsConfig
+class OpenSlothConfig(RunConfig):
+    """Everything except the optimization."""
 
-
-class OpenSlothConfig(Settings):
-    """Everything except the optimization. Each section may be a dict."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    data: DatasetConfigBase
-    devices: list[int] = [0]
     fast_model_args: FastModelArgs
-    lora_args: LoraArgs | None = LoraArgs()
-    pretrained_lora: str | None = None
+    devices: list[int] = [0]
     sequence_packing: bool = True
-    log_level: Literal["info", "debug"] = "info"
+    log_level: Literal["info"] = "info"
 
     def to_config(self, training: TrainingArgsConfig) -> Config:
-        """Return flatout's configuration. Raises a UsageError that names every setting flatout cannot honor."""
-        if self.log_level == "debug":
-            raise UsageError("log_level: debug is not supported; the run's train.log and events.jsonl have it all")
-        model, data = self.fast_model_args, self.data.model_copy(update={"dataset_num_proc": self.data.nproc})
-        settings = run_settings(model, self.lora_args, self.pretrained_lora, training, self.devices)
-        loss_type = "response_only" if data.response_only else "all"
-        return with_data(settings, data, loss_type, [model.max_seq_length, training.max_seq_len])
+        """Return flatout's configuration, as `make_config`."""
+        return self.make_config(training, self.devices, "response_only", self.data.chat_template)
 
 
 def run_mp_training(gpus: list[int], opensloth_config: OpenSlothConfig, training_config: TrainingArgsConfig) -> Run:
@@ -66,5 +44,5 @@ def run_mp_training(gpus: list[int], opensloth_config: OpenSlothConfig, training
 
 
 def setup_envs(opensloth_config: OpenSlothConfig, training_config: TrainingArgsConfig) -> None:
-    """Check all settings, and print the global batch size. Raises as `OpenSlothConfig.to_config`."""
+    """Check all settings and print the global batch size."""
     print(f"Global batch size: {opensloth_config.to_config(training_config).batch.samples_per_step}")

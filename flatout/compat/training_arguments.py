@@ -6,23 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flatout.compat.translation import (
-    Became,
-    Given,
-    RefusedError,
-    Rule,
-    Translation,
-    any_value,
-    each,
-    nested,
-    number,
-    off,
-    one_of,
-    only,
-    renamed,
-    to,
-    translate,
-)
+from flatout.compat import translation as t
+from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
 
 # what these systems do without being told, where flatout's default differs
 TRANSFORMERS_DEFAULTS: Mapping[str, Any] = {
@@ -32,6 +17,7 @@ SFT_DEFAULTS: Mapping[str, Any] = {
     **TRANSFORMERS_DEFAULTS, "learning_rate": 2e-5, "max_length": 1024, "truncation_mode": "keep_start",
     "assistant_only_loss": False,
 }  # fmt: skip
+PACKED = "there, a packed row of several samples counts as one; raise this for as many tokens a step"
 # names whose null is a value of its own
 NULLABLE = frozenset({"max_length", "max_seq_length", "max_grad_norm", "save_total_limit"})
 _OPTIMIZERS = {
@@ -64,16 +50,15 @@ def translate_training_arguments(
     `num_gpus` is the number of GPUs of that run: batch sizes there are per GPU, flatout's is global. `defaults` apply
     where no value is given: TRANSFORMERS_DEFAULTS, SFT_DEFAULTS, or {} for flatout's own.
     """
-    return translate(given, TRAINING_ARGUMENTS, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
+    return t.translate(given, TRAINING_ARGUMENTS, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
 
 
 def samples_per_step(given: Given) -> Became:
     """Multiply the batch size of one GPU, the accumulated micro-batches and the number of GPUs."""
     sizes = [int(given.number(name, 1)) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     samples = {"batch.samples_per_step": sizes[0] * sizes[1] * given.num_gpus}
-    if given.all.get("packing"):
-        note = "there, a packed row of several samples counts as one; raise this for as many tokens a step"
-        return Became(samples, note, check=True)
+    if any(given.all.get(name) for name in ("packing", "sample_packing", "neat_packing")):
+        return Became(samples, PACKED, check=True)
     return Became(samples, f"{sizes[0]} x {sizes[1]} x {given.num_gpus} GPU{'s' * (given.num_gpus > 1)}")
 
 
@@ -91,7 +76,8 @@ def interval(setting: str, kind_name: str, name: str, *, kind: str = "steps", fa
     """Translate a strategy (no, steps, epoch, best) and its steps, of which a number below 1 is a share of the run."""
 
     def rule(given: Given) -> Became:
-        strategy = str(given.all.get(kind_name, kind)).lower()
+        strategy = given.all.get(kind_name, kind)
+        strategy = str(getattr(strategy, "value", strategy)).lower()
         if strategy in ("no", "false", "best"):
             best = "the best evaluated state is always kept" if strategy == "best" else ""
             return Became({setting: None} if setting.startswith("checkpoint") else {}, best)
@@ -130,19 +116,20 @@ def _schedule_arguments(given: Given) -> Became:
         if name in ("min_lr", "min_lr_rate"):
             peak = given.number("learning_rate") if name == "min_lr" else 1.0
             settings["schedule.min_lr_ratio"] = inner.number(name) / peak
-        elif (name, value) not in (("num_cycles", 1), ("num_cycles", 0.5)):
+        elif name != "num_cycles" or value != (1 if "restarts" in str(given.all.get("lr_scheduler_type")) else 0.5):
             raise RefusedError(f"{name}: {value!r:.40} is not supported; set schedule.kind and its settings")
     return Became(settings)
 
 
 def precision(given: Given) -> Became:
     """Translate bf16 and fp16; without either, model.precision stays auto."""
-    name = next((name for name in ("bf16", "fp16") if given.all.get(name) in (True, "true", "full")), None)
+    name = next((name for name in ("bf16", "fp16") if given.all.get(name) in (True, "true")), None)
     if name is not None:
         return Became({"model.precision": name}, "trained weights are fp32 copies")
     if given.value not in (False, "false", "auto"):
         raise RefusedError(f"{given.value!r:.40} is not supported; write true, false or auto")
-    return Became(note="model.precision: auto is bf16 where the GPU has it, else fp32")
+    note = "model.precision: auto is bf16 where the GPU has it; set fp32 to compute in fp32"
+    return Became(note=note, check=given.name == "bf16" and given.value is False)
 
 
 def _loss_type(given: Given) -> Became:
@@ -185,9 +172,14 @@ def fsdp(given: Given) -> Became:
     if unknown := sorted(words - {*_FSDP_WORDS, "offload"}) or sorted(config.keys() - {*_FSDP_CONFIG.split()}):
         raise RefusedError(f"{unknown[0]} is not supported; set strategy: ddp, zero2, fsdp or hsdp")
     strategy = next((ours for word, ours in reversed(_FSDP_WORDS.items()) if word in words), "fsdp")
-    strategy = "zero2" if config.get("reshard_after_forward") in (False, "SHARD_GRAD_OP") else strategy
-    offload = "offload" in words or config.get("offload_params") is True
-    return Became({"strategy": strategy, **({"sharding.offload": True} if offload else {})})
+    settings: dict[str, Any] = {
+        "strategy": "zero2" if config.get("reshard_after_forward") == "SHARD_GRAD_OP" else strategy
+    }
+    if config.get("reshard_after_forward") is False:
+        settings["sharding.reshard_after_forward"] = False
+    if "offload" in words or config.get("offload_params") is True:
+        settings["sharding.offload"] = True
+    return Became(settings)
 
 
 def _max_steps(given: Given) -> Became:
@@ -204,9 +196,14 @@ def _data_seed(given: Given) -> Became:
 def _attention(given: Given) -> Became:
     if given.value == "eager":
         return Became({"model.attention": "plain"})
-    if given.value not in ("sdpa", "flex_attention") and "flash" not in str(given.value):
+    if given.value not in ("sdpa", "flex_attention", "xformers") and "flash" not in str(given.value):
         raise RefusedError(f"{given.value!r:.40} is not supported; remove it for model.attention: auto")
     return Became(note="model.attention: auto takes the fastest kernel that is exact")
+
+
+def _remote_code(given: Given) -> Became:
+    note = "code from repositories is never run; a model that needs it is refused when it is loaded"
+    return Became(note=note if given.value else "off, as here", check=bool(given.value))
 
 
 def _on_cpu(given: Given) -> Became:
@@ -217,51 +214,51 @@ def _keep(given: Given) -> Became:
     return Became({"checkpoint.keep": int(given.number())} if given.value else {"checkpoint.keep": 1_000_000})
 
 
-_SPEED = any_value("speed only: tokens are memory-mapped, kernels and compilation are automatic")
-_RECORDS = any_value("figures are always recorded in the run folder")
-_EVALUATION = any_value("evaluation is one exact mean with the micro-batches of training")
-_ADAM = renamed("adam_beta1 adam_beta2 adam_epsilon")
+_SPEED = t.any_value("speed only: tokens are memory-mapped, kernels and compilation are automatic")
+_RECORDS = t.any_value("figures are always recorded in the run folder")
+_EVALUATION = t.any_value("one verb trains and evaluates, with the same micro-batches and an exact mean")
+_ADAM = t.renamed("adam_beta1 adam_beta2 adam_epsilon")
 MODEL_ARGUMENTS: Mapping[str, Rule] = {
     "attn_implementation": _attention,
-    "trust_remote_code": off("code from model repositories is never run; use a model that transformers knows"),
-    "revision": to("model.revision"),
-    **each("use_cache low_cpu_mem_usage", _SPEED),
-    **each("dtype torch_dtype", any_value("trained weights are fp32; model.precision sets the computation")),
+    "trust_remote_code": _remote_code,
+    "revision": t.to("model.revision"),
+    **t.each("use_cache low_cpu_mem_usage", _SPEED),
+    **t.each("dtype torch_dtype", t.any_value("trained weights are fp32; model.precision sets the computation")),
 }
 _DATASET_ARGUMENTS = {
-    "skip_prepare_dataset": off("flatout tokenizes rows itself"),
-    **each("add_special_tokens append_concat_token", any_value("the template writes special tokens once")),
+    "skip_prepare_dataset": t.off("flatout tokenizes rows itself"),
+    **t.each("add_special_tokens append_concat_token", t.any_value("the template writes special tokens once")),
 }
 TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     **MODEL_ARGUMENTS,
-    "seed": to("seed"),
-    **renamed("output_dir early_stopping_patience full_determinism"),
-    **each("per_device_train_batch_size gradient_accumulation_steps", samples_per_step),
-    "auto_find_batch_size": any_value("micro-batches are always sized by memory"),
-    "num_train_epochs": number("batch.epochs"),
+    "seed": t.to("seed"),
+    **t.renamed("output_dir early_stopping_patience full_determinism"),
+    **t.each("per_device_train_batch_size gradient_accumulation_steps", samples_per_step),
+    "auto_find_batch_size": t.any_value("micro-batches are always sized by memory"),
+    "num_train_epochs": t.number("batch.epochs"),
     "max_steps": _max_steps,
     "data_seed": _data_seed,
-    "average_tokens_across_devices": any_value("the divisor is always the label tokens of the whole step"),
-    "label_smoothing_factor": off("label smoothing is not supported"),
-    "neftune_noise_alpha": off("noise on embeddings (NEFTune) is not supported"),
-    "loss_type": only(("nll", "chunked_nll"), "only nll is supported", "cross-entropy in chunks"),
-    "router_aux_loss_coef": off("an auxiliary loss for routers is not supported; set it to 0"),
-    "learning_rate": number("optim.lr"),
-    "weight_decay": number("optim.weight_decay"),
-    "max_grad_norm": number("optim.max_grad_norm", null_up_to=0),
+    "average_tokens_across_devices": t.any_value("the divisor is always the label tokens of the whole step"),
+    "label_smoothing_factor": t.off("label smoothing is not supported"),
+    "neftune_noise_alpha": t.off("noise on embeddings (NEFTune) is not supported"),
+    "loss_type": t.only(("nll", "chunked_nll"), "only nll is supported", "cross-entropy in chunks"),
+    "router_aux_loss_coef": t.off("an auxiliary loss for routers is not supported; set it to 0"),
+    "learning_rate": t.number("optim.lr"),
+    "weight_decay": t.number("optim.weight_decay"),
+    "max_grad_norm": t.number("optim.max_grad_norm", null_up_to=0),
     "optim": _optimizer,
     **dict.fromkeys(_ADAM, _adam_only),
-    **each("optim_args optim_target_modules", off("arguments of other optimizers are not supported")),
-    "lr_scheduler_type": one_of("schedule.kind", SCHEDULES, "write linear, cosine or constant"),
+    **t.each("optim_args optim_target_modules", t.off("arguments of other optimizers are not supported")),
+    "lr_scheduler_type": t.one_of("schedule.kind", SCHEDULES, "write linear, cosine or constant"),
     "lr_scheduler_kwargs": _schedule_arguments,
-    **each("warmup_steps warmup_ratio", warmup),
-    **each("bf16 fp16", precision),
-    **each(
+    **t.each("warmup_steps warmup_ratio", warmup),
+    **t.each("bf16 fp16", precision),
+    **t.each(
         "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs "
         "activation_offloading",
-        any_value("recompute: auto keeps what fits in memory; the numerics are the same"),
+        t.any_value("recompute: auto keeps what fits in memory; the numerics are the same"),
     ),
-    **each(
+    **t.each(
         "tf32 torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config "
         "torch_empty_cache_steps dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
         "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order dataset_num_proc "
@@ -270,54 +267,56 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
         "ddp_find_unused_parameters enable_jit_checkpoint _n_gpu",
         _SPEED,
     ),
-    "group_by_length": any_value("there is no padding to save, and ranks are balanced by FLOPs"),
-    "train_sampling_strategy": one_of(
+    "group_by_length": t.any_value("there is no padding to save, and ranks are balanced by FLOPs"),
+    "train_sampling_strategy": t.one_of(
         "batch.shuffle", {"random": True, "group_by_length": True, "sequential": False}, "write random or sequential"
     ),
-    "dataloader_drop_last": off("every sample is trained on; remove it"),
-    **each("use_cpu no_cuda", _on_cpu),
+    "dataloader_drop_last": t.off("every sample is trained on; remove it"),
+    **t.each("use_cpu no_cuda", _on_cpu),
     "deepspeed": _deepspeed,
-    **each("fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params", fsdp),
-    **each("ddp_timeout ddp_backend", any_value("heartbeats find lost ranks: section faults")),
-    "accelerator_config": nested(
+    **t.each("fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params", fsdp),
+    **t.each("ddp_timeout ddp_backend", t.any_value("heartbeats find lost ranks: section faults")),
+    "accelerator_config": t.nested(
         {
-            **each(
-                "split_batches dispatch_batches gradient_accumulation_kwargs", off("batch.samples_per_step decides")
+            **t.each(
+                "split_batches dispatch_batches gradient_accumulation_kwargs", t.off("batch.samples_per_step decides")
             ),
-            **each("even_batches use_seedable_sampler non_blocking use_configured_state", _SPEED),
+            **t.each("even_batches use_seedable_sampler non_blocking use_configured_state", _SPEED),
         }
     ),
-    "parallelism_config": off("tensor and context parallelism are not supported; set strategy: fsdp"),
-    **each("max_length max_seq_length", to("data.max_tokens")),
-    "truncation_mode": one_of("data.too_long", {"keep_start": "truncate"}, "the start of a sample is kept"),
-    **each("assistant_only_loss completion_only_loss", _loss_type),
-    **each("packing eval_packing padding_free", any_value("steps are always packed, and samples kept apart")),
-    "packing_strategy": one_of(
-        "data.too_long", {"bfd": "truncate", "bfd_split": "split"}, "samples are never joined; write bfd"
+    "parallelism_config": t.off("tensor and context parallelism are not supported; set strategy: fsdp"),
+    **t.each("max_length max_seq_length", t.to("data.max_tokens")),
+    "truncation_mode": t.one_of("data.too_long", {"keep_start": "truncate"}, "the start of a sample is kept"),
+    **t.each("assistant_only_loss completion_only_loss", _loss_type),
+    **t.each("packing eval_packing padding_free", t.any_value("steps are always packed, and samples kept apart")),
+    "packing_strategy": t.one_of(
+        "data.too_long",
+        {"bfd": "truncate", "ffd": "truncate", "bfd_split": "split"},
+        "samples are never joined; write bfd",
     ),
-    "dataset_text_field": only(("text",), "set data.sources with columns: {text: NAME}", "the column text"),
-    "dataset_kwargs": nested(_DATASET_ARGUMENTS),
-    "shuffle_dataset": any_value("samples are shuffled in each epoch"),
-    "chat_template_path": to("data.template"),
-    "eos_token": off("the template ends each turn; set data.template"),
-    "label_names": off("labels are made from the rows"),
-    "model_init_kwargs": nested(MODEL_ARGUMENTS),
-    **each(
+    "dataset_text_field": t.only(("text",), "set data.sources with columns: {text: NAME}", "the column text"),
+    "dataset_kwargs": t.nested(_DATASET_ARGUMENTS),
+    "shuffle_dataset": t.any_value("samples are shuffled in each epoch"),
+    "chat_template_path": t.to("data.template"),
+    "eos_token": t.off("the template ends each turn; set data.template"),
+    "label_names": t.off("labels are made from the rows"),
+    "model_init_kwargs": t.nested(MODEL_ARGUMENTS),
+    **t.each(
         "eval_strategy evaluation_strategy eval_steps",
         interval("eval.every_steps", "eval_strategy", "eval_steps", kind="no", fallback="logging_steps"),
     ),
-    **each(
+    **t.each(
         "per_device_eval_batch_size eval_accumulation_steps bf16_full_eval fp16_full_eval eval_do_concat_batches "
         "eval_use_gather_object prediction_loss_only batch_eval_metrics eval_on_start do_eval do_train",
         _EVALUATION,
     ),
-    **each("eval_delay do_predict include_for_metrics", off("only the loss is evaluated, from the start")),
-    "load_best_model_at_end": any_value("best/ is written beside final/ when an earlier state was better"),
-    "metric_for_best_model": only(("loss", "eval_loss"), "the evaluation loss decides what is best", "the loss"),
-    "greater_is_better": off("the evaluation loss decides what is best"),
-    "early_stopping_threshold": number("eval.min_delta"),
-    **each("logging_steps logging_strategy", interval("log_every_steps", "logging_strategy", "logging_steps")),
-    **each(
+    **t.each("eval_delay do_predict include_for_metrics", t.off("only the loss is evaluated, from the start")),
+    "load_best_model_at_end": t.any_value("best/ is written beside final/ when an earlier state was better"),
+    "metric_for_best_model": t.only(("loss", "eval_loss"), "the evaluation loss decides what is best", "the loss"),
+    "greater_is_better": t.off("the evaluation loss decides what is best"),
+    "early_stopping_threshold": t.number("eval.min_delta"),
+    **t.each("logging_steps logging_strategy", interval("log_every_steps", "logging_strategy", "logging_steps")),
+    **t.each(
         "logging_dir logging_first_step logging_nan_inf_filter log_on_each_node log_level log_level_replica "
         "disable_tqdm skip_memory_metrics include_num_input_tokens_seen include_tokens_per_second",
         _RECORDS,
@@ -325,23 +324,27 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "report_to": report_to,
     "run_name": run_name,
     "project": lambda given: Became({} if given.value == "huggingface" else {"track.project": given.value}),
-    **each("trackio_space_id trackio_bucket_id trackio_static_space_id", off("set it in the environment of trackio")),
-    **each("save_strategy save_steps", interval("checkpoint.every_steps", "save_strategy", "save_steps")),
+    **t.each(
+        "trackio_space_id trackio_bucket_id trackio_static_space_id", t.off("set it in the environment of trackio")
+    ),
+    **t.each("save_strategy save_steps", interval("checkpoint.every_steps", "save_strategy", "save_steps")),
     "save_total_limit": _keep,
-    "save_only_model": any_value("checkpoints always hold what resuming needs; final/ holds the model alone"),
-    "save_safetensors": only((True,), "only safetensors are written", "always"),
-    **each("save_on_each_node restore_callback_states_from_checkpoint", any_value("one run folder, one state")),
+    "save_only_model": t.any_value("checkpoints always hold what resuming needs; final/ holds the model alone"),
+    "save_safetensors": t.only((True,), "only safetensors are written", "always"),
+    **t.each("save_on_each_node restore_callback_states_from_checkpoint", t.any_value("one run folder, one state")),
     "overwrite_output_dir": lambda given: Became(
         {"checkpoint.resume": "never"} if given.value else {},
         "a folder that has checkpoints is refused, not overwritten",
     ),
-    "ignore_data_skip": off("a resumed run takes exactly the steps that are left"),
-    "resume_from_checkpoint": only((True,), "checkpoints of other trainers cannot be resumed", "checkpoint.resume"),
-    "push_to_hub": off("push the finished run with `flatout push`"),
-    **each(
+    "ignore_data_skip": t.off("a resumed run takes exactly the steps that are left"),
+    "resume_from_checkpoint": t.only(
+        (True, False), "checkpoints of other trainers cannot be resumed", "checkpoint.resume"
+    ),
+    "push_to_hub": t.off("push the finished run with `flatout push`"),
+    **t.each(
         "hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision push_to_hub_token "
         "push_to_hub_model_id push_to_hub_organization",
-        any_value("only read with push_to_hub"),
+        t.any_value("only read with push_to_hub"),
     ),
-    **each("debug use_ipex use_mps_device torchdynamo mp_parameters past_index", off("not supported; remove it")),
+    **t.each("debug use_ipex use_mps_device torchdynamo mp_parameters past_index", t.off("not supported; remove it")),
 }

@@ -108,39 +108,51 @@ def translate(
     *,
     defaults: Mapping[str, Any] | None = None,
     nullable: Collection[str] = (),
+    aliases: Mapping[str, str] | None = None,
     num_gpus: int = 1,
 ) -> Translation:
     """Apply each name's rule. `defaults` are those of the other system that differ from flatout's.
 
-    A null value means unset, except for the names in `nullable`. Two names that set one setting to different values are
-    refused.
+    A null value means unset, except for the names in `nullable`. `aliases` maps names to those of the table. Two names
+    that set one setting to different values are refused.
     """
-    unset = {name for name, value in given.items() if value is None and name not in nullable}
-    values = {**(defaults or {}), **{name: value for name, value in given.items() if name not in unset}}
-    outcomes = [Outcome(name, "already so", {}, "null means unset") for name in given if name in unset]
+    aliases, outcomes = aliases or {}, list[Outcome]()
+    shown: dict[str, str] = {}
+    for name, value in given.items():
+        if value is None and name not in nullable:
+            outcomes.append(Outcome(name, "already so", {}, "null means unset"))
+        elif shown.setdefault(aliases.get(name, name), name) != name:
+            outcomes.append(
+                Outcome(name, "refused", {}, f"means the same as {shown[aliases.get(name, name)]}; keep one")
+            )
+    values = {name: given[other] for name, other in shown.items()}
+    values = {**values, **{aliases.get(name, name): value for name, value in (defaults or {}).items()}, **values}
     owners: dict[str, tuple[str, Any]] = {}
     for name, value in values.items():
-        outcome = _apply(table.get(name), Given(name, value, values, num_gpus), name not in given, table)
+        outcome = _apply(table, Given(name, value, values, num_gpus), shown.get(name))
         for setting, target in outcome.settings.items():
-            owner, other = owners.setdefault(setting, (name, target))
+            owner, other = owners.setdefault(setting, (outcome.name, target))
             if other != target:
-                note = f"{owner} sets {setting} to {_shown(other)} and {name} to {_shown(target)}; keep one"
-                outcome = Outcome(name, "refused", {}, note)
+                note = f"{owner} sets {setting} to {_shown(other)}, this name to {_shown(target)}; keep one"
+                outcome = Outcome(outcome.name, "refused", {}, note)
         outcomes.append(outcome)
     return Translation(tuple(outcomes))
 
 
-def _apply(rule: Rule | None, given: Given, is_default: bool, table: Mapping[str, Rule]) -> Outcome:
+def _apply(table: Mapping[str, Rule], given: Given, shown: str | None) -> Outcome:
+    name, rule = shown or given.name, table.get(given.name)
     if rule is None:
-        near = difflib.get_close_matches(given.name, table, n=1)
+        near = difflib.get_close_matches(given.name, table, n=1, cutoff=0.8)
         hint = f"did you mean {near[0]}?" if near else "remove it if it does not change the training"
-        return Outcome(given.name, "refused", {}, f"this name is unknown here; {hint}")
+        return Outcome(name, "refused", {}, f"unknown here; {hint}")
     try:
         became = rule(given)
     except RefusedError as reason:
-        return Outcome(given.name, "refused", {}, str(reason), is_default=is_default)
+        return Outcome(name, "refused", {}, str(reason))
+    except (AttributeError, KeyError, TypeError, ValueError):  # a value of another form than its system documents
+        return Outcome(name, "refused", {}, f"{given.value!r:.60} has a form that is not known here")
     kind: Literal["translated", "already so"] = "translated" if became.settings else "already so"
-    return Outcome(given.name, kind, became.settings, became.note, became.check, is_default)
+    return Outcome(name, kind, became.settings, became.note, became.check, is_default=shown is None)
 
 
 def _shown(value: Any) -> str:
@@ -168,18 +180,19 @@ def number(setting: str, null_up_to: float | None = None) -> Rule:
     return rule
 
 
+def inner(value: object, table: Mapping[str, Rule]) -> Translation:
+    """Translate a mapping of arguments by a table of its own. Raises RefusedError."""
+    if not isinstance(value, Mapping):
+        raise RefusedError(f"expected a mapping, got {value!r:.60}; write its entries out")
+    translation = translate(value, table)
+    if problems := translation.problems():
+        raise RefusedError("; ".join(problems))
+    return translation
+
+
 def nested(table: Mapping[str, Rule]) -> Rule:
-    """Translate a mapping of arguments by a table of its own."""
-
-    def rule(given: Given) -> Became:
-        if not isinstance(given.value, Mapping):
-            raise RefusedError(f"expected a mapping, got {given.value!r:.60}; write its entries out")
-        inner = translate(given.value, table)
-        if problems := inner.problems():
-            raise RefusedError("; ".join(problems))
-        return Became(inner.flat)
-
-    return rule
+    """Translate a mapping by `table`."""
+    return lambda given: Became(inner(given.value, table).flat)
 
 
 def one_of(setting: str, values: Mapping[Any, Any], what: str) -> Rule:

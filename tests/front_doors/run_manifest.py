@@ -33,7 +33,7 @@ ROOT = HERE.parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "front-doors.json"
 FRONTDOORS = ROOT / "frontdoors"
 KINDS = {"command", "flag", "class", "field", "snippet", "file"}
-CASE_KEYS = {"fast", "gpu", "after", "files", "copy", "edit", "env", "commands", "stdin", "run", "exit", "why"}
+CASE_KEYS = {"fast", "gpu", "skip", "after", "files", "copy", "edit", "env", "commands", "stdin", "run", "exit"}
 TIMEOUT_S = 600
 
 
@@ -266,15 +266,16 @@ def judge(runner: Runner, system: str, name: str) -> list[dict[str, Any]]:
     """Run one case and return its rows with their results."""
     manifest = manifests()[system]
     case, rows = manifest.cases[name], [row for row in manifest.rows if row["how"] == name]
-    if case.get("gpu") and not has_gpu():
-        return [{"door": system, **row, "result": "not run: needs a GPU"} for row in rows]
-    outcome = runner.outcome(system, name)
-    judged = []
-    for row in rows:
-        why = problem(case, row, outcome, runner, system)
-        shown = {key: row[key] for key in ("system", "kind", "what", "how", "expected")}
-        judged.append({"door": system, **shown, "result": row["expected"] if why is None else f"failed: {why}"})
-    return judged
+    if skip := "it needs a GPU" if case.get("gpu") and not has_gpu() else case.get("skip"):
+        results = [f"not run: {skip}" for _ in rows]
+    else:
+        outcome = runner.outcome(system, name)
+        reasons = [problem(case, row, outcome, runner, system) for row in rows]
+        results = [f"failed: {why}" if why else row["expected"] for row, why in zip(rows, reasons, strict=True)]
+    return [
+        {"door": system, **{key: row[key] for key in ("system", "kind", "what", "how", "expected")}, "result": result}
+        for row, result in zip(rows, results, strict=True)
+    ]
 
 
 def has_gpu() -> bool:

@@ -1,2 +1,2 @@
-from flatout.compat.opensloth import FastModelArgs, HFDatasetConfig, LoraArgs, OpenSlothConfig
+from flatout.compat.opensloth import DatasetConfigBase, FastModelArgs, HFDatasetConfig, LoraArgs, OpenSlothConfig
 from flatout.compat.opensloth import PathDatasetConfig, TrainingArguments, TrainingConfig

@@ -1,0 +1,95 @@
+"""`flatout convert`: translates a configuration of another trainer, with a line on what became of each name."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flatout.cli.init import write_new
+from flatout.cli.screen import rows
+from flatout.compat.axolotl import translate_axolotl
+from flatout.compat.llamafactory import translate_llamafactory
+from flatout.compat.training_arguments import translate_training_arguments
+from flatout.compat.translation import Translation
+from flatout.compat.trl import translate_trl
+from flatout.config.read import dump_config, load_values, make_config
+from flatout.errors import UsageError
+from flatout.io.json_file import read_json
+
+# system -> names that its files have, and other systems' files do not
+_MARKS = {
+    "axolotl": {"base_model"},
+    "llama-factory": {"stage", "finetuning_type", "template", "cutoff_len"},
+    "trl": {"model_name_or_path", "dataset_name", "dataset_mixture"},
+    "arguments": {"per_device_train_batch_size", "learning_rate", "num_train_epochs", "output_dir"},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's options."""
+    parser.add_argument("file", type=Path, help="YAML or JSON of the other trainer")
+    parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings of flatout to add or change")
+    parser.add_argument("--to", type=Path, metavar="OUT.yaml", help="new file to write (otherwise YAML is printed)")
+    parser.add_argument("--from", dest="system", choices=(*_MARKS,), help="system of FILE, if it is not recognized")
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs that FILE is for (1)")
+    parser.add_argument("--without", default="", metavar="NAME,...", help="names of FILE to leave out")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what became of each name, and write or print the YAML. Returns 0.
+
+    Raises ProblemsError with every name that is refused, or every setting that does not fit the others.
+    """
+    given: dict[str, Any] = read_json(args.file, UsageError) if args.file.suffix == ".json" else load_values(args.file)
+    left_out = [name for name in args.without.split(",") if name]
+    for name in left_out:
+        _remove(given, name, args.file)
+    system = args.system or next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
+    if system is None:
+        raise UsageError(f"{args.file}: of no known trainer; name it by --from {'|'.join(_MARKS)}")
+    translation = _translate(system, given, args.gpus, args.file.parent)
+    table = [(outcome.name + " (default)" * outcome.is_default, outcome.describe()) for outcome in translation.outcomes]
+    print(
+        rows([*table, *((name, "left out") for name in left_out)], 32),
+        file=sys.stdout if args.to else sys.stderr,
+    )
+    settings = translation.checked(str(args.file))
+    template = settings.get("data", {}).get("template") or ""
+    if "{%" in template:  # text of a template
+        if args.to is None:
+            raise UsageError(f"{args.file}: the chat template is written to a file beside the YAML: give --to OUT.yaml")
+        settings["data"]["template"] = str(args.to.with_suffix(".jinja"))
+    config = make_config(settings, args.overrides, origin=str(args.file), folder=args.file.parent)
+    checks = [f"CHECK {outcome.name}: {outcome.note}" for outcome in translation.outcomes if outcome.check]
+    intro = [f"Translated by `flatout convert` from {args.file} ({system}).", *checks]
+    comment = "".join(textwrap.fill(line, 118, initial_indent="# ", subsequent_indent="#   ") + "\n" for line in intro)
+    if args.to is None:
+        print(comment + dump_config(config, only_given=True), end="")
+        return 0
+    write_new(args.to, comment + dump_config(config, only_given=True))
+    if "{%" in template:
+        write_new(args.to.with_suffix(".jinja"), template)
+    print(f"wrote {args.to}; next: flatout plan {args.to}")
+    return 0
+
+
+def _remove(given: dict[str, Any], name: str, file: Path) -> None:
+    """Remove a dotted name. Raises UsageError if it is not there."""
+    *sections, last = name.split(".")
+    for section in sections:
+        given = given.get(section, {})
+    if last not in given:
+        raise UsageError(f"--without {name}: {file} has no such name")
+    del given[last]
+
+
+def _translate(system: str, given: Mapping[str, Any], num_gpus: int, folder: Path) -> Translation:
+    if system == "axolotl":
+        return translate_axolotl(given, num_gpus)
+    if system == "llama-factory":
+        return translate_llamafactory(given, num_gpus, folder)
+    return (translate_trl if system == "trl" else translate_training_arguments)(given, num_gpus=num_gpus)

@@ -1,0 +1,215 @@
+"""Configurations of Axolotl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flatout.compat import translation as t
+from flatout.compat.training_arguments import MODEL_ARGUMENTS, PACKED, TRAINING_ARGUMENTS, interval
+from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
+from flatout.compat.trl import held_out, lora_rules, template
+
+_TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "alpaca": "alpaca", "tokenizer_default": None}
+_PLUGINS = ("cut_cross_entropy", "liger")
+_ALPACA = "headings of Alpaca, but no introduction, and the input is part of the instruction"
+# names of an equal meaning in transformers
+_SAME = {
+    "micro_batch_size": "per_device_train_batch_size", "num_epochs": "num_train_epochs", "optimizer": "optim",
+    "lr_scheduler": "lr_scheduler_type", "wandb_name": "run_name", "adam_eps": "adam_epsilon",
+    "peft_use_rslora": "use_rslora", "peft_use_dora": "use_dora",
+}  # fmt: skip
+
+
+def translate_axolotl(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
+    """Translate a YAML of Axolotl."""
+    defaults: dict[str, Any] = {
+        "adapter": "none", "num_epochs": 1, "lr_scheduler": "cosine", "micro_batch_size": 1, "sequence_len": 512,
+        "excess_length_strategy": "drop",
+    }  # fmt: skip
+    for what in ("save", "eval"):
+        if given.get("max_steps") is None and not any(
+            given.get(name) for name in (f"{what}_steps", f"{what}_strategy", f"{what}s_per_epoch")
+        ):
+            defaults[f"{what}_strategy"] = "epoch"
+    if _is_lora(given):
+        defaults |= {"lora_r": 8, "lora_alpha": 8}
+    if given.get("fsdp_config") and not given.get("fsdp"):
+        defaults["fsdp"] = "full_shard"
+    return t.translate(given, AXOLOTL, defaults=defaults, num_gpus=num_gpus, aliases=_SAME)
+
+
+def _is_lora(values: Mapping[str, Any]) -> bool:
+    return values.get("adapter") in ("lora", "qlora")
+
+
+def _kinds(values: Mapping[str, Any]) -> set[str]:
+    return {str(entry.get("type")) for entry in values["datasets"]}
+
+
+def _sources(given: Given) -> Became:
+    sources = {"data.sources": [t.inner(entry, _DATASET).settings for entry in given.value]}
+    kinds = _kinds(given.all)
+    if len(kinds) > 1 and kinds & {"alpaca", "completion"}:
+        raise RefusedError(
+            "alpaca has a prompt of its own there, and completion is cut into windows: convert them apart"
+        )
+    return Became(sources | {"data.template": "alpaca"}, _ALPACA, check=True) if "alpaca" in kinds else Became(sources)
+
+
+def _too_long(given: Given) -> Became:
+    if "datasets" in given.all and _kinds(given.all) == {"completion"}:
+        return Became({"data.too_long": "split"}, "completion is cut into windows")
+    ours = {"drop": "drop", "truncate": "truncate", "raise": "error"}
+    return t.one_of("data.too_long", ours, f"write {', '.join(ours)}")(given)
+
+
+def _roles(given: Given) -> Became:
+    return Became({f"roles.{theirs}": ours for ours, names in given.value.items() for theirs in names})
+
+
+_FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "completion": "text", "input_output": "segments"}
+# an entry of `datasets` -> one of data.sources
+_DATASET: Mapping[str, Rule] = {
+    "path": t.to("path"),
+    "name": t.to("subset"),
+    "split": t.to("split"),
+    "revision": t.to("revision"),
+    "type": t.one_of("format", _FORMATS, f"write {', '.join(_FORMATS)}, or data.sources"),
+    "field": t.to("columns.text"),
+    "field_messages": t.to("columns.messages"),
+    "field_tools": t.to("columns.tools"),
+    "message_field_role": t.to("columns.role"),
+    "message_field_content": t.to("columns.content"),
+    "message_property_mappings": t.nested({"role": t.to("columns.role"), "content": t.to("columns.content")}),
+    "roles": _roles,
+    "roles_to_train": t.only((["assistant"], ["assistant", "gpt"]), "every assistant turn is trained on, no other"),
+    **t.each("train_on_eos train_on_eot", t.only(("turn",), "the last token of each answer carries loss")),
+    **t.each("field_thinking template_thinking_key", t.only(("thinking", "reasoning_content"), "write thinking")),
+    "message_field_training": t.only(("train",), "name the field train"),
+    "chat_template": t.only(("tokenizer_default",), "set data.template for all sets"),
+    "ds_type": t.only(("json", "csv", "parquet", "arrow", "text"), "write json, csv, parquet, arrow or text"),
+    **t.each("drop_system_message trust_remote_code", t.off("not supported; remove it")),
+}
+
+
+def _per_epoch(setting: str) -> Rule:
+    def rule(given: Given) -> Became:
+        if setting.startswith("eval") and not given.all.get("val_set_size"):
+            return Became(note="no rows are held out")
+        if not (times := given.number() * given.number("num_train_epochs", 1)):
+            return Became(note="0 there means the default")
+        return Became({setting: 1 / times if times > 1 else None}, "as a share of the run")
+
+    return rule
+
+
+def _evaluation(given: Given) -> Became:
+    return TRAINING_ARGUMENTS["eval_steps"](given) if given.all.get("val_set_size") else Became(note="no rows held out")
+
+
+def _adapter(given: Given) -> Became:
+    if given.value not in ("lora", "qlora", "none", ""):
+        raise RefusedError(f"{given.value!r:.40} is not supported; write lora or qlora, or none for full fine-tuning")
+    is_4bit = {"base.storage": "nf4"} if given.value == "qlora" else {}
+    return Became({"method": "lora" if _is_lora(given.all) else "full", **is_4bit})
+
+
+def _target_linear(given: Given) -> Became:
+    return Became({"lora.targets": "all-linear"} if given.value and _is_lora(given.all) else {})
+
+
+def _plugins(given: Given) -> Became:
+    if other := [name for name in given.value if not any(f".{known}." in name for known in _PLUGINS)]:
+        raise RefusedError(f"{other[0]} is not supported; remove it")
+    return Became(note="kernels of the same formulas")
+
+
+def _special_tokens(given: Given) -> Became:
+    if not given.value.keys() - {"pad_token"}:
+        return Became(note="there is no padding")
+    return Became(note="the tokenizer's own tokens are used: they have to be these", check=True)
+
+
+def _watchdog(given: Given) -> Became:
+    return Became(note="a high loss does not stop the run; one that is not finite does", check=True)
+
+
+def _batch(given: Given) -> Became:
+    if "batch_size" in given.all and "gradient_accumulation_steps" not in given.all:
+        return Became({"batch.samples_per_step": int(given.number("batch_size")) * given.num_gpus}, PACKED, check=True)
+    return TRAINING_ARGUMENTS["gradient_accumulation_steps"](given)
+
+
+def _modules(given: Given) -> Became:
+    if given.all.get("lora_target_linear") and not {"lm_head", "embed_tokens"} & set(given.value):
+        return Became(note="part of lora_target_linear")
+    return _LORA["lora_target_modules"](given)
+
+
+def _class_name(ending: str) -> Rule:
+    def rule(given: Given) -> Became:
+        if not str(given.value).endswith(ending):
+            raise RefusedError(f"{given.value} is not supported; only text models that end in {ending} are")
+        return Became(note="read from the model's folder")
+
+    return rule
+
+
+def _wandb(given: Given) -> Became:
+    return Became({"track.to": ["wandb"], "track.project": given.value} if given.value else {})
+
+
+_LORA = lora_rules(_is_lora)
+_KERNELS = t.any_value("kernels and packing are automatic, and give the same numbers")
+AXOLOTL: Mapping[str, Rule] = {
+    **TRAINING_ARGUMENTS,
+    **_LORA,
+    "lora_target_modules": _modules,
+    **t.each("batch_size per_device_train_batch_size gradient_accumulation_steps", _batch),
+    **t.each("loss_watchdog_threshold loss_watchdog_patience", _watchdog),
+    "base_model": t.to("model.name"),
+    "revision_of_model": MODEL_ARGUMENTS["revision"],
+    "tokenizer_config": t.to("data.tokenizer"),
+    "model_type": _class_name("ForCausalLM"),
+    "tokenizer_type": _class_name("Tokenizer"),
+    "adapter": _adapter,
+    "lora_target_linear": _target_linear,
+    "lora_model_dir": t.to("lora.continue_from"),
+    "datasets": _sources,
+    "chat_template": template(_TEMPLATES),
+    "chat_template_jinja": template({}),
+    "sequence_len": t.to("data.max_tokens"),
+    "excess_length_strategy": _too_long,
+    "train_on_inputs": lambda given: Became({"data.loss_type": "all" if given.value else "response_only"}),
+    "val_set_size": held_out,
+    "saves_per_epoch": _per_epoch("checkpoint.every_steps"),
+    "evals_per_epoch": _per_epoch("eval.every_steps"),
+    **t.each("eval_steps eval_strategy evaluation_strategy", _evaluation),
+    **t.each("save_steps save_strategy", interval("checkpoint.every_steps", "save_strategy", "save_steps")),
+    "cosine_min_lr_ratio": t.number("schedule.min_lr_ratio"),
+    "plugins": _plugins,
+    "special_tokens": _special_tokens,
+    "shuffle_merged_datasets": t.to("batch.shuffle"),
+    "wandb_project": _wandb,
+    "eot_tokens": t.any_value("a turn's last token always carries loss"),
+    **t.each("sample_packing eval_sample_packing pad_to_sequence_len flash_attention sdp_attention xformers_attention "
+             "flex_attention eager_attention cut_cross_entropy liger_rope liger_rms_norm liger_layer_norm "
+             "liger_glu_activation liger_fused_linear_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel "
+             "flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp torchdistx_path low_cpu_mem_usage "
+             "eval_batch_size dataset_processes dataset_prepared_path strict debug fsdp_version tokenizer_use_fast",
+             _KERNELS),
+    **t.each("rl reward_model process_reward_model ebft trl", t.off("preference and reward training is not supported")),
+    **t.each("processor_type skip_prepare_dataset freeze_mm_modules image_size",
+             t.off("images and audio cannot be trained on; only text can")),
+    **t.each("pretraining_dataset streaming", t.off("write the set as datasets of type: completion")),
+    "test_datasets": t.off("build it with `flatout data build`, and name it in eval.data"),
+    **t.each("wandb_entity wandb_watch wandb_log_model wandb_run_id", t.off("set it in the environment of wandb")),
+    **t.each("gptq relora qat quantize_moe_experts lisa_n_layers",
+             t.off("adapters are LoRA, on model, fp8 or nf4 weights")),
+    **t.each("push_dataset_to_hub hub_model_id", t.off("push the finished run with `flatout push`")),
+    "unfrozen_parameters": t.off("it names what to train; freeze names what not to train"),
+    **t.each("tokens tokenizer_use_mistral_common", t.off("the tokenizer of the model's folder is used as it is")),
+    **t.each("tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_size "
+             "dp_replicate_size", t.only((1, 0), "only data parallelism is supported; set strategy: fsdp", "off")),
+}  # fmt: skip

@@ -1,0 +1,170 @@
+"""Configurations of LLaMA-Factory, with the dataset_info.json that names its data sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flatout.compat import translation as t
+from flatout.compat.training_arguments import NULLABLE, PACKED, TRAINING_ARGUMENTS, TRANSFORMERS_DEFAULTS
+from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
+from flatout.compat.trl import held_out, lora_rules, template
+from flatout.errors import UsageError
+from flatout.io.json_file import read_json
+
+
+def _role(ours: str) -> Rule:
+    return lambda given: Became({f"roles.{given.value}": ours})
+
+
+_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"} | {
+    name: name for name in ("messages", "history", "system", "tools")
+}
+# an entry of dataset_info.json -> one of data.sources
+_DATASET: Mapping[str, Rule] = {
+    **t.each("file_name hf_hub_url", t.to("path")),
+    **t.each("ms_hub_url om_hub_url", t.any_value("other hubs")),
+    **{name: t.to(name) for name in ("subset", "split")},
+    "formatting": t.one_of(
+        "format", {"alpaca": "alpaca"} | dict.fromkeys(("sharegpt", "openai"), "sharegpt"), "write it"
+    ),
+    "columns": t.nested(
+        {name: t.to(f"columns.{ours}") for name, ours in _COLUMNS.items()}
+        | t.each("images videos audios", t.off("only text can be trained on"))
+    ),
+    "tags": t.nested(
+        {
+            "role_tag": t.to("columns.from"),
+            "content_tag": t.to("columns.value"),
+            "user_tag": _role("user"),
+            "assistant_tag": _role("assistant"),
+            "observation_tag": _role("tool"),
+            "function_tag": _role("function_call"),
+            "system_tag": _role("system"),
+        }
+    ),
+    "ranking": t.off("preference pairs cannot be trained on"),
+}
+
+
+def translate_llamafactory(given: Mapping[str, Any], num_gpus: int = 1, folder: Path = Path()) -> Translation:
+    """Translate a YAML of LLaMA-Factory; relative paths in it are looked up here, then in `folder`."""
+    defaults: dict[str, Any] = {
+        **TRANSFORMERS_DEFAULTS, "stage": "sft", "finetuning_type": "lora", "cutoff_len": 2048, "save_steps": 500,
+    }  # fmt: skip
+    if given.get("finetuning_type", "lora") == "lora":
+        defaults |= {"lora_rank": 8, "lora_alpha": 2 * int(given.get("lora_rank") or 8)}
+    data: dict[str, Rule] = t.each("dataset dataset_dir max_samples", lambda it: _sources(it, folder))
+    table = {**LLAMA_FACTORY, **data}
+    return t.translate(given, table, defaults=defaults, nullable=NULLABLE - {"max_length"}, num_gpus=num_gpus)
+
+
+def _sources(given: Given, folder: Path) -> Became:
+    """Look the names of `dataset` up in dataset_info.json."""
+    where = Path(str(given.all.get("dataset_dir", "data")))
+    root = next((each for each in (where, folder / where) if (each / "dataset_info.json").is_file()), None)
+    if root is None:
+        raise RefusedError(f"{where}/dataset_info.json is needed to find the data; copy it, or set dataset_dir")
+    try:
+        known = read_json(root / "dataset_info.json", UsageError)
+    except UsageError as error:
+        raise RefusedError(str(error)) from None
+    names = [name.strip() for name in str(given.all.get("dataset", "")).split(",")]
+    if missing := [name for name in names if not isinstance(known.get(name), Mapping)]:
+        raise RefusedError(f"{missing[0]!r:.60} is not in {root}/dataset_info.json")
+    sources = [_source(known[name], name, root) for name in names]
+    if given.all.get("stage") == "pt" and any(source["format"] != "text" for source in sources):
+        raise RefusedError("stage: pt needs rows of text; set data.sources")
+    if given.name != "max_samples":
+        return Became({"data.sources": sources})
+    limit = int(given.number())
+    if len(sources) == 1:
+        return Became({"data.num_samples": limit, "data.shuffle": False})
+    if any(_num_rows(source["path"]) > limit for source in sources):
+        raise RefusedError("it counts each data set, data.num_samples counts all: leave it out, or cut the files")
+    return Became(note="no data set has more rows")
+
+
+def _num_rows(path: str) -> float:
+    """Return the number of rows of a local JSON file; infinity for anything else."""
+    try:
+        return len(read_json(Path(path), UsageError))
+    except (UsageError, TypeError):
+        return float("inf")
+
+
+def _source(entry: Mapping[str, Any], name: str, root: Path) -> dict[str, Any]:
+    try:
+        source = {"format": "alpaca"} | t.inner(entry, _DATASET).settings
+    except RefusedError as reason:
+        raise RefusedError(f"{name}: {reason}") from None
+    if "file_name" in entry:
+        source["path"] = str(root / entry["file_name"])
+    if source["format"] == "alpaca" and set(source.get("columns", ())) == {"instruction"}:
+        source |= {"format": "text", "columns": {"text": source["columns"]["instruction"]}}
+    return source
+
+
+def _stage(given: Given) -> Became:
+    if given.value == "pt":
+        return Became({"data.loss_type": "all", "data.too_long": "split"}, PACKED, check=True)
+    if given.value != "sft":
+        raise RefusedError(f"{given.value} is not supported; flatout trains stage: sft and pt")
+    return Became({"data.too_long": "truncate"})
+
+
+def _packing(given: Given) -> Became:
+    if given.all.get("packing") and not given.all.get("neat_packing"):
+        raise RefusedError("samples of a pack attend to each other there; set neat_packing: true")
+    return Became(note="steps are always packed, and samples kept apart")
+
+
+def _targets(given: Given) -> Became:
+    names = given.value if isinstance(given.value, list) else [name.strip() for name in str(given.value).split(",")]
+    return Became({"lora.targets": "all-linear" if names == ["all"] else names})
+
+
+def _bits(given: Given) -> Became:
+    if int(given.number()) != 4:
+        raise RefusedError("only 4 bits are supported; write quantization_bit: 4, or set base.storage: fp8")
+    return Became({"base.storage": "nf4"})
+
+
+def _is_lora(values: Mapping[str, Any]) -> bool:
+    return values.get("finetuning_type") == "lora"
+
+
+LLAMA_FACTORY: Mapping[str, Rule] = {
+    **TRAINING_ARGUMENTS,
+    **lora_rules(_is_lora),
+    "model_name_or_path": t.to("model.name"),
+    "model_revision": t.to("model.revision"),
+    "stage": _stage,
+    "finetuning_type": t.one_of("method", {"lora": "lora", "full": "full"}, "flatout trains lora and full"),
+    "lora_target": _targets,
+    "adapter_name_or_path": t.to("lora.continue_from"),
+    "quantization_bit": _bits,
+    "quantization_method": t.only(("bnb", "bitsandbytes"), "only nf4 in bitsandbytes' format is supported"),
+    "quantization_type": t.only(("nf4",), "only nf4 is supported"),
+    "double_quantization": t.only((True,), "nf4 is always double quantized"),
+    "template": template({"llama3": "llama-3", "chatml": "chatml", "qwen3_nothink": "chatml"}),
+    "cutoff_len": t.to("data.max_tokens"),
+    "train_on_prompt": lambda given: Became({"data.loss_type": "all"} if given.value else {}),
+    "mask_history": t.off("every answer carries loss; set train: false on the turns to mask"),
+    "val_size": held_out,
+    **t.each("packing neat_packing", _packing),
+    "pure_bf16": lambda given: Became({"full.weights": "bf16"} if given.value else {}),
+    "flash_attn": t.any_value("model.attention: auto takes the fastest kernel that is exact"),
+    **t.each("preprocessing_num_workers overwrite_cache plot_loss use_fast_tokenizer include_num_input_tokens_seen "
+             "enable_liger_kernel use_unsloth use_unsloth_gc disable_gradient_checkpointing data_shared_file_system "
+             "upcast_layernorm upcast_lmhead_output preprocessing_batch_size cache_dir print_param_status",
+             t.any_value("changes no step: tokens are cached by content, figures recorded, memory planned")),
+    **t.each("freeze_vision_tower freeze_multi_modal_projector image_max_pixels video_max_pixels video_fps",
+             t.off("images and videos cannot be trained on; only text can")),
+    **t.each("use_dft_loss use_galore use_apollo use_badam use_adam_mini use_muon use_llama_pro pissa_init use_kt "
+             "use_asft_loss use_eaft_loss mixture_of_depths fp8 shift_attn neat_packing_alibi rope_scaling "
+             "resize_vocab add_tokens add_special_tokens new_special_tokens_config additional_target streaming "
+             "use_ray ray_num_workers tokenized_path predict_with_generate eval_dataset interleave_probs "
+             "enable_v1_kernels train_from_scratch quantization_device_map", t.off("not supported; remove it")),
+}  # fmt: skip

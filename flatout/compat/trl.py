@@ -1,0 +1,127 @@
+"""Configurations of `trl sft` and of the alignment handbook; names of LoRA and of models that dialects share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flatout.compat import translation as t
+from flatout.compat.training_arguments import MODEL_ARGUMENTS, NULLABLE, SFT_DEFAULTS, TRAINING_ARGUMENTS
+from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
+
+_SHAPE = "lora_r lora_rank lora_alpha lora_dropout use_rslora use_dora lora_target_modules"
+_PEFT_CHOICE = "PEFT's choice for most models; name the modules if yours differ"
+
+
+def lora_rules(is_lora: Callable[[Mapping[str, Any]], bool]) -> dict[str, Rule]:
+    """Return rules for the names of LoRA, which count only if `is_lora` says so of all values."""
+
+    def if_lora(rule: Rule) -> Rule:
+        return lambda given: rule(given) if is_lora(given.all) else Became(note="read only with LoRA")
+
+    rules = {
+        **t.renamed(_SHAPE),
+        "lora_bias": t.only(("none",), "biases are not trained"),
+        **t.each(
+            "lora_modules_to_save modules_to_save lora_target_parameters", t.off("only linear layers get adapters")
+        ),
+        "init_lora_weights": t.only((True,), "B starts at zero; other starts are not supported"),
+        **t.each("lora_task_type lora_fan_in_fan_out lora_on_cpu", t.any_value("read from the model")),
+        **t.each("loraplus_lr_ratio loraplus_lr_embedding", t.off("one learning rate for A and B")),
+    }
+    return {name: if_lora(rule) for name, rule in rules.items()} | {
+        "load_in_4bit": if_lora(lambda given: Became({"base.storage": "nf4"} if given.value else {})),
+        "load_in_8bit": if_lora(_eight_bits),
+        "bnb_4bit_quant_type": t.only(("nf4",), "only nf4 is supported"),
+        **t.each("bnb_4bit_compute_dtype bnb_4bit_quant_storage", t.any_value("model.precision decides")),
+        **t.each("use_bnb_nested_quant bnb_4bit_use_double_quant", t.any_value("nf4 is always double quantized")),
+    }
+
+
+def _eight_bits(given: Given) -> Became:
+    return Became({"base.storage": "fp8"}, "8-bit floats, not integers", check=True) if given.value else Became()
+
+
+def held_out(given: Given) -> Became:
+    """Translate a share of the rows to hold out; numbers of rows are refused."""
+    share = given.number()
+    if share > 0.5:
+        raise RefusedError(f"{share:g} rows: write the share of the data set, up to 0.5, or build a set for eval.data")
+    return Became({"eval.fraction": share})
+
+
+def template(names: Mapping[str, str | None]) -> Rule:
+    """Translate a named template, or the text or file of one. A text is written to a file beside the configuration."""
+
+    def rule(given: Given) -> Became:
+        text = str(given.value)
+        if text not in names and "{%" not in text and not text.endswith(".jinja"):
+            known = ", ".join(names)
+            raise RefusedError(f"{text!r:.40} is not one of {known}; leave it out to use the tokenizer's own")
+        ours = names.get(text, text)
+        return Became({"data.template": ours} if ours else {}, "" if ours else "the tokenizer's own")
+
+    return rule
+
+
+# an entry of `datasets` or of `dataset_mixture` -> one of data.sources
+_DATASET: Mapping[str, Rule] = {
+    **t.each("path id", t.to("path")),
+    **t.each("name config", t.to("subset")),
+    **{name: t.to(name) for name in ("split", "weight")},
+    "columns": t.any_value("the row format reads its own columns"),
+}
+
+
+def _sources(given: Given) -> Became:
+    values = given.all
+    one = {"path": values.get("dataset_name"), "name": values.get("dataset_config")}
+    entries = values.get("datasets") or [one | {"split": values.get("dataset_train_split", "train")}]
+    text = values.get("dataset_text_field", "text")
+    columns = {"columns": {"text": text}} if text != "text" else {}
+    return Became({"data.sources": [t.inner(entry, _DATASET).settings | columns for entry in entries]})
+
+
+_MIXTURE: Mapping[str, Rule] = {"datasets": _sources, "seed": t.to("data.seed"), "test_split_size": held_out}
+
+
+def _evaluates(given: Given) -> Became:
+    if given.all.get("eval_strategy", "no") == "no" or given.all.get("dataset_mixture"):
+        return Became(note="not evaluated there")
+    raise RefusedError("build the split first: `flatout data build --split`, and set eval.data to its name")
+
+
+def _method(given: Given) -> Became:
+    return Became({"method": "lora" if given.value else "full"})
+
+
+def _is_lora(values: Mapping[str, Any]) -> bool:
+    return bool(values.get("use_peft"))
+
+
+TRL: Mapping[str, Rule] = {
+    **TRAINING_ARGUMENTS,
+    **lora_rules(_is_lora),
+    "model_name_or_path": t.to("model.name"),
+    "model_revision": MODEL_ARGUMENTS["revision"],
+    "use_peft": _method,
+    **t.each("dataset_name datasets dataset_config dataset_train_split dataset_text_field", _sources),
+    "dataset_test_split": _evaluates,
+    "dataset_mixture": t.nested(_MIXTURE),
+    "test_split_size": held_out,
+    "dataset_streaming": t.any_value("tokens are memory-mapped"),
+    "chat_template": template({}),
+    "ignore_bias_buffers": t.any_value("no buffers are sent"),
+}
+
+
+def translate_trl(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
+    """Translate a YAML of `trl sft` or of the alignment handbook."""
+    defaults: dict[str, Any] = {**SFT_DEFAULTS, "use_peft": False}
+    if given.get("use_peft"):
+        defaults |= {"lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
+    if given.get("eval_strategy", "no") != "no":
+        defaults["dataset_test_split"] = "test"
+    if given.get("max_seq_length"):
+        defaults.pop("max_length")
+    return t.translate(given, TRL, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)

@@ -1,0 +1,315 @@
+"""`flatout convert`, as typed: files of Axolotl, LLaMA-Factory, TRL and TrainingArguments become configurations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flatout.cli.main import main
+from flatout.config.read import load_config
+
+AXOLOTL = """\
+base_model: org/model
+load_in_4bit: true
+adapter: qlora
+lora_r: 8
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+datasets:
+  - path: chats.jsonl
+    ds_type: json
+    type: chat_template
+    field_messages: conversations
+    message_property_mappings: {role: from, content: value}
+    roles_to_train: [assistant]
+    train_on_eos: turn
+val_set_size: 0.1
+sequence_len: 512
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 2
+optimizer: paged_adamw_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+bf16: auto
+tf32: true
+wandb_project:
+special_tokens: {pad_token: <pad>}
+output_dir: ./outputs/out
+"""
+LLAMA_FACTORY = """\
+model_name_or_path: org/model
+trust_remote_code: true
+stage: sft
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: own, questions
+template: llama3
+cutoff_len: 1024
+max_samples: 100
+overwrite_output_dir: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+save_steps: 500
+output_dir: saves
+"""
+TRL = """\
+model_name_or_path: org/model
+dataset_name: org/chats
+dataset_config: all
+dataset_train_split: train_sft
+use_peft: true
+lora_r: 32
+lora_alpha: 16
+learning_rate: 1.0e-4
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
+assistant_only_loss: true
+max_length: 4096
+gradient_checkpointing: true
+chat_template: "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""
+
+
+def converted(folder: Path, text: str, *words: str, name: str = "theirs.yaml") -> dict[str, Any]:
+    """Convert a file; check that the result loads, and return it as plain values."""
+    (folder / name).write_text(text)
+    out = folder / "out.yaml"
+    assert main(["convert", str(folder / name), "--to", str(out), *words]) == 0
+    load_config(out)
+    values = yaml.safe_load(out.read_text())
+    assert isinstance(values, dict)
+    return values
+
+
+def problems(folder: Path, text: str, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    (folder / "theirs.yaml").write_text(text)
+    assert main(["convert", str(folder / "theirs.yaml"), *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_axolotl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = converted(tmp_path, AXOLOTL, "--gpus", "2")
+    assert values == {
+        "run_dir": "outputs/out",
+        "method": "lora",
+        "model": {"name": "org/model"},
+        "data": {
+            "sources": [
+                {
+                    "path": "chats.jsonl",
+                    "format": "messages",
+                    "columns": {"messages": "conversations", "role": "from", "content": "value"},
+                }
+            ],
+            "max_tokens": 512,
+            "too_long": "drop",
+        },
+        "lora": {"rank": 8, "alpha": 16.0, "dropout": 0.05, "targets": "all-linear"},
+        "base": {"storage": "nf4"},
+        "batch": {"samples_per_step": 16, "epochs": 2.0},
+        "optim": {"name": "adamw8bit", "lr": 2e-4},
+        "schedule": {"kind": "cosine", "warmup_ratio": 0.1},
+        "eval": {"fraction": 0.1, "every_steps": 0.125},
+        "checkpoint": {"every_steps": 0.5},
+    }
+    table = capsys.readouterr().out
+    # every given name has its line of at most 80 columns
+    assert all(any(line.startswith(f"{name} ") for line in table.splitlines()) for name in yaml.safe_load(AXOLOTL))
+    assert max(map(len, table.split("wrote")[0].splitlines())) <= 80
+    assert "# CHECK micro_batch_size: there, a packed row" in (tmp_path / "out.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("rl: dpo", "rl: preference and reward training is not supported"),
+        ("trl: {beta: 0.1}", "trl: preference and reward"),
+        ("processor_type: AutoProcessor", "processor_type: images and audio cannot be trained on"),
+        ("plugins: [axolotl.integrations.diffusion.DiffusionPlugin]", "plugins: axolotl.integrations.diffusion"),
+        ("chat_template: gemma3", "chat_template: 'gemma3' is not one of chatml"),
+        ("tensor_parallel_size: 2", "tensor_parallel_size: only data parallelism"),
+        ("unheard_of: 1", "unheard_of: unknown here"),
+        ("gptq: true", "gptq: adapters are LoRA"),
+        ("warmup_steps: 5\nwarmup_steps: 6", "key 'warmup_steps' is given twice"),
+        ("optim: adamw_torch", "optim: means the same as optimizer; keep one"),
+        ("unfrozen_parameters: [lm_head]", "unfrozen_parameters: it names what to train"),
+    ],
+)
+def test_axolotl_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str
+) -> None:
+    assert message in problems(tmp_path, f"{AXOLOTL}{change}\n", capsys)
+
+
+@pytest.mark.parametrize(
+    ("entry", "source"),
+    [
+        ("{path: a/b, type: alpaca}", {"path": "a/b", "format": "alpaca"}),
+        ("{path: a/b, name: en, split: 'train[:5%]', type: completion, field: body}",
+         {"path": "a/b", "subset": "en", "split": "train[:5%]", "format": "text", "columns": {"text": "body"}}),
+        ("{path: a/b, type: chat_template, roles: {user: [Human], assistant: [Bot]}}",
+         {"path": "a/b", "format": "messages", "roles": {"Human": "user", "Bot": "assistant"}}),
+        ("{path: a/b, type: input_output}", {"path": "a/b", "format": "segments"}),
+    ],
+)  # fmt: skip
+def test_data_sets_of_axolotl(tmp_path: Path, entry: str, source: dict[str, Any]) -> None:
+    text = f"base_model: m\nlearning_rate: 1e-4\nsequence_len: 64\ndatasets: [{entry}]\n"
+    values = converted(tmp_path, text)
+    assert values["data"]["sources"] == [source]
+    assert values["method"] == "full"
+
+
+@pytest.mark.parametrize(
+    "entry", ["{path: a, type: sharegpt.load_role}", "{path: a, type: alpaca, shards: 2}", "a",
+              "{path: a, type: {format: x}}",
+              "{path: a, type: chat_template, roles_to_train: [user]}"],
+)  # fmt: skip
+def test_data_sets_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], entry: str) -> None:
+    text = f"base_model: m\nlearning_rate: 1e-4\ndatasets: [{entry}]\n"
+    assert "datasets: " in problems(tmp_path, text, capsys)
+
+
+def write_dataset_info(folder: Path, **entries: Any) -> None:
+    (folder / "data").mkdir()
+    rows = [{"instruction": "a", "output": "b"}] * 3
+    (folder / "data/own.json").write_text(json.dumps(rows))
+    known = {
+        "own": {"file_name": "own.json"},
+        "questions": {
+            "file_name": "own.json",
+            "formatting": "sharegpt",
+            "columns": {"messages": "turns", "tools": "tools"},
+            "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "Frage", "assistant_tag": "Antwort"},
+        },
+        **entries,
+    }
+    (folder / "data/dataset_info.json").write_text(json.dumps(known))
+
+
+def test_llamafactory(tmp_path: Path) -> None:
+    write_dataset_info(tmp_path)
+    values = converted(tmp_path, LLAMA_FACTORY)
+    assert values["data"] == {
+        "sources": [
+            {"format": "alpaca", "path": str(tmp_path / "data/own.json")},
+            {
+                "format": "sharegpt",
+                "path": str(tmp_path / "data/own.json"),
+                "columns": {"messages": "turns", "tools": "tools", "from": "role", "value": "content"},
+                "roles": {"Frage": "user", "Antwort": "assistant"},
+            },
+        ],
+        "template": "llama-3",
+        "max_tokens": 1024,
+        "too_long": "truncate",
+    }
+    assert values["lora"] == {"rank": 8, "alpha": 16.0, "targets": "all-linear"}
+    assert values["batch"] == {"samples_per_step": 8, "epochs": 3.0}
+    assert values["checkpoint"] == {"every_steps": 500, "resume": "never"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("stage: dpo", "stage: dpo is not supported"),
+        ("finetuning_type: oft", "finetuning_type: 'oft' is not supported"),
+        ("dataset: missing", "dataset: 'missing' is not in"),
+        ("dataset: pictures", "dataset: pictures: columns: images: only text can be trained on"),
+        ("dataset: pairs", "dataset: pairs: ranking: preference pairs cannot be trained on"),
+        ("max_samples: 2", "max_samples: it counts each data set"),
+        ("template: qwen3_vl", "template: 'qwen3_vl' is not one of llama3"),
+        ("quantization_bit: 8", "quantization_bit: only 4 bits"),
+        ("packing: true", "packing: samples of a pack attend to each other"),
+        ("use_galore: true", "use_galore: not supported"),
+    ],
+)
+def test_llamafactory_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str
+) -> None:
+    pictures = {"file_name": "own.json", "columns": {"images": "images"}}
+    write_dataset_info(tmp_path, pictures=pictures, pairs={"file_name": "own.json", "ranking": True})
+    text = yaml.safe_dump(yaml.safe_load(LLAMA_FACTORY) | yaml.safe_load(change))
+    assert message in problems(tmp_path, text, capsys)
+
+
+def test_trl(tmp_path: Path) -> None:
+    values = converted(tmp_path, TRL)
+    assert values["data"] == {
+        "sources": [{"path": "org/chats", "subset": "all", "split": "train_sft"}],
+        "template": str(tmp_path / "out.jinja"),
+        "loss_type": "response_only",
+        "max_tokens": 4096,
+        "too_long": "truncate",
+    }
+    assert (tmp_path / "out.jinja").read_text() == yaml.safe_load(TRL)["chat_template"]
+    # TRL's own defaults: dropout, PEFT's modules, 3 epochs of 8 samples, no warm-up
+    assert values["lora"] == {"rank": 32, "alpha": 16.0, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}
+    assert values["batch"] == {"samples_per_step": 8, "epochs": 3.0}
+    assert values["schedule"] == {"kind": "cosine", "min_lr_ratio": 0.1, "warmup_steps": 0}
+
+
+def test_trl_evaluates_on_a_set_that_has_to_be_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = TRL + "eval_strategy: epoch\nnum_train_epochs: 1\n"
+    assert "dataset_test_split: build the split first" in problems(
+        tmp_path, text, capsys, "--to", str(tmp_path / "o.yaml")
+    )
+
+
+def test_training_arguments_need_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = json.dumps({"learning_rate": 1e-05, "output_dir": "out", "num_train_epochs": 1})
+    (tmp_path / "args.json").write_text(text)
+    assert main(["convert", str(tmp_path / "args.json")]) == 2
+    assert "model: missing; every run needs it" in capsys.readouterr().err
+    values = converted(tmp_path, text, "model.name=org/model", "data.name=chats", name="args.json")
+    assert values["model"] == {"name": "org/model"}
+    assert values["optim"]["lr"] == 1e-05
+
+
+def test_names_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = AXOLOTL + "rl: dpo\ncurriculum_sampling: true\n"
+    assert "2 problems" in problems(tmp_path, text, capsys)
+    assert converted(tmp_path, text, "--without", "rl,curriculum_sampling")["method"] == "lora"
+    assert "--without lr:" in problems(tmp_path, text, capsys, "--without", "lr")
+
+
+def test_yaml_is_printed_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "theirs.yaml").write_text(AXOLOTL)
+    assert main(["convert", str(tmp_path / "theirs.yaml"), "lora.rank=4"]) == 0
+    printed = capsys.readouterr()
+    assert yaml.safe_load(printed.out)["lora"]["rank"] == 4
+    assert "sequence_len" in printed.err
+
+
+def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "of no known trainer" in problems(tmp_path, "colour: blue\n", capsys)
+    assert "of no known trainer" in problems(tmp_path, "model: {name: m}\n", capsys)
+    assert "expected sections" in problems(tmp_path, "- 1\n", capsys)
+    (tmp_path / "out.yaml").write_text("")
+    assert "already exists" in problems(tmp_path, AXOLOTL, capsys, "--to", str(tmp_path / "out.yaml"))
+
+
+@pytest.mark.parametrize("name", ["lora_r", "sequence_len", "report_to", "val_size", "evals_per_epoch", "run_name"])
+def test_errors_know_the_names_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """The suggestion is the setting that the translation uses."""
+    from flatout.config.read import OF_OTHERS
+
+    (tmp_path / "run.yaml").write_text(f"model: m\n{name}: 1\n")
+    assert main(["plan", str(tmp_path / "run.yaml")]) == 2
+    assert f"{name}: unknown key; did you mean {OF_OTHERS[name]}?" in capsys.readouterr().err
