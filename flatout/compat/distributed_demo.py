@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
-from flatout.compat.hypersloth_commands import command
 from flatout.compat.launched import OVERRIDES_HELP, data_of, run, say, with_rows_per_step
 from flatout.config.schema import Config, SourceConfig
 from flatout.environment import environment, set_environment
@@ -104,23 +103,7 @@ def _track(args: argparse.Namespace, script: str) -> dict[str, Any]:
     return {"to": ["comet"], "project": project, "tags": [script, "llm-training", "pytorch"]}
 
 
-def _main(script: str) -> int:
-    return run(to_config(script, _parser(script).parse_intermixed_args()))
-
-
-@command
-def single_gpu() -> int:
-    """`01-single-gpu/train-llm.py`."""
-    return _main("single-gpu")
-
-
-@command
-def ddp() -> int:
-    """`02-ddp/train-llm.py`, as the rank that torchrun started."""
-    return _main("ddp")
-
-
-@command
-def fsdp() -> int:
-    """`03-fsdp/train-llm.py`, as the rank that torchrun started."""
-    return _main("fsdp")
+def main(script: Literal["single-gpu", "ddp", "fsdp"]) -> int:
+    """`train-llm.py` of 01-single-gpu, 02-ddp or 03-fsdp: train, alone or as the rank that torchrun started."""
+    args = _parser(script).parse_intermixed_args()
+    return run(lambda: to_config(script, args))

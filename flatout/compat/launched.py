@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flatout.api.start import train
+from flatout.cli.main import exit_code_of
 from flatout.config.data import data_section
 from flatout.config.read import make_config
 from flatout.config.schema import Config
@@ -44,8 +45,11 @@ def with_rows_per_step(settings: Mapping[str, Any], overrides: Sequence[str], nu
     return make_config({**settings, "batch": batch}, overrides, origin="flags")
 
 
-def run(config: Config) -> int:
-    """Train as this rank, or alone; print what the run came to. Raises a FlatoutError."""
-    finished = train(config)
-    say(repr(finished))
-    return 0
+def run(make: Callable[[], Config]) -> int:
+    """Train this configuration as a rank, or alone, and print what the run came to; return the exit code."""
+
+    def train_it() -> int:
+        say(repr(train(make())))
+        return 0
+
+    return exit_code_of(train_it)

@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.compat.hypersloth_commands import command
 from flatout.compat.launched import OVERRIDES_HELP, data_of, run, say, with_rows_per_step
 from flatout.compat.training_arguments import TRAINING_ARGUMENTS
 from flatout.compat.translation import Became, Given, RefusedError, Rule, any_value, off, to, translate
 from flatout.config.read import make_config
 from flatout.config.schema import Config
-from flatout.environment import environment
 from flatout.errors import UsageError
 from flatout.io.json_file import read_json
 
@@ -98,9 +96,6 @@ def to_config(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config
     # question and answer with a space between, without a chat template
     data = data_of(given["dataset_path"], settings["data"].pop("max_tokens"), format="alpaca")
     settings = {"name": "turbo-tune", **settings, "data": {**settings["data"], **data, "template": "plain"}}
-    # accelerate reads this variable too
-    if environment().get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
-        settings["device"] = "cpu"
     if given.get("use_packing"):
         return with_rows_per_step(settings, overrides, settings["batch"]["samples_per_step"])
     return make_config(settings, overrides, origin="flags")
@@ -118,7 +113,6 @@ def _read_deepspeed(path: Path) -> dict[str, Any]:
     return content
 
 
-@command
 def main() -> int:
     """`qwen3_sft.py`: train, alone or as the rank that torchrun, accelerate or deepspeed started."""
     parser = argparse.ArgumentParser(
@@ -133,7 +127,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.name=value", help=OVERRIDES_HELP)
     given = vars(parser.parse_intermixed_args())
-    return run(to_config(given, given.pop("overrides")))
+    overrides = given.pop("overrides")
+    return run(lambda: to_config(given, overrides))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,6 @@
 
 import sys
 
-from flatout.compat.distributed_demo import single_gpu
+from flatout.compat.distributed_demo import main
 
-sys.exit(single_gpu())
+sys.exit(main("single-gpu"))

@@ -2,6 +2,6 @@
 
 import sys
 
-from flatout.compat.distributed_demo import ddp
+from flatout.compat.distributed_demo import main
 
-sys.exit(ddp())
+sys.exit(main("ddp"))

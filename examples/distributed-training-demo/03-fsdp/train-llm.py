@@ -2,6 +2,6 @@
 
 import sys
 
-from flatout.compat.distributed_demo import fsdp
+from flatout.compat.distributed_demo import main
 
-sys.exit(fsdp())
+sys.exit(main("fsdp"))
