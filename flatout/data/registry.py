@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,7 @@ def find(root: Path, name: str) -> Entry:
     raise DataError(f"no data set {name!r} in {root / FILE_NAME}; {hint}known: {', '.join(entries)}")
 
 
-def upsert(root: Path, entry: Entry, extra: Mapping[str, Any] | None = None) -> None:
+def upsert(root: Path, entry: Entry, extra: dict[str, Any] | None = None) -> None:
     """Add the entry, with `extra` keys, or replace the one of the same name; others are written back unchanged.
 
     Waits for other processes that write it. Raises DataError if the existing file is damaged, ResourceError if the new

@@ -133,6 +133,7 @@ class Runner:
             output += f"$ {command}\n{printed}"
             if code:
                 break
+        (folder.parent / f"{name}.log").write_text(output)
         run = folder / case["run"] if "run" in case else None
         return Outcome(code, output, folder, run, time.monotonic() - started_at)
 
@@ -302,10 +303,11 @@ def main() -> int:
                 outcome = runner.outcomes.get((system, name))
                 seconds = f"{outcome.seconds:.0f} s" if outcome else "-"
                 good = sum(row["result"] == row["expected"] for row in judged)
-                print(f"{system:12} {name:28} {good:3}/{len(judged)} rows  {seconds}", flush=True)
-        for row in rows:
-            if row["result"] != row["expected"]:
-                print(f"{row['system']}: {row['kind']} {row['what']}: {row['result']}")
+                print(f"{system:12} {name:28} {good:3}/{len(judged)} rows  {seconds}")
+                for row in judged:
+                    if row["result"] != row["expected"]:
+                        print(f"    {row['kind']} {row['what']}: {row['result']}")
+                sys.stdout.flush()
     tables = {system: counts([row for row in rows if row["door"] == system]) for system in args.systems or manifests()}
     print(json.dumps(tables, indent=2))
     if not (args.systems or args.fast):
