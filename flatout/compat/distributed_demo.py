@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from flatout.compat.launched import OVERRIDES_HELP, data_of, run, say, with_rows_per_step
+from flatout.compat.launched import OVERRIDES_HELP, data_of, device, run, say, with_rows_per_step
 from flatout.config.schema import Config, SourceConfig
 from flatout.environment import environment, set_environment
 from flatout.errors import UsageError
@@ -40,7 +40,7 @@ def _parser(script: str) -> argparse.ArgumentParser:
     add("--comet-project-name", help="Comet project (distributed-training-demo)")
     add("--comet-workspace", help="Comet workspace (intro-ai)")
     if script == "single-gpu":
-        add("--device", choices=["cpu", "cuda"], default="cuda")
+        add("--device", choices=["cpu", "cuda"], default="cpu" if device() == "cpu" else "cuda")
         add("--dtype", choices=["fp32", "fp16", "bf16"], default="bf16")
     if script == "fsdp":
         add("--cpu-offload", action="store_true", help="keep the state in host memory")
@@ -52,7 +52,7 @@ def to_config(script: str, args: argparse.Namespace) -> Config:
     """Return flatout's configuration. Raises a UsageError that names what it cannot honor, and DataError."""
     settings: dict[str, Any] = {
         "seed": args.seed,
-        "device": getattr(args, "device", "auto"),
+        "device": getattr(args, "device", device()),
         "method": "full",
         "strategy": STRATEGIES[script],
         "log_every_steps": args.log_freq,

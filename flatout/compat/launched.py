@@ -10,9 +10,15 @@ from flatout.cli.main import exit_code_of
 from flatout.config.data import data_section
 from flatout.config.read import make_config
 from flatout.config.schema import Config
+from flatout.environment import environment
 from flatout.parallel.rank import Rank
 
 OVERRIDES_HELP = "settings of flatout, which replace those of the flags"
+
+
+def device() -> str:
+    """Return the device: cpu if ACCELERATE_USE_CPU says so, which transformers and accelerate read too."""
+    return "cpu" if environment().get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") else "auto"
 
 
 def say(text: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.compat.launched import OVERRIDES_HELP, data_of, run, say, with_rows_per_step
+from flatout.compat.launched import OVERRIDES_HELP, data_of, device, run, say, with_rows_per_step
 from flatout.compat.training_arguments import TRAINING_ARGUMENTS
 from flatout.compat.translation import Became, Given, RefusedError, Rule, any_value, off, to, translate
 from flatout.config.read import make_config
@@ -95,7 +95,12 @@ def to_config(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config
             say(f"--{outcome.name}: {outcome.describe()}")
     # question and answer with a space between, without a chat template
     data = data_of(given["dataset_path"], settings["data"].pop("max_tokens"), format="alpaca")
-    settings = {"name": "turbo-tune", **settings, "data": {**settings["data"], **data, "template": "plain"}}
+    settings = {
+        "name": "turbo-tune",
+        "device": device(),
+        **settings,
+        "data": {**settings["data"], **data, "template": "plain"},
+    }
     if given.get("use_packing"):
         return with_rows_per_step(settings, overrides, settings["batch"]["samples_per_step"])
     return make_config(settings, overrides, origin="flags")

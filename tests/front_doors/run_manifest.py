@@ -25,6 +25,7 @@ import tomllib
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ ROOT = HERE.parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "front-doors.json"
 FRONTDOORS = ROOT / "frontdoors"
 KINDS = {"command", "flag", "class", "field", "snippet", "file"}
-CASE_KEYS = {"fast", "gpu", "skip", "after", "files", "copy", "edit", "env", "commands", "stdin", "run", "exit"}
+CASE_KEYS = {"fast", "gpu", "needs", "skip", "after", "files", "copy", "edit", "env", "commands", "stdin", "run", "exit"}
 TIMEOUT_S = 600
 
 
@@ -267,7 +268,9 @@ def judge(runner: Runner, system: str, name: str) -> list[dict[str, Any]]:
     """Run one case and return its rows with their results."""
     manifest = manifests()[system]
     case, rows = manifest.cases[name], [row for row in manifest.rows if row["how"] == name]
-    if skip := "it needs a GPU" if case.get("gpu") and not has_gpu() else case.get("skip"):
+    missing = [package for package in case.get("needs", ()) if find_spec(package) is None]
+    skip = f"it needs {missing[0]}" if missing else case.get("skip")
+    if skip := "it needs a GPU" if case.get("gpu") and not has_gpu() else skip:
         results = [f"not run: {skip}" for _ in rows]
     else:
         outcome = runner.outcome(system, name)
