@@ -30,14 +30,6 @@ LEFT_OUT = {
 }
 
 
-def _micro_batch_tokens(given: Given) -> Became:
-    return Became({"batch.micro_batch_tokens": int(given.number()) * int(given.number("max_length"))})
-
-
-def _method(given: Given) -> Became:
-    return Became({"method": "lora", "lora.dropout": 0.05} if given.value else {"method": "full"})
-
-
 def _of_lora(setting: str) -> Rule:
     def rule(given: Given) -> Became:
         if not given.all["use_lora"]:
@@ -47,22 +39,20 @@ def _of_lora(setting: str) -> Rule:
     return rule
 
 
-def _fp8(given: Given) -> Became:
-    return Became({"base.storage": "fp8"} if given.all["use_lora"] else {"full.compute": "fp8"})
-
-
 FLAGS: Mapping[str, Rule] = {
     **TRAINING_ARGUMENTS,
     "model_path": to("model.name"),
     "tokenizer_path": to("data.tokenizer"),
     "train_steps": to("batch.max_steps"),
     "global_batch_size": to("batch.samples_per_step"),
-    "micro_batch_size": _micro_batch_tokens,
+    "micro_batch_size": lambda given: Became(
+        {"batch.micro_batch_tokens": int(given.number()) * int(given.number("max_length"))}
+    ),
     "use_packing": any_value("steps are always packed; here it says that --global_batch_size counts packed rows"),
-    "use_lora": _method,
+    "use_lora": lambda given: Became({"method": "lora", "lora.dropout": 0.05} if given.value else {"method": "full"}),
     "rank": _of_lora("lora.rank"),
     "alpha": _of_lora("lora.alpha"),
-    "use_fp8": _fp8,
+    "use_fp8": lambda given: Became({"base.storage" if given.all["use_lora"] else "full.compute": "fp8"}),
     "use_fast_moe_block": off(
         "flatout has no expert kernels of its own: experts run as transformers runs them; remove it"
     ),
