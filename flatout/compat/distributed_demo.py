@@ -13,7 +13,6 @@ from flatout.compat.launched import OVERRIDES_HELP, data_of, device, run, say, w
 from flatout.config.schema import Config, SourceConfig
 from flatout.environment import environment, set_environment
 from flatout.errors import UsageError
-from flatout.parallel.rank import Rank
 
 STRATEGIES = {"single-gpu": "single", "ddp": "ddp", "fsdp": "fsdp"}
 # what names a run to Comet, and what its own variables are for
@@ -70,7 +69,7 @@ def to_config(script: str, args: argparse.Namespace) -> Config:
     given = json.dumps([settings, args.batch_size, args.overrides], sort_keys=True)
     name = args.experiment_name or f"{script}-{xxhash.xxh3_64_hexdigest(given.encode())[:8]}"
     settings |= {"name": name, "run_dir": f"{args.save_dir}/{name}"}
-    return with_rows_per_step(settings, args.overrides, args.batch_size * Rank.from_env().world)
+    return with_rows_per_step(settings, args.overrides, args.batch_size, per_rank=True)
 
 
 def _data(path: str, subset: str | None, max_tokens: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ _BELOW_TRAIN = {"config", "data", "planner", "models", "optim", "parallel", "che
 _VERBS = {"bench", "demo", "doctor", "eval", "profile", "studio", "verifier"}
 MAY_IMPORT = {
     "cli": _BELOW_TRAIN | _VERBS | {"api", "compat", "launch", "trainer", "view"},
-    "compat": {"api", "cli", "config", "data", "parallel"},
+    "compat": {"api", "cli", "config", "data", "launch", "parallel"},
     "api": _BELOW_TRAIN | {"launch", "trainer", "verifier", "view"},
     "bench": _BELOW_TRAIN | {"demo", "trainer"},
     "eval": {"data", "models"},

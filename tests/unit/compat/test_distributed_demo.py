@@ -93,10 +93,15 @@ def test_flags_of_another_script_are_refused(
     assert refused.value.code == 2
 
 
-def test_a_step_has_the_tokens_of_its_rows_on_all_ranks(settings_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+@pytest.mark.parametrize(
+    ("env", "overrides"), [({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, []), ({}, ["gpus=[0,1]"])]
+)
+def test_a_step_has_the_tokens_of_its_rows_on_all_ranks(
+    settings_of: Any, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], overrides: list[str]
+) -> None:
+    for name, value in env.items():
         monkeypatch.setenv(name, value)
-    found = settings_of("ddp", "-b", "3", "-s", "64")
+    found = settings_of("ddp", "-b", "3", "-s", "64", *overrides)
     store = TokenStore.open(Path("data/built_dataset/texts"))
     assert float(store.lengths.mean()) * found["batch.samples_per_step"] == pytest.approx(2 * 3 * 64, rel=0.05)
 
@@ -184,6 +189,29 @@ def stop_after(num_saves: int) -> Any:
         return saved
 
     return save
+
+
+def test_tasks_of_srun_are_ranks(tiny: Any, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "node1"}
+    for name, value in task.items():
+        monkeypatch.setenv(name, value)
+    # removed again at the end
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    kept: list[Any] = []
+    monkeypatch.setattr("flatout.compat.launched.train", kept.append)
+    assert type_in(monkeypatch, "ddp", tiny, texts, "-b", "3", "-s", "64") == 0
+    store = TokenStore.open(Path("data/built_dataset/texts"))
+    samples = kept[0].batch.samples_per_step
+    assert float(store.lengths.mean()) * samples == pytest.approx(2 * 3 * 64, rel=0.05)
+
+
+def test_the_batch_needs_a_number_of_tokens(
+    tiny: Any, texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert type_in(monkeypatch, "ddp", tiny, texts, "data.max_tokens=null") == 2
+    assert "data.max_tokens: null" in capsys.readouterr().err
 
 
 def test_runs_without_a_name_are_apart(tiny: Any, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
