@@ -3,8 +3,8 @@
 A manifest has `cases` and `rows`. A case is a folder with files, commands that are typed in it, and how they end. A row
 is one documented command, flag, class, field, snippet or file; `how` names the case that runs it, and `check` what must
 be seen there: a row has run only if its effect was observed. Models and data sets that a document names are folders of
-these names with a tiny model and tiny data, so commands and scripts need no change. A case that is `gpu`, or `needs` a package
-that is not installed, is not run.
+these names with a tiny model and tiny data, so commands and scripts need no change. A case is not run where
+it lacks a GPU (`gpu`) or a package that it `needs`.
 
     python tests/front_doors/run_manifest.py                 all; writes benchmarks/results/front-doors.json
     python tests/front_doors/run_manifest.py --fast          the cases that CI runs
