@@ -13,6 +13,7 @@ from flatout.api.run import Run
 from flatout.api.start import train
 from flatout.compat.training_arguments import NULLABLE, TRAINING_ARGUMENTS
 from flatout.compat.translation import Rule, Translation, any_value, each, off, only, renamed, to, translate
+from flatout.config.data import data_section
 from flatout.config.read import make_config
 from flatout.config.schema import Config
 from flatout.data import registry
@@ -23,8 +24,6 @@ from flatout.io.json_file import read_json
 
 # the key of a registry entry under which `hypersloth-build-dataset` writes how it built the data set
 HOW = "hypersloth"
-# tokens per sample unless a limit is given
-NO_LIMIT = 32_000
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Unsloth's names of the chat templates that flatout has too
 TEMPLATES = {name: name for name in ("chatml", "mistral", "zephyr", "alpaca", "gemma", "llama-3", "qwen3")} | {
@@ -47,7 +46,8 @@ LORA_ARGUMENTS: Mapping[str, Rule] = {
     "bias": only(("none",), "adapters have no bias"),
     "random_state": only((3407,), "one seed decides adapters, order and dropout; set seed of the training arguments"),
 }
-OWN_ARGUMENTS: Mapping[str, Rule] = {
+ARGUMENTS: Mapping[str, Rule] = {
+    **TRAINING_ARGUMENTS,
     "save_only_model": any_value("checkpoints always hold what resuming needs"),
     "dataset_num_proc": to("data.num_procs"),
     "max_seq_len": any_value("data.max_tokens"),
@@ -63,7 +63,8 @@ class Settings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            texts = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            problems = (text.removeprefix(": Value error, ") for text in texts)
             raise ProblemsError(type(self).__name__, [*problems]) from None
 
 
@@ -184,17 +185,17 @@ class RunConfig(Settings):
             raise UsageError("lora_args is None, but full_finetuning is False; set one of them")
         outcomes = translate(given, MODEL_ARGUMENTS).outcomes
         outcomes += translate(lora.model_dump() if lora else {}, LORA_ARGUMENTS).outcomes
-        rules = {**TRAINING_ARGUMENTS, **OWN_ARGUMENTS}
-        outcomes += translate(training.model_dump(), rules, nullable=NULLABLE, num_gpus=len(gpus)).outcomes
+        arguments = {"run_name": PurePath(training.output_dir).name or "run", **training.model_dump()}
+        outcomes += translate(arguments, ARGUMENTS, nullable=NULLABLE, num_gpus=len(gpus)).outcomes
         settings = Translation(outcomes).checked(type(self).__name__)
         if self.pretrained_lora is not None:
             settings["lora"]["continue_from"] = self.pretrained_lora
         # transformers and accelerate read this variable too
         if environment().get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
             settings["device"] = "cpu"
-        return {"name": as_name(training.output_dir), **settings, "gpus": gpus}
+        return {**settings, "gpus": gpus}
 
-    def make_config(self, training: TrainingArgsConfig, gpus: list[int], loss: str, template: str | None) -> Config:
+    def resolved(self, training: TrainingArgsConfig, gpus: list[int], loss: str, template: str | None) -> Config:
         """Return flatout's configuration. Raises a UsageError that names every setting flatout cannot honor."""
         settings, data = self.translated(training, gpus), self.data
         loss = loss if data.response_only else "all"
@@ -215,23 +216,23 @@ class HyperConfig(RunConfig):
     training: TrainingConfig = TrainingConfig()
 
     def to_config(self, training: TrainingArgsConfig) -> Config:
-        """Return flatout's configuration, as `make_config`."""
+        """Return flatout's configuration, as `resolved`."""
         where = self.training
-        return self.make_config(training, where.gpus, where.loss_type, where.chat_template or self.data.chat_template)
+        return self.resolved(training, where.gpus, where.loss_type, where.chat_template or self.data.chat_template)
 
 
 def data_source(data: DataConfig, max_tokens: int | None, loss: str, *, has_template: bool) -> dict[str, Any]:
     """Return where samples come from: a data set that was built and fits this run, or rows to tokenize."""
     path = data.dataset_name or data.path or data.dataset_path
-    name, limit = data.name or as_name(str(path)), max_tokens or NO_LIMIT
     if path is None:
-        return {"name": name, **({"max_tokens": max_tokens} if max_tokens else {})}
+        return {"name": data.name, **({"max_tokens": max_tokens} if max_tokens else {})}
+    name, limit = data.name or data_section(path).get("name", "data"), max_tokens or 32_000
     if data._is_built:
         store = TokenStore.open(registry.entry_dir(data.data_dir, registry.find(data.data_dir, name)))
         if not has_template and store.meta.settings["loss_type"] == loss and int(store.lengths.max()) <= limit:
             return {"name": name}
         # the data set stays as it was built; one of the same rows is built beside it
-        name = as_name(f"{name}-{loss}-{limit}")
+        name = f"{name[:40]}-{loss}-{limit}"
     sources = [{"path": path, "split": data.split}]
     return {"name": name, "sources": sources, "num_samples": data.num_samples, "seed": data.seed, "max_tokens": limit}
 
@@ -256,11 +257,6 @@ def chat_template(data: DataConfig, name: str | None, tokenizer_name: str) -> st
             if marker and marker not in written:
                 raise UsageError(f"{part}: {marker!r}: the chat template writes {written!r} there; remove it")
     return template
-
-
-def as_name(text: str) -> str:
-    """Return a name that flatout allows for runs and data sets, from the last part of a path or id."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", PurePath(text).name).strip("-._")[:64] or "run"
 
 
 def run_multiprocess_training(gpus: list[int], hyper_config: HyperConfig, training_config: TrainingArgsConfig) -> Run:

@@ -29,7 +29,6 @@ def build_dataset() -> int:
     add("--print_samples", action="store_true", help="print the first samples as text")
     args = parser.parse_args()
     hub, path = args.hf_dataset or args.dataset, args.output_path
-    # the registry lies beside built_dataset/
     root = path.parent if path.name == "built_dataset" else path
     number = args.num_samples or (1000 if hub else None)
     name = args.name or f"{'hf_dataset' if hub else 'sharegpt'}_{number or 'all'}_samples"

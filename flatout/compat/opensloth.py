@@ -31,8 +31,8 @@ class OpenSlothConfig(RunConfig):
     log_level: Literal["info"] = "info"
 
     def to_config(self, training: TrainingArgsConfig) -> Config:
-        """Return flatout's configuration, as `make_config`."""
-        return self.make_config(training, self.devices, "response_only", self.data.chat_template)
+        """Return flatout's configuration, as `resolved`."""
+        return self.resolved(training, self.devices, "response_only", self.data.chat_template)
 
 
 def run_mp_training(gpus: list[int], opensloth_config: OpenSlothConfig, training_config: TrainingArgsConfig) -> Run:

@@ -119,4 +119,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
     for number, raw in enumerate(raws, start=1):
         if not isinstance(raw, dict):
             raise DataError(f"{file}: entry {number} is not an object with a name; remove it")
+        if "text_field" in raw and "fingerprint" not in raw:
+            why = "was written by HyperSloth, whose data sets hold text without turns"
+            raise DataError(f"{file}: entry {number} {why}; move this file away and build the data sets again")
     return raws

@@ -6,9 +6,11 @@ be seen there: a row has run only if its effect was observed. Models and data se
 these names with a tiny model and tiny data, so commands and scripts need no change. A case is not run where
 it lacks a GPU (`gpu`) or a package that it `needs`.
 
-    python tests/front_doors/run_manifest.py                 all; writes benchmarks/results/front-doors.json
-    python tests/front_doors/run_manifest.py --fast          the cases that CI runs
-    python tests/front_doors/run_manifest.py hypersloth      one system; prints only
+    python tests/front_doors/run_manifest.py                      all; writes benchmarks/results/front-doors.json
+    python tests/front_doors/run_manifest.py --fast               the cases that CI runs
+    python tests/front_doors/run_manifest.py hypersloth unsloth:cli    a system, or one case of it
+
+The rows of cases that were run replace those in the file.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "front-doors.json"
 FRONTDOORS = ROOT / "frontdoors"
+# what identifies a row of a system
+KEY = ("what", "how", "kind")
 KINDS = {"command", "flag", "class", "field", "snippet", "file"}
 CASE_KEYS = {
     "fast", "gpu", "needs", "skip", "after", "files", "copy", "edit", "env", "commands", "stdin", "run", "exit"
@@ -293,45 +297,57 @@ def has_gpu() -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("systems", nargs="*", choices=[[], *manifests()], help="systems (all)")
+    parser.add_argument("wanted", nargs="*", metavar="SYSTEM[:CASE]", help="what to run (all)")
     parser.add_argument("--fast", action="store_true", help="only the cases that CI runs")
-    parser.add_argument("--keep", type=Path, help="folder to keep the cases in")
+    parser.add_argument("--keep", type=Path, help="folder to keep the cases in, with the output of each")
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    known = [(system, name) for system, one in manifests().items() for name in one.cases]
+    names = [system for system, _ in known] + [f"{system}:{name}" for system, name in known]
+    if unknown := set(args.wanted) - set(names):
+        parser.error(f"no system or case {min(unknown)}; the systems are {', '.join(manifests())}")
+    judged: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    table: dict[str, dict[str, int]] = {}
     with tempfile.TemporaryDirectory(prefix="doors-") as scratch:
         runner = Runner(args.keep or Path(scratch))
-        for system in args.systems or manifests():
-            for name, case in manifests()[system].cases.items():
-                if args.fast and not case.get("fast"):
-                    continue
-                judged = judge(runner, system, name)
-                rows += judged
-                outcome = runner.outcomes.get((system, name))
-                seconds = f"{outcome.seconds:.0f} s" if outcome else "-"
-                good = sum(row["result"] == row["expected"] for row in judged)
-                print(f"{system:12} {name:28} {good:3}/{len(judged)} rows  {seconds}")
-                for row in judged:
-                    if row["result"] != row["expected"]:
-                        print(f"    {row['kind']} {row['what']}: {row['result']}")
-                sys.stdout.flush()
-    tables = {system: counts([row for row in rows if row["door"] == system]) for system in args.systems or manifests()}
-    print(json.dumps(tables, indent=2))
-    if not (args.systems or args.fast):
-        RESULTS.write_text(dumped({"systems": tables}, rows))
-        print(f"wrote {RESULTS.relative_to(ROOT)}")
-    return 0 if all(table["failed"] == 0 for table in tables.values()) else 1
+        for system, name in known:
+            is_wanted = not args.wanted or system in args.wanted or f"{system}:{name}" in args.wanted
+            if is_wanted and (manifests()[system].cases[name].get("fast") or not args.fast):
+                judged[system, name] = judge(runner, system, name)
+                report(system, name, judged[system, name], runner.outcomes.get((system, name)))
+                # after each case, as all of them take long
+                table = write_results(judged)
+    print(json.dumps(table, indent=2))
+    return 1 if any(counted["failed"] for counted in table.values()) else 0
+
+
+def report(system: str, name: str, rows: list[dict[str, Any]], outcome: Outcome | None) -> None:
+    wrong = [row for row in rows if row["result"] != row["expected"]]
+    seconds = f"{outcome.seconds:.0f} s" if outcome else "-"
+    print(f"{system:12} {name:28} {len(rows) - len(wrong):3}/{len(rows)} rows  {seconds}")
+    for row in wrong:
+        print(f"    {row['kind']} {row['what']}: {row['result']}")
+    sys.stdout.flush()
+
+
+def write_results(judged: dict[tuple[str, str], list[dict[str, Any]]]) -> dict[str, dict[str, int]]:
+    """Write the rows that were judged, and those of other cases as they are in the file; return the counts."""
+    old = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    rows = []
+    for system, manifest in manifests().items():
+        for row in manifest.rows:
+            now = judged.get((system, row["how"]), [one for one in old if one["door"] == system])
+            rows += [one for one in now if (one["what"], one["how"], one["kind"]) == tuple(map(row.get, KEY))][:1]
+    table = {system: counts([row for row in rows if row["door"] == system]) for system in manifests()}
+    lines = ",\n".join("    " + json.dumps(row, ensure_ascii=False) for row in rows)
+    head = json.dumps({"systems": table}, indent=2)
+    RESULTS.write_text(head[:-2] + f',\n  "rows": [\n{lines}\n  ]\n}}\n')
+    return table
 
 
 def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
     """Return how many rows ran, ended with the error that they name, failed, or were not run."""
     kinds = Counter(row["result"].partition(":")[0] for row in rows)
     return {"rows": len(rows), **{kind: kinds[kind] for kind in ("ran", "error", "failed", "not run")}}
-
-
-def dumped(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """Return JSON with a row a line."""
-    lines = ",\n".join("    " + json.dumps(row, ensure_ascii=False) for row in rows)
-    return json.dumps(head, indent=2)[:-2] + f',\n  "rows": [\n{lines}\n  ]\n}}\n'
 
 
 if __name__ == "__main__":
