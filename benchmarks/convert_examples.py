@@ -131,29 +131,20 @@ def rows_of(source: dict[str, Any], chats: list[list[dict[str, str]]]) -> list[d
     return [{name("messages"): chat} for chat in turns("role", "content")]
 
 
-def train(settings: dict[str, Any], folder: Path, model: Path, chats: list[list[dict[str, str]]]) -> dict[str, Any]:
-    """Plan and train 2 steps with the tiny model and rows; return what was replaced, and the steps taken or the error."""
-    replaced = ["model", "rows"]
-    sources = []
-    for index, source in enumerate(settings["data"].get("sources", [])):
-        path = folder / f"rows-{index}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(source, chats)))
-        kept = {key: source[key] for key in ("format", "columns", "roles", "weight") if key in source}
-        sources.append({"path": str(path), **kept})
-    values = {**settings, "run_dir": str(folder / "run"), "device": "cpu"}
-    values["model"] = {**settings["model"], "name": str(model), "init": "random"}
-    values["model"].pop("revision", None)
+def made_tiny(
+    settings: dict[str, Any], folder: Path, model: Path, sources: list[dict[str, Any]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return settings that train the tiny model on a CPU, and what was replaced for it."""
+    values = {**settings, "run_dir": str(folder / "run"), "device": "cpu", "track": {}}
+    values["model"] = {**settings["model"], "name": str(model), "init": "random", "revision": None}
     values["data"] = {**settings["data"], "sources": sources, "root": str(folder / "data")}
-    for name in ("tokenizer", "num_samples"):
-        values["data"].pop(name, None)
-    targets = value_at(settings, "lora.targets")
-    if targets not in (None, "all-linear"):
+    values["data"] |= {"tokenizer": None, "num_samples": None}
+    replaced = ["model", "rows"]
+    if "lora" in settings:
         values["lora"] = {**settings["lora"], "targets": "all-linear"}
-        replaced.append("lora.targets, which name the modules of the original's model")
-    if value_at(settings, "lora.rank") is not None and values["lora"]["rank"] > MAX_RANK:
-        values["lora"] = {**values["lora"], "rank": MAX_RANK}
-        replaced.append(f"lora.rank above {MAX_RANK}")
-    if settings.get("strategy"):
+        replaced.append("lora.targets, which name modules of the original's model")
+        values["lora"]["rank"] = min(settings["lora"].get("rank", MAX_RANK), MAX_RANK)
+    if "strategy" in settings:
         values.update(strategy="auto", deepspeed=None, sharding={})
         replaced.append(f"strategy: {settings['strategy']}, which needs several GPUs")
     for name, value in (("model.precision", "fp16"), ("base.storage", "fp8"), ("full.weights", "bf16")):
@@ -161,12 +152,23 @@ def train(settings: dict[str, Any], folder: Path, model: Path, chats: list[list[
         if value_at(settings, name) == value:
             values[section] = {other: kept for other, kept in values[section].items() if other != key}
             replaced.append(f"{name}: {value}, which needs a GPU")
-    values["track"] = {}
+    return values, replaced
+
+
+def train(settings: dict[str, Any], folder: Path, model: Path, chats: list[list[dict[str, str]]]) -> dict[str, Any]:
+    """Plan and train 2 steps with the tiny model and rows; return what was replaced, the steps taken, or the error."""
+    sources = []
+    for index, source in enumerate(settings["data"].get("sources", [])):
+        path = folder / f"rows-{index}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(source, chats)))
+        kept = {key: source[key] for key in ("format", "columns", "roles", "weight") if key in source}
+        sources.append({"path": str(path), **kept})
+    values, replaced = made_tiny(settings, folder, model, sources)
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(values))
-    steps = ("batch.max_steps=2", "batch.samples_per_step=4", "batch.micro_batch_tokens=4096", "eval.prompts=[]")
-    if not (settings.get("eval") or {}).get("fraction"):
-        steps = steps[:3]
+    steps = ["batch.max_steps=2", "batch.samples_per_step=4", "batch.micro_batch_tokens=4096"]
+    if (settings.get("eval") or {}).get("fraction"):
+        steps.append("eval.prompts=[]")
     for verb in ("plan", "train"):
         code, errors = call(verb, str(config), *steps)
         if code:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from html import escape
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.config.read import load_config
 from flatout.config.schema import Config
 from flatout.errors import UsageError
 from flatout.track.run_log import RunLog, read_run
 from flatout.track.summary import next_commands, summarize, summary_lines
+
+if TYPE_CHECKING:
+    from flatout.export.write import Exported
 
 
 class Run:
@@ -71,10 +75,12 @@ class Run:
         top_p: float | None = None,
         top_k: int | None = None,
         seed: int = 0,
+        stream: bool = False,
     ) -> list[str]:
         """Return an answer to each prompt: text, or messages of a conversation. The model is loaded once.
 
-        Sampled as its generation_config says, unless `temperature` (0: greedy), `top_p` or `top_k` is given.
+        Sampled as its generation_config says, unless `temperature` (0: greedy), `top_p` or `top_k` is given. `stream`
+        prints each answer as it is generated.
         """
         from flatout.models.generate import Sampling, answer
 
@@ -88,19 +94,20 @@ class Run:
                 max_new_tokens=max_new_tokens,
                 sampling=Sampling(temperature, top_p, top_k),
                 seed=seed,
+                stream=stream,
             )
             for one in ([prompts] if isinstance(prompts, str) else prompts)
         ]
 
     def chat(self, prompt: str | None = None, **options: Any) -> str | None:
-        """Answer one prompt, or hold a conversation with the keyboard; `options` as for `generate`."""
+        """Answer one prompt, or chat at the keyboard until an empty line; `options` as for `generate`."""
         if prompt is not None:
             return self.generate([prompt], **options)[0]
         messages: list[Mapping[str, Any]] = []
-        while said := input("> ").strip():
-            messages.append({"role": "user", "content": said})
-            messages.append({"role": "assistant", "content": self.generate([messages], **options)[0]})
-            print(messages[-1]["content"])  # noqa: T201  (a conversation at the keyboard)
+        with suppress(EOFError):
+            while said := input("> ").strip():
+                messages.append({"role": "user", "content": said})
+                messages.append({"role": "assistant", "content": self.generate([messages], stream=True, **options)[0]})
         return None
 
     def merge(self, out: str | Path, *, device: str = "cpu") -> Path:
@@ -109,6 +116,25 @@ class Run:
 
         merge_adapter(str(self.folder), Path(out), device=device)
         return Path(out)
+
+    def push_to_hub(self, repo: str, *, merged: bool = False, private: bool = False, **options: Any) -> str:
+        """Push the adapter, or the merged model, to a new repository with a model card; return its address.
+
+        `options` are `base`, `results` and `replace` of `flatout.export.push.push`, which says what is raised.
+        """
+        from flatout.export.push import push
+
+        return push(self.folder, repo, merged=merged, private=private, **options)
+
+    def export(self, to: str, out: str | Path, **options: Any) -> Exported:
+        """Write the run for "gguf" (llama.cpp), "ollama", "vllm" or "mlx"; return the path and the command to use it.
+
+        `options` are `kind` (a GGUF's quantization), `adapter`, `base`, `results` and `llama_cpp` of
+        `flatout.export.write.export`, which says what is raised.
+        """
+        from flatout.export.write import export
+
+        return export(str(self.folder), to, Path(out), **options)
 
     def __repr__(self) -> str:
         log = self.log

@@ -4,22 +4,42 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flatout.cli.screen import quiet_transformers
 from flatout.errors import ResourceError, UsageError
+from flatout.io.redact import printable, redacted
 
 MAX_NEW_TOKENS = 1 << 20
 # logits are divided by the temperature; below this, they overflow the range of fp16, then of fp32
 MIN_TEMPERATURE = 1e-3
+HELP = """/clear        forget the conversation
+/system TEXT  start anew with this system prompt
+/help         list the commands
+/exit         end the chat, as an empty line and Ctrl-D do"""
+
+
+@dataclass
+class _Speaker:
+    """A model that answers, with its own conversation."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    sampling: Any
+    messages: list[dict[str, str]] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
-    add("target", metavar="RUN_OR_ADAPTER_OR_MODEL", help="run, adapter or model folder, or hub id")
+    several = "run, adapter or model folder, or hub id; several answer beside each other"
+    add("targets", nargs="+", metavar="RUN_OR_ADAPTER_OR_MODEL", help=several)
+    add("--compare", choices=("base",), help="base: the first adapter's base model answers too")
     add("--prompt", help="answer this prompt and exit; without it the chat is interactive")
     add("--system", help="system prompt")
     add("--max-new-tokens", type=int, default=512, help="maximum answer length in tokens (512)")
@@ -34,45 +54,82 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the model once, then answer. Raises UsageError, or ResourceError if a requested GPU is missing."""
+    """Load the models once, then answer. Raises UsageError, or ResourceError if a requested GPU is missing."""
     _check(args)
+    quiet_transformers()
+    speakers = _load(args)
+    options = {"max_new_tokens": args.max_new_tokens, "seed": args.seed, "stream": True}
+    start = [{"role": "system", "content": args.system}] if args.system else []
+    if args.prompt is not None:
+        for speaker in speakers:
+            speaker.messages = [*start, {"role": "user", "content": args.prompt}]
+        return _answer(speakers, options)
+    print("Type a message. /help lists commands; an empty line or Ctrl-D ends the chat.")
+    with suppress(EOFError):
+        for speaker in speakers:
+            speaker.messages = list(start)
+        while said := input("> ").strip():
+            word, _, rest = said.partition(" ")
+            if word == "/exit":
+                break
+            if word in ("/clear", "/system"):
+                start = [{"role": "system", "content": rest}] if rest and word == "/system" else start
+                for speaker in speakers:
+                    speaker.messages = list(start)
+                print(f"The conversation starts anew. System prompt: {start[0]['content'] if start else 'none'}")
+            elif re.fullmatch(r"/[a-z]*", word):
+                print(HELP if word == "/help" else f"There is no command {word}.\n{HELP}")
+            else:
+                for speaker in speakers:
+                    speaker.messages.append({"role": "user", "content": said})
+                _answer(speakers, options)
+    return 0
+
+
+def _load(args: argparse.Namespace) -> list[_Speaker]:
+    """Load the models; those that have the same base share its weights."""
     import torch
 
     from flatout.data.templates.template import choose_template
     from flatout.io.template_limits import bounded
-    from flatout.models.generate import Sampling, answer
+    from flatout.models.generate import Sampling
     from flatout.models.load.inference import describe_devices, load_trained, resolve_model_paths
 
-    quiet_transformers()
     has_gpu = torch.cuda.is_available()
     if args.device == "cuda" and not has_gpu:
         raise ResourceError("--device: this machine has no CUDA GPU; use --device cpu")
     device = torch.device("cuda" if has_gpu and args.device != "cpu" else "cpu")
-    trained = resolve_model_paths(args.target, base=args.base)
-    model, tokenizer = load_trained(trained, device=device, device_map=args.device_map)
-    if isinstance(tokenizer.chat_template, str):
-        with bounded("the model's chat template"):
-            choose_template(tokenizer, None, trained.tokenizer)
-    if args.device_map is not None:
-        print(describe_devices(model), file=sys.stderr)
-    sampling = Sampling(args.temperature, args.top_p, args.top_k)
-    print(f"Answers are {sampling.describe(model)}", file=sys.stderr)
-    messages = [{"role": "system", "content": args.system}] if args.system else []
-    options: dict[str, Any] = {
-        "max_new_tokens": args.max_new_tokens,
-        "sampling": sampling,
-        "seed": args.seed,
-        "stream": True,
-    }
-    if args.prompt is not None:
-        answer(model, tokenizer, [*messages, {"role": "user", "content": args.prompt}], **options)
-        return 0
-    print("Type a message; an empty line or Ctrl-D ends the chat.")
-    with suppress(EOFError):
-        while prompt := input("> ").strip():
-            messages.append({"role": "user", "content": prompt})
-            reply = answer(model, tokenizer, messages, **options)
-            messages.append({"role": "assistant", "content": reply})
+    all_paths = {target: resolve_model_paths(target, base=args.base) for target in args.targets}
+    first = next(iter(all_paths.values()))
+    if args.compare:
+        if first.adapter is None:
+            raise UsageError(f"--compare base: {args.targets[0]} has no adapter; name the other model instead")
+        all_paths["base"] = replace(first, adapter=None)
+    sampling, speakers = Sampling(args.temperature, args.top_p, args.top_k), list[_Speaker]()
+    for target, paths in all_paths.items():
+        name = printable(redacted(target))
+        print(f"loading {name}", file=sys.stderr)
+        beside = (first, speakers[0].model) if speakers and args.device_map is None else None
+        model, tokenizer = load_trained(paths, device=device, device_map=args.device_map, beside=beside)
+        if isinstance(tokenizer.chat_template, str):
+            with bounded("the model's chat template"):
+                choose_template(tokenizer, None, paths.tokenizer)
+        if args.device_map is not None:
+            print(describe_devices(model), file=sys.stderr)
+        speakers.append(_Speaker(name, model, tokenizer, sampling))
+    print(f"Answers are {sampling.describe(speakers[0].model)}", file=sys.stderr)
+    return speakers
+
+
+def _answer(speakers: list[_Speaker], options: dict[str, Any]) -> int:
+    """Print each model's answer as it is generated, and add it to that model's conversation."""
+    from flatout.models.generate import answer
+
+    for speaker in speakers:
+        if len(speakers) > 1:
+            print(f"[{speaker.name}]", flush=True)
+        reply = answer(speaker.model, speaker.tokenizer, speaker.messages, sampling=speaker.sampling, **options)
+        speaker.messages.append({"role": "assistant", "content": reply})
     return 0
 
 
@@ -89,5 +146,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--top-p is {args.top_p:g}; expected more than 0, at most 1")
     if args.top_k is not None and args.top_k < 1:
         raise UsageError(f"--top-k is {args.top_k}; expected at least 1")
+    if len(set(args.targets)) < len(args.targets):
+        raise UsageError("a model is named twice; name each once")
     if args.device_map is not None and args.device != "auto":
         raise UsageError(f"--device {args.device} and --device-map {args.device_map} are both given; keep one")

@@ -32,6 +32,8 @@ VERBS = {
     "track": "send a run to TensorBoard, Weights & Biases, MLflow, Comet or Trackio",
     "eval": "score a run, an adapter or a model on tasks and on own questions",
     "merge": "merge an adapter into its base model's weights",
+    "export": "write a run for llama.cpp, Ollama, vLLM or MLX",
+    "push": "push a run to the hub, with a model card",
     "studio": "do all of it in a browser: data, plan, training, chat",
 }
 WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "bench", "convert")

@@ -64,10 +64,6 @@ def _too_long(given: Given) -> Became:
     return t.one_of("data.too_long", ours, f"write {', '.join(ours)}")(given)
 
 
-def _roles(given: Given) -> Became:
-    return Became({f"roles.{theirs}": ours for ours, names in given.value.items() for theirs in names})
-
-
 _FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "completion": "text", "input_output": "segments"}
 # an entry of `datasets` -> one of data.sources
 _DATASET: Mapping[str, Rule] = {
@@ -82,7 +78,7 @@ _DATASET: Mapping[str, Rule] = {
     "message_field_role": t.to("columns.role"),
     "message_field_content": t.to("columns.content"),
     "message_property_mappings": t.nested({"role": t.to("columns.role"), "content": t.to("columns.content")}),
-    "roles": _roles,
+    "roles": lambda given: Became({f"roles.{theirs}": ours for ours, names in given.value.items() for theirs in names}),
     "roles_to_train": t.only((["assistant"], ["assistant", "gpt"]), "every assistant turn is trained on, no other"),
     **t.each("train_on_eos train_on_eot", t.only(("turn",), "the last token of each answer carries loss")),
     **t.each("field_thinking template_thinking_key", t.only(("thinking", "reasoning_content"), "write thinking")),
@@ -115,10 +111,6 @@ def _adapter(given: Given) -> Became:
     return Became({"method": "lora" if _is_lora(given.all) else "full", **is_4bit})
 
 
-def _target_linear(given: Given) -> Became:
-    return Became({"lora.targets": "all-linear"} if given.value and _is_lora(given.all) else {})
-
-
 def _plugins(given: Given) -> Became:
     if other := [name for name in given.value if not any(f".{known}." in name for known in _PLUGINS)]:
         raise RefusedError(f"{other[0]} is not supported; remove it")
@@ -129,10 +121,6 @@ def _special_tokens(given: Given) -> Became:
     if not given.value.keys() - {"pad_token"}:
         return Became(note="there is no padding")
     return Became(note="the tokenizer's own tokens are used: they have to be these", check=True)
-
-
-def _watchdog(given: Given) -> Became:
-    return Became(note="a high loss does not stop the run; one that is not finite does", check=True)
 
 
 def _batch(given: Given) -> Became:
@@ -147,17 +135,10 @@ def _modules(given: Given) -> Became:
     return _LORA["lora_target_modules"](given)
 
 
-def _class_name(ending: str) -> Rule:
-    def rule(given: Given) -> Became:
-        if not str(given.value).endswith(ending):
-            raise RefusedError(f"{given.value} is not supported; only text models that end in {ending} are")
-        return Became(note="read from the model's folder")
-
-    return rule
-
-
-def _wandb(given: Given) -> Became:
-    return Became({"track.to": ["wandb"], "track.project": given.value} if given.value else {})
+def _class_name(given: Given) -> Became:
+    if not str(given.value).endswith(("ForCausalLM", "Tokenizer")):
+        raise RefusedError(f"{given.value} is not supported; only text models (ForCausalLM) are")
+    return Became(note="read from the model's folder")
 
 
 _LORA = lora_rules(_is_lora)
@@ -167,14 +148,16 @@ AXOLOTL: Mapping[str, Rule] = {
     **_LORA,
     "lora_target_modules": _modules,
     **t.each("batch_size per_device_train_batch_size gradient_accumulation_steps", _batch),
-    **t.each("loss_watchdog_threshold loss_watchdog_patience", _watchdog),
+    **t.each("loss_watchdog_threshold loss_watchdog_patience",
+             t.switch({}, "a high loss does not stop the run; one that is not finite does", check=True)),
     "base_model": t.to("model.name"),
     "revision_of_model": MODEL_ARGUMENTS["revision"],
     "tokenizer_config": t.to("data.tokenizer"),
-    "model_type": _class_name("ForCausalLM"),
-    "tokenizer_type": _class_name("Tokenizer"),
+    **t.each("model_type tokenizer_type", _class_name),
     "adapter": _adapter,
-    "lora_target_linear": _target_linear,
+    "lora_target_linear": lambda given: Became(
+        {"lora.targets": "all-linear"} if given.value and _is_lora(given.all) else {}
+    ),
     "lora_model_dir": t.to("lora.continue_from"),
     "datasets": _sources,
     "chat_template": template(_TEMPLATES),
@@ -191,7 +174,7 @@ AXOLOTL: Mapping[str, Rule] = {
     "plugins": _plugins,
     "special_tokens": _special_tokens,
     "shuffle_merged_datasets": t.to("batch.shuffle"),
-    "wandb_project": _wandb,
+    "wandb_project": lambda given: Became({"track.to": ["wandb"], "track.project": given.value} if given.value else {}),
     "eot_tokens": t.any_value("a turn's last token always carries loss"),
     **t.each("sample_packing eval_sample_packing pad_to_sequence_len flash_attention sdp_attention xformers_attention "
              "flex_attention eager_attention cut_cross_entropy liger_rope liger_rms_norm liger_layer_norm "

@@ -13,11 +13,6 @@ from flatout.compat.trl import held_out, lora_rules, template
 from flatout.errors import UsageError
 from flatout.io.json_file import read_json
 
-
-def _role(ours: str) -> Rule:
-    return lambda given: Became({f"roles.{given.value}": ours})
-
-
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"} | {
     name: name for name in ("messages", "history", "system", "tools")
 }
@@ -37,11 +32,11 @@ _DATASET: Mapping[str, Rule] = {
         {
             "role_tag": t.to("columns.from"),
             "content_tag": t.to("columns.value"),
-            "user_tag": _role("user"),
-            "assistant_tag": _role("assistant"),
-            "observation_tag": _role("tool"),
-            "function_tag": _role("function_call"),
-            "system_tag": _role("system"),
+            "user_tag": lambda given: Became({f"roles.{given.value}": "user"}),
+            "assistant_tag": lambda given: Became({f"roles.{given.value}": "assistant"}),
+            "observation_tag": lambda given: Became({f"roles.{given.value}": "tool"}),
+            "function_tag": lambda given: Became({f"roles.{given.value}": "function_call"}),
+            "system_tag": lambda given: Became({f"roles.{given.value}": "system"}),
         }
     ),
     "ranking": t.off("preference pairs cannot be trained on"),
@@ -131,13 +126,9 @@ def _bits(given: Given) -> Became:
     return Became({"base.storage": "nf4"})
 
 
-def _is_lora(values: Mapping[str, Any]) -> bool:
-    return values.get("finetuning_type") == "lora"
-
-
 LLAMA_FACTORY: Mapping[str, Rule] = {
     **TRAINING_ARGUMENTS,
-    **lora_rules(_is_lora),
+    **lora_rules(lambda values: values.get("finetuning_type") == "lora"),
     "model_name_or_path": t.to("model.name"),
     "model_revision": t.to("model.revision"),
     "stage": _stage,
@@ -150,11 +141,11 @@ LLAMA_FACTORY: Mapping[str, Rule] = {
     "double_quantization": t.only((True,), "nf4 is always double quantized"),
     "template": template({"llama3": "llama-3", "chatml": "chatml", "qwen3_nothink": "chatml"}),
     "cutoff_len": t.to("data.max_tokens"),
-    "train_on_prompt": lambda given: Became({"data.loss_type": "all"} if given.value else {}),
+    "train_on_prompt": t.switch({"data.loss_type": "all"}),
     "mask_history": t.off("every answer carries loss; set train: false on the turns to mask"),
     "val_size": held_out,
     **t.each("packing neat_packing", _packing),
-    "pure_bf16": lambda given: Became({"full.weights": "bf16"} if given.value else {}),
+    "pure_bf16": t.switch({"full.weights": "bf16"}),
     "flash_attn": t.any_value("model.attention: auto takes the fastest kernel that is exact"),
     **t.each("preprocessing_num_workers overwrite_cache plot_loss use_fast_tokenizer include_num_input_tokens_seen "
              "enable_liger_kernel use_unsloth use_unsloth_gc disable_gradient_checkpointing data_shared_file_system "

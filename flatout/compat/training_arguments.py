@@ -105,8 +105,8 @@ def _optimizer(given: Given) -> Became:
     return Became({"optim.name": ours, **({"optim.beta1": 0.0} if ours == "sgd" else {})})
 
 
-def _adam_only(given: Given) -> Became:
-    return Became(note="sgd does not read it") if given.all.get("optim") == "sgd" else _ADAM[given.name](given)
+def _unless_sgd(rule: Rule) -> Rule:
+    return lambda given: Became(note="sgd does not read it") if given.all.get("optim") == "sgd" else rule(given)
 
 
 def _schedule_arguments(given: Given) -> Became:
@@ -155,10 +155,6 @@ def run_name(given: Given) -> Became:
     return Became({"name": name}, "" if name == given.value else "letters, digits and . _ - only")
 
 
-def _deepspeed(given: Given) -> Became:
-    return Became({"strategy": "deepspeed", "deepspeed": given.value} if given.value else {})
-
-
 def fsdp(given: Given) -> Became:
     """Translate `fsdp` (true, or words such as full_shard) and the `fsdp_config` beside it."""
     words = set(re.findall(r"[a-z_]+", str(given.all.get("fsdp") or "").lower())) - {"auto_wrap", "false"}
@@ -182,11 +178,6 @@ def fsdp(given: Given) -> Became:
     return Became(settings)
 
 
-def _max_steps(given: Given) -> Became:
-    steps = int(given.number())
-    return Became({"batch.max_steps": steps}) if steps > 0 else Became(note="epochs decide")
-
-
 def _data_seed(given: Given) -> Became:
     if given.value != given.all.get("seed", 42):
         raise RefusedError("one seed decides the order of samples and dropout; remove it, or set it to seed")
@@ -201,26 +192,14 @@ def _attention(given: Given) -> Became:
     return Became(note="model.attention: auto takes the fastest kernel that is exact")
 
 
-def _remote_code(given: Given) -> Became:
-    note = "code from repositories is never run; a model that needs it is refused when it is loaded"
-    return Became(note=note if given.value else "off, as here", check=bool(given.value))
-
-
-def _on_cpu(given: Given) -> Became:
-    return Became({"device": "cpu"} if given.value else {})
-
-
-def _keep(given: Given) -> Became:
-    return Became({"checkpoint.keep": int(given.number())} if given.value else {"checkpoint.keep": 1_000_000})
-
-
 _SPEED = t.any_value("speed only: tokens are memory-mapped, kernels and compilation are automatic")
 _RECORDS = t.any_value("figures are always recorded in the run folder")
 _EVALUATION = t.any_value("one verb trains and evaluates, with the same micro-batches and an exact mean")
-_ADAM = t.renamed("adam_beta1 adam_beta2 adam_epsilon")
 MODEL_ARGUMENTS: Mapping[str, Rule] = {
     "attn_implementation": _attention,
-    "trust_remote_code": _remote_code,
+    "trust_remote_code": t.switch(
+        {}, "code from repositories is never run; a model that needs it is refused when it is loaded", check=True
+    ),
     "revision": t.to("model.revision"),
     **t.each("use_cache low_cpu_mem_usage", _SPEED),
     **t.each("dtype torch_dtype", t.any_value("trained weights are fp32; model.precision sets the computation")),
@@ -236,7 +215,9 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     **t.each("per_device_train_batch_size gradient_accumulation_steps", samples_per_step),
     "auto_find_batch_size": t.any_value("micro-batches are always sized by memory"),
     "num_train_epochs": t.number("batch.epochs"),
-    "max_steps": _max_steps,
+    "max_steps": lambda given: (
+        Became({"batch.max_steps": int(given.number())}) if given.number() > 0 else Became(note="epochs decide")
+    ),
     "data_seed": _data_seed,
     "average_tokens_across_devices": t.any_value("the divisor is always the label tokens of the whole step"),
     "label_smoothing_factor": t.off("label smoothing is not supported"),
@@ -247,7 +228,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "weight_decay": t.number("optim.weight_decay"),
     "max_grad_norm": t.number("optim.max_grad_norm", null_up_to=0),
     "optim": _optimizer,
-    **dict.fromkeys(_ADAM, _adam_only),
+    **{name: _unless_sgd(rule) for name, rule in t.renamed("adam_beta1 adam_beta2 adam_epsilon").items()},
     **t.each("optim_args optim_target_modules", t.off("arguments of other optimizers are not supported")),
     "lr_scheduler_type": t.one_of("schedule.kind", SCHEDULES, "write linear, cosine or constant"),
     "lr_scheduler_kwargs": _schedule_arguments,
@@ -272,8 +253,8 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
         "batch.shuffle", {"random": True, "group_by_length": True, "sequential": False}, "write random or sequential"
     ),
     "dataloader_drop_last": t.off("every sample is trained on; remove it"),
-    **t.each("use_cpu no_cuda", _on_cpu),
-    "deepspeed": _deepspeed,
+    **t.each("use_cpu no_cuda", t.switch({"device": "cpu"})),
+    "deepspeed": lambda given: Became({"strategy": "deepspeed", "deepspeed": given.value} if given.value else {}),
     **t.each("fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params", fsdp),
     **t.each("ddp_timeout ddp_backend", t.any_value("heartbeats find lost ranks: section faults")),
     "accelerator_config": t.nested(
@@ -328,14 +309,11 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
         "trackio_space_id trackio_bucket_id trackio_static_space_id", t.off("set it in the environment of trackio")
     ),
     **t.each("save_strategy save_steps", interval("checkpoint.every_steps", "save_strategy", "save_steps")),
-    "save_total_limit": _keep,
+    "save_total_limit": lambda given: Became({"checkpoint.keep": int(given.number()) if given.value else 1_000_000}),
     "save_only_model": t.any_value("checkpoints always hold what resuming needs; final/ holds the model alone"),
     "save_safetensors": t.only((True,), "only safetensors are written", "always"),
     **t.each("save_on_each_node restore_callback_states_from_checkpoint", t.any_value("one run folder, one state")),
-    "overwrite_output_dir": lambda given: Became(
-        {"checkpoint.resume": "never"} if given.value else {},
-        "a folder that has checkpoints is refused, not overwritten",
-    ),
+    "overwrite_output_dir": t.switch({"checkpoint.resume": "never"}, "a folder with checkpoints is not overwritten"),
     "ignore_data_skip": t.off("a resumed run takes exactly the steps that are left"),
     "resume_from_checkpoint": t.only(
         (True, False), "checkpoints of other trainers cannot be resumed", "checkpoint.resume"

@@ -223,6 +223,12 @@ def off(reason: str) -> Rule:
     return only((False, None, 0, "", [], {}, "no", "none"), reason, "off, as here")
 
 
+def switch(settings: Mapping[str, Any], note: str = "", *, check: bool = False) -> Rule:
+    """Set `settings` for a true value, and nothing for a false one."""
+    off_here = Became(note="off, as here")
+    return lambda given: Became(settings, note, check) if given.value else off_here
+
+
 def any_value(note: str) -> Rule:
     """Accept every value, because it changes no update of the weights here."""
     return lambda given: Became(note=note)

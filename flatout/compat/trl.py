@@ -10,7 +10,6 @@ from flatout.compat.training_arguments import MODEL_ARGUMENTS, NULLABLE, SFT_DEF
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
 
 _SHAPE = "lora_r lora_rank lora_alpha lora_dropout use_rslora use_dora lora_target_modules"
-_PEFT_CHOICE = "PEFT's choice for most models; name the modules if yours differ"
 
 
 def lora_rules(is_lora: Callable[[Mapping[str, Any]], bool]) -> dict[str, Rule]:
@@ -30,16 +29,12 @@ def lora_rules(is_lora: Callable[[Mapping[str, Any]], bool]) -> dict[str, Rule]:
         **t.each("loraplus_lr_ratio loraplus_lr_embedding", t.off("one learning rate for A and B")),
     }
     return {name: if_lora(rule) for name, rule in rules.items()} | {
-        "load_in_4bit": if_lora(lambda given: Became({"base.storage": "nf4"} if given.value else {})),
-        "load_in_8bit": if_lora(_eight_bits),
+        "load_in_4bit": if_lora(t.switch({"base.storage": "nf4"})),
+        "load_in_8bit": if_lora(t.switch({"base.storage": "fp8"}, "8-bit floats, not integers", check=True)),
         "bnb_4bit_quant_type": t.only(("nf4",), "only nf4 is supported"),
         **t.each("bnb_4bit_compute_dtype bnb_4bit_quant_storage", t.any_value("model.precision decides")),
         **t.each("use_bnb_nested_quant bnb_4bit_use_double_quant", t.any_value("nf4 is always double quantized")),
     }
-
-
-def _eight_bits(given: Given) -> Became:
-    return Became({"base.storage": "fp8"}, "8-bit floats, not integers", check=True) if given.value else Became()
 
 
 def held_out(given: Given) -> Became:
@@ -91,20 +86,12 @@ def _evaluates(given: Given) -> Became:
     raise RefusedError("build the split first: `flatout data build --split`, and set eval.data to its name")
 
 
-def _method(given: Given) -> Became:
-    return Became({"method": "lora" if given.value else "full"})
-
-
-def _is_lora(values: Mapping[str, Any]) -> bool:
-    return bool(values.get("use_peft"))
-
-
 TRL: Mapping[str, Rule] = {
     **TRAINING_ARGUMENTS,
-    **lora_rules(_is_lora),
+    **lora_rules(lambda values: bool(values.get("use_peft"))),
     "model_name_or_path": t.to("model.name"),
     "model_revision": MODEL_ARGUMENTS["revision"],
-    "use_peft": _method,
+    "use_peft": lambda given: Became({"method": "lora" if given.value else "full"}),
     **t.each("dataset_name datasets dataset_config dataset_train_split dataset_text_field", _sources),
     "dataset_test_split": _evaluates,
     "dataset_mixture": t.nested(_MIXTURE),

@@ -98,11 +98,17 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: Any, end_of_turn: str | No
     stops.update([configured] if isinstance(configured, int) else configured or [])
     if tokenizer.eos_token_id is not None:
         stops.add(int(tokenizer.eos_token_id))
+    if (turn_end := end_of_turn_id(tokenizer, end_of_turn)) is not None:
+        stops.add(turn_end)
+    return sorted(stops)
+
+
+def end_of_turn_id(tokenizer: Any, end_of_turn: str | None = None) -> int | None:
+    """Return the token that starts `end_of_turn`, or what the chat template writes behind an answer; None for text."""
     if end_of_turn is None:
         turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "flatout"}]
         with bounded("the tokenizer's chat template"):
             end_of_turn = str(tokenizer.apply_chat_template(turn, tokenize=False)).rpartition("flatout")[2]
     first = tokenizer(end_of_turn, add_special_tokens=False)["input_ids"][:1]
-    if first and first[0] in tokenizer.all_special_ids + list(tokenizer.added_tokens_decoder):
-        stops.add(int(first[0]))
-    return sorted(stops)
+    is_token = first and first[0] in tokenizer.all_special_ids + list(tokenizer.added_tokens_decoder)
+    return int(first[0]) if is_token else None

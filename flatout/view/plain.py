@@ -21,27 +21,27 @@ def markdown_report(logs: Mapping[str, RunLog]) -> str:
     """Return the report of one run, or a comparison of several, as Markdown."""
     if len(logs) > 1:
         names, summaries = list(logs), [summarize(log) for log in logs.values()]
-        parts = [f"# {len(logs)} runs", _table(["", *names], results(summaries))]
+        parts = [f"# {len(logs)} runs", table(["", *names], results(summaries))]
         if rows := different_settings(list(logs.values())):
-            parts += ["## Settings that differ", _table(["", *names], rows)]
+            parts += ["## Settings that differ", table(["", *names], rows)]
         return "\n\n".join(parts) + "\n"
     log = next(iter(logs.values()))
     summary = summarize(log)
-    parts = [f"# {printable(summary.name)}: {summary.state}", _table(["", "", ""], headline(summary))]
+    parts = [f"# {printable(summary.name)}: {summary.state}", table(["", "", ""], headline(summary))]
     parts += [f"> {printable(note)}" for note in (summary.why, *summary.warnings) if note]
     if planned := plan_rows(log):
-        parts += ["## Plan and run", _table(["", "planned", "actual"], planned)]
+        parts += ["## Plan and run", table(["", "planned", "actual"], planned)]
     if log.evals:
         losses = [
             (f"{e.step:,}", f"{e.eval_loss:.4f}", f"{e.eval_token_accuracy:.1%}", "best" if e.is_best else "")
             for e in log.evals
         ]
-        parts += ["## Evaluations", _table(["step", "loss", "token accuracy", ""], losses)]
+        parts += ["## Evaluations", table(["step", "loss", "token accuracy", ""], losses)]
     if kinds := Counter(str(event.get("kind")) for event in log.events):
-        parts += ["## Events", _table(["kind", "count"], ((kind, str(count)) for kind, count in kinds.most_common()))]
+        parts += ["## Events", table(["kind", "count"], ((kind, str(count)) for kind, count in kinds.most_common()))]
     if changed := changed_settings(settings_of(log)):
         settings = [(name, show(value), show(default)) for name, (value, default) in changed.items()]
-        parts += ["## Settings that differ from their defaults", _table(["", "value", "default"], settings)]
+        parts += ["## Settings that differ from their defaults", table(["", "value", "default"], settings)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -55,7 +55,8 @@ def json_report(logs: Mapping[str, RunLog]) -> str:
     return encode_json({"runs": runs}).decode()
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     cells = [[printable(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)

@@ -19,7 +19,7 @@ from flatout.models.blocks import decoder_layers
 from flatout.models.load.model import CANNOT_BUILD, CHOOSE_ANOTHER, library_errors, load_pretrained, read_config
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import check_source
-from flatout.models.lora.adapter import ADAPTER_CONFIG, apply_adapter
+from flatout.models.lora.adapter import ADAPTER_CONFIG, apply_adapter, share_base
 
 FINAL_DIR = "final"
 NAMED_MAPS = ("auto", "balanced", "sequential")
@@ -36,10 +36,11 @@ class ModelPaths:
     tokenizer: str
 
 
-def resolve_model_paths(target: str, *, base: str | None = None) -> ModelPaths:
+def resolve_model_paths(target: str, *, base: str | None = None, results: str = FINAL_DIR) -> ModelPaths:
     """Resolve a run folder, adapter folder, model folder or hub id; `base` overrides the adapter's base model.
 
-    A run folder has `final/` (adapter or model) and `config.yaml` (the base model's name and revision).
+    A run folder has `results`: `final/`, or `best/` (adapter or model), and `config.yaml` (the base model's name and
+    revision).
     Raises UsageError (unfinished run, unknown base) or CheckpointError (unreadable adapter_config.json).
     """
     folder, revision = Path(target), None
@@ -48,9 +49,11 @@ def resolve_model_paths(target: str, *, base: str | None = None) -> ModelPaths:
     except OSError as error:
         raise UsageError(f"{target:.100}: {reason_of(error)}; give a folder or a hub id such as org/model") from error
     if is_run:
-        if not (folder / FINAL_DIR).is_dir():
-            raise UsageError(f"{folder} has no {FINAL_DIR}/: the run is not finished; resume it with flatout train")
-        file, folder = folder / "config.yaml", folder / FINAL_DIR
+        if not (folder / results).is_dir():
+            why = "the run is not finished; resume it with flatout train"
+            why = why if results == FINAL_DIR else f"no evaluation was better than the last; use {FINAL_DIR}/"
+            raise UsageError(f"{folder} has no {results}/: {why}")
+        file, folder = folder / "config.yaml", folder / results
         if base is None and (folder / ADAPTER_CONFIG).is_file():
             try:
                 section = yaml.safe_load(file.read_text(encoding="utf-8"))["model"]
@@ -73,13 +76,22 @@ def resolve_model_paths(target: str, *, base: str | None = None) -> ModelPaths:
 
 
 def load_trained(
-    trained: ModelPaths, *, device: torch.device, device_map: str | None = None
+    trained: ModelPaths,
+    *,
+    device: torch.device,
+    device_map: str | None = None,
+    beside: tuple[ModelPaths, PreTrainedModel] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Load the model with its adapter, frozen and in eval mode, and its tokenizer.
 
-    Raises like load_for_inference, and ResourceError for an adapter on a model that does not fit on the mapped GPUs.
+    A model `beside` it that has the same base shares its base weights. Raises like load_for_inference, and
+    ResourceError for an adapter on a model that does not fit on the mapped GPUs.
     """
-    model = load_for_inference(trained.base, revision=trained.revision, device=device, device_map=device_map)
+    model = None
+    if beside and (beside[0].base, beside[0].revision) == (trained.base, trained.revision):
+        model = share_base(beside[1])
+    if model is None:
+        model = load_for_inference(trained.base, revision=trained.revision, device=device, device_map=device_map)
     if trained.adapter is not None:
         # weights that are offloaded are copied to the device that computes with them in each pass
         if any(parameter.is_meta for parameter in model.parameters()):

@@ -264,9 +264,16 @@ def _target_names(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
     return sorted(leaves) if selected == wanted else sorted(wanted)
 
 
-def _plain_copy(model: PreTrainedModel) -> PreTrainedModel:
+def share_base(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return a model without adapters that uses the base weights of `model` in place; None if not all can be shared."""
+    twin = _plain_copy(model, attention="sdpa")
+    twin.generation_config = model.generation_config
+    return twin if _borrow_weights(twin, model) else None
+
+
+def _plain_copy(model: PreTrainedModel, *, attention: str = "eager") -> PreTrainedModel:
     """Build transformers' own model of this shape on the meta device, in eval mode, without adapters."""
-    options = {"dtype": model.dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
+    options = {"dtype": model.dtype, "attn_implementation": attention, "experts_implementation": "eager"}
     return empty_model(copy.deepcopy(model.config), options).eval()
 
 

@@ -31,4 +31,5 @@ def test_every_cell_of_the_notebook_runs(tiny: Any, tmp_path: Path, monkeypatch:
     assert run.log.end.outcome == "complete"
     assert run.log.steps[-1].loss < run.log.steps[0].loss
     assert any("<iframe" in getattr(one, "_repr_html_", str)() for one in shown)
-    assert shown[-1] > 0
+    assert any(isinstance(one, int) and one > 0 for one in shown)
+    assert shown[-1].startswith("vllm serve served")

@@ -46,7 +46,8 @@ def test_an_unknown_verb_is_a_usage_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["bench", "demo", "init", "data", "plan", "verify", "doctor", "launch", "train", "chat", "merge"]
+    "verb",
+    ["bench", "demo", "init", "data", "plan", "verify", "doctor", "launch", "train", "chat", "merge", "export", "push"],
 )
 def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

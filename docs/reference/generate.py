@@ -1,0 +1,79 @@
+"""Writes the reference pages of the documentation: settings from the schema, commands from the parsers.
+
+python docs/reference/generate.py && zensical build
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from flatout.cli.main import VERBS
+from flatout.config.data import SourceConfig
+from flatout.config.schema import Config
+from flatout.config.template import describe_setting
+
+PYTHON = {
+    "flatout": ["train", "load", "plan", "verify", "build_data"],
+    "flatout.api.run": ["Run", "Page"],
+    "flatout.track.callback": ["Callback"],
+    "flatout.models.objective": ["Objective", "TokenHead", "LossSums"],
+    "flatout.errors": ["FlatoutError"],
+}
+
+
+def settings() -> Iterator[str]:
+    """Yield the page of all settings, a table a section."""
+    yield "# Settings\n\nEvery setting of a configuration file, as `flatout init --all` writes them.\n"
+    yield from _section(Config, "")
+    yield "\n## data.sources\n\n" + " ".join(str(SourceConfig.__doc__).split()) + "\n"
+    yield from _table(SourceConfig, "", SourceConfig.model_fields)
+
+
+def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    inner = {name: kind for name, field in section.model_fields.items() if _is_section(kind := field.annotation)}
+    yield from _table(section, prefix, [name for name in section.model_fields if name not in inner])
+    for name, kind in inner.items():
+        yield f"\n## {prefix}{name}\n\n" + " ".join(str(kind.__doc__).split()) + "\n"
+        yield from _section(kind, f"{prefix}{name}.")
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _table(section: type[BaseModel], prefix: str, names: Any) -> Iterator[str]:
+    yield "\n| setting | default | allowed | |\n|---|---|---|---|"
+    for name in names:
+        setting = describe_setting(name, section)
+        default = "required" if setting.default is None else f"`{setting.default}`"
+        cells = (f"`{prefix}{name}`", default, setting.allowed, " ".join(setting.help.split()))
+        yield "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
+
+
+def commands() -> Iterator[str]:
+    """Yield the page of all commands, with the text of their --help."""
+    yield "# Commands\n"
+    for verb, what in VERBS.items():
+        parser = argparse.ArgumentParser(
+            prog=f"flatout {verb}", formatter_class=lambda prog: argparse.HelpFormatter(prog, width=80)
+        )
+        importlib.import_module(f"flatout.cli.{verb}").add_arguments(parser)
+        yield f"## flatout {verb}\n\n{what[0].upper()}{what[1:]}.\n\n```text\n{parser.format_help().rstrip()}\n```\n"
+
+
+def python() -> Iterator[str]:
+    """Yield the page of the Python API, which mkdocstrings fills."""
+    yield "# Python API\n"
+    for module, names in PYTHON.items():
+        yield from (f"::: {module}.{name}\n" for name in names)
+
+
+if __name__ == "__main__":
+    for page, lines in (("settings", settings()), ("commands", commands()), ("python", python())):
+        Path(__file__).with_name(f"{page}.md").write_text("\n".join(lines), encoding="utf-8")

@@ -1,0 +1,43 @@
+"""`flatout export`: writes a run for llama.cpp, Ollama, vLLM or MLX, and prints the command that uses it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from flatout.cli.screen import quiet_transformers, rows
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's options."""
+    add = parser.add_argument
+    add("target", metavar="RUN", help="run folder; also an adapter or model folder, or a hub id")
+    add("--to", required=True, metavar="PROGRAM", help="gguf (llama.cpp), ollama, vllm or mlx")
+    add("--out", type=Path, required=True, help="output folder; must be empty or not exist")
+    add("--best", action="store_true", help="export the run's best/ instead of final/")
+    own = "f32, f16, bf16 or q8_0; others such as q4_k_m by llama.cpp's llama-quantize (the weights' dtype)"
+    add("--quantize", metavar="KIND", help=own)
+    add("--adapter", action="store_true", help="with --to vllm: the adapter alone, beside its base model")
+    add("--base", help="base model (folder or hub id) to use instead of the adapter's own")
+    llama_cpp = "llama.cpp's folder: its converter writes the GGUF, as for models that flatout does not write itself"
+    add("--llama-cpp", type=Path, metavar="FOLDER", help=llama_cpp)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write, and print what and how to use it. Returns 0; raises as `export` does."""
+    from flatout.export.write import export
+
+    quiet_transformers()
+    exported = export(
+        args.target,
+        args.to,
+        args.out,
+        base=args.base,
+        results="best" if args.best else "final",
+        kind=args.quantize,
+        adapter=args.adapter,
+        llama_cpp=args.llama_cpp,
+    )
+    print(rows([("written", str(exported.path)), ("", exported.note)]))
+    print(exported.command)
+    return 0

@@ -1,0 +1,31 @@
+"""`flatout push`: pushes a run's adapter or merged model to the hub, with a model card."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from flatout.cli.screen import quiet_transformers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's options."""
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="run folder")
+    add("repo", metavar="REPO", help="repository, such as org/my-model; without org, your own")
+    add("--merged", action="store_true", help="push the whole model with the adapter merged in")
+    add("--private", action="store_true", help="make the new repository private")
+    add("--best", action="store_true", help="push the run's best/ instead of final/")
+    add("--base", metavar="ORG/NAME", help="the base model's name on the hub, if the adapter was trained from a folder")
+    add("--replace", action="store_true", help="replace the files of a repository that exists; its history stays")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Push, and print where. Returns 0; raises as `push` does."""
+    from flatout.export.push import push
+
+    quiet_transformers()
+    results = "best" if args.best else "final"
+    options = {"merged": args.merged, "private": args.private, "base": args.base, "replace": args.replace}
+    print(push(args.run, args.repo, results=results, **options))
+    return 0

@@ -1,0 +1,119 @@
+"""The model card of a pushed run: what it is, how to load it, results, data, plan, settings and versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from flatout.io.json_file import read_json
+from flatout.io.redact import printable
+from flatout.models.load.inference import ModelPaths
+from flatout.track.run_log import RunLog
+from flatout.track.summary import summarize
+from flatout.view.charts import downsampled, moving_average
+from flatout.view.facts import changed_settings, headline, plan_rows, settings_of, show
+from flatout.view.plain import table
+from flatout.view.scales import x_scale, y_scale
+
+_WIDTH, _HEIGHT, _LEFT = 720, 240, 52
+_OWN_NAMES = ("name", "run_dir", "data.root", "data.name")
+_LOAD = """
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{repo}")
+model = AutoModelForCausalLM.from_pretrained("{repo}", dtype="auto", device_map="auto")
+messages = [{{"role": "user", "content": "Hello"}}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+output = model.generate(**inputs.to(model.device), max_new_tokens=256)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+```
+"""
+
+
+def model_card(log: RunLog, repo: str, base: str, trained: ModelPaths, *, is_adapter: bool) -> str:
+    """Return README.md. It names files of this machine without their folders, and has no prompts and no answers."""
+    settings, is_lora = settings_of(log), trained.adapter is not None
+    sources = [str(one["path"]) for one in settings.get("data.sources") or []]
+    facts = {
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["flatout", "sft", *(["lora"] if is_lora else [])],
+        "base_model": None if Path(base).exists() else base,
+        "base_model_relation": "adapter" if is_adapter else "finetune",
+        "datasets": [name for name in sources if name.count("/") == 1 and not Path(name).exists()],
+    }
+    what = "A LoRA adapter of" if is_adapter else "LoRA, merged into" if is_lora else "Full fine-tuning of"
+    changed = {name: value for name, (value, _) in changed_settings(settings).items() if name not in _OWN_NAMES}
+    parts = [
+        f"---\n{yaml.safe_dump({key: value for key, value in facts.items() if value}, sort_keys=False)}---",
+        f"# {repo.rpartition('/')[2]}\n\n{what} {_public(base)}, trained by flatout.",
+        f"## Load\n{_LOAD.format(repo=repo)}",
+        f"## Results\n\n{table(['', '', ''], headline(summarize(log)))}",
+        "![loss by step](loss.svg)" if log.steps else "",
+    ]
+    if scores := list(_scores(log.folder / "eval")):
+        parts.append(f"## Evaluation\n\n{table(['task', 'metric', 'value'], scores)}")
+    if (start := log.start) is not None:
+        versions = ", ".join(f"{name} {version}" for name, version in start.versions.items())
+        device = start.gpus[0].name if start.gpus else start.device
+        parts += [
+            f"## Data\n\n{', '.join(map(_public, sources)) or start.data}: {start.plan.num_samples:,} samples for "
+            f"training, {start.plan.num_eval_samples:,} for evaluation",
+            f"## Plan\n\n{table(['', 'planned', 'actual'], plan_rows(log))}",
+            f"## Versions\n\n{versions}; {start.num_ranks} × {device}",
+        ]
+    rows = [(name, show(_public(value))) for name, value in changed.items()]
+    parts.append(f"## Settings\n\n{table(['setting', 'value'], rows)}")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _public(value: Any) -> Any:
+    """Return a value with the names of files in place of their paths, and without what is empty."""
+    if isinstance(value, dict):
+        return {key: _public(one) for key, one in value.items() if one not in (None, {}, [])}
+    if isinstance(value, list):
+        return [_public(one) for one in value]
+    is_local = isinstance(value, str) and "/" in value and (value[0] in "/.~" or Path(value).exists())
+    return Path(value).name if is_local else printable(value) if isinstance(value, str) else value
+
+
+def _scores(folder: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield task, metric and value of what `flatout eval` has written."""
+    for file in sorted(folder.glob("*.json")):
+        content = read_json(file)
+        for row in content.get("tasks", []):
+            yield str(row["task"]), str(row["metric"]), show(row["value"])
+        if "exact_match" in content:
+            yield file.stem, "exact match", f"{content['exact_match']:.4f}"
+
+
+def loss_svg(log: RunLog) -> str:
+    """Return the loss by step as an image: training, smoothed, and evaluations as dots. Nothing without a step."""
+    if not log.steps:
+        return ""
+    xs, ys = (np.array([getattr(one, name) for one in log.steps], dtype=np.float64) for name in ("step", "loss"))
+    at, losses = (np.array([getattr(one, name) for one in log.evals], float) for name in ("step", "eval_loss"))
+    across, every = x_scale(float(xs[0]), float(xs[-1]), _WIDTH), np.concatenate([ys, losses])
+    up = y_scale(float(every.min()), float(every.max()), _HEIGHT)
+    marks = []
+    for line, opacity in ((ys, 0.35), (moving_average(ys), 1)):
+        shown = downsampled(xs, line)
+        points = zip(across.place(shown[0]).tolist(), up.place(shown[1]).tolist(), strict=True)
+        places = " ".join(f"{x + _LEFT:.1f},{y + 8:.1f}" for x, y in points)
+        marks.append(f'<polyline points="{places}" stroke-opacity="{opacity}"/>')
+    dots = zip(across.place(at).tolist(), up.place(losses).tolist(), strict=True)
+    marks += [f'<circle cx="{x + _LEFT:.1f}" cy="{y + 8:.1f}" r="3.5"/>' for x, y in dots]
+    texts = [(float(_LEFT - 8), (1 - share) * _HEIGHT + 12, "end", tick) for share, tick in up.ticks(5)]
+    texts += [(share * _WIDTH + _LEFT, _HEIGHT + 24, "middle", tick) for share, tick in across.ticks(6)]
+    marks += [f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{tick}</text>' for x, y, anchor, tick in texts]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH + _LEFT + 24} {_HEIGHT + 40}">'
+        "<title>loss by step; dots: evaluation</title>"
+        "<style>polyline{fill:none;stroke:#0072b2;stroke-width:1.6}circle{fill:#d55e00}"
+        f"text{{font:12px sans-serif;fill:#808080}}</style>{''.join(marks)}</svg>\n"
+    )

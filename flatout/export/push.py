@@ -1,0 +1,127 @@
+"""Push a run's adapter or merged model to the hub as one commit, with a model card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flatout.checkpoint.final import verify_final
+from flatout.errors import ResourceError, UsageError, reason_of
+from flatout.export.card import loss_svg, model_card
+from flatout.io.durable_io import DurableIO
+from flatout.io.redact import redacted
+from flatout.models.export import publish_model
+from flatout.models.load.inference import FINAL_DIR, resolve_model_paths
+from flatout.models.lora.adapter import ADAPTER_CONFIG
+from flatout.models.merge import load_merged
+from flatout.track.run_log import read_run
+
+
+def push(
+    run: Path,
+    repo: str,
+    *,
+    merged: bool = False,
+    private: bool = False,
+    base: str | None = None,
+    results: str = FINAL_DIR,
+    replace: bool = False,
+) -> str:
+    """Push a run's results to a new repository of the hub, or over an existing one with `replace`; return its address.
+
+    The token is the hub client's: HF_TOKEN, or that of `hf auth login`. `base` is the base model's name on the hub, for
+    an adapter that was trained from a folder. Raises UsageError for a repository that exists, a wrong name or token,
+    ResourceError if the hub does not answer, CheckpointError for damaged results.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+
+    trained, log = resolve_model_paths(str(run), results=results), read_run(run)
+    folder = trained.adapter or Path(trained.base)
+    results_files = verify_final(folder).files
+    is_adapter = trained.adapter is not None and not merged
+    name = base or trained.base
+    if is_adapter and Path(name).exists():
+        raise UsageError(
+            f"the adapter's base model is the folder {name}, which others do not have; name it as it is on the hub by "
+            "--base ORG/NAME, or push the whole model with --merged"
+        )
+    if merged and trained.adapter is None:
+        raise UsageError(f"--merged: {run} has no adapter to merge; leave it out")
+    if (token := get_token()) is None:
+        raise UsageError("there is no token for the hub; set HF_TOKEN to one with write access, or run `hf auth login`")
+    api, durable_io, scratch = HfApi(), DurableIO(), run / ".push.tmp"
+    with _hub_errors(repo, token):
+        repo, parent, old_files = _look_at(api, repo, private=private, replace=replace)
+    try:
+        files: dict[str, Any] = {file: folder / file for file in results_files}
+        if merged:
+            model, tokenizer, _ = load_merged(trained)
+            publish_model(model, tokenizer, scratch)
+            files = {path.name: path for path in scratch.iterdir()}
+        elif is_adapter:
+            config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+            config |= {"base_model_name_or_path": name, "revision": trained.revision}
+            files[ADAPTER_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+        files["README.md"] = model_card(log, repo, name, trained, is_adapter=is_adapter).encode()
+        if curve := loss_svg(log):
+            files["loss.svg"] = curve.encode()
+        changes: list[Any] = [CommitOperationAdd(path, content) for path, content in sorted(files.items())]
+        changes += [CommitOperationDelete(path) for path in old_files if path not in files]
+        with _hub_errors(repo, token):
+            if parent is None:
+                api.create_repo(repo, private=private)
+            done = api.create_commit(repo, changes, commit_message=f"Upload {run.name}", parent_commit=parent)
+    finally:
+        durable_io.remove_tree(scratch)
+    return f"{api.endpoint}/{repo} ({len(files)} files, commit {done.oid[:8]})"
+
+
+def _look_at(api: Any, repo: str, *, private: bool, replace: bool) -> tuple[str, str | None, list[str]]:
+    """Return the repository's full name, and its newest commit and files if it exists. Raises UsageError."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    validate_repo_id(repo)
+    user = api.whoami()["name"]
+    repo = repo if "/" in repo else f"{user}/{repo}"
+    try:
+        info = api.model_info(repo)
+    except RepositoryNotFoundError:
+        return repo, None, []
+    files = [one.rfilename for one in info.siblings or [] if one.rfilename != ".gitattributes"]
+    if files and not replace:
+        raise UsageError(f"{repo} exists and has {len(files)} files; choose another name, or replace them by --replace")
+    if private and not info.private:
+        raise UsageError(f"--private: {repo} exists and is public; make it private on the hub, or choose another name")
+    return repo, info.sha, files
+
+
+@contextmanager
+def _hub_errors(repo: str, token: str) -> Iterator[None]:
+    """Turn failures of the hub's client into one sentence, in which the token does not stand."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # the version that this client uses
+
+    try:
+        yield
+    except HFValidationError as error:
+        raise UsageError(f"{repo!r:.100} is not the name of a repository; give one such as org/my-model") from error
+    except OfflineModeIsEnabled as error:
+        raise UsageError("HF_HUB_OFFLINE is set, so nothing can be pushed; unset it") from error
+    except (HfHubHTTPError, httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
+        # an upload's own error is the cause of the client's
+        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+        status = getattr(getattr(cause, "response", None), "status_code", 0)
+        said = redacted(reason_of(cause), [token])
+        whys = {
+            401: "the hub does not accept the token (401); set HF_TOKEN to a valid one with write access",
+            403: f"the token may not write to {repo} (403); use one with write access to it",
+        }
+        if 400 <= status < 500 and status != 429:
+            raise UsageError(whys.get(status, f"the hub refuses to take {repo} ({status}): {said}")) from error
+        what = f"answers with an error ({status})" if status else f"cannot be reached ({said})"
+        raise ResourceError(f"{constants.ENDPOINT} {what}; nothing was committed: try again") from error

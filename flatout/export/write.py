@@ -1,0 +1,189 @@
+"""Write a run for a program that serves it: llama.cpp, Ollama, vLLM or MLX."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from flatout.checkpoint.final import MANIFEST_NAME, verify_final
+from flatout.errors import ResourceError, UsageError
+from flatout.export.gguf_file import FILE_TYPES, why_not, write_gguf
+from flatout.export.ollama import modelfile
+from flatout.io.durable_io import DurableIO
+from flatout.io.json_file import read_json
+from flatout.models.export import publish_model, save_model
+from flatout.models.generate import end_of_turn_id, stop_token_ids
+from flatout.models.load.inference import FINAL_DIR, ModelPaths, resolve_model_paths
+from flatout.models.merge import load_merged, require_empty
+
+TARGETS = ("gguf", "ollama", "vllm", "mlx")
+# the values that vLLM's --max-lora-rank takes
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote, the command that uses it, and what was done, in words."""
+
+    path: Path
+    command: str
+    note: str
+
+
+def export(
+    target: str,
+    to: str,
+    out: Path,
+    *,
+    base: str | None = None,
+    results: str = FINAL_DIR,
+    kind: str | None = None,
+    adapter: bool = False,
+    llama_cpp: Path | None = None,
+) -> Exported:
+    """Write a run, adapter or model for `to`, one of TARGETS, into the empty folder `out`.
+
+    `kind` is a GGUF's encoding (None: the weights' own dtype). `adapter` writes the adapter alone (vllm). `llama_cpp`
+    is where llama.cpp's tools are, besides PATH. Raises UsageError for what a format cannot hold, CheckpointError for
+    damaged results, ResourceError.
+    """
+    is_gguf, kind = to in ("gguf", "ollama"), kind and kind.lower()
+    _check(to, is_gguf=is_gguf, kind=kind, adapter=adapter, llama_cpp=llama_cpp)
+    quantizer = None if kind is None or kind in FILE_TYPES else _find_tool("llama-quantize", llama_cpp)
+    if quantizer is None and kind is not None and kind not in FILE_TYPES:
+        raise UsageError(
+            f"--quantize {kind} needs llama.cpp's llama-quantize, which is neither in PATH nor below --llama-cpp; "
+            f"install llama.cpp, or use {', '.join(FILE_TYPES)}"
+        )
+    require_empty(out)
+    trained, name = resolve_model_paths(target, base=base, results=results), Path(target).resolve().name
+    if ((folder := trained.adapter or Path(trained.base)) / MANIFEST_NAME).is_file():
+        verify_final(folder)
+    if adapter:
+        return _write_adapter(trained, out, name)
+    DurableIO().make_dir(out)
+    model, tokenizer, num_merged = load_merged(trained)
+    note, place = f"{num_merged} layers merged" if num_merged else "no adapter to merge", shlex.quote(str(out))
+    if is_gguf:
+        converter = _find_tool("convert_hf_to_gguf.py", llama_cpp) if llama_cpp or why_not(model) else None
+        written = _write_gguf(model, tokenizer, out, name, kind, converter, quantizer, for_ollama=to == "ollama")
+        return replace(written, note=f"{note}; {written.note}")
+    _write_folder(model, tokenizer, out)
+    if to == "vllm":
+        return Exported(out, f"vllm serve {place} --served-model-name {shlex.quote(name)}", note)
+    note += f"; mlx-lm reads this folder as it is; mlx_lm.convert --hf-path {place} -q quantizes it"
+    return Exported(out, f"mlx_lm.chat --model {place}", note)
+
+
+def _check(to: str, *, is_gguf: bool, kind: str | None, adapter: bool, llama_cpp: Path | None) -> None:
+    if to not in TARGETS:
+        raise UsageError(f"--to is {to!r}; expected one of {', '.join(TARGETS)}")
+    if adapter and to != "vllm":
+        raise UsageError(f"--adapter: {to} takes merged weights; leave it out, or use --to vllm")
+    if (kind or llama_cpp) and not is_gguf:
+        raise UsageError(f"--quantize and --llama-cpp have no effect on --to {to}; leave them out")
+    if kind and not kind.isidentifier():
+        raise UsageError(f"--quantize is {kind!r}; expected a name such as q8_0 or q4_k_m")
+    if llama_cpp and not llama_cpp.is_dir():
+        raise UsageError(f"--llama-cpp: there is no folder {llama_cpp}; name the folder of llama.cpp")
+    if is_gguf and find_spec("gguf") is None:
+        raise UsageError(f"--to {to} needs the gguf package: pip install 'flatout[gguf]'")
+
+
+def _find_tool(name: str, folder: Path | None) -> Path | None:
+    """Return a tool of llama.cpp from its folder, else from PATH; None without it."""
+    places = [folder / name, folder / "build" / "bin" / name] if folder else []
+    on_path = shutil.which(name)
+    return next((place for place in places if place.is_file()), Path(on_path) if on_path else None)
+
+
+def _run_tool(command: list[str]) -> None:
+    """Run a tool of llama.cpp, whose lines go to stderr."""
+    code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, check=False).returncode
+    if code != 0:
+        raise ResourceError(f"llama.cpp failed with exit code {code}; its lines above say why: {shlex.join(command)}")
+
+
+def _write_folder(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
+    """Write a Hugging Face folder that older readers understand: mlx-lm 0.32 does not know rope_parameters."""
+    publish_model(model, tokenizer, out)
+    config = read_json(out / "config.json")
+    scaling = dict(config.get("rope_parameters") or {})
+    if (theta := scaling.pop("rope_theta", None)) is not None:
+        older = {"rope_theta": theta} | ({"rope_scaling": scaling} if scaling["rope_type"] != "default" else {})
+        DurableIO().write_json(out / "config.json", config | older)
+
+
+def _write_adapter(trained: ModelPaths, out: Path, name: str) -> Exported:
+    """Copy an adapter. Raises UsageError for one that vLLM refuses."""
+    if trained.adapter is None:
+        raise UsageError(f"--adapter: {trained.base} has no adapter; leave it out to write the whole model")
+    config, durable_io, empty = read_json(trained.adapter / "adapter_config.json"), DurableIO(), _aside(out)
+    allowed = next((one for one in _VLLM_RANKS if one >= config["r"]), None)
+    if config.get("use_dora") or allowed is None:
+        found = "DoRA" if config.get("use_dora") else f"rank {config['r']}"
+        raise UsageError(f"--adapter: vLLM does not take adapters with {found}; leave it out to merge the adapter")
+    with durable_io.replace_dir(out, aside=empty) as new, durable_io.resource_errors("write", out):
+        shutil.copytree(trained.adapter, new, dirs_exist_ok=True)
+        durable_io.sync_tree(new)
+    durable_io.remove_tree(empty)
+    base = shlex.quote(trained.base) + (f" --revision {shlex.quote(trained.revision)}" if trained.revision else "")
+    modules = f"--lora-modules {shlex.quote(f'{name}={out}')} --max-lora-rank {allowed}"
+    return Exported(out, f"vllm serve {base} --enable-lora {modules}", f"the adapter alone, rank {config['r']}")
+
+
+def _aside(out: Path) -> Path:
+    return out.with_name(f".{out.name}.old")
+
+
+def _write_gguf(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    out: Path,
+    name: str,
+    kind: str | None,
+    converter: Path | None,
+    quantizer: Path | None,
+    *,
+    for_ollama: bool,
+) -> Exported:
+    """Write a GGUF file by the gguf package or llama.cpp's converter, and for Ollama a Modelfile."""
+    own = {"bfloat16": "bf16", "float16": "f16"}.get(str(model.dtype).removeprefix("torch."), "f32")
+    durable_io, empty, plain_kind = DurableIO(), _aside(out), own if quantizer else kind or own
+    path = out / f"{name}-{kind or own}.gguf"
+    has_template = isinstance(tokenizer.chat_template, str)
+    with durable_io.replace_dir(out, aside=empty) as new, durable_io.resource_errors("write", out):
+        durable_io.require_free(out.parent, sum(one.nbytes for one in model.state_dict().values()))
+        file, plain, merged = new / path.name, new / "plain.gguf", new / "merged"
+        first = plain if quantizer else file
+        if converter is not None:
+            save_model(model, tokenizer, merged)
+            words = [sys.executable, converter, merged, "--outfile", first, "--outtype", plain_kind]
+            _run_tool([str(word) for word in words])
+        else:
+            turn_end = end_of_turn_id(tokenizer) if has_template else None
+            write_gguf(model, tokenizer, first, name=name, kind=plain_kind, turn_end=turn_end)
+        if quantizer is not None:
+            _run_tool([str(quantizer), str(plain), str(file), (kind or own).upper()])
+        command, note = f"llama-cli -m {shlex.quote(str(path))}", f"written by {converter or 'the gguf package'}"
+        if for_ollama:
+            stop_ids = stop_token_ids(model, tokenizer) if has_template else []
+            text, about = modelfile(path.name, model, tokenizer, stop_ids)
+            durable_io.write_bytes(new / "Modelfile", text.encode())
+            command, note = (
+                f"ollama create {shlex.quote(name)} -f {shlex.quote(str(out / 'Modelfile'))}",
+                f"{note}; {about}",
+            )
+        for leftover in (plain, merged):
+            durable_io.remove_tree(leftover)
+        durable_io.sync_tree(new)
+    durable_io.remove_tree(empty)
+    return Exported(path, command, note)

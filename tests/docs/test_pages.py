@@ -1,0 +1,156 @@
+"""The documentation is true: its commands and code run as written, its error messages exist, its site builds."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flatout.cli.main import main
+from flatout.config.read import load_config
+from flatout.demo.conversations import sample_conversations
+from flatout.demo.write import write_demo
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+FENCE = re.compile(r"(?:<!-- test: (.*?) -->\n)?^( *)```(\w+)\n(.*?)^ *```$", re.M | re.S)
+# pages whose blocks are commands of this repository, which their own tests and benchmarks run
+OF_DEVELOPERS = {"performance.md", "numerics.md"}
+PAGES = sorted(
+    page for page in (*DOCS.rglob("*.md"), ROOT / "README.md")
+    if page.name not in OF_DEVELOPERS and page.parent.name != "reference" and FENCE.search(page.read_text())
+)  # fmt: skip
+# commands of other programs, which only have to be well formed
+OTHERS = {"make", "cd", ".", "ssh", "pip", "python", "torchrun", "srun", "docker", "vllm", "ollama", "pytest"}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the pages speak of: a model under its hub id, rows, a configuration."""
+    folder = tmp_path_factory.mktemp("world")
+    write_demo(folder / "demo", 1, num_train=200, num_held_out=1)
+    base = {"model": {"name": str(folder / "demo" / "model"), "init": "random"}, "device": "cpu"}
+    rows = [{"messages": messages} for messages in sample_conversations(24, 1, held_out=False)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {**base, "data": {"sources": [{"path": str(folder / "chats.jsonl")}]}, "name": "pretrained"}
+    (folder / "full.yaml").write_text(yaml.safe_dump({**values, "method": "full", "run_dir": str(folder / "made")}))
+    assert main(["train", str(folder / "full.yaml"), "batch.max_steps=1"]) == 0
+    shutil.copytree(folder / "made" / "final", folder / "Qwen" / "Qwen3-0.6B")
+    (folder / "questions.jsonl").write_text(json.dumps({"prompt": "Hello", "answer": "Hi"}) + "\n")
+    (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    (folder / "run.yaml").write_text(yaml.safe_dump({"model": "Qwen/Qwen3-0.6B", "data": "chats", "device": "cpu"}))
+    with contextlib.chdir(folder):
+        for name in ("chats", "code"):
+            assert main(["data", "build", "chats.jsonl", "--name", name, "--tokenizer", "Qwen/Qwen3-0.6B"]) == 0
+        for name in ("run", "a", "b", "c"):
+            assert main(["train", "run.yaml", f"name={name}"]) == 0
+    shutil.copytree(folder / "runs" / "run", folder / "demo-run" / "run")
+    return folder
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield what the comment above says (or ""), the language and the text of each block."""
+    for note, indent, language, text in FENCE.findall(page.read_text(encoding="utf-8")):
+        yield note, language, re.sub(f"^{indent}", "", text, flags=re.M)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_runs(page: Path, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the page, in one folder; `<!-- test: WHY -->` above a block says why it cannot run here."""
+    here = tmp_path / "work"
+    shutil.copytree(world, here)
+    if "flatout init" in (text := page.read_text()):
+        (here / "run.yaml").unlink()
+    if "flatout init" in text or ("flatout.train(" in text and not re.search("^ *flatout train", text, re.M)):
+        shutil.rmtree(here / "runs")
+    monkeypatch.chdir(here)
+    names: dict[str, Any] = {}
+    for note, language, text in blocks(page):
+        match language:
+            case "bash":
+                for line in text.replace("\\\n", " ").splitlines():
+                    run_line(line, note, monkeypatch)
+            case "python" if note:
+                ast.parse(text)
+            case "python":
+                (here / "block.py").write_text(text)
+                names = runpy.run_path(str(here / "block.py"), init_globals=names)
+            case "yaml" if not note:
+                sections = {"model": "Qwen/Qwen3-0.6B", "data": "chats", **yaml.safe_load(text)}
+                (here / "block.yaml").write_text(yaml.safe_dump(sections))
+                load_config(here / "block.yaml")
+            case "json":
+                json.loads(text)
+
+
+def run_line(line: str, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run one line of a block. With a note, only show that the command exists, or run it with settings added."""
+    typed, _, piped = line.partition(" | ") if line.startswith("echo") else ("", "", line)
+    words = shlex.split(piped, comments=True)
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words.pop(0)
+    if not words or words[0] in OTHERS:
+        if words[:2] == ["pip", "install"]:
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert set(re.findall(r"\[(\w+)\]", piped)) <= set(extras), line
+        return
+    assert words[0] == "flatout", line
+    if note.startswith("with "):
+        words += note.removeprefix("with ").split()
+    elif note:
+        words = ["flatout", words[1], "--help"]
+        with pytest.raises(SystemExit, match="0"):
+            main(words[1:])
+        return
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" ".join(shlex.split(typed)[1:]) + "\n"))
+    assert main(words[1:]) == 0, line
+
+
+def literals() -> str:
+    """All text of the package's code; what is filled in is `…`."""
+    found = []
+    for file in sorted((ROOT / "flatout").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
+    headings = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
+    assert len(headings) >= 20
+    text = literals()
+    for heading in headings:
+        for part in filter(None, (part.strip() for part in heading.split("…"))):
+            assert len(part) < 8 or part in text, (heading, part)
+
+
+@pytest.mark.skipif(find_spec("zensical") is None, reason="needs the `docs` extra")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    for name in ("docs", "mkdocs.yml", "flatout"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
+    for command in ([sys.executable, "docs/reference/generate.py"], [sys.executable, "-m", "zensical", "build", "-s"]):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    site = tmp_path / "build" / "site"
+    assert "optim.lr" in (site / "reference" / "settings" / "index.html").read_text()
+    # mkdocstrings found the functions
+    assert "objective" in (site / "reference" / "python" / "index.html").read_text()

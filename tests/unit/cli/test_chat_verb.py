@@ -1,0 +1,149 @@
+"""A chat at the keyboard: commands, a system prompt, sampling, and several models beside each other."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flatout.cli.main import main
+
+# a tiny model's likeliest token is the same everywhere; drawn ones differ, and are the same for the same seed
+DRAWN = ("--temperature", "2", "--seed", "3")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from flatout.trainer.run import train
+
+    config = tiny.config(tmp_path_factory.mktemp("chat") / "run", batch={"max_steps": 6}, optim={"lr": 0.2})
+    return train(config).folder
+
+
+def chat(monkeypatch: pytest.MonkeyPatch, lines: str, *words: str) -> int:
+    """`flatout chat` with these lines typed, until the end of input."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    return main(["chat", *words, "--device", "cpu", "--max-new-tokens", "12"])
+
+
+def answers(out: str) -> list[str]:
+    """What was printed after each question, without the prompt's sign."""
+    return [part.strip() for part in re.split("^> ", out, flags=re.MULTILINE)[1:]]
+
+
+def test_commands_and_the_end_of_input(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = "What color?\nAnd now?\n/clear\nWhat color?\n/system Be kind.\n/help\n/hlep\n/etc/passwd is what?\n"
+    assert chat(monkeypatch, typed, str(run_dir), *DRAWN) == 0
+    first, second, cleared, again, system, helped, unknown, slash, end = answers(capsys.readouterr().out)
+    assert first == again != second
+    assert cleared == "The conversation starts anew. System prompt: none"
+    assert system == "The conversation starts anew. System prompt: Be kind."
+    assert "/clear" in helped
+    assert "There is no command /hlep" in unknown
+    assert "no command" not in slash
+    assert end == ""
+    assert chat(monkeypatch, "/exit\nWhat color?\n", str(run_dir)) == 0
+    assert len(answers(capsys.readouterr().out)) == 1
+
+
+def test_system_prompts_start_conversations(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def answer(model: Any, tokenizer: Any, messages: Any, **_: Any) -> str:
+        asked.append([f"{one['role'][0]}:{one['content']}" for one in messages])
+        return "An answer."
+
+    monkeypatch.setattr("flatout.models.generate.answer", answer)
+    typed = "One?\nTwo?\n/clear\nThree?\n/system Be kind.\nFour?\n"
+    assert chat(monkeypatch, typed, str(run_dir), "--system", "Be brief.") == 0
+    brief = "s:Be brief."
+    assert asked == [
+        [brief, "u:One?"],
+        [brief, "u:One?", "a:An answer.", "u:Two?"],
+        [brief, "u:Three?"],
+        ["s:Be kind.", "u:Four?"],
+    ]
+
+
+def test_models_answer_beside_each_other(
+    run_dir: Path, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(run_dir / "final", other)
+    alone = {}
+    for name in (str(run_dir), str(tiny.model_dir)):
+        assert chat(monkeypatch, "What color?\nAnd now?\n", name, *DRAWN) == 0
+        alone[name] = answers(capsys.readouterr().out)[:2]
+    words = (str(run_dir), str(other), "--compare", "base", *DRAWN)
+    assert chat(monkeypatch, "What color?\nAnd now?\n", *words) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("loading ") == 3
+    for turn, text in enumerate(answers(captured.out)[:2]):
+        parts = re.split(r"\[([^\]\n]*)\]\n", text)
+        found = dict(zip(parts[1::2], (part.strip() for part in parts[2::2]), strict=True))
+        # each has its own conversation
+        assert found[str(run_dir)] == found[str(other)] == alone[str(run_dir)][turn]
+        assert found["base"] == alone[str(tiny.model_dir)][turn]
+        assert found["base"] != found[str(run_dir)]
+
+
+def test_adapters_of_one_base_share_its_weights(run_dir: Path) -> None:
+    from flatout.models.load.inference import load_trained, resolve_model_paths
+
+    paths, cpu = resolve_model_paths(str(run_dir)), torch.device("cpu")
+    first, _ = load_trained(paths, device=cpu)
+    second, _ = load_trained(paths, device=cpu, beside=(paths, first))
+    layers = [one.model.layers[0].mlp.up_proj for one in (first, second)]
+    assert layers[0].base.weight.data_ptr() == layers[1].base.weight.data_ptr()
+    assert layers[0].lora_a.data_ptr() != layers[1].lora_a.data_ptr()
+    assert first.get_input_embeddings().weight.data_ptr() == second.get_output_embeddings().weight.data_ptr()
+
+
+def test_generation_config_decides_how_to_sample(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.model_dir, folder)
+    sampling = {"do_sample": True, "temperature": 0.5, "top_k": 20, "top_p": 0.9}
+    (folder / "generation_config.json").write_text(json.dumps(sampling))
+    for options, expected in (
+        ((), "sampled: temperature 0.5, top_p 0.9, top_k 20"),
+        (("--top-p", "0.3"), "sampled: temperature 0.5, top_p 0.3, top_k 20"),
+        (("--temperature", "0"), "greedy"),
+    ):
+        assert chat(monkeypatch, "", str(folder), *options) == 0
+        assert f"Answers are {expected}" in capsys.readouterr().err
+
+
+def test_tokens_are_printed_one_by_one(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    class Recorder(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    monkeypatch.setattr("sys.stdout", Recorder())
+    words = ["chat", str(run_dir), "--prompt", "What color?", "--device", "cpu", "--temperature", "3", "--top-k", "200"]
+    assert main([*words, "--max-new-tokens", "40"]) == 0
+    assert sum(bool(text.strip()) for text in written) > 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [((), "named twice"), (("--compare", "base"), "--compare base: ")],
+)
+def test_what_cannot_be_compared(
+    tiny: Any, words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = [str(tiny.model_dir)] * (1 if words else 2)
+    assert chat(monkeypatch, "", *models, *words) == 2
+    assert said in capsys.readouterr().err

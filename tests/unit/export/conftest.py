@@ -1,0 +1,17 @@
+"""A finished run, made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="package")
+def run_dir(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from flatout.trainer.run import train
+
+    evaluation = {"fraction": 0.1, "every_steps": 1, "prompts": []}
+    config = tiny.config(tmp_path_factory.mktemp("export") / "chats", batch={"max_steps": 3}, eval=evaluation)
+    return train(config).folder

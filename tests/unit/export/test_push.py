@@ -1,0 +1,155 @@
+"""What is pushed can be loaded by plain transformers and PEFT; nothing is overwritten, and no token is shown."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hub_stand_in import READ_TOKEN, TOKEN, Hub, Repo, hub_stand_in
+
+from flatout.cli.main import main
+
+LOAD = """
+import json, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained("someone/base")
+tokenizer = AutoTokenizer.from_pretrained("someone/adapter")
+ids = torch.tensor([tokenizer("What color is it?")["input_ids"]])
+with torch.no_grad():
+    adapted = PeftModel.from_pretrained(base, "someone/adapter")(ids).logits
+    by_adapter = AutoModelForCausalLM.from_pretrained("someone/adapter")(ids).logits
+    merged = AutoModelForCausalLM.from_pretrained("someone/merged")(ids).logits
+assert torch.equal(adapted, by_adapter)
+print(json.dumps({"apart": float((adapted - merged).abs().max()), "ids": ids.tolist()}))
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub that this process uses, with a valid token."""
+    from huggingface_hub import constants
+
+    with hub_stand_in() as running:
+        template = f"{running.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        changed = {"ENDPOINT": running.address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_DISABLE_XET": True}
+        for name, value in {**changed, "HF_TOKEN_PATH": str(tmp_path / "no-token")}.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield running
+
+
+def test_adapter_and_merged_model_load_from_the_hub(
+    tiny: Any, run_dir: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir / "eval").mkdir(exist_ok=True)
+    row = {"task": "arc_easy", "metric": "acc", "value": 0.25, "stderr": None, "num_samples": 8}
+    (run_dir / "eval" / "arc_easy.json").write_text(json.dumps({"tasks": [row]}))
+    hub.add("someone/base", tiny.model_dir)
+    assert main(["push", str(run_dir), "adapter", "--base", "someone/base"]) == 0
+    assert main(["push", str(run_dir), "someone/merged", "--merged", "--private"]) == 0
+    captured = capsys.readouterr()
+    assert f"{hub.address}/someone/adapter" in captured.out
+    assert TOKEN not in captured.out + captured.err
+    adapter, merged = hub.repos["someone/adapter"], hub.repos["someone/merged"]
+    assert (adapter.private, merged.private) == (False, True)
+    assert set(adapter.files) == {
+        "README.md", "loss.svg", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja",
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    assert json.loads(adapter.files["adapter_config.json"])["base_model_name_or_path"] == "someone/base"
+    assert not (run_dir / ".push.tmp").exists()
+    for repo in (adapter, merged):
+        # one commit, and no folder of this machine in it
+        assert len(repo.commits) == 2
+        assert not any(str(tiny.root.parent).encode() in data for data in repo.files.values())
+    env = hub.env(tmp_path / "home")
+    loaded = subprocess.run([sys.executable, "-c", LOAD], env=env, capture_output=True, text=True, timeout=300)
+    assert loaded.returncode == 0, loaded.stderr
+    assert json.loads(loaded.stdout.splitlines()[-1])["apart"] < 1e-5
+    card = adapter.files["README.md"].decode()
+    facts = yaml.safe_load(card.split("---")[1])
+    assert facts["base_model"] == "someone/base"
+    assert facts["library_name"] == "peft"
+    for expected in ("## Load", "## Results", "loss.svg", "## Data", "chats.jsonl", "## Plan", "| lora.rank | 4 |",
+                     "| arc_easy | acc | 0.2500 |", "## Versions", "transformers"):  # fmt: skip
+        assert expected in card
+    curve = adapter.files["loss.svg"].decode()
+    assert curve.count("<polyline") == 2
+    assert curve.count("<circle") == 4
+
+
+def test_a_repository_is_replaced_only_when_asked(run_dir: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.repos["someone/full"] = Repo(commits=[{"model.safetensors": b"old", "README.md": b"old"}])
+    hub.repos["someone/empty"] = Repo()
+    command = ["push", str(run_dir), "someone/full", "--base", "someone/base"]
+    assert main(command) == 2
+    assert "someone/full exists and has 2 files" in capsys.readouterr().err
+    assert len(hub.repos["someone/full"].commits) == 1
+    assert main([*command, "--replace", "--private"]) == 2
+    assert "someone/full exists and is public" in capsys.readouterr().err
+    assert main([*command, "--replace"]) == 0
+    assert "model.safetensors" not in hub.repos["someone/full"].files
+    assert hub.repos["someone/full"].files["README.md"].startswith(b"---")
+    assert main(["push", str(run_dir), "someone/empty", "--base", "someone/base"]) == 0
+    assert "adapter_model.safetensors" in hub.repos["someone/empty"].files
+
+
+@pytest.mark.parametrize(
+    ("repo", "token", "fails", "code", "said"),
+    [
+        ("mine", None, {}, 2, "set HF_TOKEN"),
+        ("mine", "hf_wrong_token_of_a_user", {}, 2, "does not accept the token (401)"),
+        ("mine", READ_TOKEN, {}, 2, "may not write to someone/mine (403)"),
+        ("other-org/mine", TOKEN, {}, 2, "may not write to other-org/mine (403)"),
+        ("not a name", TOKEN, {}, 2, "'not a name' is not the name of a repository"),
+        ("a/b/c", TOKEN, {}, 2, "is not the name of a repository"),
+        ("mine", TOKEN, {"/api/whoami": 503}, 6, "answers with an error (503)"),
+        ("mine", TOKEN, {"/commit/": 412}, 2, "refuses to take someone/mine (412)"),
+        ("mine", TOKEN, {"/lfs/": 403}, 2, "(403)"),
+        ("mine", TOKEN, {"gone": 0}, 6, "cannot be reached"),
+    ],
+)
+def test_failures_are_one_sentence_without_the_token(
+    run_dir: Path, hub: Hub, repo: str, token: str | None, fails: dict[str, int], code: int, said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if token is None:
+        monkeypatch.delenv("HF_TOKEN")
+    else:
+        monkeypatch.setenv("HF_TOKEN", token)
+    if "gone" in fails:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    hub.fails = fails
+    assert main(["push", str(run_dir), repo, "--base", "someone/base"]) == code
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert said in error
+    assert token is None or token not in error
+    assert not any(len(found.commits) > 1 for found in hub.repos.values())
+
+
+def test_what_is_wrong_with_the_run_is_said_before_the_hub_is_asked(
+    run_dir: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(run_dir), "mine"]) == 2
+    assert "--base ORG/NAME" in capsys.readouterr().err
+    run = tmp_path / "run"
+    shutil.copytree(run_dir, run)
+    (run / "final" / "tokenizer.json").write_text("{}")
+    assert main(["push", str(run), "mine", "--base", "someone/base"]) == 4
+    assert "it was damaged or edited" in capsys.readouterr().err
+    assert main(["push", "x" * 5000, "mine"]) == 2
+    assert "File name too long" in capsys.readouterr().err
+    shutil.rmtree(run / "final")
+    assert main(["push", str(run), "mine"]) == 2
+    assert "the run is not finished" in capsys.readouterr().err
+    assert hub.calls == []
