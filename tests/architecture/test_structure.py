@@ -53,7 +53,7 @@ MAX_PACKAGE_LINES = {
     "bench": 240,
     "checkpoint": 1397,
     "cli": 1955,
-    "compat": 1820,
+    "compat": 1755,
     "config": 1655,
     "data": 3775,
     "demo": 480,
