@@ -19,7 +19,7 @@ from flatout.api.inputs import data_file, model_source, tokenizer_folder
 from flatout.api.run import Run
 from flatout.config.read import dump_config, load_values, make_config
 from flatout.config.schema import Config, DataConfig, ModelConfig
-from flatout.config.shortcuts import expand
+from flatout.config.shortcuts import expand, long_forms
 from flatout.environment import environment, expandable_segments_env, secret_of_nodes, set_environment
 from flatout.errors import FlatoutError, ResourceError, UsageError
 from flatout.io.bounded_wait import to_stderr
@@ -53,7 +53,7 @@ def resolve_config(
     """
     origin = str(config) if isinstance(config, str | Path) else "config"
     if isinstance(config, str | Path):
-        values = load_values(Path(config))
+        values = long_forms(load_values(Path(config)))
     elif isinstance(config, Config):
         values = config.model_dump(mode="json", exclude_unset=True)
     else:

@@ -32,13 +32,17 @@ SHORTCUTS = {
 }
 
 
+def long_forms(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without short forms of sections."""
+    return {**values, **{name: long(values[name]) for name, long in LONG_FORMS.items() if name in values}}
+
+
 def expand(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with each keyword of SHORTCUTS in its section, and without short forms of sections.
 
     Raises UsageError for a setting that is given twice.
     """
-    expanded = {name: value for name, value in values.items() if name not in SHORTCUTS}
-    expanded |= {name: long(expanded[name]) for name, long in LONG_FORMS.items() if name in expanded}
+    expanded = long_forms({name: value for name, value in values.items() if name not in SHORTCUTS})
     for name in values.keys() & SHORTCUTS.keys():
         section, _, setting = SHORTCUTS[name].partition(".")
         given = expanded.get(section, {})

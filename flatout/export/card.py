@@ -15,7 +15,7 @@ from flatout.models.load.inference import ModelPaths
 from flatout.track.run_log import RunLog
 from flatout.track.summary import summarize
 from flatout.view.charts import downsampled, moving_average
-from flatout.view.facts import changed_settings, headline, plan_rows, settings_of, show
+from flatout.view.facts import NONE, changed_settings, headline, plan_rows, settings_of, show
 from flatout.view.plain import table
 from flatout.view.scales import x_scale, y_scale
 
@@ -87,7 +87,7 @@ def _scores(folder: Path) -> Iterator[tuple[str, str, str]]:
     for file in sorted(folder.glob("*.json")):
         content = read_json(file)
         for row in content.get("tasks", []):
-            yield str(row["task"]), str(row["metric"]), show(row["value"])
+            yield str(row["task"]), str(row["metric"]), NONE if row["value"] is None else f"{row['value']:.4f}"
         if "exact_match" in content:
             yield file.stem, "exact match", f"{content['exact_match']:.4f}"
 

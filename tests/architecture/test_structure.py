@@ -61,7 +61,7 @@ MAX_PACKAGE_LINES = {
     "environment": 113,
     "errors": 110,
     "eval": 141,
-    "export": 774,
+    "export": 780,
     "io": 1182,
     "kernels": 1110,
     "launch": 1040,
