@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # public, but not in the stubs
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in the stubs
 
 from flatout.environment import STORE_SOCKET, environment, master, whole_number
 from flatout.errors import PeerLostError, ResourceError, first_line
@@ -20,6 +21,8 @@ from flatout.parallel.rank import Rank
 TIMEOUT = timedelta(hours=12)
 JOIN_S = 900.0
 CONNECT_S = 1.0
+# runs of this process so far: the launcher's store outlives a run, and keeps its keys
+_runs = itertools.count()
 
 
 def choose_device(wanted: str, rank: Rank) -> torch.device:
@@ -68,9 +71,10 @@ def join_group(
             wait.pause(f"rank 0 at {host}:{port}", reason)
     timeout, own_fd = timedelta(seconds=max(1.0, wait.left_s)), fd if is_host else None
     try:
-        store = TCPStore(
+        server = TCPStore(
             host, port, is_master=is_host, timeout=timeout, wait_for_workers=False, master_listen_fd=own_fd
         )
+        store = PrefixStore(f"{env.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_runs)}", server)
         store.set(f"met/{rank.index}", socket.gethostname())
         for other in range(rank.world):
             while not store.check([f"met/{other}"]):

@@ -19,7 +19,6 @@ PACKAGE = ROOT / "flatout"
 # definitions that only tests use today, and the room that deletes or uses them
 KNOWN_UNUSED = {
     "flatout/models/objective.py: token_losses": "for objectives that users write",
-    "flatout/api/run.py: push_to_hub": "for users of Python",
 }
 # names of our own making, and the field's word in their place
 WORDS = {
@@ -53,7 +52,7 @@ MAX_PACKAGE_LINES = {
     "bench": 240,
     "checkpoint": 1397,
     "cli": 1960,
-    "compat": 1760,
+    "compat": 2620,
     "config": 1660,
     "data": 3775,
     "demo": 480,
@@ -67,7 +66,7 @@ MAX_PACKAGE_LINES = {
     "launch": 1040,
     "models": 3990,
     "optim": 600,
-    "parallel": 1442,
+    "parallel": 1446,
     "planner": 1739,
     "profile": 230,
     "studio": 1150,

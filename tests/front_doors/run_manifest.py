@@ -38,7 +38,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "front-doors.json"
 FRONTDOORS = ROOT / "frontdoors"
 # what identifies a row of a system
 KEY = ("what", "how", "kind")
-KINDS = {"command", "flag", "class", "field", "snippet", "file"}
+KINDS = {"command", "flag", "class", "field", "function", "snippet", "file"}
 CASE_KEYS = {
     "fast", "gpu", "needs", "skip", "after", "files", "copy", "edit", "env", "commands", "stdin", "run", "exit"
 }  # fmt: skip

@@ -1,0 +1,134 @@
+"""What the arguments of Unsloth's and TRL's calls become, besides those of TrainingArguments."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from flatout.compat import translation as t
+from flatout.compat.training_arguments import NULLABLE, TRAINING_ARGUMENTS
+from flatout.compat.translation import Became, Given, RefusedError, Rule
+from flatout.track.callback import Callback
+
+_PRECISION = {"None": None, "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_STORAGE = {"full_finetuning": {"method": "full"}, "load_in_fp8": {"base.storage": "fp8"}, "load_in_16bit": {}}
+_PARTS = ("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules")
+_COLLATORS = ("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DataCollatorWithPadding", "NoneType")
+
+
+def _dtype(given: Given) -> Became:
+    name = str(given.value).removeprefix("torch.")
+    if name not in _PRECISION:
+        raise RefusedError(f"{given.value!r:.40} is not supported; write bfloat16, float16, float32 or None")
+    return Became({"model.precision": _PRECISION[name]} if name != "None" else {})
+
+
+def _storage(given: Given) -> Became:
+    wanted = next((name for name in _STORAGE if given.all.get(name)), "")
+    if not wanted and given.all.get("load_in_8bit"):
+        raise RefusedError("flatout stores frozen weights in 4 bits or as fp8: write load_in_4bit or load_in_fp8")
+    return Became(_STORAGE.get(wanted, {"base.storage": "nf4"} if given.all.get("load_in_4bit") else {}))
+
+
+def _targets(given: Given) -> Became:
+    value = given.value if isinstance(given.value, str) or given.value is None else sorted(given.value)
+    if value is None or {"embed_tokens", "lm_head"} & {*value}:
+        raise RefusedError("name linear layers of the decoder, or write all-linear; embeddings and head stay frozen")
+    return Became({"lora.targets": value})
+
+
+def _collator(given: Given) -> Became:
+    if type(given.value).__name__ not in _COLLATORS or getattr(given.value, "mlm", False):
+        raise RefusedError("batches are made without padding; use train_on_responses_only for masks")
+    return Became()
+
+
+def _callbacks(given: Given) -> Became:
+    settings: dict[str, Any] = {}
+    for callback in given.value:
+        if type(callback).__name__ == "EarlyStoppingCallback":
+            settings["eval.patience"] = callback.early_stopping_patience
+            settings["eval.min_delta"] = callback.early_stopping_threshold
+        elif not isinstance(callback, Callback):
+            raise RefusedError(f"{type(callback).__name__} would never be called; derive it from flatout.Callback")
+    return Became(settings)
+
+
+ARGUMENTS: Mapping[str, Rule] = {
+    **TRAINING_ARGUMENTS,
+    # from_pretrained
+    "max_seq_length": t.to("data.max_tokens", lambda length: length or None),
+    "dtype": _dtype,
+    **t.each("load_in_4bit load_in_8bit load_in_16bit load_in_fp8 full_finetuning", _storage),
+    "use_gradient_checkpointing": TRAINING_ARGUMENTS["gradient_checkpointing"],
+    "rope_scaling": t.off("write it into the model's config.json"),
+    **t.each(
+        "resize_model_vocab offload_embedding float32_mixed_precision qat_scheme", t.off("not supported; remove it")
+    ),
+    **t.each(
+        "fast_inference float8_kv_cache unsloth_tiled_mlp", t.off("serve the run by vLLM: `flatout export --to vllm`")
+    ),
+    **t.each("gpu_memory_utilization max_lora_rank disable_log_stats", t.any_value("only read with fast_inference")),
+    **t.each("fix_tokenizer use_exact_model_name", t.any_value("names are exact, and the tokenizer is checked")),
+    # get_peft_model, and PEFT's LoraConfig
+    "r": t.to("lora.rank"),
+    "lora_alpha": t.number("lora.alpha"),
+    "lora_dropout": t.number("lora.dropout"),
+    "target_modules": _targets,
+    "use_rslora": t.to("lora.rslora"),
+    "use_dora": t.to("lora.dora"),
+    "continue_from": t.to("lora.continue_from"),
+    "random_state": t.to("seed"),
+    **t.each(
+        "bias task_type peft_type", t.only(("none", "CAUSAL_LM", "LORA"), "adapters without bias, of a causal model")
+    ),
+    "init_lora_weights": t.only((True,), "A is random and B zero at the start"),
+    "modules_to_save": t.off("embeddings and head stay frozen; from_pretrained(full_finetuning=True) trains them"),
+    **t.each("layers_to_transform layers_pattern", t.off("write one regular expression as target_modules")),
+    **t.each("loftq_config target_parameters ensure_weight_tying", t.off("not supported; remove it")),
+    "temporary_location": t.any_value("nothing is kept on disk meanwhile"),
+    "finetune_vision_layers": t.off("only text models are trained"),
+    **dict.fromkeys(_PARTS, t.only((True,), "name the layers in target_modules")),
+    # trainers
+    "dataset_num_proc": t.to("data.num_procs"),
+    "embedding_learning_rate": t.off("embeddings stay frozen under adapters; remove it"),
+    "enable_distributed_training": t.any_value("ranks of a launcher, or the GPUs of device_map"),
+    "distributed_backend": t.only(("nccl", "gloo"), "ranks talk over nccl on GPUs and gloo on CPUs"),
+    "data_collator": _collator,
+    **t.each("compute_loss_func preprocess_logits_for_metrics", t.off("pass an objective to flatout.train")),
+    "compute_metrics": t.off("`flatout eval` scores a run"),
+    **t.each("optimizers optimizer_cls_and_kwargs model_init", t.only((None, (None, None)), "write optim= instead")),
+    "callbacks": _callbacks,
+    **t.each("dataset_text_field formatting_func", t.any_value("read by the trainer")),
+    # saving
+    "save_method": t.only(
+        ("merged_16bit", "lora"), "write merged_16bit or lora; `flatout export --to gguf` has 4 bits"
+    ),
+    "safe_serialization": t.only((True,), "only safetensors are written"),
+    **t.each("max_shard_size maximum_memory_usage", t.any_value("files are written by layer")),
+}
+
+
+def settings_of(
+    given: Mapping[str, Any], call: str, defaults: Mapping[str, Any] | None = None, num_gpus: int = 1
+) -> dict[str, Any]:
+    """Return flatout's settings; warn of those that differ in some cases.
+
+    Raises ProblemsError that names every argument that flatout cannot honour.
+    """
+    nullable = NULLABLE | {"target_modules"}
+    became = t.translate(given, ARGUMENTS, defaults=defaults, nullable=nullable, num_gpus=num_gpus)
+    for one in became.outcomes:
+        if one.check and not one.is_default:
+            warnings.warn(f"{call}: {one.name}: {one.note}", stacklevel=3)
+    return became.checked(call)
+
+
+def changed_fields(options: Any, **needed: Any) -> dict[str, Any]:
+    """Return the fields of another library's dataclass that differ from its defaults, and those that are needed."""
+    fresh = type(options)(**needed)
+    names = [name for name in type(options).__dataclass_fields__ if hasattr(fresh, name)]
+    values = {name: getattr(options, name) for name in names if getattr(options, name) != getattr(fresh, name)}
+    return {name: value.value if isinstance(value, Enum) else value for name, value in {**values, **needed}.items()}

@@ -1,0 +1,1 @@
+from flatout.compat.unsloth.trl import SFTConfig, SFTTrainer

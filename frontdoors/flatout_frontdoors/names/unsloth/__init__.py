@@ -1,0 +1,2 @@
+from flatout.compat.unsloth import *
+from flatout.compat.unsloth import FastModel

@@ -1,0 +1,1 @@
+from flatout.compat.unsloth.trainer import SFTConfig, SFTTrainer, UnslothTrainer, UnslothTrainingArguments
