@@ -74,8 +74,8 @@ class DataConfig(Section):
     tokenizer: PathText | None = None
     """Hub id or folder of the tokenizer; null: the model's."""
     template: PathText | None = None
-    """Chat template: chatml, llama-3, qwen3, gemma, mistral, phi, zephyr, alpaca or a .jinja file; null: the
-    tokenizer's own."""
+    """Chat template: chatml, llama-3, qwen3, gemma, mistral, phi, zephyr, alpaca, plain or a .jinja file; null:
+    the tokenizer's own."""
     template_args: dict[str, bool | int | float | str] = {}
     """Variables for the chat template, such as {enable_thinking: false}; a variable it does not read is an error."""
     empty_reasoning: Literal["train", "mask"] = "train"

@@ -3,7 +3,8 @@
 A manifest has `cases` and `rows`. A case is a folder with files, commands that are typed in it, and how they end. A row
 is one documented command, flag, class, field, snippet or file; `how` names the case that runs it, and `check` what must
 be seen there: a row has run only if its effect was observed. Models and data sets that a document names are folders of
-these names with a tiny model and tiny data, so commands and scripts need no change.
+these names with a tiny model and tiny data, so commands and scripts need no change. A case is not run where
+it lacks a GPU (`gpu`) or a package that it `needs`.
 
     python tests/front_doors/run_manifest.py                      all; writes benchmarks/results/front-doors.json
     python tests/front_doors/run_manifest.py --fast               the cases that CI runs
@@ -27,6 +28,7 @@ import tomllib
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,9 @@ FRONTDOORS = ROOT / "frontdoors"
 # what identifies a row of a system
 KEY = ("what", "how", "kind")
 KINDS = {"command", "flag", "class", "field", "function", "snippet", "file"}
-CASE_KEYS = {"fast", "gpu", "skip", "after", "files", "copy", "edit", "env", "commands", "stdin", "run", "exit"}
+CASE_KEYS = {
+    "fast", "gpu", "needs", "skip", "after", "files", "copy", "edit", "env", "commands", "stdin", "run", "exit"
+}  # fmt: skip
 TIMEOUT_S = 600
 
 
@@ -271,7 +275,9 @@ def judge(runner: Runner, system: str, name: str) -> list[dict[str, Any]]:
     """Run one case and return its rows with their results."""
     manifest = manifests()[system]
     case, rows = manifest.cases[name], [row for row in manifest.rows if row["how"] == name]
-    if skip := "it needs a GPU" if case.get("gpu") and not has_gpu() else case.get("skip"):
+    missing = [package for package in case.get("needs", ()) if find_spec(package) is None]
+    skip = f"it needs {missing[0]}" if missing else case.get("skip")
+    if skip := "it needs a GPU" if case.get("gpu") and not has_gpu() else skip:
         results = [f"not run: {skip}" for _ in rows]
     else:
         outcome = runner.outcome(system, name)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from flatout.data.conversation import Message, ToolCall
 from flatout.errors import DataError, reason_of
 
-OURS = ("chatml", "llama-3", "qwen3", "gemma", "mistral", "phi", "zephyr", "alpaca")
+OURS = ("chatml", "llama-3", "qwen3", "gemma", "mistral", "phi", "zephyr", "alpaca", "plain")
 # What a template can raise: its own raise_exception, an undefined name, a filter on a value of the wrong type.
 RENDER_ERRORS = (
     TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError

@@ -1,0 +1,7 @@
+"""The demo's 03-fsdp/train-llm.py on flatout."""
+
+import sys
+
+from flatout.compat.distributed_demo import main
+
+sys.exit(main("fsdp"))

@@ -1,0 +1,7 @@
+"""Turbo-Tune's training script on flatout; torchrun, accelerate or deepspeed start it as ranks."""
+
+import sys
+
+from flatout.compat.turbo_tune import main
+
+sys.exit(main())
