@@ -21,6 +21,7 @@ _REFUSED = {
     "tensor_parallel": "remove it",
     "compile": "set compile instead",
     "zero_optimization.zenflow": "remove it; it delays updates past their step",
+    "zero_optimization.stage3_module_granularity_threshold": "remove it; DeepSpeed's backward pass fails with it",
 }
 _SECTIONS = (
     "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "optimizer",

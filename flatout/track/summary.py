@@ -20,6 +20,8 @@ WARM_UP_STEPS = 3
 ROUTINE_EVENTS = {"saved", "compiled", "changed", "stopped", "removed", "kept", "rows"}
 # losses of single steps are noisy: compare means of this share of the records, at least MIN_COMPARED
 COMPARED_SHARE, MIN_COMPARED = 0.1, 3
+# an evaluation counts as worse if it lost more than this share of what training had gained
+NOTABLE_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +254,7 @@ def _warnings(log: RunLog) -> list[str]:
     if evaluation and len(evals) > 1:
         if min(one.eval_loss for one in evals[1:]) >= evaluation.first:
             found.append(f"no evaluation was better than the first, {evaluation.first:.4f}: lower optim.lr")
-        elif evaluation.last > evaluation.best:
+        elif evaluation.last - evaluation.best > NOTABLE_SHARE * (evaluation.first - evaluation.best):
             where = f"step {evaluation.best_step:,}, {evaluation.best:.4f} to {evaluation.last:.4f}"
             found.append(f"the evaluation got worse after {where}: train fewer steps, or use best/")
     losses = [step.loss for step in log.steps]
