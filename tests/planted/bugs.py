@@ -103,7 +103,7 @@ BUGS = (
         "_causal_mask(X, None if 'sinks' in settings else window)",
         "tests/parity/test_attention_forms.py::test_a_window_counts_beside_sinks"),
     Bug("logit scale dropped from a head with an adapter", "TokenHead.cross_entropy.tile_loss",
-        "product_loss(X, Y, scale=scale, softcap=softcap)", "product_loss(X, Y, softcap=softcap)",
+        "product_loss(X, Y, scale=W, softcap=Z)", "product_loss(X, Y, softcap=Z)",
         "tests/parity/test_head_tiled.py::test_logit_scale_and_softcap"),
 )  # fmt: skip
 
