@@ -100,6 +100,7 @@ def test_a_signal_to_one_rank_saves_once_and_stops_all(one_rank: Any, tmp_path: 
     assert steps == list(range(1, stopped_at + 3))
 
 
+@pytest.mark.exhaustive
 def test_repeated_preemption_ends_bit_equal(tiny: Any, tmp_path: Path) -> None:
     """SIGTERM every few steps, in the middle of accumulation; each time exit 75 and at the end the undisturbed bits."""
     from flatout.trainer.run import train

@@ -184,7 +184,9 @@ def test_a_refused_second_run_leaves_the_logs_of_the_first_alone(tiny: Any, tmp_
     assert not (tmp_path / "run" / "logs").exists()
 
 
-@pytest.mark.parametrize(("gpus", "tokenizes"), [([0, 1], False), ([0], True)])
+@pytest.mark.parametrize(
+    ("gpus", "tokenizes"), [pytest.param([0, 1], False, marks=pytest.mark.exhaustive), ([0], True)]
+)
 def test_ctrl_c_at_the_start_is_one_line(tiny: Any, tmp_path: Path, gpus: list[int], tokenizes: bool) -> None:
     """As a terminal sends it, to the whole foreground group, processes that tokenize included."""
     rows = tmp_path / "rows.jsonl"

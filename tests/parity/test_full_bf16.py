@@ -27,7 +27,7 @@ def bf16_config(tiny: Any, run_dir: Path, weights: str, name: str, **sections: A
     )
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.exhaustive), "adamw8bit"])
 def test_learns_as_fp32_masters_do(tiny: Any, tmp_path: Path, metrics_of: Any, name: str) -> None:
     curves = {}
     for weights, optimizer in (("fp32", "adamw"), ("bf16", name)):

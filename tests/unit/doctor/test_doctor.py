@@ -123,7 +123,7 @@ def test_other_versions_on_a_node_are_named() -> None:
     assert compare_nodes([nodes[0], nodes[0]]).status == "ok"
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [pytest.param(True, marks=pytest.mark.exhaustive), False])
 def test_ranks_that_see_different_run_folders_are_found(tiny: Any, tmp_path: Path, shared: bool) -> None:
     config = tiny.config(Path("run"))
     (tmp_path / "run.yaml").write_text(dump_config(config))
