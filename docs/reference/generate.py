@@ -69,7 +69,7 @@ def commands() -> Iterator[str]:
 
 def python() -> Iterator[str]:
     """Yield the page of the Python API, which mkdocstrings fills."""
-    yield "# Python API\n"
+    yield "# Python API\n\nThe site fills this page from docstrings; [Python](../python.md) is the guide.\n"
     for module, names in PYTHON.items():
         yield from (f"::: {module}.{name}\n" for name in names)
 
