@@ -106,6 +106,7 @@ def test_a_slow_callback_of_a_run_costs_no_rank(tiny: Any, tmp_path: Path) -> No
     assert any(event["kind"] == "waiting" and "rank 0 on" in event["for"] for event in events)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_rank_that_is_lost_twice_is_left_out(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
     made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 120})

@@ -128,6 +128,7 @@ def test_repeated_preemption_ends_bit_equal(tiny: Any, tmp_path: Path) -> None:
         assert all(torch.equal(a[key], b[key]) for key in a)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_whose_memory_flips_a_bit_is_named_at_the_next_save(tiny: Any, tmp_path: Path) -> None:
     config = tiny.config(
         tmp_path / "run",

@@ -154,6 +154,7 @@ def rank_processes(supervisor: int) -> list[int]:
     return pids[1:3]
 
 
+@pytest.mark.exhaustive
 def test_a_killed_supervisor_leaves_nothing_behind_while_ranks_start(tiny: Any, tmp_path: Path) -> None:
     """From the first moment of a rank on; the same command is not refused afterwards."""
     config = tiny.config(tmp_path / "run", **settings(tiny))

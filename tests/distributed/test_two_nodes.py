@@ -76,6 +76,7 @@ def write_config(tiny: Any, folder: Path, num_steps: int = NUM_STEPS) -> Path:
     return config
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @needs_root
 def test_both_nodes_start_again_once_the_link_is_back(

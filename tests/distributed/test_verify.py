@@ -61,6 +61,7 @@ def test_every_cut_agrees(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [line for line in lines if len(line) > 80 and "written to" not in line] == []
 
 
+@pytest.mark.exhaustive
 def test_rope_by_length_agrees_packed_and_on_two_ranks(tiny: Any, length_scaled: Path, tmp_path: Path) -> None:
     config = tiny.config(tmp_path / "run", model={"name": str(length_scaled)})
     code, report = run_verify(config, tmp_path, "--ranks", "2", "--fp64")

@@ -431,6 +431,7 @@ assert not is_distributed_initialized()
 """
 
 
+@pytest.mark.exhaustive
 def test_a_script_under_torchrun_takes_the_steps_of_one_process(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

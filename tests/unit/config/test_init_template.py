@@ -107,6 +107,7 @@ def test_data_that_is_no_name_becomes_a_source(named: str, tmp_path: Path, monke
     assert [source.path for source in starting_config("r", data=named, model="m").data.sources] == [named]
 
 
+@pytest.mark.exhaustive
 def test_init_alone_plans_and_trains_unmodified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
