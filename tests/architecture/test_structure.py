@@ -70,7 +70,7 @@ MAX_PACKAGE_LINES = {
     "planner": 1739,
     "profile": 230,
     "studio": 1150,
-    "track": 2110,
+    "track": 2115,
     "trainer": 3116,
     "verifier": 720,
     "view": 1160,
