@@ -56,15 +56,22 @@ class Scale:
 
 def x_scale(low: float, high: float, size: float) -> Scale:
     """Return the scale of an x axis, exactly from `low` to `high`."""
-    return Scale(low, high, size, is_down=False) if high > low else Scale(low - 0.5, low + 0.5, size, is_down=False)
+    if _span(low, high) == 0:
+        low, high = low - 0.5, low + 0.5
+    return Scale(low, high, size, is_down=False)
 
 
 def y_scale(low: float, high: float, size: float, *, is_log: bool = False) -> Scale:
     """Return the scale of a y axis, with some room above `high`, and below `low` unless that is 0."""
     if is_log:
         return Scale(low / 1.1, high * 1.1, size, is_down=True, is_log=True)
-    span = (high - low) or abs(high) or 1.0
+    span = _span(low, high) or abs(high) or 1.0
     return Scale(low - 0.05 * span if low else 0.0, high + 0.06 * span, size, is_down=True)
+
+
+def _span(low: float, high: float) -> float:
+    """Return high - low; 0 if they differ by rounding only, since no two ticks would then differ."""
+    return high - low if high - low > 1e-9 * max(abs(low), abs(high)) else 0.0
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:

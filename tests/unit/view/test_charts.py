@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 
 import numpy as np
@@ -23,7 +24,7 @@ from flatout.view.charts import (
     line_plot,
     moving_average,
 )
-from flatout.view.scales import nice_ticks, y_scale
+from flatout.view.scales import nice_ticks, x_scale, y_scale
 
 
 def paths(plot: str, style: str) -> list[list[tuple[float, float]]]:
@@ -146,3 +147,14 @@ def test_labels_of_an_axis_differ(low: float, high: float) -> None:
         labels = [text for _, text in y_scale(low, high, HEIGHT, is_log=is_log).ticks(5)]
         assert len(labels) == len(set(labels)) >= 2
         assert max(map(len, labels)) <= 8
+
+
+@given(st.floats(1e-3, 1e12), st.integers(1, 40))
+def test_values_that_differ_by_rounding_have_an_axis(low: float, num_ulps: int) -> None:
+    high = low
+    for _ in range(num_ulps):
+        high = math.nextafter(high, math.inf)
+    for scale in (x_scale(low, high, WIDTH), y_scale(low, high, HEIGHT)):
+        labels = [text for _, text in scale.ticks(6)]
+        assert labels
+        assert all(-1e-6 < share < 1 + 1e-6 for share, _ in scale.ticks(6))
