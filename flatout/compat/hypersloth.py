@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_
 
 from flatout.api.run import Run
 from flatout.api.start import train
+from flatout.compat.launched import device
 from flatout.compat.training_arguments import NULLABLE, TRAINING_ARGUMENTS
 from flatout.compat.translation import Rule, Translation, any_value, each, off, only, renamed, to, translate
 from flatout.config.data import data_section
@@ -18,7 +19,6 @@ from flatout.config.read import make_config
 from flatout.config.schema import Config
 from flatout.data import registry
 from flatout.data.token_store import TokenStore
-from flatout.environment import environment
 from flatout.errors import DataError, ProblemsError, UsageError
 from flatout.io.json_file import read_json
 
@@ -190,8 +190,7 @@ class RunConfig(Settings):
         settings = Translation(outcomes).checked(type(self).__name__)
         if self.pretrained_lora is not None:
             settings["lora"]["continue_from"] = self.pretrained_lora
-        # transformers and accelerate read this variable too
-        if environment().get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+        if device() == "cpu":
             settings["device"] = "cpu"
         return {**settings, "gpus": gpus}
 
