@@ -149,9 +149,13 @@ class LoraConfig(Section):
         index = name.removeprefix(f"{layers_path}.").partition(".")[0]
         return name.startswith(f"{layers_path}.") and int(index) in indices
 
+    def saves(self, name: str) -> bool:
+        """Whether `modules_to_save` has the module with this full name, or one that it is part of."""
+        return any(f".{wanted}." in f".{name}." for wanted in self.modules_to_save)
+
     def of_layer(self, name: str) -> LoraConfig:
         """The same settings with the rank and alpha of the layer with this full name."""
-        patterns = {"rank": self.rank_pattern, "alpha": self.alpha_pattern}
+        patterns: dict[str, dict[str, Any]] = {"rank": self.rank_pattern, "alpha": self.alpha_pattern}
         found = {
             # as PEFT matches them
             field: next((own for key, own in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), None)

@@ -159,10 +159,10 @@ def saved_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
         raise UsageError(f"lora.modules_to_save: {inner[0]} is inside another module of the list; remove one")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if config.keep_tied and ties_ends(model):
-        ends = {name: module for name, module in modules.items() if module in (embedding, head)}
-        if found.keys() & ends.keys():
+        tied = [name for name, module in modules.items() if module in (embedding, head)]
+        if found.keys() & set(tied):
             # the embedding first, as PEFT ties the head to it
-            found = dict.fromkeys(sorted(ends, key=lambda name: ends[name] is head)) | found
+            found = dict.fromkeys(sorted(tied, key=lambda name: modules[name] is head)) | found
     return list(found)
 
 
