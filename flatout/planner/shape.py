@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
 
 
@@ -47,8 +47,9 @@ class ModelShape:
     `num_params` counts a tied embedding once. `head_dim` is the width of a query or key, `value_head_dim` of a value;
     if layers differ, the largest. `qk_norm`: queries and keys are normalized. `num_window_layers` layers attend to
     `sliding_window` tokens, the rest to all. `max_positions` is the longest sequence that the model was made for;
-    `has_position_table` means that it has no positions beyond that. `groups_experts`: flatout's grouped products can
-    compute the experts.
+    `has_position_table` means that it has no positions beyond that. `embedding` and `head` are full names; `modules`
+    are all modules by full name with the number of parameters that each holds itself. `groups_experts`: flatout's
+    grouped products can compute the experts.
     """
 
     model_type: str
@@ -69,31 +70,63 @@ class ModelShape:
     layers_path: str
     layers: tuple[LayerShape, ...]
     groups_experts: bool = False
+    embedding: str = ""
+    head: str = ""
+    modules: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def targeted(self, targets: str | Sequence[str], num_layers: int | None = None) -> list[Linear]:
-        """Return the linear layers of the first `num_layers` decoder layers (all by default) that LoRA targets.
-
-        Targets are `all-linear`, a regex for the full module name, or a list of name endings.
-        """
+    def targeted(self, lora: LoraConfig) -> dict[str, Linear]:
+        """Return the linear layers of the decoder layers that LoRA targets, by full name."""
         linears = {
             f"{self.layers_path}.{index}.{linear.name}": linear
-            for index, layer in enumerate(self.layers[:num_layers])
+            for index, layer in enumerate(self.layers)
             for linear in layer.linears
         }
-        if targets == "all-linear":
-            return list(linears.values())
-        if isinstance(targets, str):
-            return [linear for name, linear in linears.items() if re.fullmatch(targets, name)]
-        endings = tuple(f".{target}" for target in targets)
-        return [linear for name, linear in linears.items() if f".{name}".endswith(endings)]
+        wanted = lora.targets
+        if wanted == "all-linear":
+            found = set(linears)
+        elif isinstance(wanted, str):
+            found = {name for name in linears if re.fullmatch(wanted, name)}
+        else:
+            found = {name for name in linears if f".{name}".endswith(tuple(f".{target}" for target in wanted))}
+        return {
+            name: linear
+            for name, linear in linears.items()
+            if name in found and lora.has_layer(name, self.layers_path) and not lora.saves(name)
+        }
 
-    def num_lora_params(self, rank: int, targets: str | Sequence[str]) -> int:
+    def num_lora_params(self, lora: LoraConfig) -> int:
         """Count the parameters of LoRA's A (rank, in) and B (out, rank) on the targeted linear layers."""
-        return sum(rank * (linear.num_in + linear.num_out) for linear in self.targeted(targets))
+        targets = self.targeted(lora).items()
+        return sum(lora.of_layer(name).rank * (linear.num_in + linear.num_out) for name, linear in targets)
+
+    def num_saved_params(self, lora: LoraConfig) -> int:
+        """Count the parameters of `lora.modules_to_save`."""
+        ends = (self.embedding, self.head)
+        saved = {name: count for name, count in self.modules if lora.saves(name)}
+        if self.tied and lora.keep_tied and saved.keys() & set(ends):
+            saved = {name: count for name, count in saved.items() if name not in ends}
+            return self.vocab_size * self.hidden_size + sum(saved.values())
+        return sum(saved.values())
+
+    def trains_head(self, lora: LoraConfig) -> bool:
+        """Whether `lora.modules_to_save` has the head, or the embedding that it is tied to."""
+        return lora.saves(self.head) or (self.tied and lora.keep_tied and lora.saves(self.embedding))
+
+    def with_rows(self, num_rows: int) -> ModelShape:
+        """Return the shape with at least so many rows in embedding and head."""
+        more = max(0, num_rows - self.vocab_size)
+        num_ends = 1 if self.tied else 2
+        ends = (self.embedding, self.head)
+        return replace(
+            self,
+            vocab_size=self.vocab_size + more,
+            num_params=self.num_params + more * self.hidden_size * num_ends,
+            modules=tuple((name, num + (more * self.hidden_size if name in ends else 0)) for name, num in self.modules),
+        )
 
 
 def check_positions(shape: ModelShape, longest_sample: int, *, origin: str) -> dict[str, Any]:

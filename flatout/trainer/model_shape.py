@@ -96,6 +96,13 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
         layers_path=next(name for name, module in model.named_modules() if module is layers),
         layers=tuple(_layer_shape(layer, text.hidden_size, experts_per_token) for layer in layers),
         groups_experts=bool(experts_modules(layers)),
+        embedding=next(name for name, module in model.named_modules() if module is embedding),
+        head=next((name for name, module in model.named_modules() if head is not None and module is head), ""),
+        modules=tuple(
+            (name, held)
+            for name, module in model.named_modules()
+            if (held := sum(own.numel() for own in module.parameters(recurse=False)))
+        ),
     )
 
 

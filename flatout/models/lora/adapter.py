@@ -20,16 +20,17 @@ from transformers import PreTrainedModel
 from flatout.config.schema import LoraConfig
 from flatout.errors import CheckpointError, UsageError, reason_of
 from flatout.io.json_file import read_json
-from flatout.models.blocks import replace_module
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import check_safetensors
-from flatout.models.lora.layer import add_lora, lora_layers, lora_scaling
+from flatout.models.lora.layer import adapted_modules, add_lora, lora_layers, lora_scaling, remove_adapter
+from flatout.models.lora.saved import SavedModule, TrainedRows, grow_vocabulary, saved_modules, ties_ends
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # PEFT's names for the fields of LoraConfig
 _FIELDS = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_rslora", "dora": "use_dora"}
+_ROWS = ".token_adapter.trainable_tokens_delta"
 _SUFFIXES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
 # PEFT options that change the numerics in ways flatout does not support, with the values that do not
@@ -38,8 +39,7 @@ _PLAIN_OPTIONS: Mapping[str, tuple[object, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
     **dict.fromkeys(
         (
-            "alpha_pattern", "fan_in_fan_out", "layer_replication", "lora_bias", "modules_to_save", "rank_pattern",
-            "trainable_token_indices", "use_bdlora", "use_qalora", "alora_invocation_tokens",
+            "fan_in_fan_out", "layer_replication", "lora_bias", "use_bdlora", "use_qalora", "alora_invocation_tokens",
         ),
         (None, False, {}, []),
     ),
@@ -56,6 +56,18 @@ def adapter_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in adapter_parameters(model).items()}
 
 
+def _saved_parameters(model: PreTrainedModel) -> dict[str, tuple[nn.Parameter, torch.dtype]]:
+    """Return what is trained beside LoRA by PEFT's tensor names, with the base's dtype."""
+    found: dict[str, tuple[nn.Parameter, torch.dtype]] = {}
+    for name, held in saved_modules(model).items():
+        if isinstance(held, SavedModule):
+            trained = held.trained.named_parameters()
+            found |= {f"{_PREFIX}{name}.{leaf}": (own, held.dtypes[leaf]) for leaf, own in trained}
+        elif not held.is_tied:
+            found[f"{_PREFIX}{name}{_ROWS}"] = (held.rows, held.base.weight.dtype)
+    return found
+
+
 def adapter_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Return the adapter's parameters by PEFT's tensor names."""
     return {
@@ -63,7 +75,7 @@ def adapter_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
         for name, layer in lora_layers(model).items()
         for attribute, suffix in _SUFFIXES.items()
         if getattr(layer, attribute) is not None
-    }
+    } | {name: parameter for name, (parameter, _) in _saved_parameters(model).items()}
 
 
 def adapter_config(
@@ -92,7 +104,7 @@ def adapter_config(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        **_saved_config(model, config),
     }
     misread = _misread_layers(model, content, state)
     if not misread:
@@ -115,6 +127,35 @@ def adapter_config(
     )
 
 
+def _saved_config(model: PreTrainedModel, config: LoraConfig) -> dict[str, Any]:
+    """Return PEFT's fields for ranks and alphas of single layers, and for what is trained beside LoRA."""
+    saved = saved_modules(model)
+    masters = [held.trained.weight for held in saved.values() if isinstance(held, SavedModule)]
+    return {
+        "rank_pattern": config.rank_pattern,
+        "alpha_pattern": config.alpha_pattern,
+        "modules_to_save": [name for name, held in saved.items() if isinstance(held, SavedModule)] or None,
+        "ensure_weight_tying": len(set(map(id, masters))) < len(masters),
+        "trainable_token_indices": _rows_of(model) or None,
+    }
+
+
+def _as_written(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return an adapter's tensors as its file holds them: what is trained beside LoRA in the precision of the base."""
+    saved = _saved_parameters(model)
+    # a copy, as tied ones share memory
+    return {
+        name: tensor.to(saved[name][1], copy=True) if name in saved else tensor.contiguous()
+        for name, tensor in state.items()
+    }
+
+
+def _rows_of(model: PreTrainedModel) -> dict[str, list[int]]:
+    """Return the ids of trained rows by module name; PEFT ties a tied head itself."""
+    rows = {name: held for name, held in saved_modules(model).items() if isinstance(held, TrainedRows)}
+    return {name: held.token_ids.tolist() for name, held in rows.items() if not held.is_tied}
+
+
 def save_adapter(
     model: PreTrainedModel,
     folder: Path,
@@ -133,7 +174,7 @@ def save_adapter(
         raise UsageError("this model has no LoRA layers to save")
     content = adapter_config(model, config, base_name=base_name, state=state)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    save_file(_as_written(model, state), folder / ADAPTER_WEIGHTS, {"format": "pt"})
     (folder / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -149,15 +190,14 @@ def read_back(
     """
     import peft
 
-    state = adapter_state(model) if state is None else state
+    state = _as_written(model, adapter_state(model) if state is None else state)
     plain = _plain_copy(model)
     ours = None
     has_weights = _borrow_weights(plain, model)
     if has_weights:
         apply_adapter(plain, folder)
         logits = _logits_of_short_text(plain.eval())
-        for name, layer in lora_layers(plain).items():
-            replace_module(plain, name, layer.base)
+        remove_adapter(plain)
         ours = logits if bool(logits.isfinite().all()) else None
     with warnings.catch_warnings(action="ignore"):
         wrapped = peft.PeftModel.from_pretrained(plain, str(folder), low_cpu_mem_usage=not has_weights).eval()
@@ -169,8 +209,8 @@ def read_back(
     ]
     # the factors by which PEFT multiplies B A x
     scalings = {module.scaling[_ADAPTER] for module in wrapped.modules() if hasattr(module, "lora_A")}
-    if scalings != {lora_scaling(config)}:
-        problems.append(f"the scale is {scalings}, not {lora_scaling(config):g}")
+    if scalings != (own := {lora_scaling(config.of_layer(name)) for name in lora_layers(model)}):
+        problems.append(f"the scale is {scalings}, not {own}")
     proved = "names, shapes, scale"
     if ours is not None and not problems:
         theirs, limit = _logits_of_short_text(wrapped), LOGIT_TOLERANCES[model.dtype]
@@ -183,29 +223,40 @@ def read_back(
             f"{folder}: PEFT {peft.__version__} reads a different adapter: {problems[0]} ({len(problems)} such); the "
             "trained weights are safe in the run's checkpoints; please report this"
         )
-    return f"PEFT {peft.__version__} reads the same adapter: {len(lora_layers(model))} layers, {proved}"
+    return f"PEFT {peft.__version__} reads the same adapter: {len(adapted_modules(model))} layers, {proved}"
 
 
 def apply_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Add an adapter to a plain model, all parameters frozen, for generation or merging; see `load_adapter`."""
-    saved, _ = _read_adapter(folder)
-    add_lora(model, saved, seed=0)
+    saved, tensors, rows = _read_adapter(folder)
+    _grow_for(model, tensors, rows)
+    add_lora(model, saved, seed=0, rows=rows)
     load_adapter(model, folder)
     model.requires_grad_(False)
+
+
+def _grow_for(model: PreTrainedModel, tensors: Mapping[str, Tensor], rows: Mapping[str, list[int]]) -> None:
+    """Give a plain model rows for the tokens that an adapter's user had added; the adapter holds their values."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    keys = [f"{_PREFIX}{name}.weight" for name, module in model.named_modules() if module in ends]
+    sizes = [len(tensors[key]) for key in keys if key in tensors]
+    grow_vocabulary(model, max([0, *sizes, *(token_id + 1 for ids in rows.values() for token_id in ids)]))
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Copy an adapter's weights, ours or PEFT's, into a model that already has LoRA layers, to continue training.
 
     Raises CheckpointError (missing or damaged files) or UsageError with the setting that differs: rank, alpha, rslora,
-    dora, targets.
+    dora, targets, modules_to_save, new tokens.
     """
-    saved, tensors = _read_adapter(folder)
+    saved, tensors, rows = _read_adapter(folder)
     layers = lora_layers(model)
-    problems = _disagreements(model, saved)
+    problems = _disagreements(model, saved, rows)
     if problems:
         raise UsageError(f"{folder}: {'; '.join(problems)}; change the settings to match the adapter")
     for name, tensor in adapter_state(model).items():
+        if name not in tensors:
+            raise CheckpointError(f"{folder / ADAPTER_WEIGHTS}: {name} is missing; copy the adapter again")
         if tensors[name].shape != tensor.shape:
             raise UsageError(
                 f"{folder}: {name} has shape {tuple(tensors[name].shape)}, but this model needs {tuple(tensor.shape)}; "
@@ -229,8 +280,11 @@ def _misread_layers(model: PreTrainedModel, content: Mapping[str, Any], state: M
     """
     import peft
 
+    saved = _saved_parameters(model)
+
     def layers(names: Iterable[str]) -> set[str]:
-        return {name.removeprefix(_PREFIX).partition(".lora_")[0].replace(".base_layer", "") for name in names}
+        names = {name if name in saved else name.partition(".lora_")[0].replace(".base_layer", "") for name in names}
+        return {name.removeprefix(_PREFIX) for name in names}
 
     try:
         # PEFT warns about what is checked here: missing keys, tied heads
@@ -259,8 +313,10 @@ def _target_names(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
     """Return short names if they select exactly these layers, otherwise full ones."""
     wanted = set(layers)
     leaves = {name.rpartition(".")[2] for name in wanted}
-    inner = {f"{name}.base" for name in lora_layers(model)}
-    selected = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in leaves and name not in inner}
+    # modules inside those that are trained in full get no adapter in PEFT either
+    inner = tuple(f"{name}.{part}" for name in adapted_modules(model) for part in ("base", "trained"))
+    names = [name for name, _ in model.named_modules() if not name.startswith(inner)]
+    selected = {name for name in names if name.rpartition(".")[2] in leaves and name not in saved_modules(model)}
     return sorted(leaves) if selected == wanted else sorted(wanted)
 
 
@@ -284,8 +340,9 @@ def _borrow_weights(plain: PreTrainedModel, model: PreTrainedModel) -> bool:
     expected dtype or in floating point of 16 bits or more; quantized and sharded weights are not.
     """
     live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    for name in lora_layers(model):
-        live |= {f"{name}.{leaf}": live[key] for leaf in ("weight", "bias") if (key := f"{name}.base.{leaf}") in live}
+    for name in adapted_modules(model):
+        inner = f"{name}.base."
+        live |= {f"{name}.{key.removeprefix(inner)}": own for key, own in live.items() if key.startswith(inner)}
     wanted = [*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)]
     for name, tensor in wanted:
         own = live.get(name)
@@ -323,25 +380,34 @@ def _same(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left.to(right.device, narrow), right.to(narrow))
 
 
-def _disagreements(model: PreTrainedModel, saved: LoraConfig) -> list[str]:
-    layers = lora_layers(model)
+def _disagreements(model: PreTrainedModel, saved: LoraConfig, rows: Mapping[str, list[int]]) -> list[str]:
+    layers, beside = lora_layers(model), saved_modules(model)
     if not layers:
         return ["this model has no LoRA layers"]
-    layer, scaling = next(iter(layers.values())), lora_scaling(saved)
-    problems = []
-    if layer.rank != saved.rank:
-        problems.append(f"lora.rank is {layer.rank}, but the adapter's is {saved.rank}")
-    elif not math.isclose(layer.scaling, scaling):
-        problems.append(f"lora.alpha and lora.rslora scale by {layer.scaling:g}, but the adapter by {scaling:g}")
-    if (layer.magnitude is not None) != saved.dora:
-        problems.append(f"lora.dora is {layer.magnitude is not None}, but the adapter's is {saved.dora}")
+    problems: dict[str, None] = {}
+    for name, layer in layers.items():
+        theirs = saved.of_layer(name)
+        if layer.rank != theirs.rank:
+            problems[f"lora.rank is {layer.rank}, but the adapter's is {theirs.rank}"] = None
+        elif not math.isclose(layer.scaling, scaling := lora_scaling(theirs)):
+            problems[f"lora.alpha and lora.rslora scale by {layer.scaling:g}, but the adapter by {scaling:g}"] = None
+        if (layer.magnitude is not None) != saved.dora:
+            problems[f"lora.dora is {layer.magnitude is not None}, but the adapter's is {saved.dora}"] = None
     if odd := sorted(set(saved.targets) ^ set(layers)):
-        problems.append(f"lora.targets and the adapter differ in {len(odd)} layers, such as {odd[0]}")
-    return problems
+        problems[f"lora.targets and the adapter differ in {len(odd)} layers, such as {odd[0]}"] = None
+    full = {name for name, held in beside.items() if isinstance(held, SavedModule)}
+    if odd := sorted(set(saved.modules_to_save) ^ full):
+        problems[f"lora.modules_to_save and the adapter differ: only one of them has {', '.join(odd)}"] = None
+    masters = [held.trained.weight for held in beside.values() if isinstance(held, SavedModule)]
+    if masters and (shared := len(set(map(id, masters))) < len(masters)) != saved.keep_tied and ties_ends(model):
+        problems[f"lora.keep_tied is {shared}, but the adapter's is {saved.keep_tied}"] = None
+    if (own := _rows_of(model)) != rows:
+        problems[f"data.new_tokens trains the rows {own or 'of no token'}, but the adapter {rows or 'none'}"] = None
+    return list(problems)
 
 
-def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """Read an adapter folder as a LoraConfig with full module names as targets, and its tensors by PEFT's names."""
+def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], dict[str, list[int]]]:
+    """Read an adapter folder: a LoraConfig with full module names as targets, its tensors by PEFT's names, its rows."""
     config_file, weights_file = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
     for file in (config_file, weights_file):
         if not file.is_file():
@@ -350,18 +416,35 @@ def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     tensors = load_file(weights_file)
     tail = "." + _SUFFIXES["lora_a"]
     names = [name.removeprefix(_PREFIX).removesuffix(tail) for name in tensors if name.endswith(tail)]
-    config = _read_adapter_config(config_file, names)
+    config, tokens = _read_adapter_config(config_file, names)
     suffixes = [suffix for attribute, suffix in _SUFFIXES.items() if config.dora or attribute != "magnitude"]
+    own = {f"{_PREFIX}{name}.{suffix}" for name in names for suffix in suffixes}
+    rest = {name.removeprefix(_PREFIX) for name in tensors.keys() - own}
+    rows = {name.removesuffix(_ROWS): tokens for name in rest if name.endswith(_ROWS)}
+    if isinstance(tokens, dict):
+        # PEFT's keys are endings of names
+        rows = {name: next((ids for key, ids in tokens.items() if name.endswith(key)), []) for name in rows}
+    saved = {name: _saved_name(name, config) for name in rest if not name.endswith(_ROWS)}
+    config = config.model_copy(update={"modules_to_save": sorted(filter(None, set(saved.values())))})
     # PEFT stores the frozen weight of an adapted head with the adapter
-    suffixes_of_base = ("base_layer.weight", "base_layer.bias")
-    allowed = {f"{_PREFIX}{name}.{suffix}" for name in names for suffix in suffixes_of_base}
-    odd = {f"{_PREFIX}{name}.{suffix}" for name in names for suffix in suffixes} ^ (tensors.keys() - allowed)
+    of_base = {f"{name}.base_layer.{leaf}" for name in names for leaf in ("weight", "bias")}
+    odd = own - tensors.keys() | {name for name, module in saved.items() if module is None and name not in of_base}
     if odd:
         raise CheckpointError(f"{weights_file}: {len(odd)} tensors are missing or unknown, such as {min(odd)}")
-    return config, tensors
+    return config, tensors, dict(sorted(rows.items()))
 
 
-def _read_adapter_config(file: Path, names: list[str]) -> LoraConfig:
+def _saved_name(tensor_name: str, config: LoraConfig) -> str | None:
+    """Return the module of `modules_to_save` (by endings, as PEFT matches them) that a tensor belongs to, or None."""
+    parts = tensor_name.split(".")
+    names = [".".join(parts[:end]) for end in range(1, len(parts))]
+    found = next((name for name in names if name.endswith(tuple(config.modules_to_save))), None)
+    # with ensure_weight_tying, a tied head is saved without being listed
+    return names[-1] if found is None and config.modules_to_save and config.keep_tied and len(names) == 1 else found
+
+
+def _read_adapter_config(file: Path, names: list[str]) -> tuple[LoraConfig, Any]:
+    """Read an adapter_config.json for the layers `names`; also return its trainable_token_indices."""
     content = read_json(file)
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} is not a JSON object; copy the adapter again")
@@ -380,7 +463,14 @@ def _read_adapter_config(file: Path, names: list[str]) -> LoraConfig:
             found = f"peft_type is {kind!r}" if kind != "LORA" else f"{odd} is not supported"
             raise UsageError(f"{file}: {found}; only plain LoRA adapters of linear layers are supported")
         content = {"lora_dropout": 0.0, "use_rslora": False, "use_dora": False, **content}
-        return LoraConfig(targets=names, **{ours: content[theirs] for ours, theirs in _FIELDS.items()})
+        saved = content.get("modules_to_save") or []
+        fields = {
+            **{ours: content[theirs] for ours, theirs in _FIELDS.items()},
+            **{name: content.get(name) or {} for name in ("rank_pattern", "alpha_pattern")},
+            "modules_to_save": saved,
+            "keep_tied": bool(content.get("ensure_weight_tying")) or not saved,
+        }
+        return LoraConfig(targets=names, **fields), content.get("trainable_token_indices")
     except ValidationError as error:
         first = error.errors()[0]
         field = _FIELDS.get(str(first["loc"][0]), first["loc"][0])

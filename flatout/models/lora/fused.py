@@ -169,11 +169,12 @@ def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool =
         model.train(was_training)
         for hook in hooks:
             hook.remove()
-    groups: dict[tuple[str, int], list[LoraLinear]] = {}
+    groups: dict[tuple[str, int, float], list[LoraLinear]] = {}
     # in call order, as the first member computes for all
     for name, x in inputs.items():
         if x is not None and not layers[name].dropout and layers[name].magnitude is None:
-            groups.setdefault((name.rpartition(".")[0], id(x)), []).append(layers[name])
+            key = (name.rpartition(".")[0], id(x), layers[name].scaling)
+            groups.setdefault(key, []).append(layers[name])
     fused = FusedLayers([FusedLora(members, fp8=fp8, transposed=transposed) for members in groups.values()])
     fused.refresh()
     return fused

@@ -7,7 +7,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
 from flatout.models.bases.frozen_linear import FrozenLinear, is_plain_linear, num_weights
-from flatout.models.blocks import replace_module
+from flatout.models.blocks import layer_list, replace_module
+from flatout.models.lora.saved import SavedModule, TrainedRows, add_saved_modules, saved_modules, saved_names
 
 
 class LoraLinear(nn.Module):
@@ -82,6 +83,11 @@ class LoraLinear(nn.Module):
         return total
 
     @torch.no_grad()
+    def merge(self) -> None:
+        """Copy the merged weight into the base."""
+        self.base.weight.copy_(self.merged_weight())
+
+    @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:
         """Return the merged weight (out, in), computed in the masters' dtype and cast to the base's."""
         total = self._sum()
@@ -93,31 +99,38 @@ class LoraLinear(nn.Module):
         return f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}"
 
 
-def add_lora(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> list[str]:
+def add_lora(
+    model: PreTrainedModel, config: LoraConfig, *, seed: int, rows: Mapping[str, Sequence[int]] | None = None
+) -> list[str]:
     """Freeze the model and replace the targeted linear layers by LoraLinear; return lines for the console.
 
-    Targets: `all-linear` is every linear layer except the output head; a list matches full names or their last parts;
-    another string is a regex over full names. Initial values depend only on `seed` and the module's name, not on the
-    global random state or the order of modules. Raises UsageError, suggesting similar names, if a target matches
-    nothing, and for a rank larger than any target's.
+    Modules of `lora.modules_to_save` and `rows` of tokens are trained beside them, as in `add_saved_modules`. Targets:
+    `all-linear` is every linear layer except the output head; a list matches full names or their last parts; another
+    string is a regex over full names; all only in `lora.layers`. Initial values depend only on `seed` and the module's
+    name, not on the global random state or the order of modules. Raises UsageError, suggesting similar names, if a
+    target matches nothing, and for a rank larger than any target's.
     """
     if any(isinstance(module, LoraLinear) for module in model.modules()):
         raise UsageError("this model already has LoRA layers; merge or reload it first")
-    targets = _targets(model, config.targets)
+    targets = _targets(model, config)
+    ranks = {name: config.of_layer(name).rank for name in targets}
     largest = max(min(linear.in_features, linear.out_features) for linear in targets.values())
-    if config.rank > largest:
-        raise UsageError(f"lora.rank is {config.rank:,}, but no layer in lora.targets has a rank above {largest:,}")
+    if (rank := max(ranks.values())) > largest:
+        raise UsageError(f"lora.rank is {rank:,}, but no layer in lora.targets has a rank above {largest:,}")
     model.requires_grad_(False)
     for name, linear in targets.items():
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        replace_module(model, name, LoraLinear(linear, config, generator).train(linear.training))
+        replace_module(model, name, LoraLinear(linear, config.of_layer(name), generator).train(linear.training))
+    saved = add_saved_modules(model, config, rows or {})
     counts = Counter(name.rpartition(".")[2] for name in targets)
     num_trainable = sum(parameter.numel() for parameter in trainable_parameters(model).values())
     lines = [
-        f"{'DoRA' if config.dora else 'LoRA'} rank {config.rank}, alpha {config.alpha:g}: "
+        f"{'DoRA' if config.dora else 'LoRA'} rank {', '.join(map(str, sorted(set(ranks.values()))))}, "
+        f"alpha {config.alpha:g}: "
         + ", ".join(f"{count} {name}" for name, count in counts.items())
-        + f"; {num_trainable:,} trainable parameters ({num_trainable / num_weights(model):.2%})"
+        + f"; {num_trainable:,} trainable parameters ({num_trainable / num_weights(model):.2%})",
+        *saved,
     ]
     # transformers keeps all experts of a layer in one 3-D parameter, which is not a linear layer
     if num_experts := sum(parameter.dim() == 3 for parameter in model.parameters()):
@@ -135,12 +148,22 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
+def adapted_modules(model: nn.Module) -> dict[str, LoraLinear | SavedModule | TrainedRows]:
+    """Return all modules that hold something trained and, as `base`, what they replaced, by full name."""
+    return {**lora_layers(model), **saved_modules(model)}
+
+
+def remove_adapter(model: nn.Module) -> None:
+    """Put back the modules that `add_lora` replaced."""
+    for name, layer in adapted_modules(model).items():
+        replace_module(model, name, layer.base)
+
+
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
     """Make the model compute as its base does, inside a `with` block."""
-    layers = lora_layers(model)
-    for name, layer in layers.items():
-        replace_module(model, name, layer.base)
+    layers = adapted_modules(model)
+    remove_adapter(model)
     try:
         yield
     finally:
@@ -194,7 +217,27 @@ def freeze_unreached(model: PreTrainedModel) -> str | None:
     return f"{len(unreached)} parameters of {', '.join(owners)} stay frozen: text does not pass through them"
 
 
-def _targets(model: PreTrainedModel, wanted: str | list[str]) -> dict[str, FrozenLinear]:
+def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, FrozenLinear]:
+    wanted, chosen = config.targets, _named_targets(model, config.targets)
+    saved = tuple(f"{name}." for name in saved_names(model, config))
+    chosen = {name: linear for name, linear in chosen.items() if not f"{name}.".startswith(saved)} if saved else chosen
+    if (indices := config.layer_indices) is not None:
+        decoder, inner = layer_list(model)
+        layers = decoder.get_submodule(inner)
+        path = next(name for name, module in model.named_modules() if module is layers)
+        if indices[-1] >= len(layers):
+            raise UsageError(
+                f"lora.layers: there is no layer {indices[-1]}; the model has layers 0 to {len(layers) - 1}"
+            )
+        chosen = {name: linear for name, linear in chosen.items() if config.has_layer(name, path)}
+    if not chosen:
+        raise UsageError(
+            f"lora.targets: {wanted!r} matches nothing in lora.layers that lora.modules_to_save does not train in full"
+        )
+    return chosen
+
+
+def _named_targets(model: PreTrainedModel, wanted: str | list[str]) -> dict[str, FrozenLinear]:
     head = model.get_output_embeddings()
     linears = {name: module for name, module in model.named_modules() if is_plain_linear(module)}
     if wanted == "all-linear":
