@@ -13,6 +13,7 @@ from flatout.errors import UsageError, reason_of
 from flatout.models.bases.frozen_linear import is_plain_linear
 from flatout.models.blocks import layer_configs, layer_list
 from flatout.models.experts.block import experts_modules
+from flatout.models.experts.lora import expert_parameters
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import read_model_config
 from flatout.planner.shape import LayerShape, Linear, ModelShape
@@ -136,4 +137,10 @@ def _layer_shape(layer: nn.Module, hidden_size: int, experts_per_token: int) -> 
         mlp_elements += experts_per_token * 2 * hidden_size
         # the down projection's input is computed again, and its input and output per expert are temporary
         unsaved = experts_per_token * (min(fused) // hidden_size + 2 * hidden_size)
-    return LayerShape(tuple(linears), active, mlp_elements, unsaved)
+    experts = []
+    for name, (path, _, matrices) in expert_parameters(layer).items():
+        num_experts, num_out, num_in = matrices.shape
+        if layer.get_submodule(path).is_transposed:
+            num_in, num_out = num_out, num_in
+        experts.append(Linear(name, num_in, num_out, num_experts, experts_per_token))
+    return LayerShape(tuple(linears), active, mlp_elements, unsaved, tuple(experts))
