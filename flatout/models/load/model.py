@@ -17,8 +17,8 @@ from flatout.errors import CheckpointError, FlatoutError, ResourceError, UsageEr
 from flatout.io.hub import hub_errors, hub_source
 from flatout.models.arch_quirks import check_packable
 from flatout.models.attention import AttentionChoice, Implementation, choose_attention, register, registered_name
-from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, register_experts
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear, num_weights
+from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, register_experts
 from flatout.models.load import quantized
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
 from flatout.models.load.source import check_source
