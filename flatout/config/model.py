@@ -36,6 +36,10 @@ class ModelConfig(Section):
     (torch's CUDA kernel), sdpa (exact, one document at a time), plain (unfused; the reference in tests); auto: the
     first that is available and passes the parity check."""
 
+    experts: Literal["auto", "eager"] = "auto"
+    """Routed experts: eager (transformers' own loop over experts; the reference); auto: grouped products, where the
+    model has transformers' experts interface."""
+
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:
@@ -88,7 +92,8 @@ class LoraConfig(Section):
     dropout: Share = 0.0
     """Dropout on the adapter's input."""
     targets: str | list[str] = "all-linear"
-    """all-linear (every linear layer except the head), modules such as [q_proj, v_proj], or one regex on full names."""
+    """all-linear (every linear layer except the head), modules such as [q_proj, v_proj], or one regex on full names.
+    Fused experts are named by their module or matrices, as in PEFT's target_parameters: [all-linear, experts]."""
     rslora: bool = False
     """Rank-stabilized scaling (Kalajdzievski 2023, arXiv:2312.03732)."""
     dora: bool = False
@@ -148,6 +153,20 @@ class LoraConfig(Section):
             return True
         index = name.removeprefix(f"{layers_path}.").partition(".")[0]
         return name.startswith(f"{layers_path}.") and int(index) in indices
+
+    def selects(self, target: str, name: str, *, of_experts: bool = False) -> bool:
+        """Whether one entry of `targets` means the linear layer, or matrix of fused experts, with this full name."""
+        if target == "all-linear":
+            return not of_experts
+        if isinstance(self.targets, str):
+            return re.fullmatch(target, name) is not None
+        whole = of_experts and f".{name.rpartition('.')[0]}".endswith(f".{target}")
+        return whole or f".{name}".endswith(f".{target}")
+
+    @property
+    def listed_targets(self) -> list[str]:
+        """The entries of `targets`."""
+        return [self.targets] if isinstance(self.targets, str) else self.targets
 
     def saves(self, name: str) -> bool:
         """Whether `modules_to_save` has the module with this full name, or one that it is part of."""

@@ -59,11 +59,11 @@ def make_cost(config: Config, shape: ModelShape, recompute: Recompute = "none") 
         recompute (gradient checkpointing) adds one forward of the blocks: 2 N + 2 N_lora and A
 
     Norms, activations, the embedding lookup and DoRA's column norms are left out (under 1 %); latent attention is
-    counted expanded to full heads, as transformers trains it. LoRA applies to linear layers, not to experts.
+    counted expanded to full heads, as transformers trains it. Of experts, N and N_lora count those of one token.
     """
     is_full = config.method == "full"
     matrix = sum(layer.num_active_weights for layer in shape.layers)
-    adapter = 0 if is_full else shape.num_lora_params(config.lora)
+    adapter = 0 if is_full else shape.num_lora_params(config.lora, used=True)
     again = 1 if recompute in ("full", "offload") else 0
     trained = 6 if is_full else 4
     pair = 2.0 * shape.num_heads * (shape.head_dim + shape.value_head_dim) * (1.0 + ATTENTION_BACKWARD + again)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,11 +11,16 @@ from flatout.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear layer inside a decoder layer: its name relative to that layer, input and output width."""
+    """A linear layer inside a decoder layer: its name relative to that layer, input and output width.
+
+    A matrix of fused experts exists `num_experts` times, and a token uses `num_used` of them.
+    """
 
     name: str
     num_in: int
     num_out: int
+    num_experts: int = 1
+    num_used: int = 1
 
     @property
     def num_weights(self) -> int:
@@ -27,15 +31,18 @@ class Linear:
 class LayerShape:
     """One decoder layer.
 
-    `linears` are all plain linear layers, without routed experts' matrices. `num_active_weights` counts the matrix
-    entries that one token is multiplied by, including those of its experts and the router. `mlp_elements` counts what
-    one token saves for the backward pass outside attention: the outputs of the gate and up projections, their product,
-    and the same for each of the token's experts with its input and output.
+    `linears` are all plain linear layers, `experts` the matrices of fused experts that can have adapters.
+    `num_active_weights` counts the matrix entries that one token is multiplied by, those of its experts and the router
+    included. `mlp_elements` counts what one token saves for the backward pass outside attention: the outputs of the
+    gate and up projections, their product, and the same for each of the token's experts with its input and output; of
+    these, grouped products do not save `unsaved_elements`.
     """
 
     linears: tuple[Linear, ...]
     num_active_weights: int
     mlp_elements: int
+    unsaved_elements: int = 0
+    experts: tuple[Linear, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,8 @@ class ModelShape:
     if layers differ, the largest. `qk_norm`: queries and keys are normalized. `num_window_layers` layers attend to
     `sliding_window` tokens, the rest to all. `max_positions` is the longest sequence that the model was made for;
     `has_position_table` means that it has no positions beyond that. `embedding` and `head` are full names; `modules`
-    are all modules by full name with the number of parameters that each holds itself.
+    are all modules by full name with the number of parameters that each holds itself. `groups_experts`: flatout's
+    grouped products can compute the experts.
     """
 
     model_type: str
@@ -66,6 +74,7 @@ class ModelShape:
     has_position_table: bool
     layers_path: str
     layers: tuple[LayerShape, ...]
+    groups_experts: bool = False
     embedding: str = ""
     head: str = ""
     modules: tuple[tuple[str, int], ...] = ()
@@ -74,30 +83,30 @@ class ModelShape:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def targeted(self, lora: LoraConfig) -> dict[str, Linear]:
-        """Return the linear layers of the decoder layers that LoRA targets, by full name."""
+    def targeted(self, lora: LoraConfig, *, of_experts: bool = False) -> dict[str, Linear]:
+        """Return the linear layers of the decoder layers that LoRA targets, or the experts' matrices, by full name."""
         linears = {
             f"{self.layers_path}.{index}.{linear.name}": linear
             for index, layer in enumerate(self.layers)
-            for linear in layer.linears
+            for linear in (layer.experts if of_experts else layer.linears)
         }
-        wanted = lora.targets
-        if wanted == "all-linear":
-            found = set(linears)
-        elif isinstance(wanted, str):
-            found = {name for name in linears if re.fullmatch(wanted, name)}
-        else:
-            found = {name for name in linears if f".{name}".endswith(tuple(f".{target}" for target in wanted))}
         return {
             name: linear
             for name, linear in linears.items()
-            if name in found and lora.has_layer(name, self.layers_path) and not lora.saves(name)
+            if any(lora.selects(target, name, of_experts=of_experts) for target in lora.listed_targets)
+            and lora.has_layer(name, self.layers_path)
+            and not lora.saves(name)
         }
 
-    def num_lora_params(self, lora: LoraConfig) -> int:
-        """Count the parameters of LoRA's A (rank, in) and B (out, rank) on the targeted linear layers."""
-        targets = self.targeted(lora).items()
-        return sum(lora.of_layer(name).rank * (linear.num_in + linear.num_out) for name, linear in targets)
+    def num_lora_params(self, lora: LoraConfig, *, used: bool = False) -> int:
+        """Count the parameters of LoRA's A (rank, in) and B (out, rank), with `used` only those that one token uses."""
+        targets = {**self.targeted(lora), **self.targeted(lora, of_experts=True)}
+        return sum(
+            lora.of_layer(name).rank
+            * (linear.num_in + linear.num_out)
+            * (linear.num_used if used else linear.num_experts)
+            for name, linear in targets.items()
+        )
 
     def num_saved_params(self, lora: LoraConfig) -> int:
         """Count the parameters of `lora.modules_to_save`."""

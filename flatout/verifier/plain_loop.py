@@ -79,6 +79,7 @@ def plain_model(config: Config, device: torch.device, adapter: Path) -> PlainMod
     named = {}
     for peft_name, parameter in trainable_parameters(wrapped).items():
         name = peft_name.removeprefix("base_model.model.").replace(".lora_A.default.weight", ".lora_a")
+        name = name.replace(".base_layer.lora_", ".base.lora_")
         name = name.replace(".lora_B.default.weight", ".lora_b").replace(".modules_to_save.default.", ".trained.")
         name = name.replace(".token_adapter.trainable_tokens_delta.default", ".trained.rows")
         named[name.replace(".lora_magnitude_vector.default.weight", ".magnitude")] = parameter

@@ -20,9 +20,18 @@ from transformers import PreTrainedModel
 from flatout.config.schema import LoraConfig
 from flatout.errors import CheckpointError, UsageError, reason_of
 from flatout.io.json_file import read_json
+from flatout.models.experts.lora import ExpertLora, expert_parameters, plain_name
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import check_safetensors
-from flatout.models.lora.layer import adapted_modules, add_lora, lora_layers, lora_scaling, remove_adapter
+from flatout.models.lora.layer import (
+    LoraLinear,
+    adapted_modules,
+    add_lora,
+    lora_layers,
+    lora_scaling,
+    remove_adapter,
+    target_name,
+)
 from flatout.models.lora.saved import SavedModule, TrainedRows, grow_vocabulary, saved_modules, ties_ends
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -31,6 +40,7 @@ _PREFIX = "base_model.model."
 # PEFT's names for the fields of LoraConfig
 _FIELDS = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_rslora", "dora": "use_dora"}
 _ROWS = ".token_adapter.trainable_tokens_delta"
+_OF_BASE = (".base_layer.weight", ".base_layer.bias")
 _SUFFIXES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
 # PEFT options that change the numerics in ways flatout does not support, with the values that do not
@@ -71,7 +81,7 @@ def _saved_parameters(model: PreTrainedModel) -> dict[str, tuple[nn.Parameter, t
 def adapter_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Return the adapter's parameters by PEFT's tensor names."""
     return {
-        f"{_PREFIX}{name}.{suffix}": getattr(layer, attribute)
+        f"{_PREFIX}{_peft_name(name, layer)}.{suffix}": getattr(layer, attribute)
         for name, layer in lora_layers(model).items()
         for attribute, suffix in _SUFFIXES.items()
         if getattr(layer, attribute) is not None
@@ -92,14 +102,15 @@ def adapter_config(
     import peft
 
     state = adapter_state(model) if state is None else state
-    layers = lora_layers(model)
+    layers = {name: layer for name, layer in lora_layers(model).items() if isinstance(layer, LoraLinear)}
+    experts = _expert_targets(model)
     content: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
         "target_modules": _target_names(model, layers),
-        "target_parameters": None,
+        "target_parameters": experts or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -112,19 +123,33 @@ def adapter_config(
     content |= {
         "lora_dropout": 0.0,
         "target_modules": _target_names(model, layers.keys() - misread),
-        "target_parameters": sorted(f"{name}.weight" for name in layers.keys() & misread),
+        "target_parameters": sorted([*experts, *(f"{name}.weight" for name in layers.keys() & misread)]),
     }
     # target_parameters do not support DoRA
     if not config.dora:
         misread = _misread_layers(model, content, state)
         if not misread:
             return content
-    leaves = sorted({name.rpartition(".")[2] for name in layers.keys() & misread})
+    leaves = sorted({name.rpartition(".")[2] for name in misread})
     remedy = "lora.dora: false, or " if config.dora else ""
     raise UsageError(
         f"lora.targets: PEFT {peft.__version__} cannot read adapters of {min(misread)} ({len(misread)} layers) in "
         f"model type {model.config.model_type}; set {remedy}lora.targets so that it excludes {', '.join(leaves)} there"
     )
+
+
+def _peft_name(name: str, layer: nn.Module) -> str:
+    """Return the module name under which PEFT saves an adapter."""
+    depth = name.removeprefix(plain_name(name)).count(".base") if isinstance(layer, ExpertLora) else 0
+    return plain_name(name) + depth * ".base_layer" if depth else name
+
+
+def _expert_targets(model: PreTrainedModel) -> list[str]:
+    """Return the names of adapted expert matrices for PEFT's target_parameters: endings if they select only these."""
+    wanted = {target_name(name, layer) for name, layer in lora_layers(model).items() if isinstance(layer, ExpertLora)}
+    endings = {".".join(name.split(".")[-3:]) for name in wanted}
+    selected = {name for name in expert_parameters(model) if name.endswith(tuple(f".{ending}" for ending in endings))}
+    return sorted(endings if selected == wanted else wanted)
 
 
 def _saved_config(model: PreTrainedModel, config: LoraConfig) -> dict[str, Any]:
@@ -198,6 +223,7 @@ def read_back(
         apply_adapter(plain, folder)
         logits = _logits_of_short_text(plain.eval())
         remove_adapter(plain)
+        plain.set_experts_implementation("eager")
         ours = logits if bool(logits.isfinite().all()) else None
     with warnings.catch_warnings(action="ignore"):
         wrapped = peft.PeftModel.from_pretrained(plain, str(folder), low_cpu_mem_usage=not has_weights).eval()
@@ -209,7 +235,9 @@ def read_back(
     ]
     # the factors by which PEFT multiplies B A x
     scalings = {module.scaling[_ADAPTER] for module in wrapped.modules() if hasattr(module, "lora_A")}
-    if scalings != (own := {lora_scaling(config.of_layer(name)) for name in lora_layers(model)}):
+    if scalings != (
+        own := {lora_scaling(config.of_layer(target_name(name, layer))) for name, layer in lora_layers(model).items()}
+    ):
         problems.append(f"the scale is {scalings}, not {own}")
     proved = "names, shapes, scale"
     if ours is not None and not problems:
@@ -265,7 +293,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
         tensor.copy_(tensors[name])
     for name, tensor in tensors.items():
         path, _, leaf = name.removeprefix(_PREFIX).partition(".base_layer.")
-        if leaf and not _same(tensor, getattr(layers[path].base, leaf)):
+        if name.endswith(_OF_BASE) and not _same(tensor, getattr(layers[path].base, leaf)):
             raise UsageError(
                 f"{folder}: {name} differs from the base model's {path}.{leaf}, but only the adapter would be loaded; "
                 "merge the adapter with PEFT and train from the merged model"
@@ -306,7 +334,7 @@ def _peft_state(wrapped: Any) -> dict[str, Tensor]:
 
     state = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     # PEFT includes the base weight of an adapted head
-    return {name: tensor for name, tensor in state.items() if ".base_layer." not in name}
+    return {name: tensor for name, tensor in state.items() if not name.endswith(_OF_BASE)}
 
 
 def _target_names(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
@@ -340,7 +368,8 @@ def _borrow_weights(plain: PreTrainedModel, model: PreTrainedModel) -> bool:
     expected dtype or in floating point of 16 bits or more; quantized and sharded weights are not.
     """
     live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    for name in adapted_modules(model):
+    # adapters of experts are nested: from the inside
+    for name in reversed(adapted_modules(model)):
         inner = f"{name}.base."
         live |= {f"{name}.{key.removeprefix(inner)}": own for key, own in live.items() if key.startswith(inner)}
     wanted = [*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)]
@@ -386,14 +415,14 @@ def _disagreements(model: PreTrainedModel, saved: LoraConfig, rows: Mapping[str,
         return ["this model has no LoRA layers"]
     problems: dict[str, None] = {}
     for name, layer in layers.items():
-        theirs = saved.of_layer(name)
+        theirs = saved.of_layer(target_name(name, layer))
         if layer.rank != theirs.rank:
             problems[f"lora.rank is {layer.rank}, but the adapter's is {theirs.rank}"] = None
         elif not math.isclose(layer.scaling, scaling := lora_scaling(theirs)):
             problems[f"lora.alpha and lora.rslora scale by {layer.scaling:g}, but the adapter by {scaling:g}"] = None
         if (layer.magnitude is not None) != saved.dora:
             problems[f"lora.dora is {layer.magnitude is not None}, but the adapter's is {saved.dora}"] = None
-    if odd := sorted(set(saved.targets) ^ set(layers)):
+    if odd := sorted(set(saved.targets) ^ {target_name(name, layer) for name, layer in layers.items()}):
         problems[f"lora.targets and the adapter differ in {len(odd)} layers, such as {odd[0]}"] = None
     full = {name for name, held in beside.items() if isinstance(held, SavedModule)}
     if odd := sorted(set(saved.modules_to_save) ^ full):
@@ -434,6 +463,21 @@ def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], dict[str
     return config, tensors, dict(sorted(rows.items()))
 
 
+def _targets_of(names: list[str], parameters: list[str]) -> list[str]:
+    """Return the targets of the layers `names` in an adapter file.
+
+    PEFT nests the adapters of an experts module, one level of `base_layer` for each of its `parameters`. The `.weight`
+    of a linear layer is equivalent to targeting its module.
+    """
+    split = [name.rpartition(".") for name in parameters if not name.endswith(".weight")]
+    targets = []
+    for name in dict.fromkeys(name.replace(".base_layer", "") for name in names):
+        # a parameter without a module is of any experts
+        found = {leaf for path, _, leaf in split if f".{name}".endswith(f".{path or 'experts'}")}
+        targets += [f"{name}.{leaf}" for leaf in found] or [name]
+    return sorted(targets)
+
+
 def _saved_name(tensor_name: str, config: LoraConfig) -> str | None:
     """Return the module of `modules_to_save` (by endings, as PEFT matches them) that a tensor belongs to, or None."""
     parts = tensor_name.split(".")
@@ -453,15 +497,14 @@ def _read_adapter_config(file: Path, names: list[str]) -> tuple[LoraConfig, Any]
         odd = {
             key: content[key] for key, plain in _PLAIN_OPTIONS.items() if key in content and content[key] not in plain
         }
-        # the `.weight` of a linear layer is equivalent to targeting its module; anything else is fused experts
-        if other := [name for name in content.get("target_parameters") or () if not name.endswith(".weight")]:
-            odd["target_parameters"] = other
         targets = content.get("target_modules") or content.get("target_parameters")
         if not targets or not isinstance(targets, str | list):
             raise CheckpointError(f"{file}: target_modules is {targets!r:.100}; copy the adapter again")
         if kind != "LORA" or odd:
             found = f"peft_type is {kind!r}" if kind != "LORA" else f"{odd} is not supported"
-            raise UsageError(f"{file}: {found}; only plain LoRA adapters of linear layers are supported")
+            raise UsageError(
+                f"{file}: {found}; only plain LoRA adapters of linear layers and fused experts are supported"
+            )
         content = {"lora_dropout": 0.0, "use_rslora": False, "use_dora": False, **content}
         saved = content.get("modules_to_save") or []
         fields = {
@@ -470,7 +513,8 @@ def _read_adapter_config(file: Path, names: list[str]) -> tuple[LoraConfig, Any]
             "modules_to_save": saved,
             "keep_tied": bool(content.get("ensure_weight_tying")) or not saved,
         }
-        return LoraConfig(targets=names, **fields), content.get("trainable_token_indices")
+        parameters = content.get("target_parameters") or []
+        return LoraConfig(targets=_targets_of(names, parameters), **fields), content.get("trainable_token_indices")
     except ValidationError as error:
         first = error.errors()[0]
         field = _FIELDS.get(str(first["loc"][0]), first["loc"][0])

@@ -148,7 +148,7 @@ def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool =
     outside the decoder (an adapted head), are not fused. `fp8` and `transposed` are those of `fuse_bases`. Results
     change by rounding only.
     """
-    layers = lora_layers(model)
+    layers = {name: layer for name, layer in lora_layers(model).items() if isinstance(layer, LoraLinear)}
     # hold the tensors themselves, as the id of a freed one may be reused
     inputs: dict[str, Tensor | None] = {}
 
