@@ -61,6 +61,21 @@ def test_every_cut_agrees(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [line for line in lines if len(line) > 80 and "written to" not in line] == []
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_key_value_heads": 2}
+
+
+@pytest.mark.exhaustive
+def test_adapters_of_experts_agree_with_peft_on_every_strategy(tiny: Any, tmp_path: Path) -> None:
+    CONFIG_MAPPING["qwen3_moe"](**{**SHAPE, **EXPERTS}).save_pretrained(tmp_path / "model")
+    model = {"name": str(tmp_path / "model"), "init": "random"}
+    lora = {"rank": 4, "targets": ["all-linear", "experts"]}
+    config = tiny.config(tmp_path / "run", model=model, data={"tokenizer": str(tiny.model_dir)}, lora=lora)
+    code, report = run_verify(config, tmp_path, "--ranks", "2", "--fp64")
+    strategies = {row["case"] for row in report["rows"] if row["num_ranks"] == 2}
+    assert (code, strategies) == (0, {"ddp", "zero1", "zero2", "zero3", "fsdp"})
+    assert max(row["worst_difference"] for row in report["rows"] if "float32" not in row["case"]) < 1e-12
+
+
 @pytest.mark.exhaustive
 def test_rope_by_length_agrees_packed_and_on_two_ranks(tiny: Any, length_scaled: Path, tmp_path: Path) -> None:
     config = tiny.config(tmp_path / "run", model={"name": str(length_scaled)})
