@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 import xxhash
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from flatout.config.data import DataConfig
@@ -60,7 +61,7 @@ def load_tokenizer(
     known = tokenizer.get_vocab()
     for text, is_special in (added or {}).items():
         if text not in known:
-            tokenizer.add_tokens([text], special_tokens=is_special)
+            tokenizer.add_tokens([AddedToken(text, normalized=False, special=is_special)], special_tokens=is_special)
     return tokenizer
 
 

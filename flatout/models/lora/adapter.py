@@ -1,8 +1,7 @@
-"""Read and write adapters in PEFT's format, and check that PEFT reads them as trained."""
+"""Write and load adapters in PEFT's format, and check that PEFT reads them as trained."""
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import warnings
@@ -11,18 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
-from flatout.errors import CheckpointError, UsageError, reason_of
-from flatout.io.json_file import read_json
+from flatout.errors import CheckpointError, UsageError
 from flatout.models.experts.lora import ExpertLora, expert_parameters, plain_name
-from flatout.models.load.quantized import empty_model
-from flatout.models.load.source import check_safetensors
+from flatout.models.lora.adapter_file import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    FIELDS,
+    OF_BASE,
+    PREFIX,
+    ROWS,
+    SUFFIXES,
+    read_adapter,
+)
 from flatout.models.lora.layer import (
     LoraLinear,
     adapted_modules,
@@ -32,28 +36,9 @@ from flatout.models.lora.layer import (
     remove_adapter,
     target_name,
 )
+from flatout.models.lora.plain import borrow_weights, plain_copy
 from flatout.models.lora.saved import SavedModule, TrainedRows, grow_vocabulary, saved_modules, ties_ends
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-# PEFT's names for the fields of LoraConfig
-_FIELDS = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_rslora", "dora": "use_dora"}
-_ROWS = ".token_adapter.trainable_tokens_delta"
-_OF_BASE = (".base_layer.weight", ".base_layer.bias")
-_SUFFIXES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
-
-# PEFT options that change the numerics in ways flatout does not support, with the values that do not
-_PLAIN_OPTIONS: Mapping[str, tuple[object, ...]] = {
-    "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
-    **dict.fromkeys(
-        (
-            "fan_in_fan_out", "layer_replication", "lora_bias", "use_bdlora", "use_qalora", "alora_invocation_tokens",
-        ),
-        (None, False, {}, []),
-    ),
-}  # fmt: skip
 # relative tolerance between PEFT's logits and ours, for the median token: both add the same terms in another order
 LOGIT_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
 _ADAPTER = "default"
@@ -72,18 +57,18 @@ def _saved_parameters(model: PreTrainedModel) -> dict[str, tuple[nn.Parameter, t
     for name, held in saved_modules(model).items():
         if isinstance(held, SavedModule):
             trained = held.trained.named_parameters()
-            found |= {f"{_PREFIX}{name}.{leaf}": (own, held.dtypes[leaf]) for leaf, own in trained}
+            found |= {f"{PREFIX}{name}.{leaf}": (own, held.dtypes[leaf]) for leaf, own in trained}
         elif not held.is_tied:
-            found[f"{_PREFIX}{name}{_ROWS}"] = (held.rows, held.base.weight.dtype)
+            found[f"{PREFIX}{name}{ROWS}"] = (held.rows, held.base.weight.dtype)
     return found
 
 
 def adapter_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Return the adapter's parameters by PEFT's tensor names."""
     return {
-        f"{_PREFIX}{_peft_name(name, layer)}.{suffix}": getattr(layer, attribute)
+        f"{PREFIX}{_peft_name(name, layer)}.{suffix}": getattr(layer, attribute)
         for name, layer in lora_layers(model).items()
-        for attribute, suffix in _SUFFIXES.items()
+        for attribute, suffix in SUFFIXES.items()
         if getattr(layer, attribute) is not None
     } | {name: parameter for name, (parameter, _) in _saved_parameters(model).items()}
 
@@ -108,7 +93,7 @@ def adapter_config(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
-        **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
+        **{theirs: getattr(config, ours) for ours, theirs in FIELDS.items()},
         "target_modules": _target_names(model, layers),
         "target_parameters": experts or None,
         "bias": "none",
@@ -216,9 +201,9 @@ def read_back(
     import peft
 
     state = _as_written(model, adapter_state(model) if state is None else state)
-    plain = _plain_copy(model)
+    plain = plain_copy(model)
     ours = None
-    has_weights = _borrow_weights(plain, model)
+    has_weights = borrow_weights(plain, model)
     if has_weights:
         apply_adapter(plain, folder)
         logits = _logits_of_short_text(plain.eval())
@@ -256,7 +241,7 @@ def read_back(
 
 def apply_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Add an adapter to a plain model, all parameters frozen, for generation or merging; see `load_adapter`."""
-    saved, tensors, rows = _read_adapter(folder)
+    saved, tensors, rows = read_adapter(folder)
     _grow_for(model, tensors, rows)
     add_lora(model, saved, seed=0, rows=rows)
     load_adapter(model, folder)
@@ -266,7 +251,7 @@ def apply_adapter(model: PreTrainedModel, folder: Path) -> None:
 def _grow_for(model: PreTrainedModel, tensors: Mapping[str, Tensor], rows: Mapping[str, list[int]]) -> None:
     """Give a plain model rows for the tokens that an adapter's user had added; the adapter holds their values."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    keys = [f"{_PREFIX}{name}.weight" for name, module in model.named_modules() if module in ends]
+    keys = [f"{PREFIX}{name}.weight" for name, module in model.named_modules() if module in ends]
     sizes = [len(tensors[key]) for key in keys if key in tensors]
     grow_vocabulary(model, max([0, *sizes, *(token_id + 1 for ids in rows.values() for token_id in ids)]))
 
@@ -277,7 +262,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     Raises CheckpointError (missing or damaged files) or UsageError with the setting that differs: rank, alpha, rslora,
     dora, targets, modules_to_save, new tokens.
     """
-    saved, tensors, rows = _read_adapter(folder)
+    saved, tensors, rows = read_adapter(folder)
     layers = lora_layers(model)
     problems = _disagreements(model, saved, rows)
     if problems:
@@ -292,8 +277,8 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
             )
         tensor.copy_(tensors[name])
     for name, tensor in tensors.items():
-        path, _, leaf = name.removeprefix(_PREFIX).partition(".base_layer.")
-        if name.endswith(_OF_BASE) and not _same(tensor, getattr(layers[path].base, leaf)):
+        path, _, leaf = name.removeprefix(PREFIX).partition(".base_layer.")
+        if name.endswith(OF_BASE) and not _same(tensor, getattr(layers[path].base, leaf)):
             raise UsageError(
                 f"{folder}: {name} differs from the base model's {path}.{leaf}, but only the adapter would be loaded; "
                 "merge the adapter with PEFT and train from the merged model"
@@ -312,12 +297,12 @@ def _misread_layers(model: PreTrainedModel, content: Mapping[str, Any], state: M
 
     def layers(names: Iterable[str]) -> set[str]:
         names = {name if name in saved else name.partition(".lora_")[0].replace(".base_layer", "") for name in names}
-        return {name.removeprefix(_PREFIX) for name in names}
+        return {name.removeprefix(PREFIX) for name in names}
 
     try:
         # PEFT warns about what is checked here: missing keys, tied heads
         with warnings.catch_warnings(action="ignore"):
-            wrapped = peft.PeftModel(_plain_copy(model), peft.LoraConfig(**content), low_cpu_mem_usage=True)
+            wrapped = peft.PeftModel(plain_copy(model), peft.LoraConfig(**content), low_cpu_mem_usage=True)
             tensors = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()}
             loaded = peft.set_peft_model_state_dict(wrapped, tensors, low_cpu_mem_usage=True)
     except _READING_ERRORS:
@@ -334,7 +319,7 @@ def _peft_state(wrapped: Any) -> dict[str, Tensor]:
 
     state = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     # PEFT includes the base weight of an adapted head
-    return {name: tensor for name, tensor in state.items() if not name.endswith(_OF_BASE)}
+    return {name: tensor for name, tensor in state.items() if not name.endswith(OF_BASE)}
 
 
 def _target_names(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
@@ -346,50 +331,6 @@ def _target_names(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
     names = [name for name, _ in model.named_modules() if not name.startswith(inner)]
     selected = {name for name in names if name.rpartition(".")[2] in leaves and name not in saved_modules(model)}
     return sorted(leaves) if selected == wanted else sorted(wanted)
-
-
-def share_base(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return a model without adapters that uses the base weights of `model` in place; None if not all can be shared."""
-    twin = _plain_copy(model, attention="sdpa")
-    twin.generation_config = model.generation_config
-    return twin if _borrow_weights(twin, model) else None
-
-
-def _plain_copy(model: PreTrainedModel, *, attention: str = "eager") -> PreTrainedModel:
-    """Build transformers' own model of this shape on the meta device, in eval mode, without adapters."""
-    options = {"dtype": model.dtype, "attn_implementation": attention, "experts_implementation": "eager"}
-    return empty_model(copy.deepcopy(model.config), options).eval()
-
-
-def _borrow_weights(plain: PreTrainedModel, model: PreTrainedModel) -> bool:
-    """Make a plain copy on the meta device use the base weights and buffers of `model` in place.
-
-    Returns False and changes nothing unless all of them are present, unsharded, on one device, and either in the
-    expected dtype or in floating point of 16 bits or more; quantized and sharded weights are not.
-    """
-    live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    # adapters of experts are nested: from the inside
-    for name in reversed(adapted_modules(model)):
-        inner = f"{name}.base."
-        live |= {f"{name}.{key.removeprefix(inner)}": own for key, own in live.items() if key.startswith(inner)}
-    wanted = [*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)]
-    for name, tensor in wanted:
-        own = live.get(name)
-        if own is None or isinstance(own, DTensor) or own.is_meta or own.shape != tensor.shape:
-            return False
-        if own.dtype != tensor.dtype and not (own.is_floating_point() and own.element_size() > 1):
-            return False
-    if len({live[name].device for name, _ in wanted}) != 1:
-        return False
-    borrowed: dict[int, nn.Parameter] = {}
-    for name, tensor in wanted:
-        path, _, leaf = name.rpartition(".")
-        source: Tensor = live[name].detach()
-        if isinstance(tensor, nn.Parameter):
-            # tied weights stay tied
-            source = borrowed.setdefault(id(live[name]), nn.Parameter(source, requires_grad=False))
-        setattr(plain.get_submodule(path), leaf, source)
-    return True
 
 
 @torch.no_grad()
@@ -433,91 +374,3 @@ def _disagreements(model: PreTrainedModel, saved: LoraConfig, rows: Mapping[str,
     if (own := _rows_of(model)) != rows:
         problems[f"data.new_tokens trains the rows {own or 'of no token'}, but the adapter {rows or 'none'}"] = None
     return list(problems)
-
-
-def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], dict[str, list[int]]]:
-    """Read an adapter folder: a LoraConfig with full module names as targets, its tensors by PEFT's names, its rows."""
-    config_file, weights_file = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
-    for file in (config_file, weights_file):
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing; give a folder with an adapter in PEFT's format")
-    check_safetensors(weights_file)
-    tensors = load_file(weights_file)
-    tail = "." + _SUFFIXES["lora_a"]
-    names = [name.removeprefix(_PREFIX).removesuffix(tail) for name in tensors if name.endswith(tail)]
-    config, tokens = _read_adapter_config(config_file, names)
-    suffixes = [suffix for attribute, suffix in _SUFFIXES.items() if config.dora or attribute != "magnitude"]
-    own = {f"{_PREFIX}{name}.{suffix}" for name in names for suffix in suffixes}
-    rest = {name.removeprefix(_PREFIX) for name in tensors.keys() - own}
-    rows = {name.removesuffix(_ROWS): tokens for name in rest if name.endswith(_ROWS)}
-    if isinstance(tokens, dict):
-        # PEFT's keys are endings of names
-        rows = {name: next((ids for key, ids in tokens.items() if name.endswith(key)), []) for name in rows}
-    saved = {name: _saved_name(name, config) for name in rest if not name.endswith(_ROWS)}
-    config = config.model_copy(update={"modules_to_save": sorted(filter(None, set(saved.values())))})
-    # PEFT stores the frozen weight of an adapted head with the adapter
-    of_base = {f"{name}.base_layer.{leaf}" for name in names for leaf in ("weight", "bias")}
-    odd = own - tensors.keys() | {name for name, module in saved.items() if module is None and name not in of_base}
-    if odd:
-        raise CheckpointError(f"{weights_file}: {len(odd)} tensors are missing or unknown, such as {min(odd)}")
-    return config, tensors, dict(sorted(rows.items()))
-
-
-def _targets_of(names: list[str], parameters: list[str]) -> list[str]:
-    """Return the targets of the layers `names` in an adapter file.
-
-    PEFT nests the adapters of an experts module, one level of `base_layer` for each of its `parameters`. The `.weight`
-    of a linear layer is equivalent to targeting its module.
-    """
-    split = [name.rpartition(".") for name in parameters if not name.endswith(".weight")]
-    targets = []
-    for name in dict.fromkeys(name.replace(".base_layer", "") for name in names):
-        # a parameter without a module is of any experts
-        found = {leaf for path, _, leaf in split if f".{name}".endswith(f".{path or 'experts'}")}
-        targets += [f"{name}.{leaf}" for leaf in found] or [name]
-    return sorted(targets)
-
-
-def _saved_name(tensor_name: str, config: LoraConfig) -> str | None:
-    """Return the module of `modules_to_save` (by endings, as PEFT matches them) that a tensor belongs to, or None."""
-    parts = tensor_name.split(".")
-    names = [".".join(parts[:end]) for end in range(1, len(parts))]
-    found = next((name for name in names if name.endswith(tuple(config.modules_to_save))), None)
-    # with ensure_weight_tying, a tied head is saved without being listed
-    return names[-1] if found is None and config.modules_to_save and config.keep_tied and len(names) == 1 else found
-
-
-def _read_adapter_config(file: Path, names: list[str]) -> tuple[LoraConfig, Any]:
-    """Read an adapter_config.json for the layers `names`; also return its trainable_token_indices."""
-    content = read_json(file)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is not a JSON object; copy the adapter again")
-    try:
-        kind = content.get("peft_type")
-        odd = {
-            key: content[key] for key, plain in _PLAIN_OPTIONS.items() if key in content and content[key] not in plain
-        }
-        targets = content.get("target_modules") or content.get("target_parameters")
-        if not targets or not isinstance(targets, str | list):
-            raise CheckpointError(f"{file}: target_modules is {targets!r:.100}; copy the adapter again")
-        if kind != "LORA" or odd:
-            found = f"peft_type is {kind!r}" if kind != "LORA" else f"{odd} is not supported"
-            raise UsageError(
-                f"{file}: {found}; only plain LoRA adapters of linear layers and fused experts are supported"
-            )
-        content = {"lora_dropout": 0.0, "use_rslora": False, "use_dora": False, **content}
-        saved = content.get("modules_to_save") or []
-        fields = {
-            **{ours: content[theirs] for ours, theirs in _FIELDS.items()},
-            **{name: content.get(name) or {} for name in ("rank_pattern", "alpha_pattern")},
-            "modules_to_save": saved,
-            "keep_tied": bool(content.get("ensure_weight_tying")) or not saved,
-        }
-        parameters = content.get("target_parameters") or []
-        return LoraConfig(targets=_targets_of(names, parameters), **fields), content.get("trainable_token_indices")
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = _FIELDS.get(str(first["loc"][0]), first["loc"][0])
-        raise CheckpointError(f"{file}: {field}: {first['msg']}; copy the adapter again") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is damaged: {reason_of(error)}; copy the adapter again") from error

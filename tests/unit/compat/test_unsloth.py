@@ -235,10 +235,9 @@ def test_arguments_of_from_pretrained_that_flatout_lacks_are_named(tiny: Any, gi
     ("given", "words"),
     [
         ({"bias": "all"}, ["bias", "without bias"]),
-        ({"modules_to_save": ["embed_tokens"]}, ["modules_to_save", "stay frozen"]),
-        ({"target_modules": ["q_proj", "lm_head"]}, ["target_modules", "stay frozen"]),
+        ({"trainable_token_indices": [3]}, ["trainable_token_indices", "data.new_tokens"]),
         ({"loftq_config": {"bits": 4}}, ["loftq_config"]),
-        ({"layers_to_transform": [0]}, ["layers_to_transform", "regular expression"]),
+        ({"layers_pattern": "blocks"}, ["layers_pattern", "decoder layers"]),
         ({"init_lora_weights": "pissa"}, ["init_lora_weights", "zero at the start"]),
         ({"finetune_vision_layers": True}, ["finetune_vision_layers", "text models"]),
         ({"finetune_mlp_modules": False}, ["finetune_mlp_modules", "target_modules"]),
