@@ -31,7 +31,8 @@ class LayerShape:
     entries that one token is multiplied by, including those of its experts and the router. `mixer_elements` counts what
     one token saves for the backward pass in attention (queries, keys, values, output) or a recurrent mixer, and
     `mlp_elements` elsewhere: the outputs of the gate and up projections, their product, and the same for each of the
-    token's experts with its input and output. `pair_width` is heads x (width of a query + width of a value), which a
+    token's experts with its input and output; of these, grouped products do not save
+    `unsaved_elements`. `pair_width` is heads x (width of a query + width of a value), which a
     query-key pair is multiplied by; 0 without softmax attention. `has_window`: it attends to `sliding_window` tokens.
     """
 
@@ -41,6 +42,7 @@ class LayerShape:
     mlp_elements: int
     pair_width: int
     has_window: bool
+    unsaved_elements: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class ModelShape:
     `num_params` counts a tied embedding once, `num_tower_params` what is loaded but not used for text, such as a vision
     tower. `num_heads` and `head_dim`, the width of a query or key, are the largest over the layers, 0 if none has
     softmax attention. `max_positions` is the longest sequence that the model was made for; `has_position_table` means
-    that it has no positions beyond that.
+    that it has no positions beyond that. `groups_experts`: flatout's grouped products can compute the experts.
     """
 
     model_type: str
@@ -67,6 +69,7 @@ class ModelShape:
     has_position_table: bool
     layers_path: str
     layers: tuple[LayerShape, ...]
+    groups_experts: bool = False
 
     @property
     def num_layers(self) -> int:

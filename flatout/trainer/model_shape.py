@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from flatout.errors import UsageError, reason_of
 from flatout.models.bases.frozen_linear import is_plain_linear
 from flatout.models.blocks import expert_tensors, layer_configs, layer_list
+from flatout.models.experts.block import experts_modules
 from flatout.models.load.auto_class import towers
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import read_model_config
@@ -97,6 +98,7 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
         and any(max_positions <= len(table) <= max_positions + _SPARE_ROWS for table in tables),
         layers_path=next(name for name, module in model.named_modules() if module is layers),
         layers=tuple(shapes),
+        groups_experts=bool(experts_modules(layers)),
     )
 
 
@@ -171,8 +173,11 @@ def _layer_shape(
         num_weights = experts_per_token * parameter[0].numel()
         active += num_weights
         mlp_elements += num_weights // hidden_size
-    if expert_tensors(layer):
+    unsaved = 0
+    if fused := [parameter[0].numel() for parameter in expert_tensors(layer)]:
         mlp_elements += experts_per_token * 2 * hidden_size
+        # the down projection's input is computed again, and its input and output per expert are temporary
+        unsaved = experts_per_token * (min(fused) // hidden_size + 2 * hidden_size)
     state = sum(_state_elements(modules[name]) for name in recurrent)
     # normalized queries and keys are saved twice
     num_saved = 1 + any(name.rpartition(".")[2] in ("q_norm", "q_layernorm") for name in modules)
@@ -185,6 +190,7 @@ def _layer_shape(
         mlp_elements=mlp_elements,
         pair_width=len(attention) * heads.num_heads * (heads.head_dim + heads.value_head_dim),
         has_window=has_window,
+        unsaved_elements=unsaved,
     )
 
 
