@@ -18,6 +18,7 @@ from flatout.io.hub import hub_errors, hub_source
 from flatout.models.arch_quirks import check_packable
 from flatout.models.attention import AttentionChoice, Implementation, choose_attention, register, registered_name
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear, num_weights
+from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, register_experts
 from flatout.models.load import quantized
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
 from flatout.models.load.source import check_source
@@ -94,20 +95,20 @@ def load_model(
     choice = choose_attention(config.attention, text_config, device=device, dtype=compute_dtype)
     register(choice.implementation)
     options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": registered_name(choice.implementation)}
-    if compute_dtype == torch.float64:
-        # transformers' grouped expert GEMM has no fp64
-        options["experts_implementation"] = "eager"
+    register_experts()
+    options["experts_implementation"] = IMPLEMENTATION if config.experts == "auto" else "eager"
     with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER, attention=options["attn_implementation"]):
         model, unused = _make_model(config, storage, model_config, options, device, seed, on_host)
     if method == "lora":
         model.requires_grad_(False)
     model.train()
+    experts = prepare_experts(model)
     rope = scale_by_document(model)
     dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
     report = _report(config, model, dtypes, choice, unused)
-    report += [rope] if rope else []
     if source_format and config.init == "pretrained":
         report.append(f"the files' {source_format} weights are dequantized")
+    report += [line for line in (experts, rope) if line]
     if storage != "model":
         report += quantized.describe_storage(model, storage)
     return LoadedModel(
