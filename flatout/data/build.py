@@ -68,7 +68,10 @@ def open_or_build(
         return _open_built(config, name)
     tokenizer = tokenizer_of(config, tokenizer_name)
     if config.added_tokens:
-        log(_told_tokens(config, name, tokenizer))
+        known = load_tokenizer(name).get_vocab()
+        old = [text for text in config.added_tokens if text in known]
+        told = f"{len(config.added_tokens) - len(old)} new tokens; the tokenizer has {len(tokenizer):,}"
+        log(told + (f"; not added, as they exist: {', '.join(map(repr, old))}" if old else ""))
     sources = [open_source(source) for source in config.sources]
     meta = _describe(config, name, tokenizer, sources)
     folder = registry.built_dir(config.root, config.name)
@@ -140,13 +143,6 @@ def _settings(config: DataConfig, names: set[str]) -> dict[str, Any]:
     """Return the settings that decide tokens, of `names`, and the new tokens, if there are any."""
     settings = config.model_dump(mode="json", include={*names, "new_tokens", "new_special_tokens"})
     return {name: value for name, value in settings.items() if value or name in names}
-
-
-def _told_tokens(config: DataConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    known = load_tokenizer(name).get_vocab()
-    old = [text for text in config.added_tokens if text in known]
-    told = f"{len(config.added_tokens) - len(old)} new tokens; the tokenizer has {len(tokenizer):,}"
-    return told + (f"; not added, as they exist: {', '.join(map(repr, old))}" if old else "")
 
 
 def _open_built(config: DataConfig, name: str) -> TokenStore:

@@ -151,9 +151,11 @@ def _saved_config(model: PreTrainedModel, config: LoraConfig) -> dict[str, Any]:
 
 
 def _as_written(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return an adapter's tensors as its file holds them: what is trained beside LoRA in the precision of the base."""
+    """Return an adapter's tensors as its file holds them: what is trained beside LoRA in the precision of the base.
+
+    Those are copies, as tied ones share memory, which safetensors refuses.
+    """
     saved = _saved_parameters(model)
-    # a copy, as tied ones share memory
     return {
         name: tensor.to(saved[name][1], copy=True) if name in saved else tensor.contiguous()
         for name, tensor in state.items()
@@ -323,7 +325,10 @@ def _peft_state(wrapped: Any) -> dict[str, Tensor]:
 
 
 def _target_names(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
-    """Return short names if they select exactly these layers, otherwise full ones."""
+    """Return short names if they select exactly these layers, otherwise full ones.
+
+    PEFT selects by the last part of a name, and nothing inside of `modules_to_save`.
+    """
     wanted = set(layers)
     leaves = {name.rpartition(".")[2] for name in wanted}
     # modules inside those that are trained in full get no adapter in PEFT either

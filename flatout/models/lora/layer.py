@@ -188,7 +188,10 @@ def remove_adapter(model: nn.Module) -> None:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Make the model compute as its base does, inside a `with` block."""
+    """Make the model compute as its base does, inside a `with` block.
+
+    Modules that are trained in full and rows of new tokens are the base's, too.
+    """
     layers = adapted_modules(model)
     remove_adapter(model)
     try:

@@ -45,6 +45,7 @@ class SavedModule(nn.Module):
             return value.to(self.dtypes[name]) if isinstance(value, nn.Parameter) else value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the base computes, with the trained weights."""
         if type(self.trained) is nn.Embedding:
             # the same rows as of a narrow copy, without that copy, and with gradients summed in fp32
             return self.trained(*args, **kwargs).to(self.dtypes["weight"])
@@ -93,6 +94,7 @@ class TrainedRows(nn.Module):
         return self.base.weight.index_copy(0, self.token_ids, self.rows.to(self.base.weight.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map token ids (...) to rows (..., D), or hidden states (..., D) to logits (..., V)."""
         if isinstance(self.base, nn.Linear):
             return F.linear(x, self.weight)
         frozen: Tensor = self.base(x)
@@ -193,7 +195,10 @@ def ties_ends(model: PreTrainedModel) -> bool:
 
 
 def untie(model: PreTrainedModel) -> None:
-    """Give the head a weight of its own if it or the embedding is trained apart from the other."""
+    """Give the head a weight of its own if it or the embedding is trained apart from the other.
+
+    The configuration says so then, and transformers writes and reads both weights.
+    """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     masters = {end.trained.weight if isinstance(end, SavedModule) else None for end in ends}
     if ties_ends(model) and len(masters) > 1:
