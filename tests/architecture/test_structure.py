@@ -71,7 +71,7 @@ MAX_PACKAGE_LINES = {
     "profile": 230,
     "studio": 1160,
     "track": 2115,
-    "trainer": 3200,
+    "trainer": 3230,
     "verifier": 740,
     "view": 1160,
 }

@@ -265,7 +265,7 @@ class OwnStep:
         ({"data_collator": print}, ["data_collator", "train_on_responses_only"]),
         ({"callbacks": [OwnStep()]}, ["callbacks", "OwnStep", "flatout.Callback"]),
         ({"neftune_noise_alpha": 5}, ["neftune_noise_alpha", "NEFTune"]),
-        ({"embedding_learning_rate": 1e-5}, ["embedding_learning_rate", "frozen"]),
+        ({"embedding_learning_rate": 1e-5}, ["embedding_learning_rate", "same learning rate"]),
         ({"distributed_backend": "mpi"}, ["distributed_backend", "nccl"]),
         ({"seed": 1}, ["random_state sets seed to 2", "seed"]),
         ({"learning_rat": 1}, ["learning_rat", "learning_rate"]),
