@@ -17,7 +17,7 @@ from flatout.errors import CheckpointError, FlatoutError, ResourceError, UsageEr
 from flatout.io.hub import hub_errors, hub_source
 from flatout.models.arch_quirks import check_packable
 from flatout.models.attention import AttentionChoice, Implementation, choose_attention, register, registered_name
-from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear, num_weights
+from flatout.models.bases.frozen_linear import num_weights
 from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, register_experts
 from flatout.models.load import quantized
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
@@ -204,25 +204,30 @@ def dequantized_method(config: Any) -> str | None:
 
 
 def _make_model(
-    config: ModelConfig, storage: str, model_config: Any, options: dict[str, Any], device: torch.device, seed: int,
-    on_host: bool, keep_dense: Sequence[str],
+    config: ModelConfig, storage: str, model_config: Any, options: dict[str, Any],
+    device: torch.device, seed: int, on_host: bool, keep_dense: Sequence[str],
 ) -> tuple[PreTrainedModel, list[str]]:  # fmt: skip
     """Make the model for `load_model`; also return the names of unused weights in the files."""
-    make: quantized.Make = Fp8Linear if storage == "fp8" else Nf4Linear.from_dense
     place = torch.device("cpu") if on_host else device
     quantization = getattr(model_config, "quantization_config", None)
     is_nf4 = quantization is not None and not dequantized_method(model_config)
     if is_nf4 or (quantization is not None and config.init == "random"):
         # transformers would load these weights through bitsandbytes, and make random ones in fp8
         del model_config.quantization_config
-    if config.init == "random" and storage == "model":
+    if config.init == "random" and storage != "model":
+        return quantized.random_quantized(
+            model_config,
+            options,
+            quantized.QUANTIZERS[storage],
+            device=device,
+            seed=seed,
+            place=place,
+            keep_dense=keep_dense,
+        ), []
+    if config.init == "random":
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(model_config, **options), []
-    if config.init == "random":
-        return quantized.random_quantized(
-            model_config, options, make, device=device, seed=seed, place=place, keep_dense=keep_dense
-        ), []
     if is_nf4:
         return quantized.read_nf4(config.name, config.revision, model_config, options, device=device, place=place), []
     in_files = on_host or storage != "model"
@@ -230,7 +235,12 @@ def _make_model(
     model, unused = load_pretrained(config.name, config.revision, model_config, how, {"": where})
     if storage != "model":
         quantized.quantize_layers(
-            model, make, device=device, dtype=options["dtype"], place=place, keep_dense=keep_dense
+            model,
+            quantized.QUANTIZERS[storage],
+            device=device,
+            dtype=options["dtype"],
+            place=place,
+            keep_dense=keep_dense,
         )
     elif on_host and model.dtype != options["dtype"]:
         compute_buffers(model, quantized.empty_model(model_config, options))
