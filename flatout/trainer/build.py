@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
@@ -14,6 +15,7 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.checkpoint.write_async import Saver, available_host_bytes, choose_saver
 from flatout.config.schema import Config
 from flatout.environment import ask_for_deterministic_cublas, keep_compiled_kernels
+from flatout.errors import PackingError
 from flatout.models.attention import prepare as prepare_attention
 from flatout.models.bases.fp8_training import convert_to_float8
 from flatout.models.blocks import decoder_layers
@@ -26,8 +28,9 @@ from flatout.models.lora.adapter import adapter_config, load_adapter
 from flatout.models.lora.fused import FusedLayers, fuse_layers
 from flatout.models.lora.layer import add_lora, freeze, freeze_unreached, trainable_parameters
 from flatout.models.objective import CROSS_ENTROPY, Objective
-from flatout.models.selftest import check_packing
+from flatout.models.selftest import prove_layout
 from flatout.optim.build import layer_norm_parameters, make_optimizer
+from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
@@ -37,7 +40,7 @@ from flatout.planner.memory.estimate import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
 from flatout.trainer.feed import Feed
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
-from flatout.trainer.planning import PlannedRun
+from flatout.trainer.planning import PlannedRun, plan_run
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.resume import restore
 from flatout.trainer.state import Run
@@ -55,10 +58,25 @@ def build_run(
 ) -> Run:
     """Build model, strategy, optimizer and feed, and restore what was `saved`. Raises a FlatoutError.
 
+    If the model turns out not to be packable, `batch.layout: auto` plans the run again, with rows.
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
     """
     device = choose_device(config.wanted_device, rank)
-    loaded = load_trainable(config, planned, device, reporter)
+    unpackable = None
+    try:
+        loaded = load_trainable(config, planned, device, reporter, checkpoints.group)
+    except PackingError as error:
+        if config.batch.layout != "auto" or planned.plan.layout.name == "rows":
+            raise
+        unpackable = str(error).partition("; ")[0]
+    if unpackable is not None:
+        # here no frame of the failed check holds the model any more
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        again = plan_run(config, reporter, rank, lambda: planned.device, objective, unpackable)
+        planned = replace(again, fingerprints=planned.fingerprints)
+        loaded = load_trainable(config, planned, device, reporter, checkpoints.group)
     fused = fuse_adapters(loaded, config, planned, reporter)
     if apply_recompute(loaded.model, planned.memory.recompute):
         reporter.stage("recompute", "the embedding table is in host memory")
@@ -76,6 +94,7 @@ def build_run(
         device=device,
         reporter=reporter,
         plan=planned.plan,
+        planned=planned,
         feed=feed,
         eval_sets=planned.eval_sets,
         eval_feeds=eval_feeds,
@@ -105,8 +124,10 @@ def build_run(
     return run
 
 
-def load_trainable(config: Config, planned: PlannedRun, device: torch.device, reporter: Reporter) -> LoadedModel:
-    """Load the model, check that packing is exact on it, and set up its trained parameters.
+def load_trainable(
+    config: Config, planned: PlannedRun, device: torch.device, reporter: Reporter, group: ControlGroup
+) -> LoadedModel:
+    """Load the model, check that its layout is exact on it, and set up its trained parameters.
 
     If ranks load only their shards, the weights stay in their files and the check runs on the first layers. With
     `deterministic`, CUDA kernels that are not bitwise reproducible are replaced or refused; the CPU's always are.
@@ -128,6 +149,7 @@ def load_trainable(config: Config, planned: PlannedRun, device: torch.device, re
         full=config.full,
         base=config.base,
         on_host=waits,
+        rows=planned.plan.layout.name == "rows",
     )
     for line in loaded.report:
         reporter.stage("model", line)
@@ -135,8 +157,17 @@ def load_trainable(config: Config, planned: PlannedRun, device: torch.device, re
     longest = max(int(store.lengths.max()) for store in stores)
     dtype = weight_dtype_of(config.method, config.full, loaded.dtype)
     reporter.phase("self-test")
+
+    def prove(loaded: LoadedModel) -> tuple[LoadedModel, str]:
+        found: list[tuple[LoadedModel, str]] = []
+        any_attention = config.model.attention == "auto"
+        # if it fails on one rank, all must take rows
+        group.run_on_all_ranks(lambda: found.append(prove_layout(loaded, longest=longest, any_attention=any_attention)))
+        return found[0]
+
     if not waits:
-        reporter.stage("self-test", check_packing(loaded, longest=longest))
+        loaded, line = prove(loaded)
+        reporter.stage("self-test", line)
     elif config.method == "lora" and loaded.model.dtype != dtype:
         # adapters take the base's dtype
         loaded.model.to(dtype)
@@ -145,7 +176,8 @@ def load_trainable(config: Config, planned: PlannedRun, device: torch.device, re
         loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype))
         with loaded.present():
             num_layers = len(decoder_layers(loaded.model))
-            reporter.stage("self-test", f"first {num_layers} layers: {check_packing(loaded, longest=longest)}")
+            loaded, line = prove(loaded)
+            reporter.stage("self-test", f"first {num_layers} layers: {line}")
     if importing is not None:
         # before anything else is imported: concurrent imports can see partially initialized modules
         importing.join()

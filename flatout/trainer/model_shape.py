@@ -16,7 +16,8 @@ from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import read_model_config
 from flatout.planner.shape import LayerShape, Linear, ModelShape
 
-_PLANNED_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+# layers whose attention has a window
+_WINDOWED = {"sliding_attention", "chunked_attention"}
 # configurations' names for the number of experts per token
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_num_active_experts")
 # position tables may have a few more rows than positions
@@ -33,11 +34,16 @@ def read_shape(name: str, revision: str | None) -> ModelShape:
     return make_shape(read_model_config(name, revision), origin=f"{name}/config.json")
 
 
+def read_text_config(name: str, revision: str | None) -> Any:
+    """Return transformers' configuration of the text part of a model whose shape was read."""
+    values = read_model_config(name, revision)
+    return CONFIG_MAPPING[values["model_type"]].from_dict(dict(values)).get_text_config()
+
+
 def make_shape(values: Mapping[str, Any], *, origin: str = "config.json") -> ModelShape:
     """Return the shape of the model that a config.json describes.
 
-    Raises UsageError for a model type that transformers does not have, values that it rejects, and layers whose
-    attention is neither full nor windowed.
+    Raises UsageError for a model type that transformers does not have, and values that it rejects.
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -46,12 +52,6 @@ def make_shape(values: Mapping[str, Any], *, origin: str = "config.json") -> Mod
         config = CONFIG_MAPPING[model_type].from_dict(dict(values))
         model = empty_model(config, {})
         text = config.get_text_config()
-        kinds = set(getattr(text, "layer_types", None) or ())
-        if kinds - _PLANNED_ATTENTION:
-            raise UsageError(
-                f"{origin}: layer_types has {min(kinds - _PLANNED_ATTENTION)!r}; flatout supports full and sliding "
-                "attention only; choose a different model"
-            )
         return _shape_of(model, text)
     except _REFUSALS as error:
         raise UsageError(f"{origin}: transformers rejects it: {reason_of(error)}") from error
@@ -62,7 +62,8 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
     layers = decoder.get_submodule(path)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     parameters = {*decoder.parameters(), *(head.parameters() if head is not None else ())}
-    num_heads, head_dim = _largest(text, "num_attention_heads"), _largest(text, "head_dim", 0)
+    # a model without attention counts one head
+    num_heads, head_dim = _largest(text, "num_attention_heads", 1), _largest(text, "head_dim", 0)
     head_dim = head_dim or text.hidden_size // num_heads
     value_head_dim = _largest(text, "v_head_dim", head_dim)
     if hasattr(text, "qk_nope_head_dim"):
@@ -70,7 +71,7 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
         head_dim = text.qk_nope_head_dim + text.qk_rope_head_dim
     kinds = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
-    num_window_layers = sum(kind != "full_attention" for kind in kinds) if kinds else len(layers)
+    num_window_layers = sum(kind in _WINDOWED for kind in kinds) if kinds else len(layers)
     max_positions: int | None = getattr(text, "max_position_embeddings", None)
     tables = [module.weight for module in decoder.modules() if isinstance(module, nn.Embedding)]
     tables = [table for table in (*tables, *decoder.buffers()) if table.ndim == 2 and table is not embedding.weight]

@@ -124,8 +124,9 @@ def _dense_model(config: Config, device: torch.device) -> PreTrainedModel:
         return load_for_inference(config.model.name, revision=config.model.revision, device=device, dtype=dtype)
     # random and quantized weights must come from flatout's own loader
     loaded = load_model(
-        config.model, method=config.method, device=device, seed=config.seed, full=config.full, base=config.base
-    )
+        config.model, method=config.method, device=device, seed=config.seed, full=config.full, base=config.base,
+        rows=True,
+    )  # fmt: skip
     for name, module in list(loaded.model.named_modules()):
         if not isinstance(module, Fp8Linear | Nf4Linear):
             continue

@@ -13,11 +13,12 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from flatout.config.schema import BaseConfig, FullConfig, ModelConfig
-from flatout.errors import CheckpointError, FlatoutError, ResourceError, UsageError, reason_of
+from flatout.errors import CheckpointError, FlatoutError, PackingError, ResourceError, UsageError, first_line, reason_of
 from flatout.io.hub import hub_errors, hub_source
-from flatout.models.arch_quirks import check_packable
-from flatout.models.attention import AttentionChoice, Implementation, choose_attention, register, registered_name
+from flatout.models.arch_quirks import choose_layout
+from flatout.models.attention import Implementation, choose_attention, register, registered_name
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear, num_weights
+from flatout.models.blocks import TRANSFORMERS_ATTENTION
 from flatout.models.load import quantized
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
 from flatout.models.load.source import check_source
@@ -34,15 +35,17 @@ class LoadedModel:
     """A model ready for `packed_loss`.
 
     `dtype` is the compute dtype of the forward and backward pass; `autocast` means that the weights are fp32 masters
-    and the model must run under torch.autocast(dtype). `report` has lines for the console.
+    and the model must run under torch.autocast(dtype). `report` has lines for the console. `rows`: every document is a
+    padded row, and `attention` may be one of transformers' own.
     """
 
     model: PreTrainedModel
     dtype: torch.dtype
     autocast: bool
-    attention: Implementation
+    attention: Implementation | Literal["transformers"]
     report: tuple[str, ...]
     waiting: DeferredWeights | None = None
+    rows: bool = False
 
     def present(self) -> AbstractContextManager[None]:
         """Make the model runnable within this context; if its weights are still in files, only its first layers."""
@@ -71,15 +74,16 @@ def load_model(
     full: FullConfig = FullConfig(),  # noqa: B008  (FullConfig is frozen)
     base: BaseConfig = BaseConfig(),  # noqa: B008  (frozen as well)
     on_host: bool = False,
+    rows: bool = False,
 ) -> LoadedModel:
-    """Load a causal language model, or initialize it randomly, for training on packed documents.
+    """Load a causal language model, or initialize it randomly, for training on packed documents or on `rows` of them.
 
     lora: every weight frozen, in the compute dtype; the decoder's linear layers in `base.storage`.
     full: fp32 master weights (fp64 for fp64), all trained, or with `full.weights: bf16` only bf16 weights.
     Reads only safetensors, never runs code from the model's repository, never makes up a missing weight.
     `on_host` leaves pretrained weights in their mapped files, in the files' dtype, and quantized ones in host memory
     (see `DeferredWeights`). `seed` determines the weights of `init: random` for a kind of device; the global random
-    state does not change. Raises UsageError, SecurityError or CheckpointError.
+    state does not change. Raises UsageError (PackingError if only rows can work), SecurityError or CheckpointError.
     """
     check_source(config.name, config.revision, needs_weights=config.init == "pretrained")
     storage = base.storage if method == "lora" else "model"
@@ -87,21 +91,32 @@ def load_model(
     text_config = model_config.get_text_config()
     compute_dtype = resolve_precision(config.precision, device)
     weight_dtype = weight_dtype_of(method, full, compute_dtype)
-    check_packable(text_config)
+    if not rows:
+        choose_layout(text_config, "packed")
     choice = choose_attention(config.attention, text_config, device=device, dtype=compute_dtype)
     register(choice.implementation)
     options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": registered_name(choice.implementation)}
     if compute_dtype == torch.float64:
         # transformers' grouped expert GEMM has no fp64
         options["experts_implementation"] = "eager"
-    with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER, attention=options["attn_implementation"]):
-        model, unused = _make_model(config, storage, model_config, options, device, seed, on_host)
+    attention: Implementation | Literal["transformers"] = choice.implementation
+    what = CANNOT_BUILD.format(config.name)
+    try:
+        with library_errors(what, CHOOSE_ANOTHER, attention=options["attn_implementation"]):
+            model, unused = _make_model(config, storage, model_config, options, device, seed, on_host)
+    except PackingError as error:
+        if not rows or config.attention != "auto":
+            raise
+        attention, choice = "transformers", choice._replace(reason=first_line(error))
+        options["attn_implementation"] = TRANSFORMERS_ATTENTION[-1]
+        with library_errors(what, CHOOSE_ANOTHER):
+            model, unused = _make_model(config, storage, model_config, options, device, seed, on_host)
     if method == "lora":
         model.requires_grad_(False)
     model.train()
     rope = scale_by_document(model)
     dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
-    report = _report(config, model, dtypes, choice, unused)
+    report = _report(config, model, dtypes, f"attention {attention}: {choice.reason}", unused)
     report += [rope] if rope else []
     if storage != "model":
         report += quantized.describe_storage(model, storage)
@@ -109,8 +124,9 @@ def load_model(
         model=model,
         dtype=compute_dtype,
         autocast=weight_dtype != compute_dtype,
-        attention=choice.implementation,
+        attention=attention,
         report=tuple(report),
+        rows=rows,
     )
 
 
@@ -128,6 +144,7 @@ def library_errors(what: str, remedy: str = "", *, attention: str = "") -> Itera
         reason = reason_of(error)
         if attention and isinstance(error, KeyError) and attention in str(error):
             reason = "its attention does not go through transformers' attention interface, so it cannot be packed"
+            raise PackingError(f"{what}: {reason}{remedy}") from error
         raise UsageError(f"{what}: {reason}{remedy}") from error
 
 
@@ -238,13 +255,11 @@ def load_pretrained(
     return model, sorted(map(str, loading["unexpected_keys"]))
 
 
-def _report(
-    config: ModelConfig, model: PreTrainedModel, dtypes: str, choice: AttentionChoice, unused: list[str]
-) -> list[str]:
+def _report(config: ModelConfig, model: PreTrainedModel, dtypes: str, attention: str, unused: list[str]) -> list[str]:
     source = "random weights" if config.init == "random" else "pretrained"
     lines = [
         f"{Path(config.name).name}: {model.config.model_type}, {num_weights(model):,} parameters, {source}, {dtypes}",
-        f"attention {choice.implementation}: {choice.reason}",
+        attention,
     ]
     if unused:
         lines.append(f"{len(unused)} weights in the files are unused by this model: {', '.join(unused[:3])}")

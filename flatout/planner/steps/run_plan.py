@@ -198,9 +198,10 @@ def make_plan(
     """Plan a run from integer arrays (n,): tokens and label tokens of every sample; memory-mapped arrays stay on disk.
 
     `micro_batch_tokens` is batch.micro_batch_tokens, or the chosen value if that is null. `sample_ids` (ascending,
-    unique) restricts the plan to these samples; `pass_tokens` is as in `BatchLayout`. `batch.max_steps` overrides `batch.epochs`; a fraction of an epoch is
-    rounded up to whole steps. Raises UsageError for a sample longer than `micro_batch_tokens`, and DataError for empty
-    or damaged data and data without label tokens. A single step without label tokens is planned; the run skips it.
+    unique) restricts the plan to these samples; `pass_tokens` is as in `BatchLayout`. `batch.max_steps` overrides
+    `batch.epochs`; a fraction of an epoch is rounded up to whole steps. Raises UsageError for a sample longer than
+    `micro_batch_tokens`, and DataError for empty or damaged data and data without label tokens. A single step without
+    label tokens is planned; the run skips it.
     """
     samples = select_samples(lengths, num_labels, sample_ids, micro_batch_tokens)
     layout = BatchLayout(num_ranks, micro_batch_tokens, cost, pass_tokens=pass_tokens)

@@ -144,7 +144,8 @@ class BatchLayout:
 
     def load(self, batch: MicroBatch) -> float:
         """Return what a micro-batch of rows costs: FLOPs with padding, and the fixed cost of a pass."""
-        assert batch.row_length is not None and self.pass_tokens is not None
+        assert batch.row_length is not None
+        assert self.pass_tokens is not None
         flops = len(batch.sample_ids) * float(self.cost.flops(batch.row_length, 0))
         return flops + self.cost.per_label * batch.num_label_tokens + self.pass_tokens * self.cost.per_token
 
