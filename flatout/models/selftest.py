@@ -42,17 +42,14 @@ def prove_layout(loaded: LoadedModel, *, longest: int, any_attention: bool) -> t
     """
     try:
         return loaded, check_packing(loaded, longest=longest)
-    except PackingError as error:
+    except PackingError:
         if not (loaded.rows and any_attention) or loaded.attention == "transformers":
             raise
-        why, config = first_line(error), loaded.model.config.get_text_config()
-    for name in TRANSFORMERS_ATTENTION[bool(getattr(config, "attn_logit_softcapping", None)) :]:
-        # a model may not support the faster one
-        with suppress(ValueError):
-            loaded.model.set_attn_implementation(name)
-            break
+        config = loaded.model.config.get_text_config()
+    # models without an interface for attention only log that theirs cannot be set, and have the eager one
+    config._attn_implementation = next((name for name in TRANSFORMERS_ATTENTION if _sets(loaded.model, name)), "eager")
     loaded = replace(loaded, attention="transformers")
-    return loaded, f"{check_packing(loaded, longest=longest)}, by transformers' attention {name}: {why}"
+    return loaded, f"{check_packing(loaded, longest=longest)}; with transformers' own attention and masks"
 
 
 def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
@@ -130,7 +127,9 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
         )
     loss = float(packed_loss(model, batch).loss_sum)
     truth = float(F.cross_entropy(ours[batch.label_rows], batch.label_ids, reduction="sum"))
-    limit = {torch.float64: 1e-10, torch.float32: 1e-4}.get(loaded.dtype, 4 * torch.finfo(loaded.dtype).eps)
+    # some models return float32 logits in every dtype
+    exact = ours.dtype if loaded.dtype.itemsize > 2 else loaded.dtype
+    limit = {torch.float64: 1e-10, torch.float32: 1e-4}.get(exact, 4 * torch.finfo(loaded.dtype).eps)
     if not abs(loss - truth) <= limit * max(abs(truth), 1.0):
         raise UsageError(
             f"model type {kind}: the head's loss is {loss:.6f}, but cross-entropy over its logits is {truth:.6f}; "
@@ -142,7 +141,7 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
 def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, tolerance: float) -> str:
     """Compare packed and single hidden states with a document of `num_tokens`, beyond every limit, among short ones."""
     model, lengths = loaded.model, (8, num_tokens, 19, 3)
-    batch = random_batch(model, lengths, row_length=num_tokens if loaded.rows else None)
+    batch = random_batch(model, lengths, row_length=max(lengths) if loaded.rows else None)
     real = _real(batch, lengths)
     ours = _exact(hidden_states(model, batch)[real])
     # eager attention materializes its scores, so it is only the fallback
@@ -229,18 +228,23 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
 @contextmanager
 def _transformers_attention(model: PreTrainedModel, name: str) -> Iterator[bool]:
     """Use transformers' own attention in this context; yields False if this model does not support it."""
-    config = model.config.get_text_config()
-    ours = config._attn_implementation
-    if usable := not (name == "sdpa" and getattr(config, "attn_logit_softcapping", None)):
-        try:
-            model.set_attn_implementation(name)
-        except ValueError:
-            usable = False
+    ours = model.config.get_text_config()._attn_implementation
+    usable = _sets(model, name)
     try:
         with plain_rope(model):
             yield usable
     finally:
         model.set_attn_implementation(ours)
+
+
+def _sets(model: PreTrainedModel, name: str) -> bool:
+    """Set transformers' own attention; return whether this model supports it."""
+    config = model.config.get_text_config()
+    if name == "sdpa" and getattr(config, "attn_logit_softcapping", None):
+        return False
+    with suppress(ValueError):
+        model.set_attn_implementation(name)
+    return bool(config._attn_implementation == name)
 
 
 def _error(ours: torch.Tensor, truth: torch.Tensor, experts: bool, lengths: Sequence[int]) -> float:
