@@ -36,6 +36,10 @@ class ModelConfig(Section):
     (torch's CUDA kernel), sdpa (exact, one document at a time), plain (unfused; the reference in tests); auto: the
     first that is available and passes the parity check."""
 
+    experts: Literal["auto", "eager"] = "auto"
+    """Routed experts: eager (transformers' own loop over experts; the reference); auto: grouped products, where the
+    model has transformers' experts interface."""
+
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:

@@ -50,7 +50,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "the same steps in different micro-batches": "memory",
         "the same activations, recomputed": "recompute",
         "the same sums over ranks in a different order": "strategy deepspeed sharding.replicas",
-        "a different kernel for the same formula": "model.attention",
+        "a different kernel for the same formula": "model.attention model.experts",
         "the same updates, each as soon as its gradient is ready": "full.update",
         "the same steps in different micro-batches; lora.dropout masks change": "batch.micro_batch_tokens",
         "the same steps, packed or padded; lora.dropout masks change": "batch.layout",

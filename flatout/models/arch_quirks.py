@@ -1,4 +1,4 @@
-"""Architectures that need special treatment, by model type: one entry in one of three tables."""
+"""Architectures that need special treatment, by model type: one entry in one of two tables."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ STATEFUL = frozenset({
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
     "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text",
     "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
-})  # fmt: skip
-# attention has sink logits
-SINKS = frozenset({
-    "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash", "openai_privacy_filter",
 })  # fmt: skip
 # the config field that logits are multiplied by; most architectures with such a field divide by it
 LOGITS_MULTIPLIERS = {"hyperclovax": "logits_scaling"}

@@ -18,7 +18,6 @@ from flatout.kernels.attention.flash import (
     varlen_problem,
 )
 from flatout.kernels.attention.reference import plain_attention, sdpa_attention
-from flatout.models.arch_quirks import SINKS
 from flatout.models.blocks import layer_configs
 
 # from the fastest to the reference
@@ -50,8 +49,8 @@ def choose_attention(
     """Choose a model's packed attention from its config; `auto` takes the fastest that supports it.
 
     fa4, fa3 and cudnn must first pass a check on the device, with the model's heads and window, that they are as exact
-    as varlen; auto uses the first two from MIN_FLASH_HIDDEN_SIZE on. Only the plain form has soft-capped scores and
-    attention sinks. Raises UsageError if the requested form does not support this model.
+    as varlen; auto uses the first two from MIN_FLASH_HIDDEN_SIZE on. Only the plain form has soft-capped scores.
+    Raises UsageError if the requested form does not support this model.
     """
     if wanted != "auto":
         problem = None if wanted == "plain" else _problem(wanted, config, device, dtype)
@@ -76,8 +75,6 @@ def _problem(name: Implementation, config: Any, device: torch.device, dtype: tor
     """Return why a form other than plain does not support this model (None if it does)."""
     if getattr(config, "attn_logit_softcapping", None):
         return "its attention scores are soft-capped"
-    if config.model_type in SINKS:
-        return "its attention has sinks"
     if name == "sdpa":
         return None
     layers = layer_configs(config)
@@ -125,12 +122,12 @@ def register(implementation: Implementation = "varlen") -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
     forms: dict[Implementation, Callable[..., tuple[Tensor, None]]] = {
-        "varlen": _entry("varlen", make_varlen_attention()),
-        "sdpa": _entry("sdpa", sdpa_attention, "dropout"),
+        "varlen": _entry("varlen", make_varlen_attention(), "sinks"),
+        "sdpa": _entry("sdpa", sdpa_attention, "sinks", "dropout"),
         "plain": _entry("plain", plain_attention, "softcap", "sinks", "dropout"),
     }
     if implementation in _PACKAGES:
-        forms[implementation] = _entry(implementation, _make_package(implementation))
+        forms[implementation] = _entry(implementation, _make_package(implementation), "sinks")
     for name, form in forms.items():
         AttentionInterface.register(registered_name(name), form)
         AttentionMaskInterface.register(registered_name(name), window_marker)

@@ -30,12 +30,14 @@ class LayerShape:
     `linears` are all plain linear layers, without routed experts' matrices. `num_active_weights` counts the matrix
     entries that one token is multiplied by, including those of its experts and the router. `mlp_elements` counts what
     one token saves for the backward pass outside attention: the outputs of the gate and up projections, their product,
-    and the same for each of the token's experts with its input and output.
+    and the same for each of the token's experts with its input and output; of these, grouped products
+    do not save `unsaved_elements`.
     """
 
     linears: tuple[Linear, ...]
     num_active_weights: int
     mlp_elements: int
+    unsaved_elements: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class ModelShape:
     `num_params` counts a tied embedding once. `head_dim` is the width of a query or key, `value_head_dim` of a value;
     if layers differ, the largest. `qk_norm`: queries and keys are normalized. `num_window_layers` layers attend to
     `sliding_window` tokens, the rest to all. `max_positions` is the longest sequence that the model was made for;
-    `has_position_table` means that it has no positions beyond that.
+    `has_position_table` means that it has no positions beyond that. `groups_experts`: flatout's grouped products can
+    compute the experts.
     """
 
     model_type: str
@@ -65,6 +68,7 @@ class ModelShape:
     has_position_table: bool
     layers_path: str
     layers: tuple[LayerShape, ...]
+    groups_experts: bool = False
 
     @property
     def num_layers(self) -> int:

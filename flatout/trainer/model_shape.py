@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from flatout.errors import UsageError, reason_of
 from flatout.models.bases.frozen_linear import is_plain_linear
 from flatout.models.blocks import layer_configs, layer_list
+from flatout.models.experts.block import experts_modules
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import read_model_config
 from flatout.planner.shape import LayerShape, Linear, ModelShape
@@ -95,6 +96,7 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
         and any(max_positions <= len(table) <= max_positions + _SPARE_ROWS for table in tables),
         layers_path=next(name for name, module in model.named_modules() if module is layers),
         layers=tuple(_layer_shape(layer, text.hidden_size, experts_per_token) for layer in layers),
+        groups_experts=bool(experts_modules(layers)),
     )
 
 
@@ -123,6 +125,9 @@ def _layer_shape(layer: nn.Module, hidden_size: int, experts_per_token: int) -> 
             num_weights = experts_per_token * parameter[0].numel()
             active += num_weights
             mlp_elements += num_weights // hidden_size
-    if any(parameter.ndim == 3 for parameter in layer.parameters()):
+    unsaved = 0
+    if fused := [parameter[0].numel() for parameter in layer.parameters() if parameter.ndim == 3]:
         mlp_elements += experts_per_token * 2 * hidden_size
-    return LayerShape(tuple(linears), active, mlp_elements)
+        # the down projection's input is computed again, and its input and output per expert are temporary
+        unsaved = experts_per_token * (min(fused) // hidden_size + 2 * hidden_size)
+    return LayerShape(tuple(linears), active, mlp_elements, unsaved)

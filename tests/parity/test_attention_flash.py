@@ -21,6 +21,7 @@ from flatout.kernels.attention.flash import (
     flash_problem,
     make_flash_attention,
     make_varlen_attention,
+    packed_operator,
 )
 from flatout.kernels.attention.reference import document_mask, packed_attention, plain_attention
 from flatout.models import attention as models_attention
@@ -33,6 +34,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 def scores_of(q: Any, k: Any, cu_seqlens: Any, scale: float, left: int | None) -> Any:
     window = None if left is None or left < 0 else left + 1
+    q, k = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (q, k))
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.einsum("thd,shd->hts", q, k) * scale
     return scores.masked_fill(~document_mask(cu_seqlens, len(q), window), float("-inf"))
@@ -42,14 +44,16 @@ def forward(q: Any, k: Any, v: Any, cu_seqlens: Any, scale: float, left: int | N
     scores = scores_of(q, k, cu_seqlens, scale, left)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     # a layout of its own, as a kernel may have
-    output = torch.einsum("hts,shd->htd", scores.softmax(-1), v).transpose(0, 1)
-    return output, scores.logsumexp(-1).float()
+    output = torch.einsum("hts,shd->htd", scores.softmax(-1).to(v.dtype), v).transpose(0, 1)
+    return output, scores.logsumexp(-1)
 
 
-def backward(output_grad: Any, q: Any, k: Any, v: Any, output: Any, cu_seqlens: Any, scale: float, left: Any) -> Any:
-    """The gradient by the formula of the FlashAttention papers, from the saved output."""
+def backward(
+    output_grad: Any, q: Any, k: Any, v: Any, output: Any, log_sums: Any, cu_seqlens: Any, scale: float, left: Any
+) -> Any:
+    """The gradient by the formula of the FlashAttention papers, from the saved output and log-sum-exp."""
     groups = q.shape[1] // k.shape[1]
-    weights = scores_of(q, k, cu_seqlens, scale, left).softmax(-1)
+    weights = (scores_of(q, k, cu_seqlens, scale, left) - log_sums[..., None]).exp().to(q.dtype)
     wide_k, wide_v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
     weight_grad = torch.einsum("thd,shd->hts", output_grad, wide_v)
     score_grad = weights * (weight_grad - (output_grad * output).sum(-1).T[..., None]) * scale
@@ -80,7 +84,7 @@ def fa4_package(wrong: float = 0.0) -> ModuleType:
     def _flash_attn_bwd(
         q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, *, deterministic: bool, **settings: Any
     ) -> Any:
-        return tuple(backward(dout, q, k, v, out, *check(settings)))
+        return tuple(backward(dout, q, k, v, out, lse, *check(settings)))
 
     module._flash_attn_fwd, module._flash_attn_bwd = _flash_attn_fwd, _flash_attn_bwd
     return module
@@ -116,7 +120,7 @@ def fa3_package(wrong: float = 0.0) -> ModuleType:
         **settings: Any,
     ) -> Any:
         assert is_causal
-        for into, grad in zip((dq, dk, dv), backward(dout, q, k, v, out, *check(settings)), strict=True):
+        for into, grad in zip((dq, dk, dv), backward(dout, q, k, v, out, softmax_lse, *check(settings)), strict=True):
             into.copy_(grad)
         return softmax_lse
 
@@ -166,14 +170,44 @@ def test_the_operator_equals_the_truth(install: Any, name: Any, heads: int, kv_h
     )
 
 
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("trained", [True, False])
+def test_sinks_enter_by_the_log_sum_exp(
+    heads: int, kv_heads: int, window: int | None, by_token: bool, trained: bool
+) -> None:
+    """In fp64, through a kernel that knows no sinks; frozen ones get no gradient."""
+
+    def kernel(q: Any, k: Any, v: Any, cu_seqlens: Any, _: int, *rest: Any) -> Any:
+        output, log_sums = forward(q, k, v, cu_seqlens, *rest)
+        return output, log_sums.T if by_token else log_sums
+
+    def kernel_backward(*arguments: Any) -> Any:
+        *tensors, log_sums, cu_seqlens, _, scale, left = arguments
+        return tuple(backward(*tensors, log_sums.T if by_token else log_sums, cu_seqlens, scale, left))
+
+    form = packed_operator("flatout_tests::sinks", kernel, kernel_backward, log_sums_by_token=by_token)
+    cu_seqlens, settings = boundaries(LENGTHS), {"scale": 0.3, "window": window}
+    # from one that takes nearly nothing to one that takes nearly all
+    sinks = torch.tensor([-30.0, -1.0, 2.0, 40.0][:heads], dtype=torch.float64, requires_grad=trained)
+    both(
+        lambda *t: form(*t[:3], cu_seqlens, 16, sinks=t[3], **settings),
+        lambda *t: packed_attention(*t[:3], cu_seqlens, sinks=t[3], **settings),
+        [*inputs(heads=heads, kv_heads=kv_heads), sinks],
+    )
+
+
 @pytest.mark.parametrize("name", ["fa4", "fa3"])
-def test_the_operator_is_sound_for_the_compiler(install: Any, name: Any) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_the_operator_is_sound_for_the_compiler(install: Any, name: Any, with_sinks: bool) -> None:
     """Fake shapes, strides and dtypes are those of the real ones, also for inputs in a layout of their own."""
     install(name)
     make_flash_attention(name)
     query, key, value = inputs(torch.float32)
     query = query.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(True)
-    arguments = (query, key, value, boundaries(LENGTHS), 16, 0.3, None)
+    sinks = torch.randn(4, requires_grad=True) if with_sinks else None
+    arguments = (query, key, value, boundaries(LENGTHS), 16, 0.3, None, sinks)
     torch.library.opcheck(getattr(torch.ops.flatout, name).default, arguments)
 
 
@@ -183,16 +217,16 @@ def test_a_compiled_layer_holds_it_for_any_number_of_tokens(install: Any, name: 
     form = make_flash_attention(name)
     torch._dynamo.reset()
 
-    def layer(q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int) -> Any:
-        return form(q * 2, k, v, cu_seqlens, max_seqlen, scale=0.3) + 1
+    def layer(q: Any, k: Any, v: Any, sinks: Any, cu_seqlens: Any, max_seqlen: int) -> Any:
+        return form(q * 2, k, v, cu_seqlens, max_seqlen, scale=0.3, sinks=sinks) + 1
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for lengths in (LENGTHS, [5, 9, 30, 1, 1]):
         cu_seqlens = boundaries(lengths)
         both(
             lambda *t, c=cu_seqlens, n=lengths: compiled(*t, c, max(n)),
-            lambda *t, c=cu_seqlens: packed_attention(t[0] * 2, *t[1:], c, scale=0.3) + 1,
-            inputs(lengths=lengths),
+            lambda *t, c=cu_seqlens: packed_attention(t[0] * 2, *t[1:3], c, scale=0.3, sinks=t[3]) + 1,
+            [*inputs(lengths=lengths), torch.arange(4.0, dtype=torch.float64, requires_grad=True)],
         )
 
 
@@ -254,6 +288,9 @@ def test_a_disagreement_names_what_errs() -> None:
     def without_window(*tensors: Any, window: Any, **settings: Any) -> Any:
         return plain_varlen(*tensors, window=None, **settings)
 
+    def without_sinks(*tensors: Any, sinks: Any = None, **settings: Any) -> Any:
+        return plain_varlen(*tensors, **settings) + (0 if sinks is None else 0 * sinks.sum())
+
     def of_one_layout(q: Any, *rest: Any, **settings: Any) -> Any:
         return plain_varlen(q, *rest, **settings) + (0.0 if q.is_contiguous() else 0.1)
 
@@ -267,6 +304,7 @@ def test_a_disagreement_names_what_errs() -> None:
     assert "key gradients" in judge(nan_gradient)
     assert "values" in judge(without_window)
     assert judge(without_window, window=None) is None
+    assert "values" in judge(without_sinks)
 
 
 def test_planned_sizes_find_their_graphs_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +377,7 @@ def test_a_graph_writes_into_contiguous_memory_whatever_the_inputs_layout(
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 8, 64), (4, 1, 256)])
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 8, 64), (64, 8, 64), (4, 1, 256)])
 @pytest.mark.parametrize("name", ["fa4", "fa3", "cudnn"])
 def test_the_real_package_is_as_exact_as_torchs_kernel(name: Any, heads: Any, window: int | None) -> None:
     if (

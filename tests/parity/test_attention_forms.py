@@ -38,13 +38,15 @@ def both(form, truth, tensors, tolerance=1e-12):
 @pytest.mark.parametrize("window", [None, 1, 4, 13, 100])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
 @pytest.mark.parametrize("form", [sdpa_attention, plain_attention])
-def test_form_equals_truth(form, heads, kv_heads, window):
+@pytest.mark.parametrize(("with_sinks", "value_size"), [(False, 8), (True, 8), (True, 6)])
+def test_form_equals_truth(form, heads, kv_heads, window, with_sinks, value_size):
     cu_seqlens = boundaries(LENGTHS)
     arguments = {"scale": 0.3, "window": window}
+    sinks = torch.linspace(-3, 8, heads, dtype=torch.float64, requires_grad=True) if with_sinks else None
     both(
-        lambda *t: form(*t, cu_seqlens, **arguments),
-        lambda *t: packed_attention(*t, cu_seqlens, **arguments),
-        inputs(heads=heads, kv_heads=kv_heads),
+        lambda *t: form(*t[:3], cu_seqlens, sinks=sinks, **arguments),
+        lambda *t: packed_attention(*t[:3], cu_seqlens, sinks=sinks, **arguments),
+        [*inputs(heads=heads, kv_heads=kv_heads, value_size=value_size), *([sinks] if with_sinks else [])],
     )
 
 
@@ -86,25 +88,34 @@ def test_strided_inputs_and_extreme_scores(form):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("window", [None, 2, 5])
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("window", [None, 2, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (64, 8)])
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_varlen_errs_no_more_than_plain(window, kv_heads, heads_first):
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_varlen_errs_no_more_than_plain(window, heads, kv_heads, heads_first, with_sinks, compiled):
     """Rule K: at most 2x (values) and 3x (gradients) the plain form's own bf16 error against fp64."""
-    lengths = [1, 130, 2, 67, 1]
+    lengths = [1, 130, 2, 300, 1]
     cu_seqlens = boundaries(lengths, "cuda")
-    exact = inputs(torch.float64, "cuda", kv_heads=kv_heads, size=64, lengths=lengths)
+    exact = inputs(torch.float64, "cuda", heads=heads, kv_heads=kv_heads, size=64, lengths=lengths)
+    if with_sinks:
+        exact.append(torch.linspace(-2, 4, heads, dtype=torch.float64, device="cuda"))
     rounded = [tensor.detach().to(torch.bfloat16) for tensor in exact]
     if heads_first:
-        rounded = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in rounded]
+        rounded[:3] = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in rounded[:3]]
     rounded = [tensor.requires_grad_(True) for tensor in rounded]
     exact = [tensor.detach().double().requires_grad_(True) for tensor in rounded]
     varlen = make_varlen_attention()
-    arguments = {"scale": 0.125, "window": window}
-    true = packed_attention(*exact, cu_seqlens, **arguments)
+    if compiled:
+        varlen = torch.compile(varlen, fullgraph=True, dynamic=True)
+
+    def with_settings(form, tensors, *documents):
+        return form(*tensors[:3], *documents, scale=0.125, window=window, sinks=tensors[3] if with_sinks else None)
+
+    true = with_settings(packed_attention, exact, cu_seqlens)
     outputs = [
-        varlen(*rounded, cu_seqlens, max(lengths), **arguments),
-        plain_attention(*rounded, cu_seqlens, **arguments),
+        with_settings(varlen, rounded, cu_seqlens, max(lengths)),
+        with_settings(plain_attention, rounded, cu_seqlens),
     ]
     incoming = torch.randn_like(true).to(torch.bfloat16)
     gradients = [torch.autograd.grad(output, rounded, incoming) for output in outputs]

@@ -24,12 +24,14 @@ pytestmark = [
 ]
 SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384, "initializer_range": 0.05}
 CUDA = torch.device("cuda", 0)
-ARCHS = ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neox", "qwen3_moe"]
+ARCHS = ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neox", "qwen3_moe", "gpt_oss"]
 
 
 def shape_of(family):
     if family == "qwen3_moe":
         return {"moe_intermediate_size": 64}
+    if family == "gpt_oss":
+        return {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64}
     return {"query_pre_attn_scalar": 64} if family.startswith("gemma") else {}
 
 

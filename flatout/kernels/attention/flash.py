@@ -1,17 +1,17 @@
 """Packed causal attention by FlashAttention: -2 in torch, -3 and -4 by their packages where installed.
 
-FlashAttention-2 (arXiv:2307.08691) is torch's varlen kernel, -3 (arXiv:2407.08608) and -4 (its CuTe DSL package) are
-each one custom operator with a backward, so that compiled layers can contain them.
+FlashAttention-2 (arXiv:2307.08691), -3 (arXiv:2407.08608) and -4 (its CuTe DSL package) are each one custom operator
+with a backward, so that compiled layers can contain them.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, cast
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,10 @@ _MAJORS = {"fa4": (9, 10, 11, 12), "fa3": (9,)}
 _FA4_MIN_SEQLEN = 256
 # documents of one token, lengths that do not fill a tile, a tail, and repeated boundaries
 _PROOF_LENGTHS = (1, 130, 2, 67, 300, 1, 11, 0, 0)
-_COMPARED = ("values", "query gradients", "key gradients", "value gradients")
+# the operators' arguments
+_INPUTS = "Tensor q, Tensor k, Tensor v"
+_REST = "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt? left"
+_COMPARED = ("values", "query gradients", "key gradients", "value gradients", "sink gradients")
 
 
 def varlen_problem(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> str | None:
@@ -42,27 +45,35 @@ def varlen_problem(device: torch.device, dtype: torch.dtype, head_dim: int | Non
     return None
 
 
+@cache
 def make_varlen_attention() -> Attention:
-    """Bind torch's varlen kernel, with the signature of the installed torch; returns what `packed_operator` returns."""
-    from torch.nn.attention.varlen import varlen_attn
+    """Bind the FlashAttention-2 kernels in torch, once per process; returns what `packed_operator` returns."""
+    kernel, kernel_backward = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 
-    # older versions support fewer key than query heads without this argument
-    names_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    def settings(scale: float, left: int | None) -> dict[str, Any]:
+        return {"scale": scale, "window_size_left": -1 if left is None else left, "window_size_right": 0}
 
-    def varlen_attention(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float, window: int | None = None
-    ) -> Tensor:
-        extra: dict[str, Any] = {"enable_gqa": True} if names_groups and q.shape[1] != k.shape[1] else {}
-        # the kernel's window excludes the row itself, transformers' includes it
-        left = -1 if window is None else window - 1
-        output = varlen_attn(
-            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
-            scale=scale, window_size=(left, 0), **extra,
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, left: int | None
+    ) -> tuple[Tensor, ...]:
+        documents = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        output, log_sums, *_ = kernel(q, k, v, *documents, 0.0, left is None, False, **settings(scale, left))
+        return output, log_sums
+
+    def backward(
+        output_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, cu_seqlens: Tensor,
+        max_seqlen: int, scale: float, left: int | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        documents = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        # the random state is for dropout, which is off
+        random_state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
+        gradients: tuple[Tensor, ...] = kernel_backward(
+            output_grad, q, k, v, output, log_sums, *documents, 0.0, left is None, random_state, unused,
+            **settings(scale, left),
         )  # fmt: skip
-        # a tensor, not a pair, as the log-sum-exp is not requested
-        return cast(Tensor, output)
+        return gradients
 
-    return varlen_attention
+    return packed_operator("flatout::varlen", forward, backward)
 
 
 def flash_problem(name: str, device: torch.device) -> str | None:
@@ -123,56 +134,92 @@ def packed_operator(
     """Register an attention kernel as an operator with a backward, and return it as a function.
 
     The function takes q (T, H, D), k and v (T, K, D) in bf16 or fp16, cu_seqlens int32 (N+1,) and max_seqlen, with
-    keywords scale and window, and returns (T, H, D). Its backward is only deterministic under
+    keywords scale, window and sinks (H,), and returns (T, H, D). Its backward is only deterministic under
     torch.use_deterministic_algorithms.
 
     `forward` takes (q, k, v, cu_seqlens, max_seqlen, scale, left) and returns the output and its log-sum-exp, fp32
     (H, T), or (T, H) with `log_sums_by_token`; `backward` takes the output's gradient, q, k, v, output, log-sum-exp and
     the arguments from cu_seqlens on, and returns the three gradients. A row attends to `left` tokens before its own;
-    None means all.
+    None means all. `backward` must take its weights from the log-sum-exp, P = exp(S - lse), and its row sums from the
+    output, D = rowsum(dO * O), as FlashAttention does: sinks come in through these two.
     """
-    inputs = "Tensor q, Tensor k, Tensor v"
-    rest = "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt? left"
+    operator_backward = _backward_operator(f"{name}_backward", backward)
+
+    def by_token(log_sums: Tensor) -> Tensor:
+        return log_sums if log_sums_by_token else log_sums.T
 
     def run(*arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(tensor.contiguous() for tensor in forward(*arguments))
+        *given, sinks = arguments
+        output, log_sums = (tensor.contiguous() for tensor in forward(*given))
+        if sinks is not None:
+            log_sums = by_token(_add_sinks(output, by_token(log_sums), sinks)).contiguous()
+        return output, log_sums
 
-    def run_backward(output_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(tensor.contiguous() for tensor in backward(output_grad.contiguous(), *arguments))
-
-    schema = f"({inputs}, {rest}) -> (Tensor, Tensor)"
+    schema = f"({_INPUTS}, {_REST}, Tensor? sinks) -> (Tensor, Tensor)"
     operator = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
-    schema = f"(Tensor output_grad, {inputs}, Tensor output, Tensor log_sums, {rest}) -> (Tensor, Tensor, Tensor)"
-    operator_backward = torch.library.custom_op(f"{name}_backward", run_backward, mutates_args=(), schema=schema)
 
     @operator.register_fake
     def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         shape = (q.shape[0], q.shape[1]) if log_sums_by_token else (q.shape[1], q.shape[0])
-        return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
+        return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
 
-    @operator_backward.register_fake
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, cu_seqlens, *ctx.settings, sinks = inputs
+        ctx.save_for_backward(q, k, v, *output, cu_seqlens, sinks)
+
+    def differentiate(ctx: Any, output_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, sinks = ctx.saved_tensors
+        gradients = operator_backward(output_grad, *saved, *ctx.settings)
+        *_, output, log_sums, _ = saved
+        trained = ctx.needs_input_grad[-1]
+        sinks_grad = _sinks_grad(output_grad, output, by_token(log_sums), sinks) if trained else None
+        return (*gradients, None, None, None, None, sinks_grad)
+
+    operator.register_autograd(differentiate, setup_context=keep)
+    return _packed_attention(operator)
+
+
+def _packed_attention(operator: Callable[..., tuple[Tensor, Tensor]]) -> Attention:
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float,
+        window: int | None = None, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        # the kernels' window excludes the row itself, transformers' includes it
+        left = None if window is None else window - 1
+        sinks = None if sinks is None else sinks.to(torch.promote_types(q.dtype, torch.float32))
+        return operator(q, k, v, cu_seqlens, max_seqlen, scale, left, sinks)[0]
+
+    return attention
+
+
+def _backward_operator(name: str, backward: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    def run(output_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(tensor.contiguous() for tensor in backward(output_grad.contiguous(), *arguments))
+
+    schema = f"(Tensor output_grad, {_INPUTS}, Tensor output, Tensor log_sums, {_REST}) -> (Tensor, Tensor, Tensor)"
+    operator = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
+
+    @operator.register_fake
     def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, cu_seqlens, *ctx.settings = inputs
-        ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    return operator
 
-    def differentiate(ctx: Any, output_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = operator_backward(output_grad, *ctx.saved_tensors, *ctx.settings)
-        return (*gradients, None, None, None, None)
 
-    operator.register_autograd(differentiate, setup_context=keep)
+def _add_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """Scale the output (T, H, D) in place for sinks (H,), and return the new log-sum-exp (T, H).
 
-    def attention(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float, window: int | None = None
-    ) -> Tensor:
-        # the kernels' window excludes the row itself, transformers' includes it
-        left = None if window is None else window - 1
-        output: Tensor = operator(q, k, v, cu_seqlens, max_seqlen, scale, left)[0]
-        return output
+    A sink s is one more score, without a value: lse' = log(exp(lse) + exp(s)), O' = O exp(lse - lse').
+    """
+    total = torch.logaddexp(log_sums, sinks)
+    output.mul_((log_sums - total).exp()[..., None])
+    return total
 
-    return attention
+
+def _sinks_grad(output_grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """Return ds = sum over rows of p (0 - D), with the sink's probability p = exp(s - lse')."""
+    row_sums = (output_grad.to(sinks.dtype) * output).sum(-1)
+    return -((sinks - log_sums).exp() * row_sums).sum(0)
 
 
 def flash_disagreement(
@@ -187,7 +234,8 @@ def flash_disagreement(
     """Compare `attention` with `rival` on a small packed batch; return why it is less exact (None if it is not).
 
     `heads` are the model's query heads, key heads and head size. With a `window`, both with and without it are checked,
-    forward and backward. The error against fp64 may be at most 2x (values) and 3x (gradients) the rival's.
+    each with and without sinks, forward and backward. The error against fp64 may be at most 2x (values) and 3x
+    (gradients) the rival's.
     """
     num_heads, num_key_heads, size = heads
     lengths = torch.tensor(_PROOF_LENGTHS)
@@ -196,19 +244,23 @@ def flash_disagreement(
     shapes = [(count, int(lengths.sum()), size) for count in (num_heads, num_key_heads, num_key_heads, num_heads)]
     # heads first in memory, as in some models
     drawn = [torch.randn(shape, generator=draw).to(device, dtype).transpose(0, 1) for shape in shapes]
+    drawn_sinks = torch.randn(num_heads, generator=draw).to(device, dtype)
 
-    def outcome(form: Attention, compute: torch.dtype, width: int | None, *longest: int) -> tuple[Tensor, ...]:
-        *leaves, incoming = (tensor.to(compute) for tensor in drawn)
-        leaves = [leaf.detach().requires_grad_(True) for leaf in leaves]
+    def outcome(
+        form: Attention, compute: torch.dtype, width: int | None, has_sinks: bool, *longest: int
+    ) -> tuple[Tensor, ...]:
+        *leaves, incoming, sinks = (tensor.to(compute) for tensor in (*drawn, drawn_sinks))
+        leaves = [leaf.detach().requires_grad_(True) for leaf in (*leaves, *[sinks][: int(has_sinks)])]
+        options = {"sinks": leaves[-1]} if has_sinks else {}
         with torch.enable_grad():
-            output = form(*leaves, boundaries, *longest, scale=size**-0.5, window=width)
+            output = form(*leaves[:3], boundaries, *longest, scale=size**-0.5, window=width, **options)
             gradients = torch.autograd.grad(output, leaves, incoming)
         return output.detach(), *gradients
 
-    for width in {None, window}:
-        truth = outcome(packed_attention, torch.float64, width)
-        ours, theirs = (outcome(form, dtype, width, 512) for form in (attention, rival))
-        for what, times, mine, other, true in zip(_COMPARED, (2, 3, 3, 3), ours, theirs, truth, strict=True):
+    for width, has_sinks in product({None, window}, (False, True)):
+        truth = outcome(packed_attention, torch.float64, width, has_sinks)
+        ours, theirs = (outcome(form, dtype, width, has_sinks, 512) for form in (attention, rival))
+        for what, times, mine, other, true in zip(_COMPARED, (2, 3, 3, 3, 3), ours, theirs, truth, strict=False):
             error, allowed = ((tensor.double() - true).norm().item() for tensor in (mine, other))
             # `not <=` so that a NaN counts as a disagreement
             if not error <= times * allowed:

@@ -79,24 +79,43 @@ def sdpa_attention(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Call torch's scaled_dot_product_attention document by document; shapes as in `packed_attention`."""
     outputs = []
     for q, k, v in _documents(query, key, value, cu_seqlens):
-        windowed = window is not None and window < len(q)
+        windowed, value_size = window is not None and window < len(q), v.shape[-1]
+        if sinks is not None:
+            q, k, v = _with_sink_token(q, k, v, sinks / scale)
+        mask = _causal_mask(q, window) if windowed else None
+        if mask is not None and sinks is not None:
+            mask[:, 0] = True
         output = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
             v.transpose(0, 1)[None],
-            attn_mask=_causal_mask(q, window) if windowed else None,
+            attn_mask=mask,
             is_causal=not windowed,
             dropout_p=dropout,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        outputs.append(output[0].transpose(0, 1))
+        outputs.append(output[0].transpose(0, 1)[int(sinks is not None) :, :, :value_size])
     return torch.cat(outputs)
+
+
+def _with_sink_token(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Put a first token before a document, of value 0, whose key has the product sinks (H,) with every later query.
+
+    Heads that share a key differ in their sinks: each of them reads its own of as many additional dimensions.
+    """
+    groups, key_heads = q.shape[1] // k.shape[1], k.shape[1]
+    own = torch.eye(groups, dtype=q.dtype, device=q.device).repeat(key_heads, 1)
+    q = F.pad(torch.cat([q, own.expand(len(q), -1, -1)], dim=-1), (0, 0, 0, 0, 1, 0))
+    sink_key = F.pad(sinks.to(k.dtype).view(1, key_heads, groups), (k.shape[-1], 0))
+    k = torch.cat([sink_key, F.pad(k, (0, groups))])
+    return q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1], 0, 0, 1, 0))
 
 
 def _documents(

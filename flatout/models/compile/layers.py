@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from flatout.errors import first_line
 from flatout.models.blocks import decoder_layers
+from flatout.models.experts.block import computes_experts
 from flatout.models.head import PackedLoss
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.layer import lora_layers, trainable_parameters
@@ -117,9 +118,10 @@ def compile_layers(
     products are in float8. `loss` must already be sharded: sharding changes a layer's class and the dtype of its
     weights, which would trigger recompilation. `wrapper` is what training calls, if not `loss`; one pass without
     gradients records how it calls the layers. All ranks must make the same call.
-    Off on the CPU, in fp64 and for experts, whose routing is not a static graph. A layer whose gradients differ runs
-    eagerly, and so do all layers of a class that does not compile; nothing else in the process changes. With dropout,
-    the comparison runs without it, and the graph with dropout is compiled as well, so that no step compiles anything.
+    Off on the CPU, in fp64 and for transformers' own experts, whose routing is not a static graph. A layer whose
+    gradients differ runs eagerly, and so do all layers of a class that does not compile; nothing else in the process
+    changes. With dropout, the comparison runs without it, and the graph with dropout is compiled as well, so that no
+    step compiles anything.
     Random state, gradients, weights and mode do not change.
     """
     model = loaded.model
@@ -229,8 +231,8 @@ def _reason_against(loaded: LoadedModel, mode: Literal["auto", "off"]) -> str | 
         return "deterministic runs cannot use autotuned kernels"
     if loaded.dtype not in _SMALLEST_COSINE:
         return f"not in {loaded.dtype}"
-    if has_experts(loaded.model):
-        return "expert routing is not a static graph"
+    if has_experts(loaded.model) and not computes_experts(loaded.model):
+        return "this model's expert routing is not a static graph"
     if loaded.attention in ("sdpa", "plain"):
         return f"attention {loaded.attention} reads document boundaries on the host"
     return None

@@ -19,6 +19,7 @@ from flatout.models.arch_quirks import choose_layout
 from flatout.models.attention import Implementation, choose_attention, register, registered_name
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear, num_weights
 from flatout.models.blocks import TRANSFORMERS_ATTENTION
+from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, register_experts
 from flatout.models.load import quantized
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
 from flatout.models.load.source import check_source
@@ -96,9 +97,8 @@ def load_model(
     choice = choose_attention(config.attention, text_config, device=device, dtype=compute_dtype)
     register(choice.implementation)
     options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": registered_name(choice.implementation)}
-    if compute_dtype == torch.float64:
-        # transformers' grouped expert GEMM has no fp64
-        options["experts_implementation"] = "eager"
+    register_experts()
+    options["experts_implementation"] = IMPLEMENTATION if config.experts == "auto" else "eager"
     attention: Implementation | Literal["transformers"] = choice.implementation
     what = CANNOT_BUILD.format(config.name)
     try:
@@ -114,10 +114,11 @@ def load_model(
     if method == "lora":
         model.requires_grad_(False)
     model.train()
+    experts = prepare_experts(model)
     rope = scale_by_document(model)
     dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
     report = _report(config, model, dtypes, f"attention {attention}: {choice.reason}", unused)
-    report += [rope] if rope else []
+    report += [line for line in (experts, rope) if line]
     if storage != "model":
         report += quantized.describe_storage(model, storage)
     return LoadedModel(

@@ -204,6 +204,12 @@ class MemoryModel:
             working_bytes=whole.working_bytes + layout.buffers_bytes,
         )
 
+    @property
+    def _unsaved_elements(self) -> int:
+        """The elements per token and layer that grouped products of experts hold for a moment, and do not save."""
+        grouped = self.shape.groups_experts and self.config.model.experts == "auto"
+        return sum(layer.unsaved_elements for layer in self.shape.layers) // self.shape.num_layers if grouped else 0
+
     def _frozen_bytes(self) -> int:
         """Return the bytes of LoRA's base: the blocks' linear layers quantized, or all of it in the compute dtype."""
         num_base, storage = self.shape.num_params, self.config.base.storage
@@ -222,7 +228,7 @@ class MemoryModel:
         Dropout also saves each target's own input, DoRA both outputs of a target.
         """
         shape, lora, width = self.shape, self.config.lora, self.widths
-        elements = activation_elements(shape)
+        elements = activation_elements(shape) - self._unsaved_elements
         if self.config.method == "lora" and (lora.dropout or lora.dora):
             targets = shape.targeted(lora.targets, 1)
             elements += sum(linear.num_in for linear in targets) if lora.dropout else 0
@@ -236,7 +242,7 @@ class MemoryModel:
         inputs = self.inputs_bytes(size.num_tokens)
         everything = shape.num_layers * self._layer_bytes(size.num_tokens)
         # `selective` recomputes both norms' outputs and the MLP's product (mlp_elements are gate, up and product)
-        product = shape.layers[0].mlp_elements // 3
+        product = 0 if self._unsaved_elements else shape.layers[0].mlp_elements // 3
         again = shape.num_layers * size.num_tokens * (product + 2 * shape.hidden_size)
         kept = {
             "none": everything,
@@ -259,6 +265,7 @@ class MemoryModel:
         # gradients and recomputed activations
         again = {"none": 0.0, "selective": 0.0, "budget": 1 - BUDGET_SHARE}.get(recompute, 1.0)
         layer = (BACKWARD_SHARE + again) * self._layer_bytes(size.num_tokens)
+        layer += size.num_tokens * self._unsaved_elements * element
         # FlashAttention-2 sums the queries' gradient in fp32, each document padded to 128 rows
         queries = (size.num_tokens + 128 * size.num_documents) * shape.num_heads * shape.head_dim * 4
         # linear layers that read the same input are unpacked as one group

@@ -107,7 +107,8 @@ def test_attention_is_chosen_from_the_config(monkeypatch):
     assert choice("auto", head_dim=512) == "sdpa"
     assert choice("auto", attention_dropout=0.1) == "sdpa"
     assert choice("auto", attn_logit_softcapping=50.0) == "plain"
-    assert choice("auto", model_type="gpt_oss") == "plain"
+    assert choice("auto", model_type="gpt_oss") == "varlen"
+    assert choice("auto", CPU, model_type="gpt_oss") == "sdpa"
     assert choice("plain") == "plain"
 
 

@@ -1,0 +1,155 @@
+"""Products of routed tokens with experts' weights: the definition, in plain torch, on any device and in any dtype.
+
+T tokens each choose k of E experts, which makes S = T k slots; slot t k + j is token t's j-th choice. Slots are sorted
+by expert, so that each expert's rows are consecutive. Sorted rows of no expert are undefined, and never read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Routing(NamedTuple):
+    """Which sorted rows belong to which expert; int32. The fields hold for any device, without host synchronization."""
+
+    order: Tensor
+    """(S,) slot of each sorted row."""
+    offsets: Tensor
+    """(E + 1,) first sorted row of each expert; the last is the number of rows that have an expert."""
+    inverse: Tensor
+    """(S,) sorted row of each slot."""
+    tiles: Tensor
+    """Tiles of the sorted rows, see `triton.make_tiles`; empty where no kernel reads them."""
+
+
+def route(top_k_index: Tensor, num_experts: int) -> Routing:
+    """Sort the slots of `top_k_index` (T, k) stably by expert; ids from `num_experts` on are of no expert here."""
+    # the narrower the keys, the fewer passes of a radix sort
+    dtype = torch.uint8 if num_experts <= 255 else torch.int32
+    experts, order = top_k_index.flatten().clamp(max=num_experts).to(dtype).sort(stable=True)
+    boundaries = torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)
+    offsets = torch.searchsorted(experts, boundaries, out_int32=True)
+    rows = torch.arange(len(order), device=order.device, dtype=torch.int32)
+    inverse = torch.empty_like(rows).scatter_(0, order, rows)
+    return Routing(order.to(torch.int32), offsets, inverse, offsets.new_empty(0))
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    *,
+    gather: bool = False,
+    scatter: int | None = None,
+    low: Tensor | None = None,
+    low_weight: Tensor | None = None,
+) -> Tensor:
+    """Return x_i W_e^T + low_i V_e^T for each sorted row i of expert e, (S, N).
+
+    `x` is sorted (S, K), or with `gather` has one row per token, (T, K); `weight` W is (E, N, K) with any strides.
+    `low` (S, r) and `low_weight` V (E, N, r) add a second, narrow product. With `scatter`, which is k, each token's
+    rows are summed, (T, N).
+    """
+    rows = token_rows(x, routing) if gather else x
+    out = x.new_zeros(len(routing.order), weight.shape[1])
+    for expert, part in _experts(routing):
+        out[part] = rows[part] @ weight[expert].T
+        if low is not None and low_weight is not None:
+            out[part] += low[part] @ low_weight[expert].T
+    return out if scatter is None else sum_slots(out, routing, scatter)
+
+
+def grouped_outer(
+    x: Tensor, dy: Tensor, routing: Routing, *, gather_x: bool = False, gather_dy: bool = False
+) -> Tensor:
+    """Return the sum of dy_i^T x_i over each expert's rows, (E, N, K): a weight gradient; zeros for unused experts.
+
+    `x` (S, K) and `dy` (S, N) are sorted, or with `gather_x` and `gather_dy` have one row per token.
+    """
+    x, dy = (token_rows(rows, routing) if gather else rows for rows, gather in ((x, gather_x), (dy, gather_dy)))
+    out = x.new_zeros(len(routing.offsets) - 1, dy.shape[1], x.shape[1])
+    for expert, part in _experts(routing):
+        out[expert] = dy[part].T @ x[part]
+    return out
+
+
+def combine(y: Tensor, routing: Routing, weights: Tensor) -> Tensor:
+    """Return each token's sum of sorted rows `y` (S, N) times its `weights` (T, k): (T, N), summed in at least fp32."""
+    return sum_slots(y, routing, weights.shape[1], weights)
+
+
+def sum_slots(y: Tensor, routing: Routing, k: int, weights: Tensor | None = None) -> Tensor:
+    """Return the sum of each token's `k` sorted rows, (T, N), optionally weighted; always in the same order."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    slots = y[routing.inverse].to(wide).masked_fill(without_expert(routing)[:, None], 0).view(-1, k, y.shape[1])
+    total = slots.sum(1) if weights is None else (slots * weights.to(wide)[:, :, None]).sum(1)
+    return total.to(y.dtype)
+
+
+def swiglu(rows: Tensor) -> Tensor:
+    """Return silu(gate) * up (S, I) of `rows` (S, 2 I): the gates, then the ups."""
+    gate, up = rows.to(torch.promote_types(rows.dtype, torch.float32)).chunk(2, -1)
+    return (F.silu(gate) * up).to(rows.dtype)
+
+
+def swiglu_backward(rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `swiglu(rows)` again, the gradient of `rows` (S, 2 I), and that of `row_weights` (S,), in at least fp32.
+
+    `grad` (S, I) is the gradient of the weighted product, before it is multiplied by the weights.
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    gate, up = rows.to(wide).chunk(2, -1)
+    sigmoid = torch.sigmoid(gate)
+    hidden, weighted = gate * sigmoid * up, grad.to(wide) * row_weights.to(wide)[:, None]
+    both = [weighted * up * sigmoid * (1 + gate * (1 - sigmoid)), weighted * gate * sigmoid]
+    return hidden.to(rows.dtype), torch.cat(both, -1).to(rows.dtype), (hidden * grad.to(wide)).sum(1)
+
+
+def without_expert(routing: Routing) -> Tensor:
+    """Return whether each slot has no expert here, bool (S,)."""
+    return routing.inverse >= routing.offsets[-1]
+
+
+def grouped_mm(x: Tensor, weight: Tensor, routing: Routing) -> Tensor:
+    """Return torch's grouped product of sorted rows `x` (S, K) with `weight` (E, N, K): (S, N)."""
+    product: Tensor = torch._grouped_mm(x, weight.transpose(1, 2), offs=routing.offsets[1:])
+    return product
+
+
+def grouped_mm_outer(x: Tensor, dy: Tensor, routing: Routing) -> Tensor:
+    """Return torch's grouped form of `grouped_outer` for sorted rows."""
+    ends = routing.offsets[1:]
+    product: Tensor = torch._grouped_mm(dy.t(), x, offs=ends)
+    return product.masked_fill((ends == routing.offsets[:-1])[:, None, None], 0)
+
+
+def fits_grouped_mm(*sides: Tensor) -> bool:
+    """Whether torch's grouped product takes these: bf16 on Ampere GPUs or newer, strides in multiples of 16 bytes."""
+    return all(
+        side.is_cuda
+        and side.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(side.device) >= (8, 0)
+        and sorted(stride % 8 for stride in side.stride())[:-1] == [0] * (side.dim() - 1)
+        and min(side.stride()) == 1
+        and side.data_ptr() % 16 == 0
+        for side in sides
+    )
+
+
+def token_rows(x: Tensor, routing: Routing) -> Tensor:
+    """Return the token row of each sorted row, (S, K), from one row per token, (T, K)."""
+    return x[routing.order // (len(routing.order) // len(x))]
+
+
+def _experts(routing: Routing) -> Iterator[tuple[int, slice]]:
+    """Yield each used expert with its sorted rows; synchronizes with the device."""
+    offsets = routing.offsets.tolist()
+    for expert, (start, end) in enumerate(pairwise(offsets)):
+        if end > start:
+            yield expert, slice(start, end)

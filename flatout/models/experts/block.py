@@ -1,0 +1,173 @@
+"""The experts of one layer as transformers' experts interface calls them: two grouped products and their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from flatout.kernels.moe import (
+    Routing,
+    combine,
+    grouped_linear,
+    grouped_linear_dx,
+    grouped_outer,
+    register_ops,
+    route,
+)
+from flatout.kernels.moe.reference import without_expert
+from flatout.models.experts.gate import Gate, recognize_gate
+
+IMPLEMENTATION = "flatout"
+_GATE = "flatout_gate"
+
+
+def register_experts() -> None:
+    """Make `experts_implementation="flatout"` known to transformers."""
+    register_ops()
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
+
+
+def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model that transformers' experts interface computes, by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "is_transposed")}
+
+
+def prepare_experts(model: PreTrainedModel) -> str | None:
+    """Choose how a model's experts are computed and return a line for the console; None without fused experts."""
+    experts = experts_modules(model)
+    if not experts or not computes_experts(model):
+        return "experts: transformers' own loop over experts" if experts else None
+    if any(getattr(module, "has_post_expert_norm", False) for module in experts.values()):
+        model.set_experts_implementation("eager" if model.dtype == torch.float64 else "grouped_mm")
+        return "experts: transformers' own implementation, as each expert's output is normalized"
+    for module in experts.values():
+        setattr(module, _GATE, recognize_gate(module))
+    gates = sorted({getattr(module, _GATE).name for module in experts.values()})
+    return f"experts: {len(experts)} layers as grouped products, activation {', '.join(gates)}"
+
+
+def computes_experts(model: PreTrainedModel) -> bool:
+    """Whether this module computes a model's experts, and so every layer is one graph."""
+    modules: Any = experts_modules(model).values()
+    return any(module.config._experts_implementation == IMPLEMENTATION for module in modules)
+
+
+class ExpertsBlock(torch.autograd.Function):
+    """Each token's weighted sum of its experts' outputs, down(gate(up(x))), with optional adapters and biases.
+
+    Saves the input and the output of the first product; the activation is computed again in the backward pass, and the
+    second product's output is never needed: the gradient of a slot's weight is h_i dot (dy_i W_down). Only gradients
+    that are asked for are computed.
+
+    With S rows of k slots for each of T tokens: `x` (T, D), `weights` (T, k), `up` (E, 2 I, D), `down` (E, D, I),
+    biases (E, 2 I) and (E, D), adapters A (E, r, in) and B (E, out, r), whose B is already scaled.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+        down_bias: Tensor | None, up_a: Tensor | None, up_b: Tensor | None, down_a: Tensor | None,
+        down_b: Tensor | None, order: Tensor, offsets: Tensor, inverse: Tensor, tiles: Tensor,
+        gate: Gate,
+    ) -> Tensor:  # fmt: skip
+        routing = Routing(order, offsets, inverse, tiles)
+        low_x = None if up_a is None else grouped_linear(x, up_a, routing, gather=True)
+        rows = grouped_linear(x, up, routing, gather=True, low=low_x, low_weight=up_b)
+        if up_bias is not None:
+            rows = rows + up_bias[_row_experts(routing)]
+        hidden = gate(rows)
+        low_h = None if down_a is None else grouped_linear(hidden, down_a, routing)
+        outputs = grouped_linear(hidden, down, routing, low=low_h, low_weight=down_b)
+        if down_bias is not None:
+            outputs = outputs + down_bias[_row_experts(routing)]
+        ctx.save_for_backward(x, weights, up, down, down_bias, up_a, up_b, down_a, down_b, *routing, rows, low_x, low_h)
+        ctx.gate = gate
+        return combine(outputs, routing, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, up, down, down_bias, up_a, up_b, down_a, down_b, *rest = ctx.saved_tensors
+        *sorting, rows, low_x, low_h = rest
+        routing, (out_grad,), wanted = Routing(*sorting), grads, ctx.needs_input_grad
+        out_grad = out_grad.contiguous()
+        k = weights.shape[1]
+        found: list[Tensor | None] = [None] * len(wanted)
+        row_weights = weights.flatten()[routing.order].to(x.dtype)[:, None]
+
+        # the second product; out_grad is not multiplied by the weights yet
+        low = None if down_b is None else grouped_linear_dx(out_grad, down_b, routing, gather=True)
+        hidden_grad = grouped_linear_dx(out_grad, down, routing, gather=True, low=low, low_weight=down_a)
+        hidden, rows_grad, by_row = ctx.gate.weighted_backward(rows, hidden_grad, row_weights[:, 0])
+        if wanted[1]:
+            found[1] = _weights_grad(weights, routing, by_row, out_grad, down_bias)
+        if wanted[3]:
+            found[3] = grouped_outer(hidden * row_weights, out_grad, routing, gather_dy=True)
+        if wanted[5]:
+            found[5] = _bias_grad(row_weights, out_grad, routing, gather_dy=True)
+        if low is not None and wanted[8]:
+            found[8] = grouped_outer(hidden, low * row_weights, routing)
+            found[9] = grouped_outer(low_h * row_weights, out_grad, routing, gather_dy=True)
+        # the first product
+        low = None if up_b is None else grouped_linear_dx(rows_grad, up_b, routing)
+        if wanted[0]:
+            found[0] = grouped_linear_dx(rows_grad, up, routing, scatter=k, low=low, low_weight=up_a)
+        if wanted[2]:
+            found[2] = grouped_outer(x, rows_grad, routing, gather_x=True)
+        if wanted[4]:
+            found[4] = _bias_grad(torch.ones_like(row_weights), rows_grad, routing)
+        if low is not None and wanted[6]:
+            found[6] = grouped_outer(x, low, routing, gather_x=True)
+            found[7] = grouped_outer(low_x, rows_grad, routing)
+        return tuple(found)
+
+
+def _experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Compute a layer's experts for tokens `hidden_states` (T, D): the function that transformers calls."""
+    device = hidden_states.device.type
+    autocast = torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device) if autocast else hidden_states.dtype
+    routing = route(top_k_index, experts.num_experts)
+    names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+    # (E, out, in) as a view, whichever way the model stores it
+    weights = [_cast(getattr(experts, name), dtype) for name in names]
+    if experts.is_transposed:
+        weights = [weight.transpose(1, 2) for weight in weights]
+    biases = [_cast(getattr(experts, f"{name}_bias"), dtype) if experts.has_bias else None for name in names]
+    adapters: list[Tensor | None] = [None] * 4
+    gate = getattr(experts, _GATE, None) or recognize_gate(experts)
+    with torch.autocast(device, enabled=False):
+        output: Tensor = ExpertsBlock.apply(
+            _cast(hidden_states, dtype), top_k_weights, *weights, *biases, *adapters, *routing, gate
+        )
+    return output.to(hidden_states.dtype)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _weights_grad(weights: Tensor, routing: Routing, by_row: Tensor, out_grad: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the gradient (T, k) of the slots' weights from that of the rows (S,), which lacks the `bias`."""
+    if bias is not None:
+        wide = by_row.dtype
+        tokens = routing.order // weights.shape[1]
+        by_row = by_row + (out_grad.to(wide) @ bias.to(wide).T)[tokens, _row_experts(routing)]
+    by_slot = by_row[routing.inverse].masked_fill(without_expert(routing), 0)
+    return by_slot.view_as(weights).to(weights.dtype)
+
+
+def _bias_grad(scale: Tensor, dy: Tensor, routing: Routing, *, gather_dy: bool = False) -> Tensor:
+    """Return each expert's sum of `dy` times its rows' `scale` (S, 1): (E, N)."""
+    # eight equal columns, as grouped products need 16 bytes
+    return grouped_outer(scale.expand(-1, 8).contiguous(), dy, routing, gather_dy=gather_dy)[..., 0]
+
+
+def _row_experts(routing: Routing) -> Tensor:
+    """Return the expert of each sorted row, (S,); the last expert for rows without one."""
+    rows = torch.arange(len(routing.order), device=routing.order.device, dtype=torch.int32)
+    experts = torch.searchsorted(routing.offsets[1:], rows, right=True)
+    return experts.clamp_(max=len(routing.offsets) - 2)
