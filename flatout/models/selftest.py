@@ -15,8 +15,8 @@ from flatout.errors import NumericError, PackingError, UsageError, first_line
 from flatout.models.blocks import (
     TRANSFORMERS_ATTENTION,
     decoder_layers,
-    document_arguments,
     hidden_states,
+    model_inputs,
     text_decoder,
 )
 from flatout.models.head import packed_loss
@@ -185,7 +185,7 @@ def random_batch(
 
 
 def _logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
-    return _exact(model(use_cache=False, **document_arguments(model, batch)).logits.flatten(0, 1))
+    return _exact(model(use_cache=False, **model_inputs(model, batch)).logits.flatten(0, 1))
 
 
 def _real(batch: PackedBatch, lengths: Sequence[int]) -> torch.Tensor:
