@@ -62,21 +62,7 @@ def build_run(
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
     """
     device = choose_device(config.wanted_device, rank)
-    unpackable = None
-    try:
-        loaded = load_trainable(config, planned, device, reporter, checkpoints.group)
-    except PackingError as error:
-        if config.batch.layout != "auto" or planned.plan.layout.name == "rows":
-            raise
-        unpackable = str(error).partition("; ")[0]
-    if unpackable is not None:
-        # here no frame of the failed check holds the model any more
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        again = plan_run(config, reporter, rank, lambda: planned.device, objective, unpackable)
-        planned = replace(again, fingerprints=planned.fingerprints)
-        loaded = load_trainable(config, planned, device, reporter, checkpoints.group)
+    loaded, planned = load_or_replan(config, planned, checkpoints.group, reporter, rank, objective)
     fused = fuse_adapters(loaded, config, planned, reporter)
     if apply_recompute(loaded.model, planned.memory.recompute):
         reporter.stage("recompute", "the embedding table is in host memory")
@@ -122,6 +108,26 @@ def build_run(
     reporter.stage("graphs", record_graphs(run, no_graphs or (None if compiled.is_complete else NOT_COMPILED)))
     run.saver.reserve(save_sizes)
     return run
+
+
+def load_or_replan(
+    config: Config, planned: PlannedRun, group: ControlGroup, reporter: Reporter, rank: Rank, objective: Objective
+) -> tuple[LoadedModel, PlannedRun]:
+    """Load the model; return it with its plan, which is made again with rows if packing turns out to be inexact."""
+    device = choose_device(config.wanted_device, rank)
+    try:
+        return load_trainable(config, planned, device, reporter, group), planned
+    except PackingError as error:
+        if config.batch.layout != "auto" or planned.plan.layout.name == "rows":
+            raise
+        unpackable = str(error).partition("; ")[0]
+    # here no frame of the failed check holds the model any more
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    again = plan_run(config, reporter, rank, lambda: planned.device, objective, unpackable)
+    again = replace(again, fingerprints=planned.fingerprints)
+    return load_trainable(config, again, device, reporter, group), again
 
 
 def load_trainable(

@@ -116,15 +116,14 @@ def plan_run(
     if beyond := check_positions(shape, int(store.lengths.max()), origin=origin):
         reporter.event("positions", beyond)
     reporter.phase("planning")
-    choice = choose_layout(read_text_config(config.model.name, config.model.revision), config.batch.layout)
-    choice = choice if unpackable is None else LayoutChoice("rows", unpackable)
+    text_config = read_text_config(config.model.name, config.model.revision)
+    choice = LayoutChoice("rows", unpackable) if unpackable else choose_layout(text_config, config.batch.layout)
     reporter.stage("layout", f"{choice.layout}: {choice.reason}")
     train_ids = eval_ids = None
     if config.eval.fraction:
         train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed)
-    plan, parallel_layout, memory = plan_training(
-        config, shape, store, train_ids, rank, device := device_of(), rows=choice.layout == "rows"
-    )
+    device, rows = device_of(), choice.layout == "rows"
+    plan, parallel_layout, memory = plan_training(config, shape, store, train_ids, rank, device, rows=rows)
     check_warmup(config.schedule, plan.num_steps)
     reporter.stage("strategy", parallel_layout.reason)
     reporter.stage("memory", memory.reason)

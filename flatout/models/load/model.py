@@ -13,12 +13,11 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from flatout.config.schema import BaseConfig, FullConfig, ModelConfig
-from flatout.errors import CheckpointError, FlatoutError, PackingError, ResourceError, UsageError, first_line, reason_of
+from flatout.errors import CheckpointError, FlatoutError, ResourceError, UsageError, reason_of
 from flatout.io.hub import hub_errors, hub_source
 from flatout.models.arch_quirks import choose_layout
 from flatout.models.attention import Implementation, choose_attention, register, registered_name
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear, num_weights
-from flatout.models.blocks import TRANSFORMERS_ATTENTION
 from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, register_experts
 from flatout.models.load import quantized
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
@@ -84,7 +83,7 @@ def load_model(
     Reads only safetensors, never runs code from the model's repository, never makes up a missing weight.
     `on_host` leaves pretrained weights in their mapped files, in the files' dtype, and quantized ones in host memory
     (see `DeferredWeights`). `seed` determines the weights of `init: random` for a kind of device; the global random
-    state does not change. Raises UsageError (PackingError if only rows can work), SecurityError or CheckpointError.
+    state does not change. Raises UsageError, SecurityError or CheckpointError.
     """
     check_source(config.name, config.revision, needs_weights=config.init == "pretrained")
     storage = base.storage if method == "lora" else "model"
@@ -99,25 +98,15 @@ def load_model(
     options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": registered_name(choice.implementation)}
     register_experts()
     options["experts_implementation"] = IMPLEMENTATION if config.experts == "auto" else "eager"
-    attention: Implementation | Literal["transformers"] = choice.implementation
-    what = CANNOT_BUILD.format(config.name)
-    try:
-        with library_errors(what, CHOOSE_ANOTHER, attention=options["attn_implementation"]):
-            model, unused = _make_model(config, storage, model_config, options, device, seed, on_host)
-    except PackingError as error:
-        if not rows or config.attention != "auto":
-            raise
-        attention, choice = "transformers", choice._replace(reason=first_line(error))
-        options["attn_implementation"] = TRANSFORMERS_ATTENTION[-1]
-        with library_errors(what, CHOOSE_ANOTHER):
-            model, unused = _make_model(config, storage, model_config, options, device, seed, on_host)
+    with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER, attention=options["attn_implementation"]):
+        model, unused = _make_model(config, storage, model_config, options, device, seed, on_host)
     if method == "lora":
         model.requires_grad_(False)
     model.train()
     experts = prepare_experts(model)
     rope = scale_by_document(model)
     dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
-    report = _report(config, model, dtypes, f"attention {attention}: {choice.reason}", unused)
+    report = _report(config, model, dtypes, choice, unused)
     report += [line for line in (experts, rope) if line]
     if storage != "model":
         report += quantized.describe_storage(model, storage)
@@ -125,7 +114,7 @@ def load_model(
         model=model,
         dtype=compute_dtype,
         autocast=weight_dtype != compute_dtype,
-        attention=attention,
+        attention=choice.implementation,
         report=tuple(report),
         rows=rows,
     )
@@ -145,7 +134,6 @@ def library_errors(what: str, remedy: str = "", *, attention: str = "") -> Itera
         reason = reason_of(error)
         if attention and isinstance(error, KeyError) and attention in str(error):
             reason = "its attention does not go through transformers' attention interface, so it cannot be packed"
-            raise PackingError(f"{what}: {reason}{remedy}") from error
         raise UsageError(f"{what}: {reason}{remedy}") from error
 
 
@@ -260,7 +248,7 @@ def _report(config: ModelConfig, model: PreTrainedModel, dtypes: str, attention:
     source = "random weights" if config.init == "random" else "pretrained"
     lines = [
         f"{Path(config.name).name}: {model.config.model_type}, {num_weights(model):,} parameters, {source}, {dtypes}",
-        attention,
+        f"attention {choice.implementation}: {choice.reason}",
     ]
     if unused:
         lines.append(f"{len(unused)} weights in the files are unused by this model: {', '.join(unused[:3])}")

@@ -128,7 +128,6 @@ def test_sliding_windows_in_all_their_spellings():
         ({**LLAMA, "model_type": "brand_new"}, "model_type is 'brand_new', which the installed transformers"),
         ({**LLAMA, "hidden_size": "32"}, "config.json: transformers rejects it: .*hidden_size"),
         ({**LLAMA, "num_attention_heads": 0}, "config.json: transformers rejects it"),
-        ({**TINY, "model_type": "qwen3_next"}, "layer_types has 'linear_attention'"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_one_sentence(values, message):
