@@ -28,41 +28,42 @@ class LayerShape:
     """One decoder layer.
 
     `linears` are all plain linear layers, without routed experts' matrices. `num_active_weights` counts the matrix
-    entries that one token is multiplied by, including those of its experts and the router. `mlp_elements` counts what
-    one token saves for the backward pass outside attention: the outputs of the gate and up projections, their product,
-    and the same for each of the token's experts with its input and output; of these, grouped products
-    do not save `unsaved_elements`.
+    entries that one token is multiplied by, including those of its experts and the router. `mixer_elements` counts what
+    one token saves for the backward pass in attention (queries, keys, values, output) or a recurrent mixer, and
+    `mlp_elements` elsewhere: the outputs of the gate and up projections, their product, and the same for each of the
+    token's experts with its input and output; of these, grouped products do not save
+    `unsaved_elements`. `pair_width` is heads x (width of a query + width of a value), which a
+    query-key pair is multiplied by; 0 without softmax attention. `has_window`: it attends to `sliding_window` tokens.
     """
 
     linears: tuple[Linear, ...]
     num_active_weights: int
+    mixer_elements: int
     mlp_elements: int
+    pair_width: int
+    has_window: bool
     unsaved_elements: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of the text part of a decoder-only transformer.
+    """Sizes of the text part of a decoder-only model.
 
-    `num_params` counts a tied embedding once. `head_dim` is the width of a query or key, `value_head_dim` of a value;
-    if layers differ, the largest. `qk_norm`: queries and keys are normalized. `num_window_layers` layers attend to
-    `sliding_window` tokens, the rest to all. `max_positions` is the longest sequence that the model was made for;
-    `has_position_table` means that it has no positions beyond that. `groups_experts`: flatout's grouped products can
-    compute the experts.
+    `num_params` counts a tied embedding once, `num_tower_params` what is loaded but not used for text, such as a vision
+    tower. `num_heads` and `head_dim`, the width of a query or key, are the largest over the layers, 0 if none has
+    softmax attention. `max_positions` is the longest sequence that the model was made for; `has_position_table` means
+    that it has no positions beyond that. `groups_experts`: flatout's grouped products can compute the experts.
     """
 
     model_type: str
     num_params: int
+    num_tower_params: int
     hidden_size: int
     vocab_size: int
     num_heads: int
-    num_kv_heads: int
     head_dim: int
-    value_head_dim: int
-    qk_norm: bool
     tied: bool
     sliding_window: int | None
-    num_window_layers: int
     has_experts: bool
     max_positions: int | None
     has_position_table: bool

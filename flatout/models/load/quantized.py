@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from flatout.errors import CheckpointError, UsageError
 from flatout.io.hub import hub_errors, hub_source
 from flatout.kernels.nf4.reference import BLOCK, NESTED_BLOCK, Nf4Weight, nf4_levels
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.models.blocks import decoder_layers, replace_module, text_decoder
+from flatout.models.load.auto_class import auto_class
 from flatout.models.load.source import check_weights
 
 Make = Callable[[torch.Tensor, torch.Tensor | None], nn.Module]
@@ -118,7 +119,7 @@ def _swap_linears(layer: nn.Module, make: Make, device: torch.device, dtype: tor
 def empty_model(config: Any, options: dict[str, Any]) -> PreTrainedModel:
     """Build a model on the meta device."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **options)
+        return auto_class(config).from_config(config, **options)
 
 
 def _fill(

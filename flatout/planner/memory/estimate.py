@@ -155,8 +155,11 @@ class MemoryModel:
         embedding = shape.vocab_size * shape.hidden_size
         if self.config.full.update == "backward":
             # one tensor's gradient at a time
-            num_gradients = max(embedding, *(linear.num_weights for linear in shape.layers[0].linears))
+            num_gradients = max(
+                [embedding, *(linear.num_weights for layer in shape.layers for linear in layer.linears)]
+            )
         weights = self._frozen_bytes() if is_lora else num_base * (width.trained + width.copies)
+        weights += shape.num_tower_params * (width.compute if is_lora else width.trained)
         if is_lora and recompute == "offload" and not shape.tied:
             # the embedding is kept on the host, unless it is tied and so also the head, or scaled (Gemma's, also tied)
             weights -= embedding * width.compute
@@ -242,8 +245,8 @@ class MemoryModel:
         inputs = self.inputs_bytes(size.num_tokens)
         everything = shape.num_layers * self._layer_bytes(size.num_tokens)
         # `selective` recomputes both norms' outputs and the MLP's product (mlp_elements are gate, up and product)
-        product = 0 if self._unsaved_elements else shape.layers[0].mlp_elements // 3
-        again = shape.num_layers * size.num_tokens * (product + 2 * shape.hidden_size)
+        products = 0 if self._unsaved_elements else sum(layer.mlp_elements // 3 for layer in shape.layers)
+        again = size.num_tokens * (products + shape.num_layers * 2 * shape.hidden_size)
         kept = {
             "none": everything,
             "selective": everything - again * self.widths.compute,
@@ -270,8 +273,9 @@ class MemoryModel:
         queries = (size.num_tokens + 128 * size.num_documents) * shape.num_heads * shape.head_dim * 4
         # linear layers that read the same input are unpacked as one group
         groups: dict[tuple[str, int], int] = {}
-        transposed = shape.targeted(self.config.lora.targets, 1) if self.transposed_weights else ()
-        for linear in shape.layers[0].linears:
+        transposed = shape.targeted(self.config.lora.targets) if self.transposed_weights else ()
+        widest = max(shape.layers, key=lambda layer: sum(linear.num_weights for linear in layer.linears))
+        for linear in widest.linears:
             if linear not in transposed:
                 key = (linear.name.partition(".")[0], linear.num_in)
                 groups[key] = groups.get(key, 0) + linear.num_weights
@@ -284,11 +288,7 @@ class MemoryModel:
 def activation_elements(shape: ModelShape) -> int:
     """Return the elements per token and layer that autograd saves for fused operations, averaged over the layers.
 
-    Two residuals and two norm outputs; queries, keys, values (queries and keys twice if they are normalized) and the
-    attention's output; and what the MLP saves.
+    Two residuals and two norm outputs, and what attention (or a recurrent mixer) and the MLP save.
     """
-    hidden, query, key = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    value, output = shape.num_kv_heads * shape.value_head_dim, shape.num_heads * shape.value_head_dim
-    normed = query + key if shape.qk_norm else 0
-    attention = 4 * hidden + query + key + value + normed + output
-    return attention + sum(layer.mlp_elements for layer in shape.layers) // shape.num_layers
+    saved = sum(layer.mixer_elements + layer.mlp_elements for layer in shape.layers)
+    return 4 * shape.hidden_size + saved // shape.num_layers

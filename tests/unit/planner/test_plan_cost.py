@@ -39,7 +39,7 @@ def counted_flops(model):
 
 def eager_attention_flops(shape):
     # eager attention multiplies whole T x T matrices, twice forward and four times backward
-    products = 2 * NUM_TOKENS**2 * shape.num_heads * (shape.head_dim + shape.value_head_dim)
+    products = 2 * NUM_TOKENS**2 * shape.layers[0].pair_width
     return shape.num_layers * 3 * products
 
 
@@ -100,7 +100,7 @@ def test_attention_and_recompute_terms():
 def test_windows_split_the_layers():
     shape = make_shape(tiny("gemma2").to_dict())
     cost = make_cost(FULL, shape)
-    assert shape.num_window_layers == 2
+    assert sum(layer.has_window for layer in shape.layers) == 2
     assert cost.per_window_pair == 2 * cost.per_pair
     assert cost.window == 4096
 
