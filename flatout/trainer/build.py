@@ -58,7 +58,6 @@ def build_run(
 ) -> Run:
     """Build model, strategy, optimizer and feed, and restore what was `saved`. Raises a FlatoutError.
 
-    If the model turns out not to be packable, `batch.layout: auto` plans the run again, with rows.
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
     """
     device = choose_device(config.wanted_device, rank)
