@@ -215,6 +215,8 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
                 if loaded.rows:
                     each = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in documents]
                     results[name] = _exact(torch.cat(each))
+    if not results:
+        raise ValueError("its attention does not go through transformers' attention interface")
     trusted = "sdpa" if "sdpa" in results else "eager"
     if loaded.dtype.itemsize > 2:
         tolerance = _TOLERANCES.get((trusted, loaded.dtype), _FLOAT32_TOLERANCE)
