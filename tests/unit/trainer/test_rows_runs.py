@@ -93,6 +93,7 @@ def test_rows_take_the_same_steps_as_packed_and_resume_to_the_bit(
         assert all(torch.equal(ours[key], truth[key]) for key in truth)
 
 
+@pytest.mark.exhaustive
 def test_ranks_and_strategies_agree_on_a_hybrid(tiny: Any, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", tiny, "lfm2", num_key_value_heads=2, **HYBRID)
     config = run_of(tiny, tmp_path / "run", model)
