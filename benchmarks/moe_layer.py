@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from bench.shapes import shape_config
-from flatout.models.experts.block import prepare_experts, register_experts
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from flatout.models.experts.block import prepare_experts, register_experts
 
 SHAPE = "qwen3-30b-a3b"
 NUM_BLOCKS, CALLS_PER_BLOCK = 5, 10

@@ -16,9 +16,6 @@ from torch import Tensor
 from flatout.kernels.moe import reference
 from flatout.kernels.moe.reference import Routing as Routing
 
-# `triton.TILE_ROWS` and `triton.MAX_NARROW`; machines without a GPU have no Triton
-_TILE_ROWS, _MAX_NARROW = 128, 64
-
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
     """Sort the slots of `top_k_index` (T, k) by expert; see `reference.route`."""
@@ -129,7 +126,7 @@ def _tiles(offsets: Tensor, num_rows: int) -> Tensor:
 
 def _empty_tiles(offsets: Tensor, num_rows: int) -> Tensor:
     # the first tile of each expert and their number, then the most tiles that these rows can have
-    return offsets.new_empty(offsets.shape[0] + num_rows // _TILE_ROWS + offsets.shape[0] - 1)
+    return offsets.new_empty(offsets.shape[0] + num_rows // reference.TILE_ROWS + offsets.shape[0] - 1)
 
 
 def _linear(
@@ -170,9 +167,9 @@ def _outer(
     if _has_kernels(x, dy):
         from flatout.kernels.moe.triton import narrow_outer
 
-        if dy.shape[1] <= _MAX_NARROW and not gather_dy:
+        if dy.shape[1] <= reference.MAX_NARROW and not gather_dy:
             return narrow_outer(x, dy, routing, gather=gather_x, transposed=True)
-        if x.shape[1] <= _MAX_NARROW and not gather_x:
+        if x.shape[1] <= reference.MAX_NARROW and not gather_x:
             return narrow_outer(dy, x, routing, gather=gather_dy, transposed=False)
     if not reference.fits_grouped_mm(x, dy):
         return reference.grouped_outer(x, dy, routing, gather_x=gather_x, gather_dy=gather_dy)

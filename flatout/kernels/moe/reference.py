@@ -14,6 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# rows of a kernel's tile, which belongs to one expert; the widest narrow side of an outer product in registers
+TILE_ROWS = 128
+MAX_NARROW = 64
+
 
 class Routing(NamedTuple):
     """Which sorted rows belong to which expert; int32. The fields hold for any device, without host synchronization."""

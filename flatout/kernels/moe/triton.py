@@ -10,14 +10,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flatout.kernels.moe.reference import Routing
+from flatout.kernels.moe.reference import TILE_ROWS, Routing
 
-# rows of a tile; a tile belongs to one expert
-TILE_ROWS = 128
 # tl.dot needs at least this many columns
 MIN_COLUMNS = 16
-# `narrow_outer` holds its narrow side in registers
-MAX_NARROW = 64
 # (columns of a tile, depth of a step, warps, pipeline stages), measured on H200 for products of 16-bit values
 _WIDE, _NARROW, _WIDE_FP8 = (256, 64, 8, 4), (None, 128, 4, 3), (256, 128, 8, 3)
 # the largest finite float8 e4m3fn
