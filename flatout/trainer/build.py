@@ -63,8 +63,6 @@ def build_run(
     device = choose_device(config.wanted_device, rank)
     loaded, planned = load_or_replan(config, planned, checkpoints.group, reporter, rank, objective)
     fused = fuse_adapters(loaded, config, planned, reporter)
-    if apply_recompute(loaded.model, planned.memory.recompute):
-        reporter.stage("recompute", "the embedding table is in host memory")
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, size_buckets=size_buckets)
     eval_feeds = tuple(Feed(each.store, device, max_documents=each.max_documents) for each in planned.eval_sets)
@@ -72,7 +70,7 @@ def build_run(
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
     compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, reporter)
     named = trainable_parameters(loaded.model)
-    saver, save_sizes = make_saver(config, checkpoints, reporter, rank, device, named)
+    saver, sizes = make_saver(config, checkpoints, reporter, rank, device, named)
     run = Run(
         config=config,
         rank=rank,
@@ -105,7 +103,7 @@ def build_run(
         restore(run, saved)
     run.model.train()
     reporter.stage("graphs", record_graphs(run, no_graphs or (None if compiled.is_complete else NOT_COMPILED)))
-    run.saver.reserve(save_sizes)
+    run.saver.reserve(sizes)
     return run
 
 
@@ -256,6 +254,8 @@ def shard_state(
     reporter: Reporter,
 ) -> tuple[Strategy, PackedLoss, torch.optim.Optimizer]:
     """Connect to the other ranks, shard the state, and return the strategy, the loss to call, and the optimizer."""
+    if apply_recompute(loaded.model, planned.memory.recompute):
+        reporter.stage("recompute", "the embedding table is in host memory")
     reporter.phase("setting up strategy and optimizer")
     layout = planned.parallel_layout
     options = StrategyOptions(
