@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from huggingface_hub.errors import StrictDataclassError
@@ -15,6 +15,7 @@ from flatout.errors import UsageError, reason_of
 from flatout.models.bases.frozen_linear import is_plain_linear
 from flatout.models.blocks import expert_tensors, layer_configs, layer_list
 from flatout.models.experts.block import experts_modules
+from flatout.models.experts.lora import expert_parameters
 from flatout.models.load.auto_class import towers
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import read_model_config
@@ -105,6 +106,13 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
         layers_path=next(name for name, module in model.named_modules() if module is layers),
         layers=tuple(shapes),
         groups_experts=bool(experts_modules(layers)),
+        embedding=next(name for name, module in model.named_modules() if module is embedding),
+        head=next((name for name, module in model.named_modules() if head is not None and module is head), ""),
+        modules=tuple(
+            (name, held)
+            for name, module in model.named_modules()
+            if (held := sum(own.numel() for own in module.parameters(recurse=False)))
+        ),
     )
 
 
@@ -197,7 +205,17 @@ def _layer_shape(
         pair_width=len(attention) * heads.num_heads * (heads.head_dim + heads.value_head_dim),
         has_window=has_window,
         unsaved_elements=unsaved,
+        experts=tuple(_expert_linears(layer, experts_per_token)),
     )
+
+
+def _expert_linears(layer: nn.Module, experts_per_token: int) -> Iterator[Linear]:
+    """Yield the matrices of fused experts that can have adapters."""
+    for name, (path, _, matrices) in expert_parameters(layer).items():
+        num_experts, num_out, num_in = matrices.shape
+        if layer.get_submodule(path).is_transposed:
+            num_in, num_out = num_out, num_in
+        yield Linear(name, num_in, num_out, num_experts, experts_per_token)
 
 
 def _state_elements(mixer: nn.Module) -> int:
