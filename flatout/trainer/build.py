@@ -168,9 +168,8 @@ def load_trainable(
 
     def prove(loaded: LoadedModel) -> tuple[LoadedModel, str]:
         found: list[tuple[LoadedModel, str]] = []
-        any_attention = config.model.attention == "auto"
-        # if it fails on one rank, all must take rows
-        group.run_on_all_ranks(lambda: found.append(prove_layout(loaded, longest=longest, any_attention=any_attention)))
+        free = config.model.attention == "auto"  # if it fails on one rank, all must take rows
+        group.run_on_all_ranks(lambda: found.append(prove_layout(loaded, longest=longest, any_attention=free)))
         return found[0]
 
     if not waits:

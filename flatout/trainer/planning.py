@@ -118,13 +118,11 @@ def plan_run(
     if beyond := check_positions(shape, int(store.lengths.max()), origin=origin):
         reporter.event("positions", beyond)
     reporter.phase("planning")
-    text_config = read_text_config(config.model.name, config.model.revision)
-    choice = LayoutChoice("rows", unpackable) if unpackable else choose_layout(text_config, config.batch.layout)
-    reporter.stage("layout", f"{choice.layout}: {choice.reason}")
+    rows = takes_rows(config, reporter, unpackable)
     train_ids = eval_ids = None
     if config.eval.fraction:
         train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed)
-    device, rows = device_of(), choice.layout == "rows"
+    device = device_of()
     plan, parallel_layout, memory = plan_training(config, shape, store, train_ids, rank, device, rows=rows)
     check_warmup(config.schedule, plan.num_steps)
     reporter.stage("strategy", parallel_layout.reason)
@@ -143,6 +141,14 @@ def plan_run(
     if divisors is not None:
         fingerprints["objective"] = {"name": objective.name, "divisors": xxh3_64_hexdigest(divisors.tobytes())}
     return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, fingerprints, divisors, device)
+
+
+def takes_rows(config: Config, reporter: Reporter, unpackable: str | None) -> bool:
+    """Choose the layout and report it; return whether each sample is a row. Raises UsageError as `choose_layout`."""
+    text_config = read_text_config(config.model.name, config.model.revision)
+    choice = LayoutChoice("rows", unpackable) if unpackable else choose_layout(text_config, config.batch.layout)
+    reporter.stage("layout", f"{choice.layout}: {choice.reason}")
+    return choice.layout == "rows"
 
 
 def sample_divisors(objective: Objective, store: TokenStore, reporter: Reporter) -> NDArray[np.float64] | None:
