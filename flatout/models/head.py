@@ -87,7 +87,7 @@ def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:
     weight = product[0]
     # a trained head's rows have the dtype of what it replaced
     dtype = getattr(head, "base", head).weight.dtype
-    if not is_fused(model.device, compute_dtype(weight.to("meta", dtype))):
+    if not is_fused(model.device, compute_dtype(weight.new_empty(0, dtype=dtype))):
         return
     for num_rows in range(ROWS_MULTIPLE, tile_rows + 1, ROWS_MULTIPLE):
         # a document's first token is never predicted
