@@ -13,7 +13,7 @@ import torch
 
 TOKENS_MULTIPLE = 128
 BOUNDARIES_MULTIPLE = 64
-_TENSORS = ("token_ids", "position_ids", "cu_seqlens", "label_rows", "label_ids")
+_TENSORS = ("token_ids", "position_ids", "cu_seqlens", "label_rows", "label_ids", "is_padding")
 SMALLEST_MAX_SEQLEN = 128
 
 
@@ -49,7 +49,8 @@ class PackedBatch:
 
     `token_ids` and `position_ids` int64 (T,), with positions restarting at 0 in each document; `cu_seqlens` int32
     (D+1,) the documents' boundaries; `max_seqlen` an upper bound on document length in tokens; `label_rows` int64 (L,)
-    the rows whose next token has loss and `label_ids` int64 (L,) those next tokens.
+    the rows whose next token has loss and `label_ids` int64 (L,) those next tokens;
+    `is_padding` bool (T,) tokens that are in no sample.
     """
 
     token_ids: torch.Tensor
@@ -58,6 +59,7 @@ class PackedBatch:
     max_seqlen: int
     label_rows: torch.Tensor
     label_ids: torch.Tensor
+    is_padding: torch.Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +105,7 @@ def flatten_samples(
     for index, (ids, loss_mask) in enumerate(samples):
         if len(ids) == 0 or len(ids) != len(loss_mask):
             raise ValueError(f"sample {index} has {len(ids)} token ids and a loss mask of {len(loss_mask)}")
+    num_real = [len(ids) for ids, _ in samples]
     lengths = [len(ids) for ids, _ in samples]
     max_seqlen = max(lengths)
     if num_boundaries:
@@ -118,6 +121,8 @@ def flatten_samples(
     cu_seqlens = boundaries.astype(np.int32)
     if num_boundaries:
         cu_seqlens = np.pad(cu_seqlens, (0, num_boundaries - len(cu_seqlens)), mode="edge")
+    num_real += [0] * (len(samples) - len(num_real))
+    is_padding = [np.arange(len(ids)) >= real for (ids, _), real in zip(samples, num_real, strict=True)]
     return PackedBatch(
         token_ids=torch.from_numpy(token_ids),
         position_ids=torch.from_numpy(np.arange(len(token_ids)) - np.repeat(boundaries[:-1], lengths)),
@@ -125,4 +130,5 @@ def flatten_samples(
         max_seqlen=max_seqlen,
         label_rows=torch.from_numpy(label_positions - 1),
         label_ids=torch.from_numpy(token_ids[label_positions]),
+        is_padding=torch.from_numpy(np.concatenate(is_padding)),
     )

@@ -20,6 +20,7 @@ from flatout.models.bases.fp8_training import convert_to_float8
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import CompileOutcome, compile_layers, import_compiler
 from flatout.models.compile.recompute import apply_recompute, compiling_with
+from flatout.models.experts.router import Routers
 from flatout.models.head import PackedLoss, prepare_head
 from flatout.models.load.model import LoadedModel, load_model, weight_dtype_of
 from flatout.models.load.sharded import DeferredWeights
@@ -68,6 +69,7 @@ def build_run(
     feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, size_buckets=size_buckets)
     eval_feeds = tuple(Feed(each.store, device, max_documents=each.max_documents) for each in planned.eval_sets)
     loss = PackedLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=objective)
+    loss.routers = watch_routers(loaded, config, reporter)
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
     compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, reporter)
     named = trainable_parameters(loaded.model)
@@ -98,6 +100,7 @@ def build_run(
         watch=watch or PeerWatch(config.faults, reporter.event),
         rank_meter=RankMeter(device),
         divisors=planned.divisors,
+        routers=loss.routers,
     )
     if saved is not None:
         restore(run, saved)
@@ -105,6 +108,15 @@ def build_run(
     reporter.stage("graphs", record_graphs(run, no_graphs or (None if compiled.is_complete else NOT_COMPILED)))
     run.saver.reserve(save_sizes)
     return run
+
+
+def watch_routers(loaded: LoadedModel, config: Config, reporter: Reporter) -> Routers | None:
+    """Read the routers of a model with experts in every pass; None if it has none, or they are not known."""
+    routers = Routers(loaded.model, config.experts)
+    if not routers.layers:
+        return None
+    reporter.stage("experts", routers.line)
+    return routers
 
 
 def load_trainable(config: Config, planned: PlannedRun, device: torch.device, reporter: Reporter) -> LoadedModel:
