@@ -14,6 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from flatout.config.schema import ExpertsConfig, ModelConfig
 from flatout.errors import UsageError
+from flatout.models.experts.block import prepare_experts
 from flatout.models.experts.router import Routers, find_routers
 from flatout.models.head import PackedLoss
 from flatout.models.load.model import load_model
@@ -112,6 +113,7 @@ def test_defaults_are_transformers(tmp_path: Path) -> None:
 def test_routers_are_read_in_one_graph() -> None:
     model = experts_model("qwen3_moe", torch.float32)
     model.set_experts_implementation("flatout")
+    prepare_experts(model)
     routers = Routers(model, ExpertsConfig(balance_loss=0.1))
     blocks = [layer.mlp for layer in model.model.layers]
     torch._dynamo.reset()
