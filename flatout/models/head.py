@@ -74,7 +74,6 @@ class PackedLoss(nn.Module):
         )
         if self.routers is not None and torch.is_grad_enabled():
             loss_sum = self.routers.add_losses(loss_sum, batch.is_padding)
-            self.routers.forget()
         return loss_sum, num_correct
 
 

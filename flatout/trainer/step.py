@@ -154,7 +154,7 @@ def start_routers(run: Run, routers: Routers, step: StepPlan, micro_batches: Seq
         device=run.device,
         sum_values=run.strategy.sum_values,
     )
-    if not routers.needs_counts(len(micro_batches)):
+    if len(micro_batches) == 1 or not routers.needs_counts:
         return
     routers.is_counting = True
     try:

@@ -38,7 +38,7 @@ def step_gradients(model: Any, config: ExpertsConfig, parts: list[Any], **paddin
     batches = [flatten_samples(part, **padding) for part in parts]
     options: dict[str, Any] = {"divisor": 19.0, "device": model.device, "sum_values": lambda values: values}
     routers.start_step(0, num_tokens=NUM_TOKENS, **options)
-    if routers.needs_counts(len(batches)):
+    if len(batches) > 1 and routers.needs_counts:
         routers.is_counting = True
         with torch.no_grad():
             for batch in batches:

@@ -79,9 +79,10 @@ class Routers:
         self._counts = torch.zeros(len(self.layers), self.num_experts, dtype=torch.float64, device=device)
         self._values = torch.zeros(2, dtype=torch.float64, device=device)
 
-    def needs_counts(self, num_micro_batches: int) -> bool:
-        """Whether a rank has to count the step's choices before its first backward pass."""
-        return bool(self.balance_loss) and self._shares is None and num_micro_batches != 1
+    @property
+    def needs_counts(self) -> bool:
+        """Whether the step's choices are not known yet, but its gradients need them."""
+        return bool(self.balance_loss) and self._shares is None
 
     def finish_counts(self) -> None:
         """Sum the counts over ranks; the gradients of the step use them."""
@@ -119,13 +120,11 @@ class Routers:
         rows = len(self.layers) * self._num_tokens
         values = torch.stack([balance * (self.num_experts / rows), squares / rows])
         self._values += values.detach()
+        for router in self.layers:
+            # logits hold memory
+            setattr(router, _ROUTED, None)
         extra = self._divisor * (self.balance_loss * values[0] + self.z_loss * values[1])
         return loss_sum + (extra - extra.detach())
-
-    def forget(self) -> None:
-        """Drop the last pass's logits, which hold memory."""
-        for router in self.layers:
-            setattr(router, _ROUTED, None)
 
     @property
     def sums(self) -> Tensor:
