@@ -139,7 +139,8 @@ class Routers:
         counts = sums[2:].view(len(self.layers), -1)
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
         entropy = torch.special.entr(shares).sum(1) / math.log(max(2, self.num_experts))
-        return torch.cat([sums[:2], shares.amax(1) * self.num_experts, entropy])
+        peaks = shares.amax(1) * self.num_experts
+        return torch.cat([sums[:2], peaks, entropy])
 
     def _record(self, router: nn.Module, _: Any, output: Any) -> None:
         logits, _, chosen = output
