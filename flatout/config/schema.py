@@ -12,7 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from flatout.config import deepspeed
 from flatout.config.data import NAME_PATTERN, DataConfig, Name, SourceConfig
-from flatout.config.model import BaseConfig, FullConfig, LoraConfig, ModelConfig
+from flatout.config.model import BaseConfig, ExpertsConfig, FullConfig, LoraConfig, ModelConfig
 from flatout.config.optim import LR_OF_METHOD, OptimConfig, ScheduleConfig
 from flatout.config.parallel import STRATEGIES, CommConfig, FaultsConfig, ShardingConfig, StrategyName
 from flatout.config.resume_effects import RESUME_EFFECTS
@@ -25,6 +25,7 @@ __all__ = [
     "BaseConfig",
     "Config",
     "DataConfig",
+    "ExpertsConfig",
     "FullConfig",
     "LoraConfig",
     "ModelConfig",
@@ -174,6 +175,7 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     base: BaseConfig = BaseConfig()
     full: FullConfig = FullConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     batch: BatchConfig = BatchConfig()
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()

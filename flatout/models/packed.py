@@ -13,7 +13,7 @@ import torch
 
 TOKENS_MULTIPLE = 128
 BOUNDARIES_MULTIPLE = 64
-_TENSORS = ("token_ids", "position_ids", "cu_seqlens", "label_rows", "label_ids")
+_TENSORS = ("token_ids", "position_ids", "cu_seqlens", "label_rows", "label_ids", "is_padding")
 SMALLEST_MAX_SEQLEN = 128
 
 
@@ -53,8 +53,9 @@ class PackedBatch:
 
     `token_ids` and `position_ids` int64 (T,), with positions restarting at 0 in each document; `cu_seqlens` int32
     (D+1,) the documents' boundaries; `max_seqlen` an upper bound on document length in tokens; `label_rows` int64 (L,)
-    the rows whose next token has loss and `label_ids` int64 (L,) those next tokens. With `row_length`, each document is
-    padded on the right to that many tokens, at position 0, and its boundaries are those of its row.
+    the rows whose next token has loss and `label_ids` int64 (L,) those next tokens; `is_padding` bool (T,) the tokens
+    of no sample. With `row_length`, each document is padded on the right to that many tokens, at position 0, and its
+    boundaries are those of its row.
     """
 
     token_ids: torch.Tensor
@@ -63,6 +64,7 @@ class PackedBatch:
     max_seqlen: int
     label_rows: torch.Tensor
     label_ids: torch.Tensor
+    is_padding: torch.Tensor
     row_length: int | None = None
 
     @property
@@ -137,8 +139,9 @@ def flatten_samples(
     if num_boundaries:
         cu_seqlens = np.pad(cu_seqlens, (0, num_boundaries - len(cu_seqlens)), mode="edge")
     position_ids = np.arange(len(token_ids)) - np.repeat(boundaries[:-1], lengths)
+    is_padding = position_ids >= np.repeat(np.pad(real, (0, len(lengths) - len(real))), lengths)
     if row_length is not None:
-        position_ids[position_ids >= np.repeat(real, row_length)] = 0
+        position_ids[is_padding] = 0
     return PackedBatch(
         token_ids=torch.from_numpy(token_ids),
         position_ids=torch.from_numpy(position_ids),
@@ -146,5 +149,6 @@ def flatten_samples(
         max_seqlen=max_seqlen,
         label_rows=torch.from_numpy(label_positions - 1),
         label_ids=torch.from_numpy(token_ids[label_positions]),
+        is_padding=torch.from_numpy(is_padding),
         row_length=row_length,
     )

@@ -26,6 +26,10 @@ class StepRecord:
     and backward seconds; empty for one rank. `busy_min_s` and `busy_max_s` are its extremes. Memory is in bytes, the
     maximum over ranks: allocated and reserved, now and at peak; `mean_peak_memory_bytes` is the mean of the ranks'
     peaks. On a CPU all are the resident size. `eta_s` is the time to completion, without later evaluations and saves.
+
+    Of routed experts, by layer: `expert_peak_load` is the largest load / mean, `expert_entropy` that of the shares of
+    load relative to equal shares. `balance_loss` and `z_loss` are the routers' losses without their factors, None
+    unless trained; `loss` does not include them.
     """
 
     step: int
@@ -66,6 +70,10 @@ class StepRecord:
     peak_reserved_memory_bytes: int = 0
     mean_peak_memory_bytes: int = 0
     eta_s: float = 0.0
+    balance_loss: float | None = None
+    z_loss: float | None = None
+    expert_peak_load: tuple[float, ...] = ()
+    expert_entropy: tuple[float, ...] = ()
     padding_share: float = 0.0
 
 

@@ -22,6 +22,7 @@ from flatout.models.bases.fp8_training import convert_to_float8
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import CompileOutcome, compile_layers, import_compiler
 from flatout.models.compile.recompute import apply_recompute, compiling_with
+from flatout.models.experts.router import Routers
 from flatout.models.head import PackedLoss, prepare_head
 from flatout.models.load.model import LoadedModel, load_model, weight_dtype_of
 from flatout.models.load.sharded import DeferredWeights
@@ -68,7 +69,7 @@ def build_run(
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, size_buckets=size_buckets)
     eval_feeds = tuple(Feed(each.store, device, max_documents=each.max_documents) for each in planned.eval_sets)
-    loss = PackedLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=objective)
+    loss = make_loss(loaded, planned, config, objective, reporter)
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
     compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, reporter)
     named = trainable_parameters(loaded.model)
@@ -100,6 +101,7 @@ def build_run(
         watch=watch or PeerWatch(config.faults, reporter.event),
         rank_meter=RankMeter(device),
         divisors=planned.divisors,
+        routers=loss.routers,
     )
     if saved is not None:
         restore(run, saved)
@@ -107,6 +109,18 @@ def build_run(
     reporter.stage("graphs", record_graphs(run, no_graphs or (None if compiled.is_complete else NOT_COMPILED)))
     run.saver.reserve(sizes)
     return run
+
+
+def make_loss(
+    loaded: LoadedModel, planned: PlannedRun, config: Config, objective: Objective, reporter: Reporter
+) -> PackedLoss:
+    """Return the loss of packed batches, which reads the routers of a model with experts if they are known."""
+    loss = PackedLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=objective)
+    routers = Routers(loaded.model, config.experts)
+    if routers.layers:
+        loss.routers = routers
+        reporter.stage("experts", routers.line)
+    return loss
 
 
 def load_or_replan(

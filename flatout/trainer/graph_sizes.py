@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from flatout.config.schema import Config
 from flatout.models.compile.cuda_graphs import GraphedDecoder
+from flatout.models.experts.block import experts_modules
 from flatout.models.packed import PackedSize, packed_size
 from flatout.models.rope import DocumentRope
 from flatout.planner.devices import nominal_peak
@@ -41,6 +42,8 @@ def plan_graphs(
         return "as configured", ()
     if device.type != "cuda":
         return "only on CUDA", ()
+    if experts_modules(model):
+        return "the routers' choices are read in every pass", ()
     if config.method != "lora" or config.optim.name == "adamw8bit" or planned.parallel_layout.lockstep:
         return "gradients have no fixed address", ()
     ropes = (module for module in model.modules() if isinstance(module, DocumentRope))

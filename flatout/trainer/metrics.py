@@ -107,7 +107,21 @@ class Meter:
             peak_reserved_memory_bytes=int(max(rank.peak_reserved_memory_bytes for rank in latest)),
             mean_peak_memory_bytes=int(sum(rank.peak_memory_bytes for rank in latest) / len(latest)),
             eta_s=run.progress.elapsed_s / (step.index + 1) * num_left,
+            **_routing(run, outcome.routers),
         )
+
+
+def _routing(run: Run, values: tuple[float, ...]) -> dict[str, Any]:
+    """Return a record's fields about routed experts."""
+    if run.routers is None or not values:
+        return {}
+    balance, squares, *loads = values
+    return {
+        "balance_loss": balance if run.routers.balance_loss else None,
+        "z_loss": squares if run.routers.z_loss else None,
+        "expert_peak_load": tuple(round(load, 4) for load in loads[: len(loads) // 2]),
+        "expert_entropy": tuple(round(entropy, 5) for entropy in loads[len(loads) // 2 :]),
+    }
 
 
 class Stragglers:

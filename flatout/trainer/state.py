@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from flatout.checkpoint.write import Checkpoints
 from flatout.checkpoint.write_async import Saver
 from flatout.config.schema import Config
+from flatout.models.experts.router import Routers
 from flatout.models.head import PackedLoss
 from flatout.models.lora.fused import FusedLayers
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
@@ -105,6 +106,7 @@ class Run:
     watch: PeerWatch
     rank_meter: RankMeter
     divisors: NDArray[np.float64] | None = None
+    routers: Routers | None = None
     progress: Progress = field(default_factory=Progress)
     state: LoopState = field(default_factory=LoopState)
     stop: StopRequest = field(default_factory=StopRequest)

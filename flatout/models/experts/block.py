@@ -147,12 +147,12 @@ def _experts_forward(
     routing = route(top_k_index, experts.num_experts)
     names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
     products = [_product(experts, name, dtype) for name in names]
-    biases = [_cast(getattr(experts, f"{name}_bias"), dtype) if experts.has_bias else None for name in names]
+    biases = [getattr(experts, f"{name}_bias").to(dtype) if experts.has_bias else None for name in names]
     factors = [own for name in names for own in (adapters[name].factors(dtype) if name in adapters else (None, None))]
     gate = getattr(experts, _GATE, None) or recognize_gate(experts)
     with torch.autocast(device, enabled=False):
         output: Tensor = ExpertsBlock.apply(
-            _cast(hidden_states, dtype), top_k_weights, *biases, *factors, *routing, gate,
+            hidden_states.to(dtype), top_k_weights, *biases, *factors, *routing, gate,
             *(matmul for matmul, _ in products), len(products[0][1]), *(one for _, own in products for one in own),
         )  # fmt: skip
     return output.to(hidden_states.dtype)
@@ -164,12 +164,8 @@ def _product(experts: Any, name: str, dtype: torch.dtype) -> tuple[ExpertsMatmul
     if isinstance(weight, FrozenExperts):
         return weight.matmul, weight.storage
     # (E, out, in) as a view, whichever way the model stores it
-    weight = _cast(weight, dtype)
+    weight = weight.to(dtype)
     return DENSE, [weight.transpose(1, 2) if experts.is_transposed else weight]
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _weights_grad(weights: Tensor, routing: Routing, by_row: Tensor, out_grad: Tensor, bias: Tensor | None) -> Tensor:

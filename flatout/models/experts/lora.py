@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from flatout.models.bases.frozen_experts import FrozenExperts
-from flatout.models.experts.block import IMPLEMENTATION, experts_modules, prepare_experts, register_experts
+from flatout.models.experts.block import experts_modules
 
 # grouped products need 16 bytes
 _RANK_MULTIPLE = 8
@@ -101,10 +100,3 @@ def plain_name(name: str) -> str:
     while name.endswith(".base"):
         name = name.removesuffix(".base")
     return name
-
-
-def prepare_for_adapters(model: PreTrainedModel) -> None:
-    """Make a model compute its experts by grouped products, whose adapters these are."""
-    register_experts()
-    model.set_experts_implementation(IMPLEMENTATION)
-    prepare_experts(model)

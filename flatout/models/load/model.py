@@ -297,6 +297,4 @@ def _report(
     ]
     if unused:
         lines.append(f"{len(unused)} weights in the files are unused by this model: {', '.join(unused[:3])}")
-    if getattr(model.config.get_text_config(), "router_aux_loss_coef", None):
-        lines.append("experts: no load-balancing loss is added; the loss is cross-entropy only")
     return lines

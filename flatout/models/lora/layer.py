@@ -21,7 +21,8 @@ from flatout.errors import UsageError
 from flatout.models.bases.frozen_experts import FrozenExperts
 from flatout.models.bases.frozen_linear import FrozenLinear, is_plain_linear, num_weights
 from flatout.models.blocks import layer_list, replace_module
-from flatout.models.experts.lora import ExpertLora, expert_parameters, plain_name, prepare_for_adapters
+from flatout.models.experts.block import IMPLEMENTATION, computes_experts, prepare_experts, register_experts
+from flatout.models.experts.lora import ExpertLora, expert_parameters, plain_name
 from flatout.models.lora.saved import SavedModule, TrainedRows, add_saved_modules, saved_modules, saved_names
 
 # a matrix of fused experts: the name of the experts module, of the parameter, and the parameter
@@ -131,7 +132,14 @@ def add_lora(
         layer = LoraLinear(linear, config.of_layer(name), _generator(seed, name))
         replace_module(model, name, layer.train(linear.training))
     if experts:
-        prepare_for_adapters(model)
+        register_experts()
+        model.set_experts_implementation(IMPLEMENTATION)
+        prepare_experts(model)
+        if not computes_experts(model):
+            raise UsageError(
+                f"lora.targets: experts of model type {model.config.model_type} are normalized one by one, which has "
+                "no grouped form; leave experts out"
+            )
     for name, (path, parameter, _) in experts.items():
         own, base = config.of_layer(name), model.get_submodule(path)
         options: dict[str, Any] = {"rank": own.rank, "scaling": lora_scaling(own), "generator": _generator(seed, name)}
