@@ -65,6 +65,11 @@ def check(config: Settings) -> None:
         raise ValueError(f"deepspeed needs strategy: deepspeed; got {config.strategy}")
     if config.sharding != type(config.sharding)():
         raise ValueError("sharding has no effect with strategy: deepspeed; set it in the DeepSpeed JSON")
+    if config.optim.name == "adamw8bit" or config.full.weights == "bf16":
+        raise ValueError(
+            "strategy: deepspeed does not work with optim.name: adamw8bit and full.weights: bf16, since it keeps fp32 "
+            "weights and moments; change that or set strategy: fsdp"
+        )
     precision = config.model.precision
     if precision == "fp64":
         raise ValueError("strategy: deepspeed keeps fp32 weights; set model.precision: fp32 or bf16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -56,6 +57,13 @@ def local_shard_of(tensor: Tensor) -> LocalShard:
         longest = -(-shape[placement.dim] // tensor.device_mesh.size(axis))
         offset[placement.dim] = min(coordinate[axis] * longest, shape[placement.dim])
     return LocalShard(tensor.to_local(), tuple(offset), shape, is_copy)
+
+
+def flat_offset_of(tensor: Tensor) -> int:
+    """Return the index of this rank's first element in the flat global tensor, sharded along its first dimension."""
+    shard = local_shard_of(tensor)
+    assert shard.local.shape[1:] == shard.shape[1:], f"{shard.shape} is not sharded along its first dimension only"
+    return shard.offset[0] * math.prod(shard.shape[1:]) if shard.shape else 0
 
 
 def global_tensors(

@@ -31,7 +31,7 @@ from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
-from flatout.parallel.shards import is_sharded, local_shard_of
+from flatout.parallel.shards import flat_offset_of, is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, connect
 from flatout.planner.memory.estimate import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
@@ -236,7 +236,9 @@ def shard_state(
             reporter.stage("model", "each rank read its shard of the weights")
         flat = config.method == "lora" and not layout.lockstep
         named, layer_norms = trainable_parameters(loaded.model), layer_norm_parameters(loaded.model)
-        return make_optimizer(named, config.optim, layer_norms=layer_norms, seed=config.seed, flat=flat)
+        return make_optimizer(
+            named, config.optim, layer_norms=layer_norms, seed=config.seed, flat=flat, offset_of=flat_offset_of
+        )
 
     wrapped, optimizer = strategy.prepare(loss, decoder_layers(loaded.model), optimizer_of_shards)
     line = f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}"
