@@ -70,6 +70,12 @@ def check(config: Settings) -> None:
             "strategy: deepspeed does not work with optim.name: adamw8bit and full.weights: bf16, since it keeps fp32 "
             "weights and moments; change that or set strategy: fsdp"
         )
+    beside = config.lora.modules_to_save or (config.method == "lora" and config.data.added_tokens)
+    if beside and stage_of(config.deepspeed) == 3:
+        raise ValueError(
+            "lora.modules_to_save and data.new_tokens do not work with DeepSpeed's stage 3, which empties the weights "
+            "that they cast; use stage 2, or strategy: fsdp"
+        )
     precision = config.model.precision
     if precision == "fp64":
         raise ValueError("strategy: deepspeed keeps fp32 weights; set model.precision: fp32 or bf16")

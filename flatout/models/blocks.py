@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -11,26 +12,49 @@ from transformers import PreTrainedModel
 from flatout.errors import UsageError
 from flatout.models.packed import PackedBatch
 
+# parts that do not read text
+_TOWER = re.compile("vision|visual|image|audio")
+
 
 def layer_list(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
     """Return the decoder, from tokens to last hidden states, and the name of its list of layers.
 
-    The list is the first ModuleList of `num_hidden_layers` modules, the decoder the innermost model that contains it.
-    Raises UsageError if there is none.
+    The list is the first ModuleList of `num_hidden_layers` modules, or if there is none, the one with most parameters;
+    the decoder is the innermost model that contains it. Raises UsageError for encoder-decoders and without a list.
     """
-    num_layers = model.config.get_text_config().num_hidden_layers
-    for root in (model.get_decoder(), model):
-        for path, module in root.named_modules():
-            if not isinstance(module, nn.ModuleList) or len(module) != num_layers:
-                continue
-            parts = path.split(".")
-            for start in reversed(range(len(parts))):
-                decoder = root.get_submodule(".".join(parts[:start]))
-                if isinstance(decoder, PreTrainedModel) and decoder is not model:
-                    return decoder, ".".join(parts[start:])
-    raise UsageError(
-        f"model type {model.config.model_type} has no list of {num_layers} decoder layers; choose a different model"
-    )
+    if model.config.is_encoder_decoder:
+        raise UsageError(
+            f"model type {model.config.model_type} is an encoder-decoder; choose a model that only has a decoder"
+        )
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    decoder = model.get_decoder()
+    for root in (decoder, model):
+        for name, module in root.named_modules():
+            is_list = isinstance(module, nn.ModuleList) and len(module) == num_layers
+            if is_list and not _TOWER.search(name) and (found := _inside(model, module)):
+                return found
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    largest = max(lists, key=lambda held: sum(parameter.numel() for parameter in held.parameters()), default=None)
+    if largest is not None and (found := _inside(model, largest)):
+        return found
+    raise UsageError(f"model type {model.config.model_type} has no list of decoder layers; choose a different model")
+
+
+def _inside(model: PreTrainedModel, layers: nn.Module) -> tuple[PreTrainedModel, str] | None:
+    """Return the innermost model below `model` that contains a list of layers, and the list's name in it."""
+    path = next(name for name, module in model.named_modules() if module is layers)
+    parts = path.split(".")
+    for start in reversed(range(1, len(parts))):
+        decoder = model.get_submodule(".".join(parts[:start]))
+        if isinstance(decoder, PreTrainedModel):
+            return decoder, ".".join(parts[start:])
+    return None
+
+
+def expert_tensors(layer: nn.Module) -> list[nn.Parameter]:
+    """Return the 3-D parameters (experts, ...) of a layer, in which transformers keeps all experts' matrices."""
+    owners = (module for module in layer.modules() if "Expert" in type(module).__name__)
+    return [held for owner in owners for held in owner.parameters(recurse=False) if held.ndim == 3]
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:

@@ -59,7 +59,7 @@ TRAINED = (
 )  # fmt: skip
 REFUSED = {
     "falcon": "attention interface",
-    "recurrent_gemma": "linear_attention",
+    "recurrent_gemma": "recurrent or convolution state",
     "modernbert-decoder": "head's loss",
     "mpt": "fails on packed documents",
     "stablelm": "without document boundaries",

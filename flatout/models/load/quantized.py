@@ -11,20 +11,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from flatout.errors import CheckpointError, UsageError
 from flatout.io.hub import hub_errors, hub_source
 from flatout.kernels.nf4.reference import BLOCK, NESTED_BLOCK, Nf4Weight, nf4_levels
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.models.blocks import decoder_layers, replace_module, text_decoder
+from flatout.models.load.auto_class import auto_class
 from flatout.models.load.source import check_weights
 
 Make = Callable[[torch.Tensor, torch.Tensor | None], nn.Module]
@@ -37,14 +38,22 @@ _PARTS = (".weight", ".weight.absmax", ".weight.nested_absmax", ".weight.nested_
 
 
 def quantize_layers(
-    model: PreTrainedModel, make: Make, *, device: torch.device, dtype: torch.dtype, place: torch.device
+    model: PreTrainedModel,
+    make: Make,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    place: torch.device,
+    keep_dense: Sequence[str] = (),
 ) -> None:
     """Move a model from mapped files on the CPU to `place`; `make` quantizes the decoder's linear layers on the device.
 
-    The rest is cast to `dtype`, except what transformers keeps in another dtype than the files'.
+    Modules whose names end in one of `keep_dense` stay dense. The rest is cast to `dtype`, except what transformers
+    keeps in another dtype than the files'.
     """
+    dense = _modules_named(model, keep_dense)
     for layer in decoder_layers(model):
-        _swap_linears(layer, make, device, dtype)
+        _swap_linears(layer, make, device, dtype, dense)
         layer.to(place)
     files_dtype = model.dtype
     for parameter in model.parameters():
@@ -54,11 +63,19 @@ def quantize_layers(
 
 
 def random_quantized(
-    config: Any, options: dict[str, Any], make: Make, *, device: torch.device, place: torch.device, seed: int
+    config: Any,
+    options: dict[str, Any],
+    make: Make,
+    *,
+    device: torch.device,
+    place: torch.device,
+    seed: int,
+    keep_dense: Sequence[str] = (),
 ) -> PreTrainedModel:
     """Make a model with random weights by `seed`, in options["dtype"], quantized layer by layer as in `_fill`."""
     model = empty_model(config, options)
-    _fill(model, device, place, seed, lambda layer: _swap_linears(layer, make, device, options["dtype"]))
+    dense = _modules_named(model, keep_dense)
+    _fill(model, device, place, seed, lambda layer: _swap_linears(layer, make, device, options["dtype"], dense))
     return model
 
 
@@ -106,9 +123,17 @@ def describe_storage(model: PreTrainedModel, storage: str) -> list[str]:
     return lines
 
 
-def _swap_linears(layer: nn.Module, make: Make, device: torch.device, dtype: torch.dtype) -> None:
+def _modules_named(model: nn.Module, endings: Sequence[str]) -> set[nn.Module]:
+    """Return the modules whose full names end in one of `endings`, with all that is in them."""
+    parts = tuple(f".{ending}." for ending in endings)
+    return {module for name, module in model.named_modules() if any(part in f".{name}." for part in parts)}
+
+
+def _swap_linears(
+    layer: nn.Module, make: Make, device: torch.device, dtype: torch.dtype, dense: set[nn.Module]
+) -> None:
     for path, linear in list(layer.named_modules()):
-        if type(linear) is not nn.Linear or min(linear.weight.shape) < _NARROWEST:
+        if type(linear) is not nn.Linear or linear in dense or min(linear.weight.shape) < _NARROWEST:
             continue
         weight = linear.weight.detach().to(device, dtype)
         bias = None if linear.bias is None else linear.bias.detach().to(device, dtype)
@@ -118,7 +143,7 @@ def _swap_linears(layer: nn.Module, make: Make, device: torch.device, dtype: tor
 def empty_model(config: Any, options: dict[str, Any]) -> PreTrainedModel:
     """Build a model on the meta device."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **options)
+        return auto_class(config).from_config(config, **options)
 
 
 def _fill(

@@ -6,6 +6,7 @@ from peft import LoraConfig, get_peft_model
 from qwen3_8b import QWEN3_8B
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from flatout.config.schema import LoraConfig as Lora
 from flatout.errors import UsageError
 from flatout.trainer.model_shape import make_shape
 
@@ -64,12 +65,12 @@ def test_adapter_size_is_pefts(model_type, targets):
         model = AutoModelForCausalLM.from_config(config)
     peft_model = get_peft_model(model, LoraConfig(r=5, target_modules=targets, task_type="CAUSAL_LM"))
     trained = sum(parameter.numel() for parameter in peft_model.parameters() if parameter.requires_grad)
-    assert make_shape(config.to_dict()).num_lora_params(5, targets) == trained
+    assert make_shape(config.to_dict()).num_lora_params(Lora(rank=5, targets=targets)) == trained
 
 
 def test_a_regex_targets_single_layers():
     shape = make_shape(tiny_config("llama").to_dict())
-    one = shape.num_lora_params(4, r"model\.layers\.1\.self_attn\.q_proj")
+    one = shape.num_lora_params(Lora(rank=4, targets=r"model\.layers\.1\.self_attn\.q_proj"))
     assert one == 4 * (32 + shape.num_heads * shape.head_dim)
 
 
@@ -103,9 +104,56 @@ def test_a_token_meets_its_own_experts_only():
     assert layer.mlp_elements == 2 * (3 * 24 + 2 * 32)
 
 
+HYBRIDS = {
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_experts": 0},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 16},
+}
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_a_layer_without_softmax_attention_costs_no_pairs(model_type):
+    shape = make_shape(tiny_config(model_type, **HYBRIDS[model_type]).to_dict())
+    assert [layer.pair_width > 0 for layer in shape.layers] == [False, True]
+    assert shape.layers[0].mixer_elements > shape.layers[1].mixer_elements > 0
+    assert not shape.has_experts
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "rwkv", "xlstm", "falcon_mamba"])
+def test_models_without_attention_are_planned_by_their_parameters(model_type):
+    shape = make_shape({"model_type": model_type, "num_hidden_layers": 2})
+    assert (shape.num_heads, shape.num_layers) == (0, 2)
+    assert sum(layer.num_active_weights for layer in shape.layers) < shape.num_params
+    assert all(layer.mixer_elements for layer in shape.layers)
+
+
+def test_towers_are_held_but_not_counted_as_the_model():
+    text = make_shape(GEMMA3_4B["text_config"])
+    whole = make_shape(GEMMA3_4B)
+    assert whole.num_params == text.num_params
+    assert whole.layers == text.layers
+    assert whole.num_tower_params > 9e7
+    assert text.num_tower_params == 0
+    for model_type in ("qwen3_vl", "mistral3", "llava"):
+        shape = make_shape({"model_type": model_type})
+        assert shape.num_tower_params
+        assert "vision" not in shape.layers_path
+
+
+def test_a_vision_language_checkpoint_is_measured_in_its_own_class():
+    values = {"model_type": "qwen3_5", "vision_config": {"depth": 1}}
+    whole = make_shape({**values, "architectures": ["Qwen3_5ForConditionalGeneration"]})
+    text = make_shape({**values, "architectures": ["Qwen3_5ForCausalLM"]})
+    assert whole.layers_path == "model.language_model.layers"
+    assert text.layers_path == "model.layers"
+    assert whole.num_params == text.num_params
+    assert whole.num_tower_params > text.num_tower_params == 0
+
+
 def windows(values):
     shape = make_shape({**LLAMA, **values})
-    return shape.num_window_layers, shape.sliding_window
+    return sum(layer.has_window for layer in shape.layers), shape.sliding_window
 
 
 def test_sliding_windows_in_all_their_spellings():
@@ -128,7 +176,7 @@ def test_sliding_windows_in_all_their_spellings():
         ({**LLAMA, "model_type": "brand_new"}, "model_type is 'brand_new', which the installed transformers"),
         ({**LLAMA, "hidden_size": "32"}, "config.json: transformers rejects it: .*hidden_size"),
         ({**LLAMA, "num_attention_heads": 0}, "config.json: transformers rejects it"),
-        ({**TINY, "model_type": "qwen3_next"}, "layer_types has 'linear_attention'"),
+        ({"model_type": "t5gemma2"}, "encoder-decoder"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_one_sentence(values, message):
