@@ -190,9 +190,8 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, and a plain tensor as it is."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    """Return the local shard of a DTensor, without torchao's wrapper, and a plain tensor as it is."""
+    return torch.ops.aten.alias(tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
 
 def block_size(shape: Sequence[int]) -> int | None:

@@ -16,7 +16,7 @@ from flatout.config.schema import Config
 from flatout.data.tokenizer import new_token_ids
 from flatout.environment import ask_for_deterministic_cublas, keep_compiled_kernels
 from flatout.models.attention import prepare as prepare_attention
-from flatout.models.bases.fp8_training import convert_to_float8
+from flatout.models.bases.fp8_training import compute_scales_after_updates, convert_to_float8
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import CompileOutcome, compile_layers, import_compiler
 from flatout.models.compile.recompute import apply_recompute, compiling_with
@@ -146,6 +146,10 @@ def load_trainable(config: Config, planned: PlannedRun, device: torch.device, re
         # adapters take the base's dtype
         loaded.model.to(dtype)
     make_trainable(loaded, config, reporter, token_ids)
+    if config.full.compute != "model":
+        shards = planned.parallel_layout.lockstep
+        line = convert_to_float8(loaded.model, config.full.compute, compile_mode=config.compile, shards=shards)
+        reporter.stage("fp8", line)
     if waits:
         loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype))
         with loaded.present():
@@ -177,7 +181,7 @@ def weights_wait_in_files(config: Config, planned: PlannedRun, device: torch.dev
 
 
 def make_trainable(loaded: LoadedModel, config: Config, reporter: Reporter, token_ids: Sequence[int]) -> None:
-    """Add LoRA adapters, or freeze parameters and set up fp8 for full fine-tuning.
+    """Add LoRA adapters, or freeze parameters for full fine-tuning.
 
     LoRA also trains the rows of `token_ids`, new tokens. Parameters that text-only inputs do not use are frozen, too.
     """
@@ -197,8 +201,6 @@ def make_trainable(loaded: LoadedModel, config: Config, reporter: Reporter, toke
         reporter.stage("freeze", freeze(model, config.freeze))
     if unreached := freeze_unreached(model):
         reporter.stage("freeze", unreached)
-    if config.method == "full" and config.full.compute == "fp8":
-        reporter.stage("fp8", convert_to_float8(model, compile_mode=config.compile))
 
 
 def fuse_adapters(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:
@@ -246,6 +248,8 @@ def shard_state(
         )
 
     wrapped, optimizer = strategy.prepare(loss, decoder_layers(loaded.model), optimizer_of_shards)
+    if config.full.compute == "fp8" and layout.lockstep and not layout.offload:
+        compute_scales_after_updates(loaded.model, optimizer)
     line = f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}"
     if layout.lockstep and config.base.storage != "model":
         in_shards = f"in {layout.num_shards} shards, gathered layer by layer"

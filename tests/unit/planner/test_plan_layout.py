@@ -82,6 +82,7 @@ def test_what_is_asked_for_is_taken_or_refused():
         ({"strategy": "zero2", "base": {"storage": "nf4", "compute": "fp8"}}, "zero2 does not work with base.compute"),
         ({"strategy": "deepspeed", "method": "full", "optim": {"name": "adamw8bit"}}, "set strategy: fsdp"),
         ({"strategy": "deepspeed", "method": "full", "full": {"weights": "bf16"}}, "set strategy: fsdp"),
+        ({"strategy": "deepspeed", "method": "full", "full": {"compute": "fp8_rowwise"}}, "fp8_rowwise; set fsdp"),
         ({"strategy": "ddp", "sharding": {"offload": True}}, "sharding.offload needs strategy"),
         ({"strategy": "fsdp", "sharding": {"replicas": 2}}, "sharding.replicas is only for strategy: hsdp"),
     ],
