@@ -17,7 +17,7 @@ from bench.rows import SAMPLES_PER_STEP
 
 from flatout.bench import run as flatout_bench
 from flatout.bench.figures import WARMUP_STEPS, recorded_figures
-from flatout.bench.inputs import chat_samples, write_store, write_tokenizer
+from flatout.bench.inputs import Samples, chat_samples, write_store, write_tokenizer
 from flatout.config.read import make_config
 from flatout.environment import expandable_segments_env
 from flatout.parallel.rank import Rank
@@ -55,14 +55,20 @@ class Steps:
         }
 
 
-def prepare(out: Path, shape: Mapping[str, Any], num_steps: int, samples_per_step: int = SAMPLES_PER_STEP) -> None:
-    """The shape's folder without weights, and samples of chat-like lengths, in a new folder."""
+def prepare(
+    out: Path,
+    shape: Mapping[str, Any],
+    num_steps: int,
+    samples_per_step: int = SAMPLES_PER_STEP,
+    samples: Samples | None = None,
+) -> None:
+    """The shape's folder without weights, and samples (random ids of chat-like lengths), in a new folder."""
     shutil.rmtree(out, ignore_errors=True)
     (out / "model").mkdir(parents=True)
     (out / "model" / "config.json").write_text(json.dumps(shape))
     write_tokenizer(out / "model")
     vocab_size = int(shape["vocab_size"])
-    samples = chat_samples(num_steps * samples_per_step // SAMPLES_PER_STEP, vocab_size)
+    samples = samples or chat_samples(num_steps * samples_per_step // SAMPLES_PER_STEP, vocab_size)
     write_store(out / "data", str(out / "model"), vocab_size, samples)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flatout.checkpoint.read import CheckpointTensors
 from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError
-from flatout.optim.adamw_8bit import BLOCK_SIZE, AdamW8bit
+from flatout.optim.adamw_8bit import AdamW8bit, block_size
 from flatout.optim.flat import owners
 from flatout.parallel.shards import is_sharded, local_shard_of
 from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
@@ -22,9 +22,10 @@ def state_sizes(named: Mapping[str, nn.Parameter], config: OptimConfig) -> list[
     for parameter in named.values():
         local = local_shard_of(parameter).local
         widest = max(local.element_size(), 4)
+        block = block_size(parameter.shape)
         moments: dict[str, list[float]] = {
             "adamw": [widest, widest],
-            "adamw8bit": [1, 1, 4 / BLOCK_SIZE, 4 / BLOCK_SIZE],
+            "adamw8bit": [1, 1, 4 / block, 4 / block] if block else [widest, widest],
             "sgd": [local.element_size()],
         }
         sizes += [int(local.numel() * width) for width in [local.element_size(), *moments[config.name]]]
@@ -70,6 +71,8 @@ def load_optimizer_state(
         (owner, offset), parameter = places[name], named[name]
         if isinstance(optimizer, AdamW8bit) and set(state) != set(optimizer.state_names(parameter)):
             raise CheckpointError(f"the saved optimizer has {', '.join(sorted(state))} for {name}; this one does not")
+        # scales have a shape of their own
+        shapes = optimizer.new_state(parameter) if isinstance(optimizer, AdamW8bit) else {}
         for key in state:
             # read one at a time: the states of all parameters together may exceed the host's memory
             full_name = f"{name}/{key}"
@@ -78,8 +81,8 @@ def load_optimizer_state(
                 on_device = optimizer.defaults.get("fused") or isinstance(optimizer, AdamW8bit)
                 device = parameter.device if on_device else "cpu"
                 optimizer.state[owner][key] = tensors[full_name].to(device, copy=True)
-            elif isinstance(tensors, CheckpointTensors) and is_sharded(parameter):
-                optimizer.state[owner][key] = tensors.like(full_name, parameter)
+            elif isinstance(tensors, CheckpointTensors) and (is_sharded(parameter) or key in shapes):
+                optimizer.state[owner][key] = tensors.like(full_name, shapes.get(key, parameter))
             elif owner is parameter:
                 optimizer.state[owner][key] = tensors[full_name].to(parameter.device, copy=True)
             else:

@@ -65,6 +65,13 @@ def check(config: Settings) -> None:
         raise ValueError(f"deepspeed needs strategy: deepspeed; got {config.strategy}")
     if config.sharding != type(config.sharding)():
         raise ValueError("sharding has no effect with strategy: deepspeed; set it in the DeepSpeed JSON")
+    if config.optim.name == "adamw8bit" or config.full.weights == "bf16":
+        raise ValueError(
+            "strategy: deepspeed does not work with optim.name: adamw8bit and full.weights: bf16, since it keeps fp32 "
+            "weights and moments; change that or set strategy: fsdp"
+        )
+    if config.full.compute != "model":
+        raise ValueError(f"strategy: deepspeed does not work with full.compute: {config.full.compute}; set fsdp")
     beside = config.lora.modules_to_save or (config.method == "lora" and config.data.added_tokens)
     if beside and stage_of(config.deepspeed) == 3:
         raise ValueError(

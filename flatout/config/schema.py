@@ -321,16 +321,14 @@ class Config(Section):
             return "model.precision: fp16, whose loss scaling needs unsharded gradients"
         if self.base.storage == "nf4" and self.base.compute == "fp8":
             return "base.compute: fp8 over nf4, which fuses layers"
-        if self.optim.name == "adamw8bit" or self.full.weights == "bf16":
-            return "adamw8bit and full.weights: bf16, whose updates need whole tensors"
-        if self.full.compute == "fp8" or self.full.update == "backward":
-            return "full.compute: fp8 and full.update: backward"
+        if self.full.update == "backward":
+            return "full.update: backward"
         return None
 
     @property
     def computes_in_fp8(self) -> bool:
         """Whether the decoder layers' products run in fp8."""
-        return self.base.computes_in_fp8 or self.full.compute == "fp8"
+        return self.base.computes_in_fp8 or self.full.compute != "model"
 
     @property
     def wanted_device(self) -> Literal["auto", "cpu", "cuda"]:

@@ -10,8 +10,8 @@ MULTIPLE = 16
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether a CUDA device has float8 arithmetic: compute capability 8.9 or newer."""
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    """Whether a device has float8 arithmetic: compute capability 8.9 or newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def fp8_problem(device: torch.device, num_rows: int, num_columns: int) -> str | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -12,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# values that share one scale of the 8-bit codes
+# values that share one scale of the 8-bit codes, at most and at least
 BLOCK_SIZE = 256
+SMALLEST_BLOCK = 64
 _LOW_32 = 0xFFFFFFFF
 # odd, below 2^31, so that its product with a 32-bit number fits int64
 _MULTIPLIER = 0x45D9F3B
@@ -47,7 +49,8 @@ class Factors(NamedTuple):
 class ParamPlan:
     """What all updates of one parameter share, cached because the host prepares several hundred updates per step.
 
-    `parts` are flat slices of the weight and its moments. They are valid for the state with the tensor `step` and the
+    `parts` are flat slices of the weight (this rank's shard) and its moments, of `sizes` values, and `places` their
+    number and first element in the global tensor's slices. They are valid for the state with the tensor `step` and the
     weight at `address`. `num_updates` is the host's count of launched updates.
     """
 
@@ -55,8 +58,11 @@ class ParamPlan:
     address: int
     num_updates: int
     wide: torch.dtype
+    sizes: list[int]
+    places: list[tuple[int, int]]
     parts: list[tuple[Tensor, ...]]
     tables: tuple[Tensor, ...]
+    block: tuple[int, ...]
     update: Callable[..., None]
 
 
@@ -65,10 +71,14 @@ class AdamW8bit(torch.optim.Optimizer):
 
     bf16 weights are rounded stochastically, which preserves small updates on average; rounding to nearest would lose
     every update under 1/256 of a weight. The random bits depend only on (`seed`, step, parameter, element). Moments are
-    fp32; with `eight_bit`, those of tensors with at least 4,096 values (and a multiple of 256) are 8-bit codes with a
-    scale per 256 values (Dettmers et al. 2021, arXiv:2110.02861). State, on the weight's device: `step` int64 0-d, and
-    `exp_avg`, `exp_avg_sq` or, for each of them, `_codes` uint8 in the weight's shape and `_scales` fp32 (n / 256,).
-    All parameters must be on one device; on CUDA the update is one compiled kernel for all shapes.
+    fp32; with `eight_bit`, those of tensors that have a `block_size` are 8-bit codes with a scale per block (Dettmers
+    et al. 2021, arXiv:2110.02861). State, on the weight's device: `step` int64 0-d, and `exp_avg`, `exp_avg_sq` or, for
+    each of them, `_codes` uint8 in the weight's shape and `_scales` fp32 (..., blocks in a row). All parameters must be
+    on one device; on CUDA the update is one compiled kernel for all shapes, and a second one for blocks other than 256.
+
+    Parameters may be DTensors sharded along their first dimension: the state is sharded alike, and given the same
+    gradients an update has the same bits on any number of ranks. `offset_of` returns the index of a shard's first
+    element in the flat global tensor.
 
     As in torch's fused optimizers, an update for which `found_inf` (0-d fp32 on the device, or None) is not 0 changes
     no weight or state, and the host does not wait for it. The host counts launched updates, for bias correction and
@@ -76,10 +86,11 @@ class AdamW8bit(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, eight_bit: bool, seed: int
-    ) -> None:
+        self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, eight_bit: bool, seed: int,
+        offset_of: Callable[[Tensor], int] = lambda _: 0,
+    ) -> None:  # fmt: skip
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.eight_bit, self.seed = eight_bit, seed
+        self.eight_bit, self.seed, self._offset_of = eight_bit, seed, offset_of
         self.found_inf: Tensor | None = None
         held = [parameter for group in self.param_groups for parameter in group["params"]]
         self._index = {parameter: index for index, parameter in enumerate(held)}
@@ -88,9 +99,8 @@ class AdamW8bit(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        is_applied = (
-            _one(device=next(iter(self._index)).device) if self.found_inf is None else (self.found_inf == 0).long()
-        )
+        device = next(iter(self._index)).device
+        is_applied = _one(device=device) if self.found_inf is None else (self.found_inf == 0).long().to(device)
         steps: list[Tensor] = []
         for group in self.param_groups:
             # shared, since the factors are the same for nearly all parameters and each needs a CPU tensor
@@ -107,11 +117,13 @@ class AdamW8bit(torch.optim.Optimizer):
                     decay, step_size = 1 - group["lr"] * group["weight_decay"], group["lr"] / (1 - beta1**step)
                     scalars = (decay, step_size, 1 / math.sqrt(1 - beta2**step), beta1, beta2, group["eps"])
                     factors[key] = Factors(*(torch.tensor(scalar, dtype=dtype) for scalar in scalars))
-                gradients = parameter.grad.reshape(-1).split(SLICE_SIZE)
-                for number, (part, (weight, *moments)) in enumerate(zip(gradients, plan.parts, strict=True)):
+                gradients = _local(parameter.grad).reshape(-1).split(plan.sizes)
+                for (number, first), part, (weight, *moments) in zip(plan.places, gradients, plan.parts, strict=True):
                     entropy = [self.seed, step, self._index[parameter], number]
-                    noise_seed = torch.tensor(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
-                    plan.update(weight, part.detach(), *moments, *plan.tables, noise_seed, is_applied, factors[key])
+                    noise_seed = torch.tensor(int(np.random.SeedSequence(entropy).generate_state(1)[0]) + first)
+                    plan.update(
+                        weight, part.detach(), *moments, *plan.tables, noise_seed, is_applied, factors[key], *plan.block
+                    )
                 steps.append(plan.step)
         if steps:
             # a list of one tensor, since a single tensor argument would be read by the host
@@ -123,40 +135,74 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def state_names(self, parameter: Tensor) -> tuple[str, ...]:
         """Return the keys of a parameter's state."""
-        size = parameter.numel()
-        is_8bit = self.eight_bit and size >= SMALLEST_8BIT and size % BLOCK_SIZE == 0
+        is_8bit = self.eight_bit and block_size(parameter.shape) is not None
         return ("step", *(_NAMES_8BIT if is_8bit else _NAMES))
+
+    @torch.no_grad()
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return a parameter's state before the first update, sharded as the parameter is."""
+        whole, wide = parameter.detach(), torch.promote_types(parameter.dtype, torch.float32)
+        state = {"step": torch.zeros((), dtype=torch.int64, device=whole.device)}
+        for name in self.state_names(parameter)[1:]:
+            like, dtype = whole, torch.uint8 if name.endswith("_codes") else wide
+            if name.endswith("_scales"):
+                like, dtype = whole[..., : whole.shape[-1] // (block_size(whole.shape) or 1)], torch.float32
+            state[name] = torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+        return state
 
     def _plan(self, parameter: Tensor) -> ParamPlan:
         state, plan = self.state[parameter], self._plans.get(parameter)
-        if plan is not None and plan.step is state.get("step") and plan.address == parameter.data_ptr():
+        weight = _local(parameter.detach())
+        if plan is not None and plan.step is state.get("step") and plan.address == weight.data_ptr():
             return plan
-        names = self.state_names(parameter)[1:]
-        wide, size, device = torch.promote_types(parameter.dtype, torch.float32), parameter.numel(), parameter.device
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.int64, device=device)
-            for name in names:
-                if name.endswith("_scales"):
-                    state[name] = torch.zeros(size // BLOCK_SIZE, dtype=torch.float32, device=device)
-                else:
-                    dtype = torch.uint8 if name.endswith("_codes") else wide
-                    state[name] = torch.zeros(parameter.shape, dtype=dtype, device=device)
-        is_8bit = names == _NAMES_8BIT
-        update: Callable[..., None] = _update_8bit if is_8bit else _update_plain
-        whole = [parameter.detach().view(-1), *(state[name].view(-1) for name in names)]
-        # parts for SLICE_SIZE values each, though scales have one entry per block; detached, so that compiled calls
-        # neither check the view's base nor recompile for its shape
-        slices = [[part.detach() for part in each.split(SLICE_SIZE * each.numel() // size)] for each in whole]
+            state.update(self.new_state(parameter))
+        names = self.state_names(parameter)[1:]
+        block = block_size(parameter.shape) if names == _NAMES_8BIT else None
+        update: Callable[..., None] = _update_8bit if block else _update_plain
+        # slices by the place in the global tensor, and of whole blocks
+        length, first = SLICE_SIZE // (block or 1) * (block or 1), self._offset_of(parameter)
+        end = first + weight.numel()
+        cuts = [first, *range((first // length + 1) * length, end, length), end]
+        sizes = [stop - start for start, stop in itertools.pairwise(cuts) if stop > start]
+        whole = [weight.view(-1), *(_local(state[name]).view(-1) for name in names)]
+        # scales have one entry per block; detached, so that compiled calls neither check the view's base nor recompile
+        # for its shape
+        widths = [1, *((block or 1) if name.endswith("_scales") else 1 for name in names)]
+        slices = [
+            [part.detach() for part in each.split([size // width for size in sizes])]
+            for each, width in zip(whole, widths, strict=True)
+        ]
         self._plans[parameter] = plan = ParamPlan(
             step=state["step"],
-            address=parameter.data_ptr(),
+            address=weight.data_ptr(),
             num_updates=int(state["step"]),
-            wide=wide,
+            wide=torch.promote_types(parameter.dtype, torch.float32),
+            sizes=sizes,
+            places=[divmod(start, length) for start, _ in zip(cuts, sizes, strict=False)],
             parts=list(zip(*slices, strict=True)),
-            tables=tuple(dynamic_table(signed, device) for signed in (True, False)) if is_8bit else (),
-            update=_compiled(update) if parameter.is_cuda else update,
+            tables=tuple(dynamic_table(signed, weight.device) for signed in (True, False)) if block else (),
+            # left out at 256, so that the kernel for nearly all tensors has it as a constant
+            block=(block,) if block not in (None, BLOCK_SIZE) else (),
+            update=_compiled(update) if weight.is_cuda else update,
         )
         return plan
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the local shard of a DTensor, without torchao's wrapper, and a plain tensor as it is."""
+    return torch.ops.aten.alias(tensor.to_local()) if hasattr(tensor, "to_local") else tensor
+
+
+def block_size(shape: Sequence[int]) -> int | None:
+    """Return how many values share a scale in a tensor of this shape, or None if its moments are fp32.
+
+    It is the largest divisor of the last dimension in [64, 256], so that no block crosses a row, and shards of rows
+    hold whole blocks. Vectors and tensors with fewer than 4,096 values are not worth 8 bits.
+    """
+    if len(shape) < 2 or math.prod(shape) < SMALLEST_8BIT:
+        return None
+    return next((size for size in range(BLOCK_SIZE, SMALLEST_BLOCK - 1, -1) if shape[-1] % size == 0), None)
 
 
 def _update_plain(
@@ -179,14 +225,15 @@ def _update_8bit(
     noise_seed: Tensor,
     is_applied: Tensor,
     f: Factors,
+    block: int = BLOCK_SIZE,
 ) -> None:
-    mean = dequantize_blocks(mean_codes, mean_scales, signed)
-    square = dequantize_blocks(square_codes, square_scales, unsigned)
+    mean = dequantize_blocks(mean_codes, mean_scales, signed, block)
+    square = dequantize_blocks(square_codes, square_scales, unsigned, block)
     mean, square = _update_weight(weight, gradient, mean, square, noise_seed, is_applied, f)
-    codes, scales = quantize_blocks(mean, signed)
+    codes, scales = quantize_blocks(mean, signed, block)
     _put(mean_codes, codes, is_applied)
     _put(mean_scales, scales, is_applied)
-    codes, scales = quantize_blocks(square, unsigned)
+    codes, scales = quantize_blocks(square, unsigned, block)
     # a mean square rounded to 0 would leave only eps as the divisor, so use at least the smallest nonzero value
     _put(square_codes, codes.clamp(min=1), is_applied)
     _put(square_scales, scales, is_applied)
@@ -250,12 +297,12 @@ def dynamic_table(signed: bool, device: torch.device) -> Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
-def quantize_blocks(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize fp32 `values` (n,) to uint8 codes (n,) for the nearest entries of `table`, and fp32 scales (n / 256,).
+def quantize_blocks(values: Tensor, table: Tensor, block: int = BLOCK_SIZE) -> tuple[Tensor, Tensor]:
+    """Quantize fp32 `values` (n,) to uint8 codes (n,) for the nearest entries of `table`, and fp32 scales (n / block,).
 
-    A block's scale is its largest magnitude; n must be a multiple of 256.
+    A block's scale is its largest magnitude; n must be a multiple of `block`.
     """
-    blocks = values.view(-1, BLOCK_SIZE)
+    blocks = values.view(-1, block)
     scales = blocks.abs().amax(1)
     boundaries = (table[1:] + table[:-1]) / 2
     # clamp, so that a block of zeros is not divided by zero
@@ -263,6 +310,6 @@ def quantize_blocks(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(-1).to(torch.uint8), scales
 
 
-def dequantize_blocks(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
+def dequantize_blocks(codes: Tensor, scales: Tensor, table: Tensor, block: int = BLOCK_SIZE) -> Tensor:
     """Return the fp32 values (n,) that the codes and scales of `quantize_blocks` stand for."""
-    return (table[codes.to(torch.int32)].view(-1, BLOCK_SIZE) * scales[:, None]).view(-1)
+    return (table[codes.to(torch.int32)].view(-1, block) * scales[:, None]).view(-1)

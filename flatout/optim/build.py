@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flatout.config.schema import OptimConfig
 from flatout.errors import UsageError
@@ -45,6 +45,7 @@ def make_optimizer(
     layer_norms: Collection[str] = (),
     seed: int = 0,
     flat: bool = False,
+    offset_of: Callable[[Tensor], int] = lambda _: 0,
 ) -> torch.optim.Optimizer:
     """Create the configured optimizer over the trained parameters.
 
@@ -52,7 +53,7 @@ def make_optimizer(
     adamw8bit it is AdamW8bit, whose random rounding depends on `seed`. `layer_norms` are the model's
     `layer_norm_parameters`, which do not decay, like biases and other norms. `flat` moves the parameters of adamw and
     sgd into one tensor per dtype and decay (`flatten`), so that an update is one launch; their gradients must always
-    exist. Raises UsageError for bf16 weights with sgd.
+    exist. `offset_of` is AdamW8bit's, for sharded parameters. Raises UsageError for bf16 weights with sgd.
     """
     is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in named.values())
     if is_bf16 and config.name == "sgd":
@@ -65,7 +66,7 @@ def make_optimizer(
             groups.append({"params": flatten(held) if flat and not is_low_bit else held, "weight_decay": decay})
     options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     if is_low_bit:
-        return AdamW8bit(groups, eight_bit=config.name == "adamw8bit", seed=seed, **options)
+        return AdamW8bit(groups, eight_bit=config.name == "adamw8bit", seed=seed, offset_of=offset_of, **options)
     optimizer: torch.optim.Optimizer
     if config.name == "sgd":
         optimizer = (FlatSGD if flat else torch.optim.SGD)(groups, lr=config.lr, momentum=config.beta1)

@@ -16,6 +16,7 @@ from flatout.environment import STORE_SOCKET, environment, master, whole_number
 from flatout.errors import PeerLostError, ResourceError, first_line
 from flatout.io.bounded_wait import BoundedWait
 from flatout.parallel.rank import Rank
+from flatout.parallel.shards import local_part
 
 # PeerWatch finds lost and stuck ranks; this timeout must outlast whatever one rank does alone, such as a slow save
 TIMEOUT = timedelta(hours=12)
@@ -100,7 +101,7 @@ def share_weights(model: nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             # gloo does not support float8
-            data = tensor.detach()
+            data = local_part(tensor)
             dist.broadcast(data.view(torch.uint8) if data.itemsize == 1 else data, src=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ def local_part(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, sharing its memory; a plain tensor is returned whole."""
     whole: Any = tensor.detach()
     part: Tensor = whole.to_local() if is_sharded(whole) else whole
-    return part
+    # torchao wraps weights that are gathered in fp8; an alias of one is a plain tensor
+    return part if type(part) is Tensor else torch.ops.aten.alias(part)
 
 
 def local_shard_of(tensor: Tensor) -> LocalShard:
@@ -55,7 +57,14 @@ def local_shard_of(tensor: Tensor) -> LocalShard:
         # as in torch.chunk, all shards but the last ones have the same length
         longest = -(-shape[placement.dim] // tensor.device_mesh.size(axis))
         offset[placement.dim] = min(coordinate[axis] * longest, shape[placement.dim])
-    return LocalShard(tensor.to_local(), tuple(offset), shape, is_copy)
+    return LocalShard(local_part(tensor), tuple(offset), shape, is_copy)
+
+
+def flat_offset_of(tensor: Tensor) -> int:
+    """Return the index of this rank's first element in the flat global tensor, sharded along its first dimension."""
+    shard = local_shard_of(tensor)
+    assert shard.local.shape[1:] == shard.shape[1:], f"{shard.shape} is not sharded along its first dimension only"
+    return shard.offset[0] * math.prod(shard.shape[1:]) if shard.shape else 0
 
 
 def global_tensors(

@@ -18,7 +18,7 @@ from flatout.data.tokenizer import new_token_ids
 from flatout.environment import ask_for_deterministic_cublas, keep_compiled_kernels
 from flatout.errors import PackingError
 from flatout.models.attention import prepare as prepare_attention
-from flatout.models.bases.fp8_training import convert_to_float8
+from flatout.models.bases.fp8_training import compute_scales_after_updates, convert_to_float8
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import CompileOutcome, compile_layers, import_compiler
 from flatout.models.compile.recompute import apply_recompute, compiling_with
@@ -37,7 +37,7 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
-from flatout.parallel.shards import is_sharded, local_shard_of
+from flatout.parallel.shards import flat_offset_of, is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, connect
 from flatout.planner.memory.estimate import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
@@ -193,6 +193,10 @@ def load_trainable(
         # adapters take the base's dtype
         loaded.model.to(dtype)
     make_trainable(loaded, config, reporter, token_ids)
+    if config.full.compute != "model":
+        shards = planned.parallel_layout.lockstep
+        line = convert_to_float8(loaded.model, config.full.compute, compile_mode=config.compile, shards=shards)
+        reporter.stage("fp8", line)
     if waits:
         loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype))
         with loaded.present():
@@ -225,7 +229,7 @@ def weights_wait_in_files(config: Config, planned: PlannedRun, device: torch.dev
 
 
 def make_trainable(loaded: LoadedModel, config: Config, reporter: Reporter, token_ids: Sequence[int]) -> None:
-    """Add LoRA adapters, or freeze parameters and set up fp8 for full fine-tuning.
+    """Add LoRA adapters, or freeze parameters for full fine-tuning.
 
     LoRA also trains the rows of `token_ids`, new tokens. Parameters that text-only inputs do not use are frozen, too.
     """
@@ -245,8 +249,6 @@ def make_trainable(loaded: LoadedModel, config: Config, reporter: Reporter, toke
         reporter.stage("freeze", freeze(model, config.freeze))
     if unreached := freeze_unreached(model):
         reporter.stage("freeze", unreached)
-    if config.method == "full" and config.full.compute == "fp8":
-        reporter.stage("fp8", convert_to_float8(model, compile_mode=config.compile))
 
 
 def fuse_adapters(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:
@@ -291,9 +293,13 @@ def shard_state(
             reporter.stage("model", "each rank read its shard of the weights")
         flat = config.method == "lora" and not layout.lockstep
         named, layer_norms = trainable_parameters(loaded.model), layer_norm_parameters(loaded.model)
-        return make_optimizer(named, config.optim, layer_norms=layer_norms, seed=config.seed, flat=flat)
+        return make_optimizer(
+            named, config.optim, layer_norms=layer_norms, seed=config.seed, flat=flat, offset_of=flat_offset_of
+        )
 
     wrapped, optimizer = strategy.prepare(loss, decoder_layers(loaded.model), optimizer_of_shards)
+    if config.full.compute == "fp8" and layout.lockstep and not layout.offload:
+        compute_scales_after_updates(loaded.model, optimizer)
     line = f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}"
     if layout.lockstep and config.base.storage != "model":
         in_shards = f"in {layout.num_shards} shards, gathered layer by layer"

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from strategies import reference, run_cases
+from strategies import reference, run_cases, spawn
 
 SHARDED = ("zero1", "zero2", "zero3")
 
@@ -77,6 +77,15 @@ def add_quantized(cases: Cases, random: dict[str, str]) -> None:
         cases.add(f"{storage} fp32 zero3 random", 2, again)
 
 
+def add_low_bit(cases: Cases, strategy: str, weights: str) -> None:
+    """8-bit moments, and weights in bf16 alone: another order of a sum may move a code, and a gradient's last bit."""
+    sections: dict[str, Any] = {"full": {"weights": weights}, "optim": {"name": "adamw8bit"}}
+    if strategy == "hsdp":
+        sections["sharding"] = {"replicas": 2}
+    given = values(cases.tiny, "full", weights, strategy=strategy, **sections)
+    cases.add(f"8-bit moments, {weights} weights {strategy}", 4, given)
+
+
 def add_proved(cases: Cases) -> None:
     for method in ("lora", "full"):
         for strategy in ("ddp", *SHARDED):
@@ -128,6 +137,8 @@ def two_ranks(tiny: Any, untied: str, tmp_path_factory: pytest.TempPathFactory) 
             cases.add(f"bf16 sums {method} {strategy}", 1, sent)
     add_proved(cases)
     add_quantized(cases, random)
+    add_low_bit(cases, "zero1", "fp32")
+    add_low_bit(cases, "zero3", "bf16")
     return run_cases(cases.cases, cases.folder, 2, 200)
 
 
@@ -142,6 +153,7 @@ def four_ranks(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         cases.add(f"fp64 {method} {strategy} masked", 1, given, kind="masked")
     quantized = {"base": {"storage": "nf4"}, "sharding": {"replicas": 2, "offload": True}}
     cases.add("nf4 fp32 hsdp offload", 2, values(tiny, "lora", "fp32", strategy="hsdp", **quantized))
+    add_low_bit(cases, "hsdp", "bf16")
     return run_cases(cases.cases, cases.folder, 4, 200)
 
 
@@ -191,13 +203,30 @@ def check_sums_in_bf16(two_ranks: dict[str, dict[str, Any]]) -> None:
     assert all(entry["grads"] > 1e-6 for name, entry in two_ranks.items() if name.startswith("bf16 sums"))
 
 
+def check_low_bit(report: dict[str, dict[str, Any]], *weights: str) -> None:
+    limits = {
+        "fp32": {"loss": 1e-6, "norm": 1e-5, "grads": 1e-6, "weights": 1e-4, "eval": 1e-5},
+        # steps of bf16 are 2^-8 wide
+        "bf16": {"loss": 1e-3, "norm": 2e-2, "grads": 5e-2, "weights": 4e-3, "eval": 1e-3},
+    }
+    for each in weights:
+        assert_close(report, f"8-bit moments, {each}", limits[each])
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_shards_are_updated_to_the_same_bits(tmp_path: Path, num_ranks: int) -> None:
+    spawn(Path(__file__).with_name("low_bit_ranks.py"), {"folder": str(tmp_path)}, tmp_path, num_ranks, 100)
+
+
 def test_two_ranks_equal_one(two_ranks: dict[str, dict[str, Any]]) -> None:
     # one test: several would each run all cases, in the workers that share the suite
     for check in (check_fp64, check_fp32, check_quantized_bases, check_sums_in_bf16):
         check(two_ranks)
+    check_low_bit(two_ranks, "fp32", "bf16")
 
 
 def test_four_ranks_equal_one(four_ranks: dict[str, dict[str, Any]]) -> None:
     assert_close(four_ranks, "fp64", EXACT)
     assert_close(four_ranks, "nf4", {"loss": 1e-6, "norm": 1e-6, "grads": 1e-6, "weights": 1e-4})
+    check_low_bit(four_ranks, "bf16")
     assert four_ranks["nf4 fp32 hsdp offload"]["held"] == 0.5

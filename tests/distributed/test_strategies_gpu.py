@@ -1,5 +1,8 @@
 """Every strategy over 2 and 4 GPUs (NCCL) equals one GPU: `pytest -m gpu tests/distributed/test_strategies_gpu.py`."""
 
+import importlib.util
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,22 @@ def run_near_one(cases: Cases, num_ranks: int) -> dict[str, dict[str, Any]]:
     for precision, limits in LIMITS.items():
         assert_close(report, precision, limits)
     return report
+
+
+def add_fp8(cases: Cases, folder: Path) -> None:
+    """fp8 products in the two inner layers of four, compiled, beside one GPU with the same ones."""
+    if importlib.util.find_spec("torchao") is None or torch.cuda.get_device_capability() < (8, 9):
+        return
+    shutil.copytree(cases.tiny.model_dir, folder / "deeper")
+    shape = json.loads((folder / "deeper" / "config.json").read_text())
+    shape |= {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+    (folder / "deeper" / "config.json").write_text(json.dumps(shape))
+    model = {"name": str(folder / "deeper"), "init": "random"}
+    for compute, scales in (("fp8", "tensor"), ("fp8_rowwise", "row")):
+        for strategy, optimizer in (("zero1", "adamw"), ("fsdp", "adamw"), ("fsdp", "adamw8bit")):
+            sections = {"model": model, "full": {"compute": compute}, "optim": {"name": optimizer}, "device": "cuda"}
+            given = values(cases.tiny, "full", "bf16", strategy=strategy, **sections)
+            cases.add(f"{scales} scales {strategy} {optimizer}", 4, given)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -65,5 +84,9 @@ def test_gpus_equal_one(tiny: Any, tmp_path: Path, num_ranks: int) -> None:
         four_bit = {"base": {"storage": "nf4"}, "device": "cuda", "compile": compile_mode}
         given = values(tiny, "lora", "bf16", strategy="zero3", **four_bit)
         cases.add(f"bf16 lora zero3 nf4 compile {compile_mode}", 4, given, like={**given, "compile": "off"})
+    add_fp8(cases, tmp_path)
     report = run_near_one(cases, num_ranks)
+    # rows have the same scales in any micro-batch; a tensor's scale follows the samples beside
+    assert_close(report, "row scales", LIMITS["bf16"])
+    assert_close(report, "tensor scales", {"loss": 1e-2, "norm": 1e-1, "eval": 1e-2})
     assert report["bf16 lora zero3 nf4 compile auto"]["held"] == pytest.approx(1 / num_ranks, rel=0.1)

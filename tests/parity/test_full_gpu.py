@@ -102,9 +102,9 @@ def test_flat_adapters_take_the_steps_of_separate_ones(name: str) -> None:
         torch.testing.assert_close(flat[key], separate[key], rtol=1e-6, atol=1e-7)
 
 
-def load(folder: Path, **full: Any) -> Any:
+def load(folder: Path, num_layers: int = 2, **full: Any) -> Any:
     if not (folder / "config.json").exists():
-        save_tiny_model(folder, "qwen3", **SHAPE)
+        save_tiny_model(folder, "qwen3", num_hidden_layers=num_layers, **SHAPE)
     model = ModelConfig(name=str(folder), precision="bf16")
     return load_model(model, method="full", device=CUDA, seed=0, full=FullConfig.model_validate(full))
 
@@ -164,15 +164,16 @@ def test_updates_in_backward_through_compiled_layers(tmp_path: Path, weights: st
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
-def test_fp8_products_learn_as_bf16_ones_do(tmp_path: Path, weights: str) -> None:
+@pytest.mark.parametrize(("compute", "scale"), [("fp8", "tensor"), ("fp8_rowwise", "row")])
+def test_fp8_products_learn_as_bf16_ones_do(tmp_path: Path, weights: str, compute: Any, scale: str) -> None:
     pytest.importorskip("torchao", reason="needs the gpu extra")
     torch._dynamo.reset()
     curves, gradients = [], []
-    for compute in ("model", "fp8"):
-        loaded = load(tmp_path, weights=weights, compute=compute)
-        if compute == "fp8":
-            line = convert_to_float8(loaded.model, compile_mode="auto")
-            assert line == "14 linear layers compute in fp8, one scale per tensor"
+    for each in ("model", compute):
+        loaded = load(tmp_path, 4, weights=weights, compute=each)
+        if each != "model":
+            line = convert_to_float8(loaded.model, compute, compile_mode="auto", shards=False)
+            assert line.startswith(f"14 linear layers compute in fp8, one scale per {scale}; 14 do not")
         assert compile_layers(loaded, "auto", num_boundaries=padded_num_boundaries(100), fp8=True).is_complete
         named = dict(loaded.model.named_parameters())
         grads = torch.autograd.grad(loss_of(loaded, batches(1)[0]), list(named.values()))
@@ -180,7 +181,7 @@ def test_fp8_products_learn_as_bf16_ones_do(tmp_path: Path, weights: str) -> Non
         curves.append(losses(loaded, make_optimizer(named, OptimConfig(lr=1e-3), seed=1), 40))
     cosine = torch.nn.functional.cosine_similarity(gradients[0], gradients[1], dim=0).item()
     worst = ((curves[1] - curves[0]).abs().max() / curves[0][0]).item()
-    print(f"fp8 beside bf16, weights {weights}: gradient cosine {cosine:.4f}, worst loss difference {worst:.2%}")
+    print(f"{compute} beside bf16, weights {weights}: gradient cosine {cosine:.4f}, worst loss difference {worst:.2%}")
     # torchao's emulation gives 0.982 on the CPU for this model, which is small and far from trained
     assert cosine > 0.97
     assert worst < 0.05

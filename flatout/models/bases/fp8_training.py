@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -11,45 +12,83 @@ from flatout.errors import ResourceError, UsageError
 from flatout.kernels.fp8 import MULTIPLE, has_fp8
 from flatout.models.blocks import decoder_layers
 
+# names of the linear layers that choose experts
+_ROUTERS = ("gate", "router")
 
-def convert_to_float8(model: PreTrainedModel, *, compile_mode: Literal["auto", "off"]) -> str:
-    """Replace the decoder's linear layers by torchao's Float8Linear; return a line for the console.
 
-    All three products are in fp8 (e4m3; output gradients e5m2) with one scale per tensor, computed each time
-    (arXiv:2209.05433): the fastest recipe on H100-class GPUs. Weights keep their dtype and identity. The head, and
-    layers whose widths are not multiples of 16, are not replaced. Call it before compiling the layers: uncompiled, the
-    casts cost more than fp8 gains. Raises UsageError without torchao, with compile off or if no layer fits,
-    ResourceError on a GPU without fp8.
+def convert_to_float8(
+    model: PreTrainedModel,
+    compute: Literal["fp8", "fp8_rowwise"],
+    *,
+    compile_mode: Literal["auto", "off"],
+    shards: bool,
+) -> str:
+    """Replace the layers that `fitting_linears` returns by torchao's Float8Linear; return a line for the console.
+
+    All three products are in fp8 (arXiv:2209.05433), with scales computed each time. fp8 has one per tensor (e4m3;
+    output gradients e5m2): the fastest on H100-class GPUs, and if the run `shards` state, weights are gathered in fp8.
+    fp8_rowwise has one per row (e4m3, powers of 2): less rounding, and weights are gathered in the compute dtype.
+    Weights keep their dtype. Call it before compiling the layers: uncompiled, the casts cost more than fp8 gains.
+    Raises UsageError without torchao, with compile off or if no layer fits, ResourceError on a GPU without fp8.
     """
     if compile_mode == "off":
         raise UsageError(
-            "full.compute: fp8 gains nothing without compilation; got compile: off, use auto or full.compute: model"
+            f"full.compute: {compute} gains nothing without compilation; got compile: off, use auto or "
+            "full.compute: model"
         )
-    if model.device.type != "cuda" or not has_fp8(model.device):
+    if not has_fp8(model.device):
         raise ResourceError(
-            "full.compute: fp8 needs a CUDA GPU of compute capability 8.9 or newer; use full.compute: model"
+            f"full.compute: {compute} needs a CUDA GPU of compute capability 8.9 or newer; use full.compute: model"
         )
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
-        raise UsageError("full.compute: fp8 needs torchao; install flatout[gpu] or use full.compute: model") from error
+        raise UsageError(
+            f"full.compute: {compute} needs torchao; install flatout[gpu] or use full.compute: model"
+        ) from error
     fitting, num_others = fitting_linears(model)
     if not fitting:
         raise UsageError(
-            f"full.compute: fp8 needs linear layers with widths in multiples of {MULTIPLE}; this model has none, "
-            "use full.compute: model"
+            f"full.compute: {compute} needs linear layers with widths in multiples of {MULTIPLE} between the first and "
+            "the last decoder layer; this model has none, use full.compute: model"
         )
+    is_rowwise = compute == "fp8_rowwise"
+    # torchao gathers only weights with one scale in fp8
+    tensorwise = Float8LinearConfig(enable_fsdp_float8_all_gather=shards)
     convert_to_float8_training(
         model,
         module_filter_fn=lambda module, name: module in fitting,
-        config=Float8LinearConfig.from_recipe_name("tensorwise"),
+        config=Float8LinearConfig.from_recipe_name("rowwise") if is_rowwise else tensorwise,
     )
-    left = f"; {num_others} of other widths do not" if num_others else ""
-    return f"{len(fitting)} linear layers compute in fp8, one scale per tensor{left}"
+    gathered = ", gathered in fp8" if shards and not is_rowwise else ""
+    return (
+        f"{len(fitting)} linear layers compute in fp8, one scale per {'row' if is_rowwise else 'tensor'}{gathered}; "
+        f"{num_others} do not (the first and last decoder layer, routers, other widths)"
+    )
+
+
+def compute_scales_after_updates(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Compute the scales of all weights that FSDP2 gathers in fp8 by one reduction, after each update."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
 
 
 def fitting_linears(model: PreTrainedModel) -> tuple[set[nn.Linear], int]:
-    """Return the decoder's plain linear layers with valid sizes for fp8 products, and the number of others."""
-    linears = [m for layer in decoder_layers(model) for m in layer.modules() if type(m) is nn.Linear]
-    fitting = {m for m in linears if m.in_features % MULTIPLE == 0 and m.out_features % MULTIPLE == 0}
+    """Return the linear layers that compute in fp8, and the number of the decoder's others.
+
+    They are the decoder's plain ones with valid sizes, except routers and all in the first and the last layer, which
+    are the most sensitive to rounding. The head is not in a decoder layer.
+    """
+    first, *inner, last = decoder_layers(model) if len(decoder_layers(model)) > 1 else (nn.Module(), nn.Module())
+    named = [(path, module) for layer in (first, *inner, last) for path, module in layer.named_modules()]
+    linears = {module: path for path, module in named if type(module) is nn.Linear}
+    outer = {module for layer in (first, last) for module in layer.modules()}
+    fitting = {
+        linear
+        for linear, path in linears.items()
+        if linear not in outer
+        and path.rpartition(".")[2] not in _ROUTERS
+        and linear.in_features % MULTIPLE == linear.out_features % MULTIPLE == 0
+    }
     return fitting, len(linears) - len(fitting)

@@ -100,7 +100,7 @@ class MemoryModel:
         adapter      m + e per adapter parameter
         gradients    as wide as the trained weights; with full.update backward, of one tensor only. In full fine-tuning
                      they replace activations, so in a step of one micro-batch only the larger of the two counts
-        optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes per trained parameter
+        optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes per trained parameter (LoRA: as adamw)
         activations  none: L fat per token; selective: without the norms' outputs and the MLP's product; budget: the
                      inputs L D s and 0.47 of the rest; full: L D s; offload: 3 D s;
                      and always 10 D per token around the last norm
@@ -177,7 +177,9 @@ class MemoryModel:
             # the embedding is kept on the host, unless it is tied and so also the head, or scaled (Gemma's, also tied)
             weights -= embedding * width.compute
         moment = max(4, width.compute)
-        optimizer = {"adamw": 2.0 * moment, "adamw8bit": ADAM_8BIT_BYTES, "sgd": moment}[self.config.optim.name]
+        # rows of B are shorter than a block of 8-bit moments
+        lean = 2.0 * moment if is_lora else ADAM_8BIT_BYTES
+        optimizer = {"adamw": 2.0 * moment, "adamw8bit": lean, "sgd": moment}[self.config.optim.name]
         whole = MemoryEstimate(
             weights_bytes=weights,
             adapter_bytes=num_adapter * (width.trained + width.copies),

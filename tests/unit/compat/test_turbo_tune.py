@@ -137,7 +137,6 @@ def test_a_packed_row_is_as_many_samples_as_fill_it(settings_of: Any, capsys: py
         ("--deepspeed_config ds.json --fsdp full_shard", "sets strategy to"),
         ("--deepspeed_config missing.json", "missing.json"),
         ("--deepspeed_config ds.json --use_fp8", "full.compute: fp8"),
-        ("--fsdp full_shard --use_fp8", "full.compute: fp8"),
         ("--fsdp tensor_shard", "fsdp: tensor_shard is not supported"),
     ],
 )

@@ -3,6 +3,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from flatout.errors import ResourceError, UsageError
+from flatout.models.bases import fp8_training
 from flatout.models.bases.fp8_training import convert_to_float8, fitting_linears
 
 SHAPE = {
@@ -12,17 +13,37 @@ SHAPE = {
 
 
 def test_linears_of_other_widths_and_the_head_stay() -> None:
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE, intermediate_size=40))
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**{**SHAPE, "num_hidden_layers": 5}, intermediate_size=40))
     fitting, num_others = fitting_linears(model)
-    assert num_others == 2 * 3
-    assert len(fitting) == 2 * 4
+    first, *inner, last = model.model.layers
+    assert num_others == 3 * 3 + 2 * 7
+    assert fitting == {getattr(layer.self_attn, f"{name}_proj") for layer in inner for name in ("q", "k", "v", "o")}
     assert model.get_output_embeddings() not in fitting
-    assert {type(module) for module in fitting} == {nn.Linear}
+
+
+def test_routers_stay() -> None:
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**{**SHAPE, "num_hidden_layers": 3}, intermediate_size=48))
+    before = len(fitting_linears(model)[0])
+    model.model.layers[1].mlp.gate = nn.Linear(32, 16)
+    fitting, _ = fitting_linears(model)
+    assert len(fitting) == before == 7
+    assert model.model.layers[1].mlp.gate not in fitting
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_no_layer_between_the_first_and_the_last_is_refused(monkeypatch: pytest.MonkeyPatch, num_layers: int) -> None:
+    pytest.importorskip("torchao", reason="needs the gpu extra")
+    model = AutoModelForCausalLM.from_config(
+        Qwen3Config(**{**SHAPE, "num_hidden_layers": num_layers}, intermediate_size=48)
+    )
+    monkeypatch.setattr(fp8_training, "has_fp8", lambda device: True)
+    with pytest.raises(UsageError, match="between the first and the last decoder layer; this model has none"):
+        convert_to_float8(model, "fp8", compile_mode="auto", shards=False)
 
 
 def test_refusals_name_the_way_out() -> None:
     model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE, intermediate_size=48))
     with pytest.raises(UsageError, match="got compile: off"):
-        convert_to_float8(model, compile_mode="off")
+        convert_to_float8(model, "fp8", compile_mode="off", shards=False)
     with pytest.raises(ResourceError, match=r"capability 8\.9 or newer; use full\.compute: model"):
-        convert_to_float8(model, compile_mode="auto")
+        convert_to_float8(model, "fp8", compile_mode="auto", shards=False)

@@ -20,7 +20,7 @@ from flatout.optim.adamw_8bit import (
 from flatout.optim.build import make_optimizer
 from flatout.optim.update import clear_found_inf, set_found_inf
 
-SHAPES = {"layer.weight": (96, 128), "odd.weight": (33, 129), "norm.weight": (7,)}
+SHAPES = {"layer.weight": (96, 128), "odd.weight": (131, 33), "norm.weight": (7,)}
 CPU = torch.device("cpu")
 
 

@@ -191,6 +191,8 @@ def test_precisions_methods_and_optimizers():
     lean = estimate(method="full", full={"weights": "bf16"}, optim={"name": "adamw8bit"})
     assert (lean.weights_bytes, lean.gradients_bytes) == (2 * count, 2 * count)
     assert lean.optimizer_bytes == pytest.approx(2.03 * count, rel=1e-6)
+    shape_of_b = estimate(optim={"name": "adamw8bit"})
+    assert shape_of_b.optimizer_bytes == estimate().optimizer_bytes, "rows of 16 values have fp32 moments"
     one = estimate(method="full", full={"update": "backward"}, optim={"max_grad_norm": None})
     assert one.gradients_bytes == 4 * 151936 * 4096
     assert estimate(method="full", precision="fp64").weights_bytes == 8 * count

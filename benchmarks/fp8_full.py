@@ -1,0 +1,110 @@
+"""Full fine-tuning in fp8 beside bf16: tokens a second, and the loss of the same steps, on one GPU or several.
+
+One JSON line a mode, then one that compares them:
+
+    python benchmarks/fp8_full.py --shape qwen3-1.7b
+    python benchmarks/fp8_full.py --shape qwen3-8b --gpus 4 strategy=fsdp
+    python benchmarks/fp8_full.py --shape tiny --steps 8 --modes bf16       # on a CPU
+
+Samples have chat-like lengths, 32 a step, and are made of 256 phrases, so that random weights learn something. Weights
+are fp32 masters. Each mode runs in fresh processes through the real plan, set-up and loop; the first 3 steps are left out
+of the rate. `worst_difference` is that of means over 10 steps, relative to bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench.rows import SAMPLES_PER_STEP
+from bench.shapes import SHAPES, shape_config
+from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
+
+from flatout.bench.inputs import MIN_ID, Samples, chat_samples
+from flatout.parallel.rank import Rank
+
+MODES = {"bf16": [], "fp8": ["full.compute=fp8"], "fp8_rowwise": ["full.compute=fp8_rowwise"]}
+NUM_PHRASES, PHRASE_LENGTH = 256, 16
+MEAN_OVER = 10
+
+
+def phrases(num_steps: int, samples_per_step: int) -> Samples:
+    """Samples of chat-like lengths whose ids are phrases in random order."""
+    ids, loss_mask, lengths = chat_samples(num_steps * samples_per_step // SAMPLES_PER_STEP, 1000)
+    random = np.random.default_rng(0)
+    known = random.integers(MIN_ID, 1000, (NUM_PHRASES, PHRASE_LENGTH), dtype=np.int32)
+    drawn = random.integers(NUM_PHRASES, size=len(ids) // PHRASE_LENGTH + 1)
+    return known[drawn].reshape(-1)[: len(ids)], loss_mask, lengths
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any] | None:
+    """This process's part of the run; the figures on the first rank."""
+    launched_s, found = time.time(), {}
+    overrides = ["method=full", "model.init=random", "optim.lr=3e-4", "schedule.warmup_steps=20"]
+
+    def after(run: Any, _: Any) -> None:
+        found["peak_gib"] = on_each_rank(run, gib("max_memory_allocated"))
+
+    overrides += [*MODES[args.mode], *args.overrides]
+    taken = take_steps(args.out / args.mode, overrides, args.steps, args.samples, after=after)
+    if not Rank.from_env().is_first:
+        return None
+    return {"shape": args.shape, "mode": args.mode, "overrides": overrides, **found, **taken.summary(launched_s)}
+
+
+def compare(measured: list[dict[str, Any]]) -> dict[str, Any]:
+    """Speed and losses of each mode beside the first."""
+    first, *others = measured
+
+    def means(losses: list[float]) -> list[float]:
+        return [statistics.fmean(losses[at : at + MEAN_OVER]) for at in range(0, len(losses), MEAN_OVER)]
+
+    true = means(first["losses"])
+    return {
+        other["mode"]: {
+            "speed": round(other["tokens_per_s"] / first["tokens_per_s"], 3),
+            "worst_difference": round(
+                max(abs(mine - loss) / loss for mine, loss in zip(means(other["losses"]), true, strict=True)), 5
+            ),
+            "last_losses": [round(true[-1], 4), round(means(other["losses"])[-1], 4)],
+        }
+        for other in others
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[name for name in SHAPES if name == "tiny" or "qwen3-" in name])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=SAMPLES_PER_STEP, help="samples a step, over all GPUs")
+    parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("/tmp/fp8_full"))
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_intermixed_args()
+    if args.part:
+        if (found := measure(args)) is not None:
+            (args.out / f"{args.mode}.json").write_text(json.dumps(found))
+            print(json.dumps(found), flush=True)
+        return
+    if args.mode:
+        samples = phrases(args.steps, args.samples)
+        prepare(args.out / args.mode, shape_config(args.shape), args.steps, args.samples, samples)
+        spread_over(args.gpus)
+    for mode in args.modes:
+        # a fresh process each, so that neither memory nor compiled code is shared
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--mode", mode], check=True)
+    print(json.dumps(compare([json.loads((args.out / f"{mode}.json").read_text()) for mode in args.modes])))
+
+
+if __name__ == "__main__":
+    main()
