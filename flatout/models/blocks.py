@@ -68,6 +68,13 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(decoder.get_submodule(name).children())
 
 
+def towers(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the parameters that text never uses, such as a vision tower's, by name. Raises like `layer_list`."""
+    head = model.get_output_embeddings()
+    used = {*text_decoder(model).parameters(), *(head.parameters() if head is not None else ())}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter not in used}
+
+
 def hidden_states(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     """Return a packed batch's last hidden states (T, D), each document on its own; `model` is from load_model."""
     token_ids = batch.token_ids[None]

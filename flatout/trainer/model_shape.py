@@ -13,13 +13,14 @@ from transformers.pytorch_utils import Conv1D
 
 from flatout.errors import UsageError, reason_of
 from flatout.models.bases.frozen_linear import is_plain_linear
-from flatout.models.blocks import expert_tensors, layer_configs, layer_list
+from flatout.models.blocks import expert_tensors, layer_configs, layer_list, towers
 from flatout.models.experts.block import experts_modules
-from flatout.models.load.auto_class import towers
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import read_model_config
 from flatout.planner.shape import LayerShape, Linear, ModelShape
 
+# layer kinds with a window
+_WINDOWED = re.compile("sliding|chunked")
 # class names of recurrent mixers, which save more than their projections for the backward pass
 _RECURRENT = re.compile("Mixer$|DeltaNet|DeltaAttention|Lightning|LinearAttention|RecurrentBlock|RwkvSelf|xLSTMLayer")
 # elements saved per projected element, and per element of the state (channels x state size, or heads x chunk), by
@@ -80,7 +81,7 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
         first = next(iter(attention.values()), None)
         sizes = _Heads(0, 0, 0, 0) if first is None else _head_sizes(configs[index], first, index, hidden_size)
         heads.append((sizes.num_heads, sizes.head_dim))
-        has_window = bool(attention and window and kinds[index] != "full_attention")
+        has_window = bool(attention and window and (kinds[index] is None or _WINDOWED.search(kinds[index])))
         shapes.append(_layer_shape(layer, hidden_size, experts_per_token, sizes, attention, has_window))
     return ModelShape(
         model_type=text.model_type,

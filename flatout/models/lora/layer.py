@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
 from flatout.models.bases.frozen_linear import FrozenLinear, is_plain_linear, num_weights
-from flatout.models.blocks import replace_module
+from flatout.models.blocks import replace_module, towers
 
 
 class LoraLinear(nn.Module):
@@ -179,9 +179,7 @@ def freeze_unreached(model: PreTrainedModel) -> str | None:
     They would get no gradient, only weight decay. Returns None if there are none. Raises UsageError if nothing is left
     to train.
     """
-    parts = [part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None]
-    reached = {parameter for part in parts for parameter in part.parameters()}
-    unreached = {name: p for name, p in trainable_parameters(model).items() if p not in reached}
+    unreached = {name: parameter for name, parameter in towers(model).items() if parameter.requires_grad}
     if not unreached:
         return None
     for parameter in unreached.values():
@@ -196,7 +194,9 @@ def freeze_unreached(model: PreTrainedModel) -> str | None:
 
 def _targets(model: PreTrainedModel, wanted: str | list[str]) -> dict[str, FrozenLinear]:
     head = model.get_output_embeddings()
-    linears = {name: module for name, module in model.named_modules() if is_plain_linear(module)}
+    unread = towers(model)
+    found_linears = {name: module for name, module in model.named_modules() if is_plain_linear(module)}
+    linears = {name: module for name, module in found_linears.items() if f"{name}.weight" not in unread}
     if wanted == "all-linear":
         chosen = {name: module for name, module in linears.items() if module is not head}
         if not chosen:
