@@ -10,9 +10,11 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,6 +144,27 @@ def _work(chunk: Chunk, options: TokenizeOptions) -> TokenizedChunk:
     return tokenize_chunk(chunk, _own_tokenizer(options))
 
 
+@contextmanager
+def _holding_ctrl_c() -> Iterator[None]:
+    """Handle Ctrl-C after the block, so that it does not interrupt the start of a process.
+
+    Processes that are started here inherit the mask; their parent ends them. The mask does not cover signals that other
+    threads receive, which Python handles in the main thread.
+    """
+    held: list[tuple[Any, ...]] = []
+    in_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda *signalled: held.append(signalled)) if in_main else None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if in_main:
+            signal.signal(signal.SIGINT, handler)
+        if held and callable(handler):
+            handler(*held[0])
+
+
 def _in_processes(
     chunks: Iterator[Chunk], options: TokenizeOptions, num_procs: int
 ) -> Iterator[tuple[Chunk, TokenizedChunk]]:
@@ -152,12 +175,8 @@ def _in_processes(
     chunk: Chunk | None = None
     try:
         for chunk in chunks:
-            # Ctrl-C also reaches the processes that submit starts: they inherit the block, and the parent ends them
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
+            with _holding_ctrl_c():
                 waiting.append((chunk, pool.submit(_work, chunk, options)))
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             if len(waiting) >= num_procs * _CHUNKS_AHEAD:
                 yield waiting[0][0], waiting[0][1].result()
                 waiting.popleft()

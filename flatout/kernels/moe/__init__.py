@@ -1,20 +1,26 @@
 """Products of routed tokens with experts' weights, without host synchronization where the device allows it.
 
-reference.py defines every operation and runs everywhere; torch's grouped product is its equivalent on CUDA in bf16.
-The operations are opaque to torch.compile, not differentiable, and traceable after `register_ops`.
+reference.py defines every operation and runs everywhere. triton.py is its equivalent on CUDA in 16 bits; where it does
+not fit, torch's grouped product is. The operations are opaque to torch.compile, not differentiable, and traceable after
+`register_ops`.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from flatout.kernels.moe import reference
-from flatout.kernels.moe.reference import Routing, route
+from flatout.kernels.moe.reference import Routing as Routing
 
-__all__ = ["Routing", "combine", "grouped_linear", "grouped_linear_dx", "grouped_outer", "register_ops", "route"]
+
+def route(top_k_index: Tensor, num_experts: int) -> Routing:
+    """Sort the slots of `top_k_index` (T, k) by expert; see `reference.route`."""
+    routing = reference.route(top_k_index, num_experts)
+    return routing._replace(tiles=torch.ops.flatout.moe_tiles(routing.offsets, routing.order.shape[0]))
 
 
 def grouped_linear(
@@ -64,33 +70,77 @@ def combine(y: Tensor, routing: Routing, weights: Tensor) -> Tensor:
     return result
 
 
+def swiglu(rows: Tensor) -> Tensor:
+    """Return silu(gate) * up (S, I) of `rows` (S, 2 I)."""
+    result: Tensor = torch.ops.flatout.moe_swiglu(rows)
+    return result
+
+
+def swiglu_backward(rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the product again, and the gradients of rows and of their weights; see `reference.swiglu_backward`."""
+    hidden, rows_grad, weights_grad = torch.ops.flatout.moe_swiglu_backward(rows, grad, row_weights)
+    return hidden, rows_grad, weights_grad
+
+
 @cache
 def register_ops() -> None:
     """Register torch.ops.flatout.moe_*; call before the first use of this package's operations."""
-    routing = "Tensor order, Tensor offsets, Tensor inverse"
-    linear = torch.library.custom_op(
-        "flatout::moe_linear", _linear, mutates_args=(),
-        schema=f"(Tensor x, Tensor weight, {routing}, bool gather, SymInt? scatter, Tensor? low, Tensor? low_weight)"
-        " -> Tensor",
-    )  # fmt: skip
-    linear.register_fake(_empty_linear)
-    outer = torch.library.custom_op(
-        "flatout::moe_outer", _outer, mutates_args=(),
-        schema=f"(Tensor x, Tensor dy, {routing}, bool gather_x, bool gather_dy) -> Tensor",
-    )  # fmt: skip
-    outer.register_fake(lambda x, dy, order, offsets, *_: x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1]))
-    combined = torch.library.custom_op(
-        "flatout::moe_combine", _combine, mutates_args=(), schema=f"(Tensor y, {routing}, Tensor weights) -> Tensor"
+    routing = "Tensor order, Tensor offsets, Tensor inverse, Tensor tiles"
+    low = "Tensor? low, Tensor? low_weight"
+    for name, schema, run, fake in (
+        ("tiles", "(Tensor offsets, SymInt num_rows) -> Tensor", _tiles, _empty_tiles),
+        (
+            "linear",
+            f"(Tensor x, Tensor weight, {routing}, bool gather, SymInt? scatter, {low}) -> Tensor",
+            _linear,
+            _empty_linear,
+        ),
+        ("outer", f"(Tensor x, Tensor dy, {routing}, bool gather_x, bool gather_dy) -> Tensor", _outer, _empty_outer),
+        ("combine", f"(Tensor y, {routing}, Tensor weights) -> Tensor", _combine, _empty_combine),
+        ("swiglu", "(Tensor rows) -> Tensor", _swiglu, lambda rows: rows.new_empty(rows.shape[0], rows.shape[1] // 2)),
+        (
+            "swiglu_backward",
+            "(Tensor rows, Tensor grad, Tensor row_weights) -> (Tensor, Tensor, Tensor)",
+            _swiglu_backward,
+            _empty_swiglu_backward,
+        ),
+    ):
+        operator = torch.library.custom_op(f"flatout::moe_{name}", run, mutates_args=(), schema=schema)
+        operator.register_fake(fake)
+
+
+def _has_kernels(*sides: Tensor) -> bool:
+    """Whether the Triton kernels take these tensors: 16 bits, on a GPU that has them."""
+    return all(side.is_cuda and side.element_size() == 2 and side.is_floating_point() for side in sides) and (
+        find_spec("triton") is not None
     )
-    combined.register_fake(lambda y, order, offsets, inverse, weights: y.new_empty(weights.shape[0], y.shape[1]))
+
+
+def _tiles(offsets: Tensor, num_rows: int) -> Tensor:
+    if not offsets.is_cuda or find_spec("triton") is None:
+        return _empty_tiles(offsets, num_rows)
+    from flatout.kernels.moe.triton import make_tiles
+
+    return make_tiles(offsets, num_rows)
+
+
+def _empty_tiles(offsets: Tensor, num_rows: int) -> Tensor:
+    # the first tile of each expert and their number, then the most tiles that these rows can have
+    return offsets.new_empty(offsets.shape[0] + num_rows // reference.TILE_ROWS + offsets.shape[0] - 1)
 
 
 def _linear(
-    x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, inverse: Tensor, gather: bool, scatter: int | None,
-    low: Tensor | None, low_weight: Tensor | None,
+    x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, inverse: Tensor, tiles: Tensor, gather: bool,
+    scatter: int | None, low: Tensor | None, low_weight: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    routing = Routing(order, offsets, inverse)
+    routing = Routing(order, offsets, inverse, tiles)
     sides = [side for side in (x, weight, low, low_weight) if side is not None]
+    if _has_kernels(*sides):
+        from flatout.kernels.moe.triton import fits_product, grouped_product
+
+        if fits_product(x, weight):
+            out = grouped_product(x, weight, routing, gather=gather, low=low, low_weight=low_weight)
+            return out if scatter is None else _sum_slots(out, routing, scatter)
     if not reference.fits_grouped_mm(*sides):
         return reference.grouped_linear(
             x, weight, routing, gather=gather, scatter=scatter, low=low, low_weight=low_weight
@@ -98,21 +148,29 @@ def _linear(
     out = reference.grouped_mm(reference.token_rows(x, routing) if gather else x, weight, routing)
     if low is not None and low_weight is not None:
         out += reference.grouped_mm(low, low_weight, routing)
-    return out if scatter is None else reference.sum_slots(out, routing, scatter)
+    return out if scatter is None else _sum_slots(out, routing, scatter)
 
 
 def _empty_linear(
-    x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, inverse: Tensor, gather: bool, scatter: int | None,
-    low: Tensor | None, low_weight: Tensor | None,
+    x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, inverse: Tensor, tiles: Tensor, gather: bool,
+    scatter: int | None, low: Tensor | None, low_weight: Tensor | None,
 ) -> Tensor:  # fmt: skip
     rows = order.shape[0] if scatter is None else order.shape[0] // scatter
     return x.new_empty(rows, weight.shape[1])
 
 
 def _outer(
-    x: Tensor, dy: Tensor, order: Tensor, offsets: Tensor, inverse: Tensor, gather_x: bool, gather_dy: bool
-) -> Tensor:
-    routing = Routing(order, offsets, inverse)
+    x: Tensor, dy: Tensor, order: Tensor, offsets: Tensor, inverse: Tensor, tiles: Tensor, gather_x: bool,
+    gather_dy: bool,
+) -> Tensor:  # fmt: skip
+    routing = Routing(order, offsets, inverse, tiles)
+    if _has_kernels(x, dy):
+        from flatout.kernels.moe.triton import narrow_outer
+
+        if dy.shape[1] <= reference.MAX_NARROW and not gather_dy:
+            return narrow_outer(x, dy, routing, gather=gather_x, transposed=True)
+        if x.shape[1] <= reference.MAX_NARROW and not gather_x:
+            return narrow_outer(dy, x, routing, gather=gather_dy, transposed=False)
     if not reference.fits_grouped_mm(x, dy):
         return reference.grouped_outer(x, dy, routing, gather_x=gather_x, gather_dy=gather_dy)
     x = reference.token_rows(x, routing) if gather_x else x
@@ -120,5 +178,43 @@ def _outer(
     return reference.grouped_mm_outer(x, dy, routing)
 
 
-def _combine(y: Tensor, order: Tensor, offsets: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
-    return reference.combine(y, Routing(order, offsets, inverse), weights)
+def _empty_outer(x: Tensor, dy: Tensor, order: Tensor, offsets: Tensor, *_: object) -> Tensor:
+    return x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
+
+
+def _combine(y: Tensor, order: Tensor, offsets: Tensor, inverse: Tensor, tiles: Tensor, weights: Tensor) -> Tensor:
+    return _sum_slots(y, Routing(order, offsets, inverse, tiles), weights.shape[1], weights)
+
+
+def _empty_combine(y: Tensor, *routing_and_weights: Tensor) -> Tensor:
+    return y.new_empty(routing_and_weights[-1].shape[0], y.shape[1])
+
+
+def _sum_slots(y: Tensor, routing: Routing, k: int, weights: Tensor | None = None) -> Tensor:
+    if not _has_kernels(y):
+        return reference.sum_slots(y, routing, k, weights)
+    from flatout.kernels.moe.triton import sum_slots
+
+    return sum_slots(y, routing, k, weights)
+
+
+def _swiglu(rows: Tensor) -> Tensor:
+    if not _has_kernels(rows):
+        return reference.swiglu(rows)
+    from flatout.kernels.moe.triton import swiglu
+
+    return swiglu(rows)[0]
+
+
+def _swiglu_backward(rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if not _has_kernels(rows, grad):
+        return reference.swiglu_backward(rows, grad, row_weights)
+    from flatout.kernels.moe.triton import swiglu_backward
+
+    hidden, rows_grad, weights_grad = swiglu_backward(rows, grad, row_weights)
+    return hidden, rows_grad, weights_grad
+
+
+def _empty_swiglu_backward(rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return torch.empty_like(grad), torch.empty_like(rows), grad.new_empty(grad.shape[0], dtype=wide)

@@ -11,7 +11,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+# rows of a kernel's tile, which belongs to one expert; the widest narrow side of an outer product in registers
+TILE_ROWS = 128
+MAX_NARROW = 64
 
 
 class Routing(NamedTuple):
@@ -23,16 +28,20 @@ class Routing(NamedTuple):
     """(E + 1,) first sorted row of each expert; the last is the number of rows that have an expert."""
     inverse: Tensor
     """(S,) sorted row of each slot."""
+    tiles: Tensor
+    """Tiles of the sorted rows, see `triton.make_tiles`; empty where no kernel reads them."""
 
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
     """Sort the slots of `top_k_index` (T, k) stably by expert; ids from `num_experts` on are of no expert here."""
-    experts, order = top_k_index.flatten().sort(stable=True)
+    # the narrower the keys, the fewer passes of a radix sort
+    dtype = torch.uint8 if num_experts <= 255 else torch.int32
+    experts, order = top_k_index.flatten().clamp(max=num_experts).to(dtype).sort(stable=True)
     boundaries = torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)
     offsets = torch.searchsorted(experts, boundaries, out_int32=True)
     rows = torch.arange(len(order), device=order.device, dtype=torch.int32)
     inverse = torch.empty_like(rows).scatter_(0, order, rows)
-    return Routing(order.to(torch.int32), offsets, inverse)
+    return Routing(order.to(torch.int32), offsets, inverse, offsets.new_empty(0))
 
 
 def grouped_linear(
@@ -85,6 +94,25 @@ def sum_slots(y: Tensor, routing: Routing, k: int, weights: Tensor | None = None
     slots = y[routing.inverse].to(wide).masked_fill(without_expert(routing)[:, None], 0).view(-1, k, y.shape[1])
     total = slots.sum(1) if weights is None else (slots * weights.to(wide)[:, :, None]).sum(1)
     return total.to(y.dtype)
+
+
+def swiglu(rows: Tensor) -> Tensor:
+    """Return silu(gate) * up (S, I) of `rows` (S, 2 I): the gates, then the ups."""
+    gate, up = rows.to(torch.promote_types(rows.dtype, torch.float32)).chunk(2, -1)
+    return (F.silu(gate) * up).to(rows.dtype)
+
+
+def swiglu_backward(rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `swiglu(rows)` again, the gradient of `rows` (S, 2 I), and that of `row_weights` (S,), in at least fp32.
+
+    `grad` (S, I) is the gradient of the weighted product, before it is multiplied by the weights.
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    gate, up = rows.to(wide).chunk(2, -1)
+    sigmoid = torch.sigmoid(gate)
+    hidden, weighted = gate * sigmoid * up, grad.to(wide) * row_weights.to(wide)[:, None]
+    both = [weighted * up * sigmoid * (1 + gate * (1 - sigmoid)), weighted * gate * sigmoid]
+    return hidden.to(rows.dtype), torch.cat(both, -1).to(rows.dtype), (hidden * grad.to(wide)).sum(1)
 
 
 def without_expert(routing: Routing) -> Tensor:

@@ -33,7 +33,7 @@ def register_experts() -> None:
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model that transformers' experts interface computes, by name."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
+    return {name: module for name, module in model.named_modules() if hasattr(module, "is_transposed")}
 
 
 def prepare_experts(model: PreTrainedModel) -> str | None:
@@ -71,9 +71,10 @@ class ExpertsBlock(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
         down_bias: Tensor | None, up_a: Tensor | None, up_b: Tensor | None, down_a: Tensor | None,
-        down_b: Tensor | None, order: Tensor, offsets: Tensor, inverse: Tensor, gate: Gate,
+        down_b: Tensor | None, order: Tensor, offsets: Tensor, inverse: Tensor, tiles: Tensor,
+        gate: Gate,
     ) -> Tensor:  # fmt: skip
-        routing = Routing(order, offsets, inverse)
+        routing = Routing(order, offsets, inverse, tiles)
         low_x = None if up_a is None else grouped_linear(x, up_a, routing, gather=True)
         rows = grouped_linear(x, up, routing, gather=True, low=low_x, low_weight=up_b)
         if up_bias is not None:
@@ -100,9 +101,9 @@ class ExpertsBlock(torch.autograd.Function):
         # the second product; out_grad is not multiplied by the weights yet
         low = None if down_b is None else grouped_linear_dx(out_grad, down_b, routing, gather=True)
         hidden_grad = grouped_linear_dx(out_grad, down, routing, gather=True, low=low, low_weight=down_a)
-        hidden = ctx.gate(rows)
+        hidden, rows_grad, by_row = ctx.gate.weighted_backward(rows, hidden_grad, row_weights[:, 0])
         if wanted[1]:
-            found[1] = _weights_grad(weights, routing, hidden, hidden_grad, out_grad, down_bias)
+            found[1] = _weights_grad(weights, routing, by_row, out_grad, down_bias)
         if wanted[3]:
             found[3] = grouped_outer(hidden * row_weights, out_grad, routing, gather_dy=True)
         if wanted[5]:
@@ -111,7 +112,6 @@ class ExpertsBlock(torch.autograd.Function):
             found[8] = grouped_outer(hidden, low * row_weights, routing)
             found[9] = grouped_outer(low_h * row_weights, out_grad, routing, gather_dy=True)
         # the first product
-        rows_grad = ctx.gate.backward(rows, hidden_grad * row_weights)
         low = None if up_b is None else grouped_linear_dx(rows_grad, up_b, routing)
         if wanted[0]:
             found[0] = grouped_linear_dx(rows_grad, up, routing, scatter=k, low=low, low_weight=up_a)
@@ -150,13 +150,10 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def _weights_grad(
-    weights: Tensor, routing: Routing, hidden: Tensor, hidden_grad: Tensor, out_grad: Tensor, bias: Tensor | None
-) -> Tensor:
-    """Return the gradient (T, k) of the slots' weights: each slot's output times its token's `out_grad`."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    by_row = (hidden.to(wide) * hidden_grad.to(wide)).sum(1)
+def _weights_grad(weights: Tensor, routing: Routing, by_row: Tensor, out_grad: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the gradient (T, k) of the slots' weights from that of the rows (S,), which lacks the `bias`."""
     if bias is not None:
+        wide = by_row.dtype
         tokens = routing.order // weights.shape[1]
         by_row = by_row + (out_grad.to(wide) @ bias.to(wide).T)[tokens, _row_experts(routing)]
     by_slot = by_row[routing.inverse].masked_fill(without_expert(routing), 0)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flatout.kernels.moe import swiglu, swiglu_backward
+
 _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 # the names that transformers' experts give to the bound of their products, and to the slope of their sigmoid
 _LIMITS, _SLOPES = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
@@ -37,13 +39,31 @@ class Gate:
         """The activation's name for the console."""
         return self.act if self.custom is None else "of the model's own code"
 
+    @property
+    def is_swiglu(self) -> bool:
+        """Whether this is silu(g) * u of separate halves, which has kernels of its own."""
+        return self == Gate()
+
     def __call__(self, rows: Tensor) -> Tensor:
         """Return h (S, I) of `rows` (S, 2 I), or (S, I) without a gate."""
+        if self.is_swiglu:
+            return swiglu(rows)
         if self.custom is not None:
             return self.custom(rows)
         gate, up = self._halves(rows)
         values = self._activate(gate)
         return (values if up is None else values * (self._clamp(up) + self.shift)).to(rows.dtype)
+
+    def weighted_backward(self, rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return h again, and the gradients of `rows` and of `row_weights` (S,), where each row's h is weighted.
+
+        `grad` (S, I) is the gradient of the weighted h, before it is multiplied by the weights.
+        """
+        if self.is_swiglu:
+            return swiglu_backward(rows, grad, row_weights)
+        hidden, wide = self(rows), torch.promote_types(rows.dtype, torch.float32)
+        weights_grad = (hidden.to(wide) * grad.to(wide)).sum(1)
+        return hidden, self.backward(rows, grad * row_weights.to(grad.dtype)[:, None]), weights_grad
 
     def backward(self, rows: Tensor, grad: Tensor) -> Tensor:
         """Return the gradient of `rows` from that of h, `grad` (S, I)."""

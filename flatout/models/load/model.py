@@ -17,14 +17,16 @@ from flatout.errors import CheckpointError, FlatoutError, ResourceError, UsageEr
 from flatout.io.hub import hub_errors, hub_source
 from flatout.models.arch_quirks import check_packable
 from flatout.models.attention import AttentionChoice, Implementation, choose_attention, register, registered_name
-from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, register_experts
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear, num_weights
+from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, register_experts
 from flatout.models.load import quantized
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
 from flatout.models.load.source import check_source
 from flatout.models.rope import scale_by_document
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+# quantized files that transformers dequantizes on load: gpt-oss, DeepSeek and others with fp8 by blocks
+_DEQUANTIZED = ("mxfp4", "fp8")
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 CANNOT_BUILD = "model.name: {} cannot be built from its config.json, generation_config.json and weights"
 CHOOSE_ANOTHER = "; choose a different model"
@@ -85,6 +87,7 @@ def load_model(
     check_source(config.name, config.revision, needs_weights=config.init == "pretrained")
     storage = base.storage if method == "lora" else "model"
     model_config = read_config(config.name, config.revision, storage)
+    source_format = dequantized_method(model_config)
     text_config = model_config.get_text_config()
     compute_dtype = resolve_precision(config.precision, device)
     weight_dtype = weight_dtype_of(method, full, compute_dtype)
@@ -103,6 +106,8 @@ def load_model(
     rope = scale_by_document(model)
     dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
     report = _report(config, model, dtypes, choice, unused)
+    if source_format and config.init == "pretrained":
+        report.append(f"the files' {source_format} weights are dequantized")
     report += [line for line in (experts, rope) if line]
     if storage != "model":
         report += quantized.describe_storage(model, storage)
@@ -149,8 +154,9 @@ def weight_dtype_of(method: Literal["lora", "full"], full: FullConfig, compute_d
 def read_config(name: str, revision: str | None, storage: str = "model") -> Any:
     """Return transformers' configuration of a model.
 
-    Raises UsageError if transformers refuses it, and for quantized weights other than bitsandbytes' double quantized
-    NF4 with `storage` nf4.
+    Its quantization_config is a dict with `dequantize` for weights that transformers dequantizes on load. Raises
+    UsageError if transformers refuses it, and for other quantized weights than bitsandbytes' double quantized NF4 with
+    `storage` nf4.
     """
     with library_errors(f"{name}/config.json: transformers rejects it"):
         source, revision = hub_source(name, revision)
@@ -161,6 +167,9 @@ def read_config(name: str, revision: str | None, storage: str = "model") -> Any:
         return config
     fields = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
     method = fields.get("quant_method")
+    if method in _DEQUANTIZED:
+        config.quantization_config = {**fields, "dequantize": True}
+        return config
     if method != "bitsandbytes":
         raise UsageError(f"model.name: {name} has {method} weights, which are not supported; use the 16-bit model")
     if not (fields.get("load_in_4bit") or fields.get("_load_in_4bit")):
@@ -183,6 +192,12 @@ def read_config(name: str, revision: str | None, storage: str = "model") -> Any:
     return config
 
 
+def dequantized_method(config: Any) -> str | None:
+    """Return the format of quantized weights that transformers dequantizes on load, as `read_config` set it."""
+    quantization = getattr(config, "quantization_config", None)
+    return quantization["quant_method"] if isinstance(quantization, dict) and quantization.get("dequantize") else None
+
+
 def _make_model(
     config: ModelConfig, storage: str, model_config: Any, options: dict[str, Any], device: torch.device, seed: int,
     on_host: bool,
@@ -190,9 +205,10 @@ def _make_model(
     """Make the model for `load_model`; also return the names of unused weights in the files."""
     make: quantized.Make = Fp8Linear if storage == "fp8" else Nf4Linear.from_dense
     place = torch.device("cpu") if on_host else device
-    is_quantized = getattr(model_config, "quantization_config", None) is not None
-    if is_quantized:
-        # transformers would load these weights through bitsandbytes
+    quantization = getattr(model_config, "quantization_config", None)
+    is_nf4 = quantization is not None and not dequantized_method(model_config)
+    if is_nf4 or (quantization is not None and config.init == "random"):
+        # transformers would load these weights through bitsandbytes, and make random ones in fp8
         del model_config.quantization_config
     if config.init == "random" and storage == "model":
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
@@ -200,7 +216,7 @@ def _make_model(
             return AutoModelForCausalLM.from_config(model_config, **options), []
     if config.init == "random":
         return quantized.random_quantized(model_config, options, make, device=device, seed=seed, place=place), []
-    if is_quantized:
+    if is_nf4:
         return quantized.read_nf4(config.name, config.revision, model_config, options, device=device, place=place), []
     in_files = on_host or storage != "model"
     how, where = ({**options, "dtype": "auto"}, torch.device("cpu")) if in_files else (options, device)
@@ -236,6 +252,14 @@ def load_pretrained(
             f"{name}: {len(missing)} weights are missing or have a different shape ({', '.join(missing[:3])}); "
             "they would be random: use the complete model, or set model.init: random"
         )
+    if dequantized_method(config):
+        # saving would reverse what was done to the files' names, and call dense weights quantized
+        vars(model).pop("_weight_conversions", None)
+        del config.quantization_config
+        # transformers leaves weights that are not quantized in the files' dtype
+        for parameter in model.parameters() if options["dtype"] != "auto" else ():
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.to(options["dtype"])
     return model, sorted(map(str, loading["unexpected_keys"]))
 
 

@@ -14,6 +14,7 @@ from flatout.errors import CheckpointError, UsageError
 from flatout.kernels.nf4.reference import nf4_levels, quantize
 from flatout.models.bases.frozen_linear import Nf4Linear
 from flatout.models.blocks import decoder_layers
+from flatout.models.export import save_model
 from flatout.models.load.inference import load_for_inference
 from flatout.models.load.model import load_model
 from flatout.models.load.quantized import quantize_layers, random_quantized
@@ -180,6 +181,85 @@ def test_missing_weights_are_refused(tmp_path):
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"1 weights are missing.*layers\.1\.mlp\.up_proj"):
+        load(tmp_path)
+
+
+FP4_LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def in_mxfp4(weight):
+    """Blocks of 32 inputs of an expert's weight (E, in, out) as E2M1 with one E8M0 scale; the values they stand for."""
+    rows = weight.float().transpose(1, 2).unflatten(-1, (-1, 32))
+    exponent = rows.abs().amax(-1, keepdim=True).clamp(min=1e-30).log2().floor() - 2
+    codes = (rows[..., None] / exponent[..., None].exp2() - FP4_LEVELS).abs().argmin(-1)
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    values = (FP4_LEVELS[codes] * exponent.exp2()).flatten(-2).transpose(1, 2)
+    return {"_blocks": blocks, "_scales": (exponent[..., 0] + 127).to(torch.uint8)}, values
+
+
+def in_fp8(weight, size=16):
+    """Blocks of size x size weights as E4M3 with one fp32 scale; the values they stand for."""
+    blocks = weight.float().unflatten(1, (-1, size)).unflatten(0, (-1, size))
+    scales = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    values = (codes.float() * scales[:, None, :, None]).flatten(2).flatten(0, 1)
+    return {"": codes.flatten(2).flatten(0, 1), "_scale_inv": scales}, values
+
+
+def write_dequantizable(folder, family, method):
+    """A tiny model in a quantized format; returns the tensors that it stands for."""
+    shape = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+    shape |= {"num_experts": 4, "moe_intermediate_size": 32} if family == "qwen3_moe" else {}
+    save_tiny_model(folder, family, torch.bfloat16, **shape)
+    tensors = load_file(folder / "model.safetensors")
+    dense = dict(tensors)
+    for name in list(tensors):
+        of_experts = ".experts." in name and not name.endswith("_bias")
+        if of_experts if method == "mxfp4" else name.endswith("_proj.weight"):
+            parts, values = (in_mxfp4 if method == "mxfp4" else in_fp8)(tensors.pop(name))
+            tensors |= {name + suffix: tensor.contiguous() for suffix, tensor in parts.items()}
+            dense[name] = values
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    fields = {"mxfp4": {"modules_to_not_convert": ["lm_head"]}, "fp8": {"weight_block_size": [16, 16]}}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, **fields[method]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return dense
+
+
+@pytest.mark.parametrize(
+    ("family", "method"), [("gpt_oss", "mxfp4"), ("qwen3", "fp8"), ("qwen3_moe", "fp8")], ids=lambda value: value
+)
+@pytest.mark.parametrize(("training", "on_host"), [("full", False), ("lora", False), ("lora", True)])
+def test_quantized_files_are_read_as_the_weights_they_stand_for(tmp_path, family, method, training, on_host):
+    dense = write_dequantizable(tmp_path, family, method)
+    config = ModelConfig(name=str(tmp_path), precision="fp32")
+    loaded = load_model(config, method=training, device=CPU, seed=0, on_host=on_host)
+    assert f"the files' {method} weights are dequantized" in loaded.report
+    assert type(loaded.model) is type(tiny_model(family))
+    if not on_host:
+        assert "no leak" in check_packing(loaded)
+    save_model(loaded.model, None, tmp_path / "saved")
+    # a plain model, with the names of one that was never quantized
+    assert "quantization_config" not in json.loads((tmp_path / "saved/config.json").read_text())
+    saved = load_file(tmp_path / "saved/model.safetensors")
+    assert saved.keys() == dense.keys()
+    for name, values in dense.items():
+        # on the host weights keep the files' dtype
+        torch.testing.assert_close(saved[name], values.to(saved[name].dtype), rtol=0, atol=0)
+
+
+def test_quantized_files_become_a_random_model_or_another_storage(tmp_path):
+    write_dequantizable(tmp_path, "qwen3", "fp8")
+    random = load(tmp_path, storage="model", init="random")
+    assert not any("dequantized" in line for line in random.report)
+    assert any(type(module) is Nf4Linear for module in load(tmp_path).model.modules())
+    inference = load_for_inference(str(tmp_path), device=CPU)
+    assert {parameter.dtype for parameter in inference.parameters()} == {torch.bfloat16}
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "gptq"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="has gptq weights, which are not supported"):
         load(tmp_path)
 
 
