@@ -56,7 +56,7 @@ _SMALL: dict[str, Any] = {
     "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 4, "decoder_attention_heads": 4, "n_head": 4,
     "encoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8,
     "intermediate_size": 48, "ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48, "n_inner": 48,
-    "max_position_embeddings": 128, "initializer_range": 0.2, "sliding_window": 8, "query_pre_attn_scalar": 8,
+    "max_position_embeddings": 128, "rotary_dim": 8, "initializer_range": 0.2, "sliding_window": 8, "query_pre_attn_scalar": 8,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "moe_topk": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
@@ -91,7 +91,21 @@ _PER_LAYER = {**_BY_LAYER, "num_hidden_layers": 2, "num_global_key_value_heads":
 # what the rules above get wrong, by type of the text model
 CHANGES: dict[str, dict[str, Any]] = {
     "dots3_note_text": {**_LATENT, "per_layer_config": {}},
-    **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), _LATENT),
+    **dict.fromkeys(
+        (
+            "axk1",
+            "axk2",
+            "bailing_hybrid",
+            "deepseek_v3",
+            "deepseek_v32",
+            "glm_moe_dsa",
+            "hy_v4",
+            "glm4_moe_lite",
+            "minicpm3",
+            "youtu",
+        ),
+        _LATENT,
+    ),
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
     "gemma2": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _PER_LAYER),
@@ -304,7 +318,7 @@ def _trained(folder: str) -> dict[str, Any]:
                 row["no_adapter"] = str(refused)
                 continue
             row["targets"] = sorted({name.rpartition(".")[2] for name in lora_layers(model)})
-            planned = shape.num_lora_params(2, "all-linear")
+            planned = shape.num_lora_params(LoraConfig(rank=2))
             trained = sum(held.numel() for held in model.parameters() if held.requires_grad)
             if planned != trained:
                 raise UsageError(f"the plan counts {planned:,} adapter parameters, but {trained:,} are trained")
@@ -349,6 +363,7 @@ def _graph(folder: str) -> str:
 
     config = transformers.AutoConfig.from_pretrained(folder)
     model = auto_class(config).from_config(config, dtype=torch.float32).eval()
+    torch._dynamo.reset()
     for layer in decoder_layers(model):
         layer.compile(backend="eager", fullgraph=True, dynamic=True)
     tokens = torch.from_numpy(documents()[1][0])[None]

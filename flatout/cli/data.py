@@ -39,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="template variable; repeatable",
     )
+    add("--new-token", action="append", dest="new_tokens", help="token to add to the tokenizer; repeatable")
+    add("--new-special-token", action="append", dest="new_special_tokens", help="the same for special tokens")
     add("--empty-reasoning", help="train or mask: an empty <think></think> before an answer")
     add("--special-tokens", help="keep or text: how to read special tokens in plain text")
     add("--loss-type", help="response_only or all")
@@ -116,7 +118,7 @@ def _build(args: argparse.Namespace) -> None:
             log=console.print_line,
         )
     if args.print_samples:
-        tokenizer = load_tokenizer(store.meta.tokenizer)
+        tokenizer = load_tokenizer(store.meta.tokenizer, added=store.meta.added_tokens)
         print(f"\n{_WIDE}\nSAMPLE TEXTS FROM PROCESSED DATASET:\n{_WIDE}")
         for index in range(min(3, store.num_samples)):
             print(f"\n--- Sample {index + 1} ---")
@@ -143,7 +145,7 @@ def _show(args: argparse.Namespace) -> None:
     store = TokenStore.open(registry.entry_dir(args.root, registry.find(args.root, args.name)))
     meta = store.meta
     console = Console(highlight=False, soft_wrap=True)
-    tokenizer = load_tokenizer(meta.tokenizer) if count > 0 else None
+    tokenizer = load_tokenizer(meta.tokenizer, added=meta.added_tokens) if count > 0 else None
 
     def decode(token_ids: list[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=False)) if tokenizer else ""

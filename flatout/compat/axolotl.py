@@ -12,6 +12,7 @@ from flatout.compat.trl import held_out, lora_rules, template
 
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "alpaca": "alpaca", "tokenizer_default": None}
 _PLUGINS = ("cut_cross_entropy", "liger")
+_NEW_ROWS = "the rows of new tokens are always trained here; other special tokens are the tokenizer's own"
 _ALPACA = "headings of Alpaca, but no introduction, and the input is part of the instruction"
 # names of an equal meaning in transformers
 _SAME = {
@@ -120,6 +121,8 @@ def _plugins(given: Given) -> Became:
 def _special_tokens(given: Given) -> Became:
     if not given.value.keys() - {"pad_token"}:
         return Became(note="there is no padding")
+    if more := given.value.get("additional_special_tokens"):
+        return Became({"data.new_special_tokens": list(more)}, _NEW_ROWS, check=True)
     return Became(note="the tokenizer's own tokens are used: they have to be these", check=True)
 
 
@@ -192,7 +195,10 @@ AXOLOTL: Mapping[str, Rule] = {
              t.off("adapters are LoRA, on model, fp8 or nf4 weights")),
     **t.each("push_dataset_to_hub hub_model_id", t.off("push the finished run with `flatout push`")),
     "unfrozen_parameters": t.off("it names what to train; freeze names what not to train"),
-    **t.each("tokens tokenizer_use_mistral_common", t.off("the tokenizer of the model's folder is used as it is")),
+    "tokenizer_use_mistral_common": t.off("the tokenizer of the model's folder is used as it is"),
+    "tokens": t.to("data.new_tokens", list, _NEW_ROWS, check=True),
+    "peft_layers_to_transform": lambda given: Became({"lora.layers": given.value} if _is_lora(given.all) else {}),
+    "peft_layers_pattern": t.only(("layers", ["layers"]), "it is always the list of decoder layers"),
     **t.each("tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_size "
              "dp_replicate_size", t.only((1, 0), "only data parallelism is supported; set strategy: fsdp", "off")),
 }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 from flatout.compat import translation as t
 from flatout.compat.training_arguments import NULLABLE, PACKED, TRAINING_ARGUMENTS, TRANSFORMERS_DEFAULTS
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
-from flatout.compat.trl import held_out, lora_rules, template
+from flatout.compat.trl import held_out, lora_rules, names_of, saved_modules, template
 from flatout.errors import UsageError
 from flatout.io.json_file import read_json
 
@@ -116,8 +116,23 @@ def _packing(given: Given) -> Became:
 
 
 def _targets(given: Given) -> Became:
-    names = given.value if isinstance(given.value, list) else [name.strip() for name in str(given.value).split(",")]
+    names = [name.strip() for name in names_of(given.value)]
     return Became({"lora.targets": "all-linear" if names == ["all"] else names})
+
+
+def _new_tokens(given: Given) -> Became:
+    ours = "data.new_tokens" if given.name == "add_tokens" else "data.new_special_tokens"
+    tokens: dict[str, Any] = {ours: [text.strip() for text in names_of(given.value)]}
+    if given.all.get("finetuning_type") != "lora" or given.all.get("additional_target"):
+        return Became(tokens)
+    # a resized vocabulary is trained in full there
+    return Became({**tokens, "lora.modules_to_save": ["embed_tokens", "lm_head"], "lora.keep_tied": False})
+
+
+def _resize(given: Given) -> Became:
+    if given.value and not (given.all.get("add_tokens") or given.all.get("add_special_tokens")):
+        raise RefusedError("the model only grows for add_tokens and add_special_tokens; name the new tokens there")
+    return Became(note="the model grows with its new tokens")
 
 
 def _bits(given: Given) -> Became:
@@ -135,6 +150,9 @@ LLAMA_FACTORY: Mapping[str, Rule] = {
     "finetuning_type": t.one_of("method", {"lora": "lora", "full": "full"}, "flatout trains lora and full"),
     "lora_target": _targets,
     "adapter_name_or_path": t.to("lora.continue_from"),
+    "additional_target": saved_modules,
+    **t.each("add_tokens add_special_tokens", _new_tokens),
+    "resize_vocab": _resize,
     "quantization_bit": _bits,
     "quantization_method": t.only(("bnb", "bitsandbytes"), "only nf4 in bitsandbytes' format is supported"),
     "quantization_type": t.only(("nf4",), "only nf4 is supported"),
@@ -155,7 +173,7 @@ LLAMA_FACTORY: Mapping[str, Rule] = {
              t.off("images and videos cannot be trained on; only text can")),
     **t.each("use_dft_loss use_galore use_apollo use_badam use_adam_mini use_muon use_llama_pro pissa_init use_kt "
              "use_asft_loss use_eaft_loss mixture_of_depths fp8 shift_attn neat_packing_alibi rope_scaling "
-             "resize_vocab add_tokens add_special_tokens new_special_tokens_config additional_target streaming "
+             "new_special_tokens_config streaming "
              "use_ray ray_num_workers tokenized_path predict_with_generate eval_dataset interleave_probs "
              "enable_v1_kernels train_from_scratch quantization_device_map", t.off("not supported; remove it")),
 }  # fmt: skip

@@ -12,6 +12,20 @@ from flatout.compat.translation import Became, Given, RefusedError, Rule, Transl
 _SHAPE = "lora_r lora_rank lora_alpha lora_dropout use_rslora use_dora lora_target_modules"
 
 
+def names_of(value: object) -> list[str]:
+    """Return names from a list or from text with commas."""
+    return [str(name) for name in value] if isinstance(value, list | tuple | set) else str(value).split(",")
+
+
+def saved_modules(given: Given) -> Became:
+    """Translate PEFT's modules_to_save, which trains tied modules each on its own unless ensure_weight_tying is set."""
+    if not given.value:
+        return Became(note="off, as here")
+    tying = bool(given.all.get("ensure_weight_tying"))
+    names = [name.strip() for name in names_of(given.value)]
+    return Became({"lora.modules_to_save": names, "lora.keep_tied": tying})
+
+
 def lora_rules(is_lora: Callable[[Mapping[str, Any]], bool]) -> dict[str, Rule]:
     """Return rules for the names of LoRA, which count only if `is_lora` says so of all values."""
 
@@ -21,9 +35,8 @@ def lora_rules(is_lora: Callable[[Mapping[str, Any]], bool]) -> dict[str, Rule]:
     rules = {
         **t.renamed(_SHAPE),
         "lora_bias": t.only(("none",), "biases are not trained"),
-        **t.each(
-            "lora_modules_to_save modules_to_save lora_target_parameters", t.off("only linear layers get adapters")
-        ),
+        **t.each("lora_modules_to_save modules_to_save", saved_modules),
+        "lora_target_parameters": t.off("only linear layers get adapters"),
         "init_lora_weights": t.only((True,), "B starts at zero; other starts are not supported"),
         **t.each("lora_task_type lora_fan_in_fan_out lora_on_cpu", t.any_value("read from the model")),
         **t.each("loraplus_lr_ratio loraplus_lr_embedding", t.off("one learning rate for A and B")),

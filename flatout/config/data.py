@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -73,6 +73,12 @@ class DataConfig(Section):
     """Sources to build from; if empty, build `name` first with `flatout data build`."""
     tokenizer: PathText | None = None
     """Hub id or folder of the tokenizer; null: the model's."""
+    new_tokens: list[Annotated[str, StringConstraints(min_length=1)]] = []
+    """Tokens to add to the tokenizer, such as ["<tool>", "</tool>"]; the model gets rows for them, which are trained
+    (method: lora trains only these rows). They are ordinary text; a row is also trained if the token exists."""
+    new_special_tokens: list[Annotated[str, StringConstraints(min_length=1)]] = []
+    """The same for special tokens: left out of decoded answers, and only the template writes them (see
+    `special_tokens`)."""
     template: PathText | None = None
     """Chat template: chatml, llama-3, qwen3, gemma, mistral, phi, zephyr, alpaca, plain or a .jinja file; null:
     the tokenizer's own."""
@@ -104,3 +110,15 @@ class DataConfig(Section):
     @classmethod
     def _short_form(cls, value: Any) -> Any:
         return data_section(value)
+
+    @model_validator(mode="after")
+    def _new_tokens_are_named_once(self) -> Self:
+        tokens = [*self.new_tokens, *self.new_special_tokens]
+        if twice := next((text for text in tokens if tokens.count(text) > 1 or not text.strip()), None):
+            raise ValueError(f"new_tokens and new_special_tokens: {twice!r} is blank or named twice")
+        return self
+
+    @property
+    def added_tokens(self) -> dict[str, bool]:
+        """The tokens that are added to the tokenizer, in order, and whether each is special."""
+        return {**dict.fromkeys(self.new_tokens, False), **dict.fromkeys(self.new_special_tokens, True)}

@@ -65,6 +65,12 @@ def check(config: Settings) -> None:
         raise ValueError(f"deepspeed needs strategy: deepspeed; got {config.strategy}")
     if config.sharding != type(config.sharding)():
         raise ValueError("sharding has no effect with strategy: deepspeed; set it in the DeepSpeed JSON")
+    beside = config.lora.modules_to_save or (config.method == "lora" and config.data.added_tokens)
+    if beside and stage_of(config.deepspeed) == 3:
+        raise ValueError(
+            "lora.modules_to_save and data.new_tokens do not work with DeepSpeed's stage 3, which empties the weights "
+            "that they cast; use stage 2, or strategy: fsdp"
+        )
     precision = config.model.precision
     if precision == "fp64":
         raise ValueError("strategy: deepspeed keeps fp32 weights; set model.precision: fp32 or bf16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -92,11 +92,24 @@ class LoraConfig(Section):
     dropout: Share = 0.0
     """Dropout on the adapter's input."""
     targets: str | list[str] = "all-linear"
-    """all-linear (every linear layer except the head), modules such as [q_proj, v_proj], or one regex on full names."""
+    """all-linear (every linear layer except the head), modules such as [q_proj, v_proj], or one regex on full names.
+    Fused experts are named by their module or matrices, as in PEFT's target_parameters: [all-linear, experts]."""
     rslora: bool = False
     """Rank-stabilized scaling (Kalajdzievski 2023, arXiv:2312.03732)."""
     dora: bool = False
     """Weight-decomposed adapters (Liu et al. 2024, arXiv:2402.09353); slower."""
+    layers: list[Annotated[int, Field(ge=0)]] | str | None = None
+    """Decoder layers whose targets get adapters, counted from 0: a list such as [0, 1, 20], or ranges: "0-11, 20";
+    null: all."""
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = {}
+    """Other ranks of some targets, by name ending or regex: {down_proj: 32}. The first that matches counts."""
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Other alphas of some targets, written like `rank_pattern`."""
+    modules_to_save: list[str] = []
+    """Modules to train in full beside the adapter and save with it, such as [embed_tokens, lm_head] or a norm."""
+    keep_tied: bool = True
+    """Whether tied embeddings and head stay one weight if `modules_to_save` has one of them (PEFT's
+    ensure_weight_tying); false: only the listed ones are trained, each on its own."""
     continue_from: Path | None = None
     """Start from the adapter in this folder (PEFT format) instead of a new one."""
 
@@ -109,4 +122,62 @@ class LoraConfig(Section):
                 raise ValueError(f"targets is not a valid regular expression: {error}") from error
         if self.targets == []:
             raise ValueError("targets is empty; name modules or use all-linear")
+        for pattern in (*self.rank_pattern, *self.alpha_pattern):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} of a pattern is not a valid regular expression: {error}") from error
+        if self.layer_indices == []:
+            raise ValueError("layers is empty; list layers, or leave it out for all")
+        if not (self.modules_to_save or self.keep_tied):
+            raise ValueError("keep_tied has no effect without modules_to_save")
         return self
+
+    @property
+    def layer_indices(self) -> list[int] | None:
+        """The indices of `layers`, ascending; None for all. Raises ValueError for text that is no list of ranges."""
+        if not isinstance(self.layers, str):
+            return None if self.layers is None else sorted(set(self.layers))
+        found: set[int] = set()
+        for part in self.layers.split(","):
+            match = re.fullmatch(r"\s*(\d{1,6})(?:\s*-\s*(\d{1,6}))?\s*", part)
+            first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+            if first > last:
+                raise ValueError(f'layers: {part!r} is neither a layer nor a range; write "0-11, 20"')
+            found |= set(range(first, last + 1))
+        return sorted(found)
+
+    def has_layer(self, name: str, layers_path: str) -> bool:
+        """Whether `layers` includes the module with this full name; `layers_path` is the list of decoder layers."""
+        if (indices := self.layer_indices) is None:
+            return True
+        index = name.removeprefix(f"{layers_path}.").partition(".")[0]
+        return name.startswith(f"{layers_path}.") and int(index) in indices
+
+    def selects(self, target: str, name: str, *, of_experts: bool = False) -> bool:
+        """Whether one entry of `targets` means the linear layer, or matrix of fused experts, with this full name."""
+        if target == "all-linear":
+            return not of_experts
+        if isinstance(self.targets, str):
+            return re.fullmatch(target, name) is not None
+        whole = of_experts and f".{name.rpartition('.')[0]}".endswith(f".{target}")
+        return whole or f".{name}".endswith(f".{target}")
+
+    @property
+    def listed_targets(self) -> list[str]:
+        """The entries of `targets`."""
+        return [self.targets] if isinstance(self.targets, str) else self.targets
+
+    def saves(self, name: str) -> bool:
+        """Whether `modules_to_save` has the module with this full name, or one that it is part of."""
+        return any(f".{wanted}." in f".{name}." for wanted in self.modules_to_save)
+
+    def of_layer(self, name: str) -> LoraConfig:
+        """The same settings with the rank and alpha of the layer with this full name."""
+        patterns: dict[str, dict[str, Any]] = {"rank": self.rank_pattern, "alpha": self.alpha_pattern}
+        found = {
+            # as PEFT matches them
+            field: next((own for key, own in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), None)
+            for field, pattern in patterns.items()
+        }
+        return self.model_copy(update={field: own for field, own in found.items() if own is not None})

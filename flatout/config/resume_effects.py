@@ -23,12 +23,13 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "changes the precision of the trained weights": "full.weights",
         # content, tokenizer, template and mask are also compared by fingerprint; the settings fail earlier, by name
         "changes the rows": "data.sources",
-        "changes the tokens": "data.tokenizer data.special_tokens",
+        "changes the tokens": "data.tokenizer data.special_tokens data.new_tokens data.new_special_tokens",
         "changes the tokens and loss masks": "data.template data.template_args",
         "changes the loss masks": "data.empty_reasoning data.loss_type",
         "changes the samples": "data.max_tokens data.too_long data.on_bad_row data.num_samples data.shuffle data.seed",
-        "changes the adapter": "lora.rank lora.targets lora.dora",
-        "changes the adapter's scale": "lora.alpha lora.rslora",
+        "changes the adapter": "lora.rank lora.rank_pattern lora.targets lora.layers lora.dora lora.modules_to_save "
+        "lora.keep_tied",
+        "changes the adapter's scale": "lora.alpha lora.alpha_pattern lora.rslora",
         "changes dropout": "lora.dropout",
         "a resumed run ignores the adapter to start from": "lora.continue_from",
         "changes the samples of every step": "batch.samples_per_step",

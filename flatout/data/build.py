@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice, repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -25,7 +26,7 @@ from flatout.data.sampling import copies_of_rows
 from flatout.data.templates.template import template_text
 from flatout.data.token_store import VERSION, StoreMeta, StoreWriter, TokenStore, new_store
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
-from flatout.data.tokenizer import load_tokenizer, tokenizer_digest
+from flatout.data.tokenizer import load_tokenizer, tokenizer_digest, tokenizer_of
 from flatout.data.workers import ROWS_PER_CHUNK, Chunk, TokenizedChunk, tokenize_chunks, usable_procs
 from flatout.errors import DataError, UsageError
 from flatout.io.file_lock import locked
@@ -65,7 +66,12 @@ def open_or_build(
     name = config.tokenizer or tokenizer_name
     if not config.sources:
         return _open_built(config, name)
-    tokenizer = load_tokenizer(name)
+    tokenizer = tokenizer_of(config, tokenizer_name)
+    if config.added_tokens:
+        known = load_tokenizer(name).get_vocab()
+        old = [text for text in config.added_tokens if text in known]
+        told = f"{len(config.added_tokens) - len(old)} new tokens; the tokenizer has {len(tokenizer):,}"
+        log(told + (f"; not added, as they exist: {', '.join(map(repr, old))}" if old else ""))
     sources = [open_source(source) for source in config.sources]
     meta = _describe(config, name, tokenizer, sources)
     folder = registry.built_dir(config.root, config.name)
@@ -110,7 +116,7 @@ def _describe(
     template = text = ""
     if config.template is not None or tokenizer.chat_template is not None:
         template, text = template_text(tokenizer, config.template, name)
-    digest, settings = tokenizer_digest(tokenizer), config.model_dump(mode="json", include=set(SETTINGS))
+    digest, settings = tokenizer_digest(tokenizer), _settings(config, set(SETTINGS))
     where = {"path", "hub", "split", "subset", "revision"}
     content = {
         "version": VERSION,
@@ -133,10 +139,16 @@ def _describe(
     )
 
 
+def _settings(config: DataConfig, names: set[str]) -> dict[str, Any]:
+    """Return the settings that decide tokens, of `names`, and the new tokens, if there are any."""
+    settings = config.model_dump(mode="json", include={*names, "new_tokens", "new_special_tokens"})
+    return {name: value for name, value in settings.items() if value or name in names}
+
+
 def _open_built(config: DataConfig, name: str) -> TokenStore:
     """Open a data set by its name in the registry, and check that it fits the settings that are given."""
     store = TokenStore.open(registry.entry_dir(config.root, registry.find(config.root, config.name)))
-    tokenizer, template, text = load_tokenizer(name), "", ""
+    tokenizer, template, text = load_tokenizer(name, added=config.added_tokens), "", ""
     if config.template is not None:
         template, text = template_text(tokenizer, config.template, name)
     wanted = replace(
@@ -145,7 +157,7 @@ def _open_built(config: DataConfig, name: str) -> TokenStore:
         tokenizer_digest=tokenizer_digest(tokenizer),
         template=template,
         template_text=text or store.meta.template_text,
-        settings={key: value for key, value in config if key in SETTINGS and key in config.model_fields_set},
+        settings=_settings(config, config.model_fields_set & set(SETTINGS)),
     )
     if change := _change(store.meta, wanted):
         raise DataError(f"data set {config.name!r} was built with {change}; rebuild it, or adapt the settings")
@@ -156,7 +168,8 @@ def _change(built: StoreMeta, wanted: StoreMeta) -> str:
     """Describe how the settings of two data sets differ ("max_tokens=2048, but 4096 is configured"); empty if equal."""
     changes = []
     if built.tokenizer_digest != wanted.tokenizer_digest:
-        changes.append(f"tokenizer {built.tokenizer!r}, but {wanted.tokenizer!r} is configured")
+        old, new = (f"{meta.tokenizer!r} with {len(meta.added_tokens)} new tokens" for meta in (built, wanted))
+        changes.append(f"tokenizer {old}, but {new} is configured")
     if built.template_text and built.template_text != wanted.template_text:
         changes.append(f"chat template {built.template!r}, but {wanted.template!r} is configured")
     for name, asked in wanted.settings.items():
@@ -176,7 +189,8 @@ def _build(
 ) -> None:
     template, args = meta.template_text if meta.template else None, tuple(config.template_args.items())
     policies = config.model_dump(include={"empty_reasoning", "loss_type", "max_tokens", "too_long", "special_tokens"})
-    options = TokenizeOptions(meta.tokenizer, meta.template, template, args, **policies)
+    added = tuple(config.added_tokens.items())
+    options = TokenizeOptions(meta.tokenizer, meta.template, template, args, added_tokens=added, **policies)
     to_tokens, report = SampleTokenizer(options, tokenizer), BuildReport(config)
     notes: list[str] = []
 

@@ -59,6 +59,12 @@ class StoreMeta:
     max_token_id: Annotated[int, Field(ge=0)] = 0
     end_of_turn: str = ""
 
+    @property
+    def added_tokens(self) -> dict[str, bool]:
+        """The tokens that were added to the tokenizer, and whether each is special."""
+        ordinary, special = (self.settings.get(name, ()) for name in ("new_tokens", "new_special_tokens"))
+        return {**dict.fromkeys(ordinary, False), **dict.fromkeys(special, True)}
+
 
 @with_config(_CHECKED)
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class TokenizeOptions:
     max_tokens: int | None = None
     too_long: Literal["auto", "error", "drop", "truncate", "split"] = "auto"
     special_tokens: Literal["keep", "text"] | None = None
+    added_tokens: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class SampleTokenizer:
     def __init__(self, options: TokenizeOptions, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Load the tokenizer unless one is given. Raises DataError."""
         self.options = options
-        self.tokenizer = load_tokenizer(options.tokenizer_name) if tokenizer is None else tokenizer
+        name, added = options.tokenizer_name, dict(options.added_tokens)
+        self.tokenizer = load_tokenizer(name, added=added) if tokenizer is None else tokenizer
         self.encoder = Encoder(self.tokenizer)
         self._control = control_pattern(self.tokenizer)
         bos = self.tokenizer.bos_token_id

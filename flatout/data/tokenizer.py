@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import xxhash
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from flatout.config.data import DataConfig
 from flatout.errors import DataError, FlatoutError, reason_of
 from flatout.io.hub import hub_errors, hub_source
 
@@ -14,10 +17,27 @@ from flatout.io.hub import hub_errors, hub_source
 _MARKUP = re.compile(r"</?(think|tool_call|tool_calls|tool_response|tools)>")
 
 
-def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+def tokenizer_of(data: DataConfig, model_name: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that a run uses, with its new tokens. Raises like `load_tokenizer`."""
+    return load_tokenizer(data.tokenizer or model_name, added=data.added_tokens)
+
+
+def new_token_ids(data: DataConfig, model_name: str) -> tuple[list[int], int]:
+    """Return the ids of the new tokens, and the rows that the model needs for them; ([], 0) without new tokens."""
+    if not data.added_tokens:
+        return [], 0
+    tokenizer = tokenizer_of(data, model_name)
+    ids = tokenizer.convert_tokens_to_ids(list(data.added_tokens))
+    return sorted(ids), len(tokenizer)
+
+
+def load_tokenizer(
+    name: str, revision: str | None = None, *, added: Mapping[str, bool] | None = None
+) -> PreTrainedTokenizerBase:
     """Load the fast tokenizer of a hub id or folder; remote code is never run.
 
-    Raises DataError if it cannot be loaded or has no fast form (only fast tokenizers have offsets, which masks need).
+    `added` are tokens to add unless they exist, and whether each is special. Raises DataError if it cannot be loaded or
+    has no fast form (only fast tokenizers have offsets, which masks need).
     """
 
     try:
@@ -38,6 +58,10 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         )
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise DataError(f"tokenizer {name!r} has no tokens: tokenizer.json is missing or empty; copy it again")
+    known = tokenizer.get_vocab()
+    for text, is_special in (added or {}).items():
+        if text not in known:
+            tokenizer.add_tokens([AddedToken(text, normalized=False, special=is_special)], special_tokens=is_special)
     return tokenizer
 
 

@@ -33,6 +33,19 @@ output = model.generate(**inputs.to(model.device), max_new_tokens=256)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```
 """
+_PEFT = """
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{repo}")
+model = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto", device_map="auto")
+# the adapter has the rows of new tokens
+if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+    model.resize_token_embeddings(len(tokenizer))
+model = PeftModel.from_pretrained(model, "{repo}")
+```
+"""
 
 
 def model_card(log: RunLog, repo: str, base: str, trained: ModelPaths, *, is_adapter: bool) -> str:
@@ -48,11 +61,12 @@ def model_card(log: RunLog, repo: str, base: str, trained: ModelPaths, *, is_ada
         "datasets": [name for name in sources if name.count("/") == 1 and not Path(name).exists()],
     }
     what = "A LoRA adapter of" if is_adapter else "LoRA, merged into" if is_lora else "Full fine-tuning of"
+    has_tokens = settings.get("data.new_tokens") or settings.get("data.new_special_tokens")
     changed = {name: value for name, (value, _) in changed_settings(settings).items() if name not in _OWN_NAMES}
     parts = [
         f"---\n{yaml.safe_dump({key: value for key, value in facts.items() if value}, sort_keys=False)}---",
         f"# {repo.rpartition('/')[2]}\n\n{what} {_public(base)}, trained by flatout.",
-        f"## Load\n{_LOAD.format(repo=repo)}",
+        f"## Load\n{(_PEFT if is_adapter and has_tokens else _LOAD).format(repo=repo, base=_public(base))}",
         f"## Results\n\n{table(['', '', ''], headline(summarize(log)))}",
         "![loss by step](loss.svg)" if log.steps else "",
     ]

@@ -15,7 +15,7 @@ from flatout.io.durable_io import DurableIO
 from flatout.io.redact import redacted
 from flatout.models.export import publish_model
 from flatout.models.load.inference import FINAL_DIR, resolve_model_paths
-from flatout.models.lora.adapter import ADAPTER_CONFIG
+from flatout.models.lora.adapter_file import ADAPTER_CONFIG
 from flatout.models.merge import load_merged
 from flatout.track.run_log import read_run
 

@@ -127,9 +127,11 @@ def _write_adapter(trained: ModelPaths, out: Path, name: str) -> Exported:
     if trained.adapter is None:
         raise UsageError(f"--adapter: {trained.base} has no adapter; leave it out to write the whole model")
     config, durable_io, empty = read_json(trained.adapter / "adapter_config.json"), DurableIO(), _aside(out)
-    allowed = next((one for one in _VLLM_RANKS if one >= config["r"]), None)
-    if config.get("use_dora") or allowed is None:
-        found = "DoRA" if config.get("use_dora") else f"rank {config['r']}"
+    rank = max(config["r"], *(config.get("rank_pattern") or {}).values(), 0)
+    allowed = next((one for one in _VLLM_RANKS if one >= rank), None)
+    odd = [name for name in ("use_dora", "modules_to_save", "trainable_token_indices") if config.get(name)]
+    if odd or allowed is None:
+        found = {"use_dora": "DoRA"}.get(odd[0], odd[0]) if odd else f"rank {rank}"
         raise UsageError(f"--adapter: vLLM does not take adapters with {found}; leave it out to merge the adapter")
     with durable_io.replace_dir(out, aside=empty) as new, durable_io.resource_errors("write", out):
         shutil.copytree(trained.adapter, new, dirs_exist_ok=True)
@@ -137,7 +139,7 @@ def _write_adapter(trained: ModelPaths, out: Path, name: str) -> Exported:
     durable_io.remove_tree(empty)
     base = shlex.quote(trained.base) + (f" --revision {shlex.quote(trained.revision)}" if trained.revision else "")
     modules = f"--lora-modules {shlex.quote(f'{name}={out}')} --max-lora-rank {allowed}"
-    return Exported(out, f"vllm serve {base} --enable-lora {modules}", f"the adapter alone, rank {config['r']}")
+    return Exported(out, f"vllm serve {base} --enable-lora {modules}", f"the adapter alone, rank {rank}")
 
 
 def _aside(out: Path) -> Path:

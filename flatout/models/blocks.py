@@ -70,6 +70,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def towers(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Return the parameters that text never uses, such as a vision tower's, by name. Raises like `layer_list`."""
+    if model.config.get_text_config() is model.config:
+        return {}
     head = model.get_output_embeddings()
     used = {*text_decoder(model).parameters(), *(head.parameters() if head is not None else ())}
     return {name: parameter for name, parameter in model.named_parameters() if parameter not in used}

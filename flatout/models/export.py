@@ -12,20 +12,22 @@ from transformers import PreTrainedModel
 
 from flatout.errors import ResourceError, UsageError
 from flatout.io.durable_io import DurableIO
-from flatout.models.blocks import replace_module
-from flatout.models.lora.layer import lora_layers
+from flatout.models.lora.layer import adapted_modules, remove_adapter
+from flatout.models.lora.saved import untie
 
 
 @torch.no_grad()
 def merge(model: PreTrainedModel) -> int:
     """Merge every adapter into its base weight, in fp32 (fp64 over fp64), cast to the base's dtype; return how many.
 
-    LoRA layers are replaced by their base layers, so the plain model's names and classes are restored.
+    All that `add_lora` replaced is put back, so the plain model's names and classes are restored. Tied embeddings and
+    head that were trained apart are no longer tied.
     """
-    layers = lora_layers(model)
-    for name, layer in layers.items():
-        layer.base.weight.copy_(layer.merged_weight())
-        replace_module(model, name, layer.base)
+    untie(model)
+    layers = adapted_modules(model)
+    for layer in layers.values():
+        layer.merge()
+    remove_adapter(model)
     return len(layers)
 
 
@@ -43,7 +45,7 @@ def save_model(
     be None. `state` is the model's full state, already in `dtype`, if its own tensors are sharded. Raises UsageError
     for a model with LoRA layers (merge first).
     """
-    if lora_layers(model):
+    if adapted_modules(model):
         raise UsageError("this model still has LoRA layers; merge it, or save the adapter")
     dtype = dtype or model.dtype
     if state is None and dtype != model.dtype:

@@ -19,7 +19,7 @@ from flatout.models.objective import (
     Objective,
     TokenHead,
     compute_dtype,
-    is_unhooked_linear,
+    head_product,
 )
 from flatout.models.packed import PackedBatch, flatten_samples
 
@@ -81,13 +81,17 @@ def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:
     It leaves no gradient, and does nothing for a head that is not fused, is sharded, or is not a plain linear layer.
     """
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Module) or not is_unhooked_linear(head) or isinstance(head.weight, DTensor):
+    product = head_product(head) if isinstance(head, nn.Module) else None
+    if product is None or any(isinstance(own, DTensor) for own in head.parameters()):
         return
-    if not is_fused(model.device, compute_dtype(head.weight)):
+    weight = product[0]
+    # a trained head's rows have the dtype of what it replaced
+    dtype = getattr(head, "base", head).weight.dtype
+    if not is_fused(model.device, compute_dtype(weight.to("meta", dtype))):
         return
     for num_rows in range(ROWS_MULTIPLE, tile_rows + 1, ROWS_MULTIPLE):
         # a document's first token is never predicted
         document = (np.zeros(num_rows + 1, np.int64), np.ones(num_rows + 1, bool))
-        states = head.weight.new_zeros(num_rows + 1, head.weight.shape[1]).requires_grad_()
+        states = weight.new_zeros(num_rows + 1, weight.shape[1], dtype=dtype).requires_grad_()
         batch = flatten_samples([document]).to(model.device)
         packed_loss(model, batch, decoder=lambda _, states=states: states, tile_rows=tile_rows)  # type: ignore[misc]

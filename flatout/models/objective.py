@@ -16,6 +16,7 @@ from flatout.errors import UsageError
 from flatout.kernels.cross_entropy.reference import product_loss, scaled_logits
 from flatout.kernels.cross_entropy.tiled import token_loss
 from flatout.models.arch_quirks import logits_scale
+from flatout.models.lora.saved import SavedModule, TrainedRows
 from flatout.models.packed import PackedBatch
 
 
@@ -56,11 +57,11 @@ class TokenHead:
 
     def cross_entropy(self, rows: torch.Tensor, ids: torch.Tensor) -> LossSums:
         """Return the summed cross-entropy of hidden states `rows` (L, D) for the tokens `ids` (L,), in tiles."""
-        if is_unhooked_linear(self._head):
+        if (product := head_product(self._head)) is not None:
             with record_function("flatout::head"):
                 return LossSums(
                     *token_loss(
-                        rows, self._head.weight, ids, scale=self._scale, softcap=self._softcap,
+                        rows, product[0], ids, trained_rows=product[1], scale=self._scale, softcap=self._softcap,
                         tile_rows=self._tile_rows, compute_dtype=compute_dtype(rows),
                     )
                 )  # fmt: skip
@@ -133,6 +134,17 @@ class CausalCrossEntropy:
 
 
 CROSS_ENTROPY = CausalCrossEntropy()
+
+
+def head_product(head: nn.Module) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None] | None:
+    """Return the weight of a head that a fused kernel can compute, and the ids and values of rows trained apart.
+
+    None for a head that is more than a matrix product.
+    """
+    plain = head.trained if isinstance(head, SavedModule) else head.base if isinstance(head, TrainedRows) else head
+    if not is_unhooked_linear(plain) or head._forward_hooks or head._forward_pre_hooks:
+        return None
+    return plain.weight, (head.token_ids, head.rows) if isinstance(head, TrainedRows) else None
 
 
 def is_unhooked_linear(head: nn.Module) -> TypeGuard[nn.Linear]:

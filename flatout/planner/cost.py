@@ -55,14 +55,15 @@ def make_cost(config: Config, shape: ModelShape, recompute: Recompute = "none") 
 
         LoRA    4 N + 6 N_lora per token, 3.5 A per pair, 4 V H per label token (frozen: forward and input gradient)
         full    6 N            per token, 3.5 A per pair, 6 V H per label token
+        a head in lora.modules_to_save counts as in full; the weight gradients of other such modules are left out
         recompute (gradient checkpointing) adds one forward of the blocks: 2 N + 2 N_lora and A
 
     Norms, activations, the embedding lookup and DoRA's column norms are left out (under 1 %); latent attention is
-    counted expanded to full heads, as transformers trains it. LoRA applies to linear layers, not to experts.
+    counted expanded to full heads, as transformers trains it. Of experts, N and N_lora count those of one token.
     """
     is_full = config.method == "full"
     matrix = sum(layer.num_active_weights for layer in shape.layers)
-    adapter = 0 if is_full else shape.num_lora_params(config.lora.rank, config.lora.targets)
+    adapter = 0 if is_full else shape.num_lora_params(config.lora, used=True)
     again = 1 if recompute in ("full", "offload") else 0
     trained = 6 if is_full else 4
     pair = 2.0 * (1.0 + ATTENTION_BACKWARD + again)
@@ -71,6 +72,6 @@ def make_cost(config: Config, shape: ModelShape, recompute: Recompute = "none") 
         per_pair=pair * sum(layer.pair_width for layer in shape.layers if not layer.has_window),
         per_window_pair=pair * sum(layer.pair_width for layer in shape.layers if layer.has_window),
         window=shape.sliding_window or 0,
-        per_label=float(trained * shape.vocab_size * shape.hidden_size),
+        per_label=float((6 if shape.trains_head(config.lora) else trained) * shape.vocab_size * shape.hidden_size),
         useful=make_cost(config, shape) if again else None,
     )

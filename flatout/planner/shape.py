@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear layer inside a decoder layer: its name relative to that layer, input and output width."""
+    """A linear layer inside a decoder layer: its name relative to that layer, input and output width.
+
+    A matrix of fused experts exists `num_experts` times, and a token uses `num_used` of them.
+    """
 
     name: str
     num_in: int
     num_out: int
+    num_experts: int = 1
+    num_used: int = 1
 
     @property
     def num_weights(self) -> int:
@@ -27,13 +31,13 @@ class Linear:
 class LayerShape:
     """One decoder layer.
 
-    `linears` are all plain linear layers, without routed experts' matrices. `num_active_weights` counts the matrix
-    entries that one token is multiplied by, including those of its experts and the router. `mixer_elements` counts what
-    one token saves for the backward pass in attention (queries, keys, values, output) or a recurrent mixer, and
-    `mlp_elements` elsewhere: the outputs of the gate and up projections, their product, and the same for each of the
-    token's experts with its input and output; of these, grouped products do not save
-    `unsaved_elements`. `pair_width` is heads x (width of a query + width of a value), which a
-    query-key pair is multiplied by; 0 without softmax attention. `has_window`: it attends to `sliding_window` tokens.
+    `linears` are all plain linear layers, `experts` the matrices of fused experts that can have adapters.
+    `num_active_weights` counts the matrix entries that one token is multiplied by, those of its experts and the router
+    included. `mixer_elements` counts what one token saves for the backward pass in attention (queries, keys, values,
+    output) or a recurrent mixer, and `mlp_elements` elsewhere: the outputs of the gate and up projections, their
+    product, and the same for each of the token's experts with its input and output; of these, grouped products do not
+    save `unsaved_elements`. `pair_width` is heads x (width of a query + width of a value), which a query-key pair is
+    multiplied by; 0 without softmax attention. `has_window`: it attends to `sliding_window` tokens.
     """
 
     linears: tuple[Linear, ...]
@@ -43,6 +47,7 @@ class LayerShape:
     pair_width: int
     has_window: bool
     unsaved_elements: int = 0
+    experts: tuple[Linear, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,9 @@ class ModelShape:
     `num_params` counts a tied embedding once, `num_tower_params` what is loaded but not used for text, such as a vision
     tower. `num_heads` and `head_dim`, the width of a query or key, are the largest over the layers, 0 if none has
     softmax attention. `max_positions` is the longest sequence that the model was made for; `has_position_table` means
-    that it has no positions beyond that. `groups_experts`: flatout's grouped products can compute the experts.
+    that it has no positions beyond that. `embedding` and `head` are full names; `modules` are all modules by full name
+    with the number of parameters that each holds itself. `outer_linears`, by full name, are those that text passes
+    through outside layers and head. `groups_experts`: flatout's grouped products can compute the experts.
     """
 
     model_type: str
@@ -70,31 +77,66 @@ class ModelShape:
     layers_path: str
     layers: tuple[LayerShape, ...]
     groups_experts: bool = False
+    embedding: str = ""
+    head: str = ""
+    modules: tuple[tuple[str, int], ...] = ()
+    outer_linears: tuple[Linear, ...] = ()
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def targeted(self, targets: str | Sequence[str], num_layers: int | None = None) -> list[Linear]:
-        """Return the linear layers of the first `num_layers` decoder layers (all by default) that LoRA targets.
-
-        Targets are `all-linear`, a regex for the full module name, or a list of name endings.
-        """
+    def targeted(self, lora: LoraConfig, *, of_experts: bool = False) -> dict[str, Linear]:
+        """Return the linear layers that LoRA targets, or the experts' matrices, by full name."""
         linears = {
             f"{self.layers_path}.{index}.{linear.name}": linear
-            for index, layer in enumerate(self.layers[:num_layers])
-            for linear in layer.linears
+            for index, layer in enumerate(self.layers)
+            for linear in (layer.experts if of_experts else layer.linears)
         }
-        if targets == "all-linear":
-            return list(linears.values())
-        if isinstance(targets, str):
-            return [linear for name, linear in linears.items() if re.fullmatch(targets, name)]
-        endings = tuple(f".{target}" for target in targets)
-        return [linear for name, linear in linears.items() if f".{name}".endswith(endings)]
+        if not of_experts:
+            linears |= {linear.name: linear for linear in self.outer_linears}
+        return {
+            name: linear
+            for name, linear in linears.items()
+            if any(lora.selects(target, name, of_experts=of_experts) for target in lora.listed_targets)
+            and lora.has_layer(name, self.layers_path)
+            and not lora.saves(name)
+        }
 
-    def num_lora_params(self, rank: int, targets: str | Sequence[str]) -> int:
-        """Count the parameters of LoRA's A (rank, in) and B (out, rank) on the targeted linear layers."""
-        return sum(rank * (linear.num_in + linear.num_out) for linear in self.targeted(targets))
+    def num_lora_params(self, lora: LoraConfig, *, used: bool = False) -> int:
+        """Count the parameters of LoRA's A (rank, in) and B (out, rank), with `used` only those that one token uses."""
+        targets = {**self.targeted(lora), **self.targeted(lora, of_experts=True)}
+        return sum(
+            lora.of_layer(name).rank
+            * (linear.num_in + linear.num_out)
+            * (linear.num_used if used else linear.num_experts)
+            for name, linear in targets.items()
+        )
+
+    def num_saved_params(self, lora: LoraConfig) -> int:
+        """Count the parameters of `lora.modules_to_save`."""
+        ends = (self.embedding, self.head)
+        saved = {name: count for name, count in self.modules if lora.saves(name)}
+        if self.tied and lora.keep_tied and saved.keys() & set(ends):
+            saved = {name: count for name, count in saved.items() if name not in ends}
+            return self.vocab_size * self.hidden_size + sum(saved.values())
+        return sum(saved.values())
+
+    def trains_head(self, lora: LoraConfig) -> bool:
+        """Whether `lora.modules_to_save` has the head, or the embedding that it is tied to."""
+        return lora.saves(self.head) or (self.tied and lora.keep_tied and lora.saves(self.embedding))
+
+    def with_rows(self, num_rows: int) -> ModelShape:
+        """Return the shape with at least so many rows in embedding and head."""
+        more = max(0, num_rows - self.vocab_size)
+        num_ends = 1 if self.tied else 2
+        ends = (self.embedding, self.head)
+        return replace(
+            self,
+            vocab_size=self.vocab_size + more,
+            num_params=self.num_params + more * self.hidden_size * num_ends,
+            modules=tuple((name, num + (more * self.hidden_size if name in ends else 0)) for name, num in self.modules),
+        )
 
 
 def check_positions(shape: ModelShape, longest_sample: int, *, origin: str) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def samples(name: str, first: int, count: int, emit: Emit) -> dict[str, Any]:
 
     root = Workspace(Path()).data_root
     store = TokenStore.open(registry.entry_dir(root, registry.find(root, name)), verify=False)
-    tokenizer = load_tokenizer(store.meta.tokenizer)
+    tokenizer = load_tokenizer(store.meta.tokenizer, added=store.meta.added_tokens)
     listed = sample_list(store, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)), first, count)
     facts = {} if first else {"overview": overview(store), "statistics": statistics(store)}
     return {"samples": listed, "num_samples": store.num_samples, **facts}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -13,6 +13,7 @@ from flatout.checkpoint.read import SavedCheckpoint
 from flatout.checkpoint.write import Checkpoints
 from flatout.checkpoint.write_async import Saver, available_host_bytes, choose_saver
 from flatout.config.schema import Config
+from flatout.data.tokenizer import new_token_ids
 from flatout.environment import ask_for_deterministic_cublas, keep_compiled_kernels
 from flatout.models.attention import prepare as prepare_attention
 from flatout.models.bases.fp8_training import convert_to_float8
@@ -25,6 +26,7 @@ from flatout.models.load.sharded import DeferredWeights
 from flatout.models.lora.adapter import adapter_config, load_adapter
 from flatout.models.lora.fused import FusedLayers, fuse_layers
 from flatout.models.lora.layer import add_lora, freeze, freeze_unreached, trainable_parameters
+from flatout.models.lora.saved import rows_of_tokens
 from flatout.models.objective import CROSS_ENTROPY, Objective
 from flatout.models.selftest import check_packing
 from flatout.optim.build import layer_norm_parameters, make_optimizer
@@ -120,6 +122,7 @@ def load_trainable(config: Config, planned: PlannedRun, device: torch.device, re
         importing = import_compiler()
     waits = weights_wait_in_files(config, planned, device)
     reporter.phase("loading weights")
+    token_ids, num_rows = new_token_ids(config.data, config.model.name)
     loaded = load_model(
         config.model,
         method=config.method,
@@ -128,6 +131,8 @@ def load_trainable(config: Config, planned: PlannedRun, device: torch.device, re
         full=config.full,
         base=config.base,
         on_host=waits,
+        num_rows=num_rows,
+        keep_dense=config.lora.modules_to_save,
     )
     for line in loaded.report:
         reporter.stage("model", line)
@@ -140,7 +145,7 @@ def load_trainable(config: Config, planned: PlannedRun, device: torch.device, re
     elif config.method == "lora" and loaded.model.dtype != dtype:
         # adapters take the base's dtype
         loaded.model.to(dtype)
-    make_trainable(loaded, config, reporter)
+    make_trainable(loaded, config, reporter, token_ids)
     if waits:
         loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype))
         with loaded.present():
@@ -171,14 +176,14 @@ def weights_wait_in_files(config: Config, planned: PlannedRun, device: torch.dev
     return 2 * bytes_per_weight * planned.shape.num_params > total_bytes
 
 
-def make_trainable(loaded: LoadedModel, config: Config, reporter: Reporter) -> None:
+def make_trainable(loaded: LoadedModel, config: Config, reporter: Reporter, token_ids: Sequence[int]) -> None:
     """Add LoRA adapters, or freeze parameters and set up fp8 for full fine-tuning.
 
-    Parameters that text-only inputs do not use are frozen, too.
+    LoRA also trains the rows of `token_ids`, new tokens. Parameters that text-only inputs do not use are frozen, too.
     """
     model = loaded.model
     if config.method == "lora":
-        for line in add_lora(model, config.lora, seed=config.seed):
+        for line in add_lora(model, config.lora, seed=config.seed, rows=rows_of_tokens(model, config.lora, token_ids)):
             reporter.stage("lora", line)
         # refuse an adapter that PEFT cannot read now, not after the last step
         spelled = adapter_config(model, config.lora, base_name=config.model.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from huggingface_hub.errors import StrictDataclassError
@@ -15,6 +15,7 @@ from flatout.errors import UsageError, reason_of
 from flatout.models.bases.frozen_linear import is_plain_linear
 from flatout.models.blocks import expert_tensors, layer_configs, layer_list, towers
 from flatout.models.experts.block import experts_modules
+from flatout.models.experts.lora import expert_parameters
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import read_model_config
 from flatout.planner.shape import LayerShape, Linear, ModelShape
@@ -64,7 +65,8 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
     decoder, path = layer_list(model)
     layers = decoder.get_submodule(path)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    parameters = {*decoder.parameters(), *(head.parameters() if head is not None else ())}
+    layers_path, unread = next(name for name, module in model.named_modules() if module is layers), towers(model)
+    num_tower_params = sum(parameter.numel() for parameter in unread.values())
     hidden_size = getattr(text, "hidden_size", None) or embedding.weight.shape[1]
     kinds = getattr(text, "layer_types", None) or ()
     kinds = kinds if len(kinds) == len(layers) else [None] * len(layers)
@@ -85,8 +87,8 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
         shapes.append(_layer_shape(layer, hidden_size, experts_per_token, sizes, attention, has_window))
     return ModelShape(
         model_type=text.model_type,
-        num_params=sum(parameter.numel() for parameter in parameters),
-        num_tower_params=sum(parameter.numel() for parameter in towers(model).values()),
+        num_params=sum(parameter.numel() for parameter in model.parameters()) - num_tower_params,
+        num_tower_params=num_tower_params,
         hidden_size=hidden_size,
         vocab_size=getattr(text, "vocab_size", None) or embedding.weight.shape[0],
         num_heads=max(number for number, _ in heads),
@@ -97,9 +99,22 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
         max_positions=max_positions,
         has_position_table=max_positions is not None
         and any(max_positions <= len(table) <= max_positions + _SPARE_ROWS for table in tables),
-        layers_path=next(name for name, module in model.named_modules() if module is layers),
+        layers_path=layers_path,
         layers=tuple(shapes),
+        outer_linears=tuple(
+            Linear(name, module.in_features, module.out_features)
+            for name, module in model.named_modules()
+            if is_plain_linear(module) and module is not head and f"{name}.weight" not in unread
+            if not name.startswith(f"{layers_path}.")
+        ),
         groups_experts=bool(experts_modules(layers)),
+        embedding=next(name for name, module in model.named_modules() if module is embedding),
+        head=next((name for name, module in model.named_modules() if head is not None and module is head), ""),
+        modules=tuple(
+            (name, held)
+            for name, module in model.named_modules()
+            if (held := sum(own.numel() for own in module.parameters(recurse=False)))
+        ),
     )
 
 
@@ -192,7 +207,17 @@ def _layer_shape(
         pair_width=len(attention) * heads.num_heads * (heads.head_dim + heads.value_head_dim),
         has_window=has_window,
         unsaved_elements=unsaved,
+        experts=tuple(_expert_linears(layer, experts_per_token)),
     )
+
+
+def _expert_linears(layer: nn.Module, experts_per_token: int) -> Iterator[Linear]:
+    """Yield the matrices of fused experts that can have adapters."""
+    for name, (path, _, matrices) in expert_parameters(layer).items():
+        num_experts, num_out, num_in = matrices.shape
+        if layer.get_submodule(path).is_transposed:
+            num_in, num_out = num_out, num_in
+        yield Linear(name, num_in, num_out, num_experts, experts_per_token)
 
 
 def _state_elements(mixer: nn.Module) -> int:

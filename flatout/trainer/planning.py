@@ -102,6 +102,8 @@ def plan_run(
         reporter.event(
             "rows", {**lost, "of": store.meta.counts["rows"], "listed_in": str(store.folder / "report.json")}
         )
+    if config.data.added_tokens:
+        shape = shape.with_rows(store.meta.vocabulary_size)
     num_rows, max_id = shape.vocab_size, store.meta.max_token_id
     if max_id >= num_rows:
         raise DataError(

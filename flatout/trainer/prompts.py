@@ -15,7 +15,7 @@ from flatout.config.schema import Config
 from flatout.data.prompts import Prompt, read_prompts, user_prompt
 from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
 from flatout.data.token_store import TokenStore
-from flatout.data.tokenizer import control_pattern, load_tokenizer
+from flatout.data.tokenizer import control_pattern, tokenizer_of
 from flatout.errors import DataError, UsageError, reason_of
 from flatout.io.template_limits import bounded
 from flatout.track.callback import Reporter
@@ -64,7 +64,7 @@ def plan_prompts(
     """
     if config.eval.prompts == [] or not evaluated:
         return None
-    tokenizer = load_tokenizer(config.data.tokenizer or config.model.name)
+    tokenizer = tokenizer_of(config.data, config.model.name)
     meta, args = store.meta, config.data.template_args
     template = ChatTemplate(meta.template, meta.template_text, tokenizer, args) if meta.template_text else None
     most = config.eval.max_new_tokens

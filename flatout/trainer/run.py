@@ -18,7 +18,7 @@ from flatout.checkpoint.final import publish
 from flatout.checkpoint.write import Checkpoints
 from flatout.config.read import dump_config
 from flatout.config.schema import Config
-from flatout.data.tokenizer import load_tokenizer
+from flatout.data.tokenizer import tokenizer_of
 from flatout.errors import FlatoutError, PreemptedError, ResourceError, UsageError
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO
@@ -246,7 +246,7 @@ def export(run: Run, folder: Path) -> None:
         state = global_tensors(held, keep=run.rank.is_first, dtype=None if is_lora else run.dtype, gather=gather)
 
     def write(half_done: Path) -> None:
-        tokenizer = load_tokenizer(run.config.data.tokenizer or run.config.model.name)
+        tokenizer = tokenizer_of(run.config.data, run.config.model.name)
         if template := run.feed.store.meta.template_text:
             # export the template that was trained with, even if the tokenizer has another
             tokenizer.chat_template = template

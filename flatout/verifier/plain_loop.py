@@ -18,12 +18,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from flatout.config.schema import Config
+from flatout.data.tokenizer import new_token_ids
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.models.blocks import replace_module
 from flatout.models.load.inference import load_for_inference
 from flatout.models.load.model import load_model, resolve_precision
 from flatout.models.lora.adapter import load_adapter, save_adapter
-from flatout.models.lora.layer import add_lora, freeze, lora_layers, trainable_parameters
+from flatout.models.lora.layer import add_lora, freeze, lora_layers, remove_adapter, trainable_parameters
+from flatout.models.lora.saved import grow_vocabulary, rows_of_tokens
 from flatout.models.rope import length_limits
 
 # scale of the random B of a fresh adapter; with B at zero, A would have no gradient
@@ -52,7 +54,8 @@ def plain_model(config: Config, device: torch.device, adapter: Path) -> PlainMod
     written from the run's initial adapter, with every B that is all zeros replaced by small random values. Quantized
     layers are replaced by dense ones with the dequantized weights. Raises the same errors as `load_model`.
     """
-    model = _dense_model(config, device).eval()
+    token_ids, num_rows = new_token_ids(config.data, config.model.name)
+    model = _dense_model(config, device, num_rows).eval()
     try:
         # eager for soft-capped scores, and for models without sdpa
         capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
@@ -66,7 +69,7 @@ def plain_model(config: Config, device: torch.device, adapter: Path) -> PlainMod
             freeze(model, config.freeze)
         return PlainModel(model, trainable_parameters(model), dtype if dtype != model.dtype else None)
     if not adapter.exists():
-        _write_adapter(model, config, adapter)
+        _write_adapter(model, config, adapter, token_ids)
     from peft import PeftModel
 
     with warnings.catch_warnings():
@@ -76,7 +79,9 @@ def plain_model(config: Config, device: torch.device, adapter: Path) -> PlainMod
     named = {}
     for peft_name, parameter in trainable_parameters(wrapped).items():
         name = peft_name.removeprefix("base_model.model.").replace(".lora_A.default.weight", ".lora_a")
-        name = name.replace(".lora_B.default.weight", ".lora_b")
+        name = name.replace(".base_layer.lora_", ".base.lora_")
+        name = name.replace(".lora_B.default.weight", ".lora_b").replace(".modules_to_save.default.", ".trained.")
+        name = name.replace(".token_adapter.trainable_tokens_delta.default", ".trained.rows")
         named[name.replace(".lora_magnitude_vector.default.weight", ".magnitude")] = parameter
     return PlainModel(wrapped, named, None)
 
@@ -115,17 +120,20 @@ def plain_step(plain: PlainModel, samples: Sequence[Sample], *, max_tokens: int 
     return total / num_labels
 
 
-def _dense_model(config: Config, device: torch.device) -> PreTrainedModel:
+def _dense_model(config: Config, device: torch.device, num_rows: int) -> PreTrainedModel:
     stored = config.base.storage if config.method == "lora" else "model"
     if config.model.init == "pretrained" and stored == "model":
         dtype = resolve_precision(config.model.precision, device)
         if config.method == "full":
             dtype = torch.promote_types(dtype, torch.float32)
-        return load_for_inference(config.model.name, revision=config.model.revision, device=device, dtype=dtype)
+        model = load_for_inference(config.model.name, revision=config.model.revision, device=device, dtype=dtype)
+        grow_vocabulary(model, num_rows, seed=config.seed)
+        return model
     # random and quantized weights must come from flatout's own loader
     loaded = load_model(
-        config.model, method=config.method, device=device, seed=config.seed, full=config.full, base=config.base
-    )
+        config.model, method=config.method, device=device, seed=config.seed, full=config.full, base=config.base,
+        num_rows=num_rows, keep_dense=config.lora.modules_to_save,
+    )  # fmt: skip
     for name, module in list(loaded.model.named_modules()):
         if not isinstance(module, Fp8Linear | Nf4Linear):
             continue
@@ -140,18 +148,16 @@ def _dense_model(config: Config, device: torch.device) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _write_adapter(model: PreTrainedModel, config: Config, folder: Path) -> None:
-    add_lora(model, config.lora, seed=config.seed)
+def _write_adapter(model: PreTrainedModel, config: Config, folder: Path, token_ids: Sequence[int]) -> None:
+    add_lora(model, config.lora, seed=config.seed, rows=rows_of_tokens(model, config.lora, token_ids))
     if config.lora.continue_from is not None:
         load_adapter(model, config.lora.continue_from)
-    layers = lora_layers(model)
-    for name, layer in layers.items():
+    for name, layer in lora_layers(model).items():
         if not layer.lora_b.any():
             generator = torch.Generator().manual_seed(int(hashlib.sha256(name.encode()).hexdigest()[:12], 16))
             layer.lora_b.copy_(WAKE_SCALE * torch.randn(layer.lora_b.shape, generator=generator))
     save_adapter(model, folder, base_name=config.model.name, config=config.lora)
-    for name, layer in layers.items():
-        replace_module(model, name, layer.base)
+    remove_adapter(model)
 
 
 def _batches(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[Sample]]:

@@ -43,8 +43,13 @@ def test_every_cut_agrees(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
     if arch != "own":
         CONFIG_MAPPING[arch](**SHAPE, **ARCHS[arch]).save_pretrained(tmp_path / "model")
         model |= {"name": str(tmp_path / "model"), "init": "random"}
-    data = {"tokenizer": str(tiny.model_dir)}
-    config = tiny.config(tmp_path / "run", model=model, data=data, lora={"rank": 4, "dropout": 0.1})
+    data: dict[str, Any] = {"tokenizer": str(tiny.model_dir)}
+    lora: dict[str, Any] = {"rank": 4, "dropout": 0.1}
+    if arch == "own":
+        # rows of tied embeddings, and a module, beside LoRA
+        data |= {"root": str(tmp_path / "data"), "new_tokens": ["<tool>", "?"]}
+        lora |= {"modules_to_save": ["model.norm"], "rank_pattern": {"q_proj": 2}}
+    config = tiny.config(tmp_path / "run", model=model, data=data, lora=lora)
     code, report = run_verify(config, tmp_path, "--ranks", "2" if arch == "own" else "1")
     rows = {row["case"]: row for row in report["rows"]}
     assert (code, report["passed"]) == (0, True)
@@ -59,6 +64,36 @@ def test_every_cut_agrees(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not list((tmp_path / "run").glob(".verify-*"))
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if len(line) > 80 and "written to" not in line] == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("base", [{}, {"storage": "nf4"}])
+@pytest.mark.parametrize("lora", [{"modules_to_save": ["lm_head", "down_proj"]}, {"modules_to_save": ["embed_tokens"]}])
+@pytest.mark.parametrize("tied", [True, False])
+def test_modules_trained_in_full_agree_on_every_strategy(
+    tiny: Any, tmp_path: Path, base: dict[str, Any], lora: dict[str, Any], tied: bool
+) -> None:
+    CONFIG_MAPPING["llama"](**SHAPE, tie_word_embeddings=tied).save_pretrained(tmp_path / "model")
+    model = {"name": str(tmp_path / "model"), "init": "random"}
+    data = {"tokenizer": str(tiny.model_dir), "root": str(tmp_path / "data"), "new_tokens": ["<tool>"]}
+    config = tiny.config(tmp_path / "run", model=model, data=data, lora={"rank": 4, **lora}, base=base)
+    code, report = run_verify(config, tmp_path, "--ranks", "2")
+    assert (code, report["passed"]) == (0, True), report
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_key_value_heads": 2}
+
+
+@pytest.mark.exhaustive
+def test_adapters_of_experts_agree_with_peft_on_every_strategy(tiny: Any, tmp_path: Path) -> None:
+    CONFIG_MAPPING["qwen3_moe"](**{**SHAPE, **EXPERTS}).save_pretrained(tmp_path / "model")
+    model = {"name": str(tmp_path / "model"), "init": "random"}
+    lora = {"rank": 4, "targets": ["all-linear", "experts"]}
+    config = tiny.config(tmp_path / "run", model=model, data={"tokenizer": str(tiny.model_dir)}, lora=lora)
+    code, report = run_verify(config, tmp_path, "--ranks", "2", "--fp64")
+    strategies = {row["case"] for row in report["rows"] if row["num_ranks"] == 2}
+    assert (code, strategies) == (0, {"ddp", "zero1", "zero2", "zero3", "fsdp"})
+    assert max(row["worst_difference"] for row in report["rows"] if "float32" not in row["case"]) < 1e-12
 
 
 @pytest.mark.exhaustive

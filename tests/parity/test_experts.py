@@ -37,10 +37,11 @@ GROUPED = [family for family in FAMILIES if family != "llama4_text"]
 def experts_model(family: str, dtype: torch.dtype) -> Any:
     register_experts()
     model = tiny_model(family, dtype, **FAMILIES[family])
+    generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         # some families start at zero
         for parameter in model.parameters():
-            parameter.normal_(std=0.3)
+            parameter.normal_(std=0.3, generator=generator)
     return model
 
 

@@ -21,7 +21,7 @@ from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
 from flatout.models.export import merge, publish_model
 from flatout.models.load.inference import NAMED_MAPS, load_trained, resolve_model_paths
-from flatout.models.lora.adapter import ADAPTER_CONFIG
+from flatout.models.lora.adapter_file import ADAPTER_CONFIG
 from flatout.parallel.process_group import choose_device
 
 _GGUF = {"fast_quantized": "q8_0", "quantized": "q4_k_m", "not_quantized": "f16"}

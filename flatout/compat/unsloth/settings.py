@@ -15,6 +15,7 @@ from flatout.track.callback import Callback
 _PRECISION = {"None": None, "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _STORAGE = {"full_finetuning": {"method": "full"}, "load_in_fp8": {"base.storage": "fp8"}, "load_in_16bit": {}}
 _PARTS = ("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules")
+_ENDS = ("embed_tokens", "lm_head")
 _COLLATORS = ("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DataCollatorWithPadding", "NoneType")
 
 
@@ -33,10 +34,21 @@ def _storage(given: Given) -> Became:
 
 
 def _targets(given: Given) -> Became:
-    value = given.value if isinstance(given.value, str) or given.value is None else sorted(given.value)
-    if value is None or {"embed_tokens", "lm_head"} & {*value}:
-        raise RefusedError("name linear layers of the decoder, or write all-linear; embeddings and head stay frozen")
-    return Became({"lora.targets": value})
+    value = given.value
+    if value is None:
+        raise RefusedError("name linear layers of the decoder, or write all-linear")
+    if isinstance(value, str):
+        return Became({"lora.targets": value})
+    return Became({"lora.targets": sorted({*value} - {*_ENDS}), **_saved(given).settings})
+
+
+def _saved(given: Given) -> Became:
+    """Translate modules_to_save, with embeddings and head that are among target_modules: they are trained in full."""
+    targets = given.all.get("target_modules")
+    ends = [] if isinstance(targets, str | None) else [name for name in _ENDS if name in targets]
+    names = [*dict.fromkeys([*(given.all.get("modules_to_save") or ()), *ends])]
+    tying = bool(given.all.get("ensure_weight_tying"))
+    return Became({"lora.modules_to_save": names, "lora.keep_tied": tying} if names else {})
 
 
 def _collator(given: Given) -> Became:
@@ -85,15 +97,19 @@ ARGUMENTS: Mapping[str, Rule] = {
         "bias task_type peft_type", t.only(("none", "CAUSAL_LM", "LORA"), "adapters without bias, of a causal model")
     ),
     "init_lora_weights": t.only((True,), "A is random and B zero at the start"),
-    "modules_to_save": t.off("embeddings and head stay frozen; from_pretrained(full_finetuning=True) trains them"),
-    **t.each("layers_to_transform layers_pattern", t.off("write one regular expression as target_modules")),
-    **t.each("loftq_config target_parameters ensure_weight_tying", t.off("not supported; remove it")),
+    "modules_to_save": _saved,
+    "ensure_weight_tying": t.any_value("read with modules_to_save"),
+    "layers_to_transform": t.to("lora.layers", lambda layers: [layers] if isinstance(layers, int) else layers or None),
+    "layers_pattern": t.only(("layers", ["layers"], None, []), "it is always the list of decoder layers"),
+    **{name: t.to(f"lora.{name}") for name in ("rank_pattern", "alpha_pattern")},
+    "trainable_token_indices": t.off("name the tokens in data.new_tokens"),
+    **t.each("loftq_config target_parameters", t.off("not supported; remove it")),
     "temporary_location": t.any_value("nothing is kept on disk meanwhile"),
     "finetune_vision_layers": t.off("only text models are trained"),
     **dict.fromkeys(_PARTS, t.only((True,), "name the layers in target_modules")),
     # trainers
     "dataset_num_proc": t.to("data.num_procs"),
-    "embedding_learning_rate": t.off("embeddings stay frozen under adapters; remove it"),
+    "embedding_learning_rate": t.off("embeddings in modules_to_save have the same learning rate; remove it"),
     "enable_distributed_training": t.any_value("ranks of a launcher, or the GPUs of device_map"),
     "distributed_backend": t.only(("nccl", "gloo"), "ranks talk over nccl on GPUs and gloo on CPUs"),
     "data_collator": _collator,

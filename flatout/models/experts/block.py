@@ -125,8 +125,13 @@ class ExpertsBlock(torch.autograd.Function):
         return tuple(found)
 
 
-def _experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute a layer's experts for tokens `hidden_states` (T, D): the function that transformers calls."""
+def _experts_forward(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **adapters: Any
+) -> Tensor:
+    """Compute a layer's experts for tokens `hidden_states` (T, D): the function that transformers calls.
+
+    `adapters` are the `ExpertLora` of its parameters by name.
+    """
     device = hidden_states.device.type
     autocast = torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device) if autocast else hidden_states.dtype
@@ -137,11 +142,11 @@ def _experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, t
     if experts.is_transposed:
         weights = [weight.transpose(1, 2) for weight in weights]
     biases = [_cast(getattr(experts, f"{name}_bias"), dtype) if experts.has_bias else None for name in names]
-    adapters: list[Tensor | None] = [None] * 4
+    factors = [own for name in names for own in (adapters[name].factors(dtype) if name in adapters else (None, None))]
     gate = getattr(experts, _GATE, None) or recognize_gate(experts)
     with torch.autocast(device, enabled=False):
         output: Tensor = ExpertsBlock.apply(
-            _cast(hidden_states, dtype), top_k_weights, *weights, *biases, *adapters, *routing, gate
+            _cast(hidden_states, dtype), top_k_weights, *weights, *biases, *factors, *routing, gate
         )
     return output.to(hidden_states.dtype)
 

@@ -19,7 +19,9 @@ from flatout.models.blocks import decoder_layers
 from flatout.models.load.model import CANNOT_BUILD, CHOOSE_ANOTHER, library_errors, load_pretrained, read_config
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import check_source
-from flatout.models.lora.adapter import ADAPTER_CONFIG, apply_adapter, share_base
+from flatout.models.lora.adapter import apply_adapter
+from flatout.models.lora.adapter_file import ADAPTER_CONFIG
+from flatout.models.lora.plain import share_base
 
 FINAL_DIR = "final"
 NAMED_MAPS = ("auto", "balanced", "sequential")

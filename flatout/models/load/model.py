@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, regist
 from flatout.models.load import quantized
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
 from flatout.models.load.source import check_source
+from flatout.models.lora.saved import grow_vocabulary
 from flatout.models.rope import scale_by_document
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -74,6 +75,8 @@ def load_model(
     full: FullConfig = FullConfig(),  # noqa: B008  (FullConfig is frozen)
     base: BaseConfig = BaseConfig(),  # noqa: B008  (frozen as well)
     on_host: bool = False,
+    num_rows: int = 0,
+    keep_dense: Sequence[str] = (),
 ) -> LoadedModel:
     """Load a causal language model, or initialize it randomly, for training on packed documents.
 
@@ -81,8 +84,9 @@ def load_model(
     full: fp32 master weights (fp64 for fp64), all trained, or with `full.weights: bf16` only bf16 weights.
     Reads only safetensors, never runs code from the model's repository, never makes up a missing weight.
     `on_host` leaves pretrained weights in their mapped files, in the files' dtype, and quantized ones in host memory
-    (see `DeferredWeights`). `seed` determines the weights of `init: random` for a kind of device; the global random
-    state does not change. Raises UsageError, SecurityError or CheckpointError.
+    (see `DeferredWeights`). Embedding and head grow to `num_rows` rows if they have fewer (see `grow_vocabulary`).
+    Modules with names ending in one of `keep_dense` are not quantized. `seed` determines the weights of `init: random`
+    for a kind of device; the global random state does not change. Raises UsageError, SecurityError or CheckpointError.
     """
     check_source(config.name, config.revision, needs_weights=config.init == "pretrained")
     storage = base.storage if method == "lora" else "model"
@@ -98,7 +102,8 @@ def load_model(
     register_experts()
     options["experts_implementation"] = IMPLEMENTATION if config.experts == "auto" else "eager"
     with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER, attention=options["attn_implementation"]):
-        model, unused = _make_model(config, storage, model_config, options, device, seed, on_host)
+        model, unused = _make_model(config, storage, model_config, options, device, seed, on_host, keep_dense)
+        grow_vocabulary(model, num_rows, seed=seed)
     if method == "lora":
         model.requires_grad_(False)
     model.train()
@@ -200,7 +205,7 @@ def dequantized_method(config: Any) -> str | None:
 
 def _make_model(
     config: ModelConfig, storage: str, model_config: Any, options: dict[str, Any], device: torch.device, seed: int,
-    on_host: bool,
+    on_host: bool, keep_dense: Sequence[str],
 ) -> tuple[PreTrainedModel, list[str]]:  # fmt: skip
     """Make the model for `load_model`; also return the names of unused weights in the files."""
     make: quantized.Make = Fp8Linear if storage == "fp8" else Nf4Linear.from_dense
@@ -215,14 +220,18 @@ def _make_model(
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(model_config, **options), []
     if config.init == "random":
-        return quantized.random_quantized(model_config, options, make, device=device, seed=seed, place=place), []
+        return quantized.random_quantized(
+            model_config, options, make, device=device, seed=seed, place=place, keep_dense=keep_dense
+        ), []
     if is_nf4:
         return quantized.read_nf4(config.name, config.revision, model_config, options, device=device, place=place), []
     in_files = on_host or storage != "model"
     how, where = ({**options, "dtype": "auto"}, torch.device("cpu")) if in_files else (options, device)
     model, unused = load_pretrained(config.name, config.revision, model_config, how, {"": where})
     if storage != "model":
-        quantized.quantize_layers(model, make, device=device, dtype=options["dtype"], place=place)
+        quantized.quantize_layers(
+            model, make, device=device, dtype=options["dtype"], place=place, keep_dense=keep_dense
+        )
     elif on_host and model.dtype != options["dtype"]:
         compute_buffers(model, quantized.empty_model(model_config, options))
     return model, unused

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,22 @@ _PARTS = (".weight", ".weight.absmax", ".weight.nested_absmax", ".weight.nested_
 
 
 def quantize_layers(
-    model: PreTrainedModel, make: Make, *, device: torch.device, dtype: torch.dtype, place: torch.device
+    model: PreTrainedModel,
+    make: Make,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    place: torch.device,
+    keep_dense: Sequence[str] = (),
 ) -> None:
     """Move a model from mapped files on the CPU to `place`; `make` quantizes the decoder's linear layers on the device.
 
-    The rest is cast to `dtype`, except what transformers keeps in another dtype than the files'.
+    Modules whose names end in one of `keep_dense` stay dense. The rest is cast to `dtype`, except what transformers
+    keeps in another dtype than the files'.
     """
+    dense = _modules_named(model, keep_dense)
     for layer in decoder_layers(model):
-        _swap_linears(layer, make, device, dtype)
+        _swap_linears(layer, make, device, dtype, dense)
         layer.to(place)
     files_dtype = model.dtype
     for parameter in model.parameters():
@@ -55,11 +63,19 @@ def quantize_layers(
 
 
 def random_quantized(
-    config: Any, options: dict[str, Any], make: Make, *, device: torch.device, place: torch.device, seed: int
+    config: Any,
+    options: dict[str, Any],
+    make: Make,
+    *,
+    device: torch.device,
+    place: torch.device,
+    seed: int,
+    keep_dense: Sequence[str] = (),
 ) -> PreTrainedModel:
     """Make a model with random weights by `seed`, in options["dtype"], quantized layer by layer as in `_fill`."""
     model = empty_model(config, options)
-    _fill(model, device, place, seed, lambda layer: _swap_linears(layer, make, device, options["dtype"]))
+    dense = _modules_named(model, keep_dense)
+    _fill(model, device, place, seed, lambda layer: _swap_linears(layer, make, device, options["dtype"], dense))
     return model
 
 
@@ -107,9 +123,17 @@ def describe_storage(model: PreTrainedModel, storage: str) -> list[str]:
     return lines
 
 
-def _swap_linears(layer: nn.Module, make: Make, device: torch.device, dtype: torch.dtype) -> None:
+def _modules_named(model: nn.Module, endings: Sequence[str]) -> set[nn.Module]:
+    """Return the modules whose full names end in one of `endings`, with all that is in them."""
+    parts = tuple(f".{ending}." for ending in endings)
+    return {module for name, module in model.named_modules() if any(part in f".{name}." for part in parts)}
+
+
+def _swap_linears(
+    layer: nn.Module, make: Make, device: torch.device, dtype: torch.dtype, dense: set[nn.Module]
+) -> None:
     for path, linear in list(layer.named_modules()):
-        if type(linear) is not nn.Linear or min(linear.weight.shape) < _NARROWEST:
+        if type(linear) is not nn.Linear or linear in dense or min(linear.weight.shape) < _NARROWEST:
             continue
         weight = linear.weight.detach().to(device, dtype)
         bias = None if linear.bias is None else linear.bias.detach().to(device, dtype)

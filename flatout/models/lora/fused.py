@@ -148,7 +148,7 @@ def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool =
     outside the decoder (an adapted head), are not fused. `fp8` and `transposed` are those of `fuse_bases`. Results
     change by rounding only.
     """
-    layers = lora_layers(model)
+    layers = {name: layer for name, layer in lora_layers(model).items() if isinstance(layer, LoraLinear)}
     # hold the tensors themselves, as the id of a freed one may be reused
     inputs: dict[str, Tensor | None] = {}
 
@@ -169,11 +169,12 @@ def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool =
         model.train(was_training)
         for hook in hooks:
             hook.remove()
-    groups: dict[tuple[str, int], list[LoraLinear]] = {}
+    groups: dict[tuple[str, int, float], list[LoraLinear]] = {}
     # in call order, as the first member computes for all
     for name, x in inputs.items():
         if x is not None and not layers[name].dropout and layers[name].magnitude is None:
-            groups.setdefault((name.rpartition(".")[0], id(x)), []).append(layers[name])
+            key = (name.rpartition(".")[0], id(x), layers[name].scaling)
+            groups.setdefault(key, []).append(layers[name])
     fused = FusedLayers([FusedLora(members, fp8=fp8, transposed=transposed) for members in groups.values()])
     fused.refresh()
     return fused

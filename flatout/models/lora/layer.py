@@ -7,9 +7,9 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,12 @@ from transformers import PreTrainedModel
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
 from flatout.models.bases.frozen_linear import FrozenLinear, is_plain_linear, num_weights
-from flatout.models.blocks import replace_module, towers
+from flatout.models.blocks import layer_list, replace_module, towers
+from flatout.models.experts.lora import ExpertLora, expert_parameters, plain_name, prepare_for_adapters
+from flatout.models.lora.saved import SavedModule, TrainedRows, add_saved_modules, saved_modules, saved_names
+
+# a matrix of fused experts: the name of the experts module, of the parameter, and the parameter
+ExpertMatrix: TypeAlias = tuple[str, str, torch.Tensor]
 
 
 class LoraLinear(nn.Module):
@@ -82,6 +87,11 @@ class LoraLinear(nn.Module):
         return total
 
     @torch.no_grad()
+    def merge(self) -> None:
+        """Copy the merged weight into the base."""
+        self.base.weight.copy_(self.merged_weight())
+
+    @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:
         """Return the merged weight (out, in), computed in the masters' dtype and cast to the base's."""
         total = self._sum()
@@ -93,36 +103,58 @@ class LoraLinear(nn.Module):
         return f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}"
 
 
-def add_lora(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> list[str]:
+def add_lora(
+    model: PreTrainedModel, config: LoraConfig, *, seed: int, rows: Mapping[str, Sequence[int]] | None = None
+) -> list[str]:
     """Freeze the model and replace the targeted linear layers by LoraLinear; return lines for the console.
 
-    Targets: `all-linear` is every linear layer except the output head; a list matches full names or their last parts;
-    another string is a regex over full names. Initial values depend only on `seed` and the module's name, not on the
-    global random state or the order of modules. Raises UsageError, suggesting similar names, if a target matches
-    nothing, and for a rank larger than any target's.
+    Modules of `lora.modules_to_save` and `rows` of tokens are trained beside them, as in `add_saved_modules`. Targets:
+    `all-linear` is every linear layer except the output head; a list matches full names or their last parts; another
+    string is a regex over full names; all only in `lora.layers`. All but `all-linear` also match matrices of fused
+    experts. Initial values depend only on `seed` and the target's name, not on the global random state or the order of
+    modules. Raises UsageError, suggesting similar names, if a target matches nothing, and for a rank larger than any
+    target's.
     """
-    if any(isinstance(module, LoraLinear) for module in model.modules()):
+    if lora_layers(model):
         raise UsageError("this model already has LoRA layers; merge or reload it first")
-    targets = _targets(model, config.targets)
-    largest = max(min(linear.in_features, linear.out_features) for linear in targets.values())
-    if config.rank > largest:
-        raise UsageError(f"lora.rank is {config.rank:,}, but no layer in lora.targets has a rank above {largest:,}")
+    targets = _targets(model, config)
+    linears = {name: target for name, target in targets.items() if isinstance(target, nn.Module)}
+    experts = {name: target for name, target in targets.items() if isinstance(target, tuple)}
+    ranks = {name: config.of_layer(name).rank for name in targets}
+    limits = [min(linear.in_features, linear.out_features) for linear in linears.values()]
+    largest = max(limits + [min(matrix.shape[1:]) for _, _, matrix in experts.values()])
+    if (rank := max(ranks.values())) > largest:
+        raise UsageError(f"lora.rank is {rank:,}, but no layer in lora.targets has a rank above {largest:,}")
     model.requires_grad_(False)
-    for name, linear in targets.items():
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        replace_module(model, name, LoraLinear(linear, config, generator).train(linear.training))
+    for name, linear in linears.items():
+        layer = LoraLinear(linear, config.of_layer(name), _generator(seed, name))
+        replace_module(model, name, layer.train(linear.training))
+    if experts:
+        prepare_for_adapters(model)
+    for name, (path, parameter, _) in experts.items():
+        own, base = config.of_layer(name), model.get_submodule(path)
+        options: dict[str, Any] = {"rank": own.rank, "scaling": lora_scaling(own), "generator": _generator(seed, name)}
+        replace_module(model, path, ExpertLora(base, parameter, **options).train(base.training))
+    saved = add_saved_modules(model, config, rows or {})
     counts = Counter(name.rpartition(".")[2] for name in targets)
     num_trainable = sum(parameter.numel() for parameter in trainable_parameters(model).values())
     lines = [
-        f"{'DoRA' if config.dora else 'LoRA'} rank {config.rank}, alpha {config.alpha:g}: "
+        f"{'DoRA' if config.dora else 'LoRA'} rank {', '.join(map(str, sorted(set(ranks.values()))))}, "
+        f"alpha {config.alpha:g}: "
         + ", ".join(f"{count} {name}" for name, count in counts.items())
-        + f"; {num_trainable:,} trainable parameters ({num_trainable / num_weights(model):.2%})"
+        + f"; {num_trainable:,} trainable parameters ({num_trainable / num_weights(model):.2%})",
+        *saved,
     ]
     # transformers keeps all experts of a layer in one 3-D parameter, which is not a linear layer
-    if num_experts := sum(parameter.dim() == 3 for parameter in model.parameters()):
-        lines.append(f"{num_experts} fused expert tensors get no adapter: LoRA only supports linear layers")
+    if others := sum(parameter.dim() == 3 for parameter in model.parameters()) - len(experts):
+        lines.append(f"{others} fused expert tensors get no adapter: add experts to lora.targets to adapt them")
     return lines
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    """Return the source of a layer's initial values."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def lora_scaling(config: LoraConfig) -> float:
@@ -130,17 +162,38 @@ def lora_scaling(config: LoraConfig) -> float:
     return config.alpha / (math.sqrt(config.rank) if config.rslora else config.rank)
 
 
-def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
-    """Return all LoraLinear of a model by full module name, in the model's order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+def lora_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertLora]:
+    """Return all adapters of a model by full module name, in the model's order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear | ExpertLora)}
+
+
+def target_name(name: str, layer: LoraLinear | ExpertLora) -> str:
+    """Return the full name of what the adapter with this module name adapts: a linear layer, or experts' matrix."""
+    if isinstance(layer, LoraLinear):
+        return name
+    return f"{plain_name(name)}.{layer.parameter}"
+
+
+def adapted_modules(model: nn.Module) -> dict[str, LoraLinear | ExpertLora | SavedModule | TrainedRows]:
+    """Return all modules that hold something trained and, as `base`, what they replaced, by full name."""
+    return {**lora_layers(model), **saved_modules(model)}
+
+
+def remove_adapter(model: nn.Module) -> None:
+    """Put back the modules that `add_lora` replaced."""
+    # adapters of experts are nested: from the inside
+    for name, layer in reversed(adapted_modules(model).items()):
+        replace_module(model, name, layer.base)
 
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Make the model compute as its base does, inside a `with` block."""
-    layers = lora_layers(model)
-    for name, layer in layers.items():
-        replace_module(model, name, layer.base)
+    """Make the model compute as its base does, inside a `with` block.
+
+    Modules that are trained in full and rows of new tokens are the base's, too.
+    """
+    layers = adapted_modules(model)
+    remove_adapter(model)
     try:
         yield
     finally:
@@ -192,30 +245,59 @@ def freeze_unreached(model: PreTrainedModel) -> str | None:
     return f"{len(unreached)} parameters of {', '.join(owners)} stay frozen: text does not pass through them"
 
 
-def _targets(model: PreTrainedModel, wanted: str | list[str]) -> dict[str, FrozenLinear]:
+def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, FrozenLinear | ExpertMatrix]:
+    wanted, chosen = config.targets, _named_targets(model, config)
+    saved = tuple(f"{name}." for name in saved_names(model, config))
+    chosen = {name: linear for name, linear in chosen.items() if not f"{name}.".startswith(saved)} if saved else chosen
+    if (indices := config.layer_indices) is not None:
+        decoder, inner = layer_list(model)
+        layers = decoder.get_submodule(inner)
+        path = next(name for name, module in model.named_modules() if module is layers)
+        if indices[-1] >= len(layers):
+            raise UsageError(
+                f"lora.layers: there is no layer {indices[-1]}; the model has layers 0 to {len(layers) - 1}"
+            )
+        chosen = {name: linear for name, linear in chosen.items() if config.has_layer(name, path)}
+    if not chosen:
+        raise UsageError(
+            f"lora.targets: {wanted!r} matches nothing in lora.layers that lora.modules_to_save does not train in full"
+        )
+    unsupported = {"lora.dropout": config.dropout, "lora.dora": config.dora}
+    if experts := [name for name, target in chosen.items() if isinstance(target, tuple)]:
+        for setting in (name for name, used in unsupported.items() if used):
+            raise UsageError(
+                f"{setting}: adapters of fused experts ({experts[0]}) do not have it, as in PEFT; turn it off, or "
+                "leave experts out of lora.targets"
+            )
+    return chosen
+
+
+def _named_targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, FrozenLinear | ExpertMatrix]:
     head = model.get_output_embeddings()
     unread = towers(model)
-    found_linears = {name: module for name, module in model.named_modules() if is_plain_linear(module)}
-    linears = {name: module for name, module in found_linears.items() if f"{name}.weight" not in unread}
-    if wanted == "all-linear":
-        chosen = {name: module for name, module in linears.items() if module is not head}
-        if not chosen:
-            raise UsageError(f"lora.targets: model type {model.config.model_type} has no linear layer besides its head")
-        return chosen
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if is_plain_linear(module) and f"{name}.weight" not in unread
+    }
+    experts = expert_parameters(model)
+    everything: dict[str, FrozenLinear | ExpertMatrix] = {**linears, **experts}
     matched: set[str] = set()
-    for target in [wanted] if isinstance(wanted, str) else wanted:
-        if isinstance(wanted, str):
-            found = {name for name in linears if re.fullmatch(target, name)}
-        else:
-            found = {name for name in linears if f".{name}".endswith(f".{target}")}
+    for target in config.listed_targets:
+        found = {name for name in everything if config.selects(target, name, of_experts=name in experts)}
+        if target == "all-linear":
+            found = {name for name in found if linears[name] is not head}
         if not found:
-            leaves = sorted({name.rpartition(".")[2] for name in linears})
+            kind = model.config.model_type
+            if target == "all-linear":
+                raise UsageError(f"lora.targets: model type {kind} has no linear layer besides its head")
+            leaves = sorted({name.rpartition(".")[2] for name in everything})
             near = difflib.get_close_matches(target, leaves, n=3, cutoff=0.5)
             hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(leaves)}"
             raise UsageError(f"lora.targets: {target!r} matches no linear layer of this model; {hint}")
         matched |= found
-    chosen = {name: module for name, module in linears.items() if name in matched}
+    chosen = {name: target for name, target in everything.items() if name in matched}
     embedding = model.get_input_embeddings()
-    if any(module is head and module.weight is embedding.weight for module in chosen.values()):
+    if any(chosen.get(name) is head and module.weight is embedding.weight for name, module in linears.items()):
         raise UsageError("lora.targets: the output head is tied to the embeddings, so it cannot get its own adapter")
     return chosen

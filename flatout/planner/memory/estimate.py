@@ -140,7 +140,20 @@ class MemoryModel:
         lora, is_fp8 = self.config.lora, self.config.method == "lora" and self.config.base.storage == "fp8"
         if not is_fp8 or self.parallel_layout.lockstep or lora.dropout or lora.dora:
             return 0
-        return sum(linear.num_weights for linear in self.shape.targeted(lora.targets))
+        return sum(linear.num_weights for linear in self.shape.targeted(lora).values())
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of new tokens that LoRA trains; none if embedding and head are trained in full."""
+        lora, shape = self.config.lora, self.shape
+        is_whole = lora.saves(shape.embedding) and shape.trains_head(lora)
+        return 0 if self.config.method == "full" or is_whole else len(self.config.data.added_tokens)
+
+    @property
+    def num_adapter(self) -> int:
+        """The parameters that LoRA trains, those of `modules_to_save` and of new tokens included."""
+        rows = self.num_rows * self.shape.hidden_size * (1 if self.shape.tied else 2)
+        return self.shape.num_lora_params(self.config.lora) + self.shape.num_saved_params(self.config.lora) + rows
 
     def inputs_bytes(self, num_tokens: int) -> int:
         """Return the bytes of all layers' inputs: `full` keeps them, and `offload` moves them to the host."""
@@ -150,7 +163,7 @@ class MemoryModel:
         """Estimate the peak with micro-batches of this size; a step has several of them if it `accumulates`."""
         shape, width, lora = self.shape, self.widths, self.config.lora
         is_lora = self.config.method == "lora"
-        num_base, num_adapter = shape.num_params, shape.num_lora_params(lora.rank, lora.targets) if is_lora else 0
+        num_base, num_adapter = shape.num_params, self.num_adapter if is_lora else 0
         num_trained = num_gradients = num_adapter if is_lora else num_base
         embedding = shape.vocab_size * shape.hidden_size
         if self.config.full.update == "backward":
@@ -160,7 +173,7 @@ class MemoryModel:
             )
         weights = self._frozen_bytes() if is_lora else num_base * (width.trained + width.copies)
         weights += shape.num_tower_params * (width.compute if is_lora else width.trained)
-        if is_lora and recompute == "offload" and not shape.tied:
+        if is_lora and recompute == "offload" and not (shape.tied or lora.saves(shape.embedding) or self.num_rows):
             # the embedding is kept on the host, unless it is tied and so also the head, or scaled (Gemma's, also tied)
             weights -= embedding * width.compute
         moment = max(4, width.compute)
@@ -193,15 +206,19 @@ class MemoryModel:
             blocks = self._frozen_bytes() - num_root * width.compute
             weights = whole.weights_bytes - (blocks * (1 - part - share) if layout.reshard_after_forward else 0)
         # two layers' gradients exist in the compute dtype before they are summed in that of the trained weights
-        two_layers = (num_blocks if is_full else num_adapter) * 2 / shape.num_layers
-        unsummed = two_layers * (width.compute + width.trained) + (root if is_full else 0)
+        num_lora = shape.num_lora_params(self.config.lora)
+        two_layers = (num_blocks if is_full else num_lora) * 2 / shape.num_layers
+        # what is trained in full is mostly embedding and head, which are not freed
+        beside = 0 if is_full else (num_adapter - num_lora) * width.trained
+        unsummed = two_layers * (width.compute + width.trained) + (root if is_full else beside)
         late = layout.sums_late
         # DeepSpeed sums late gradients in place
         held = late + (0 if late and layout.keeps_gradients else part)
         return replace(
             whole,
             weights_bytes=int(weights),
-            adapter_bytes=int(num_adapter * width.trained * (part + share)),
+            adapter_bytes=int(num_adapter * width.trained * part + (num_adapter and num_lora) * width.trained * share)
+            + beside,
             gradients_bytes=int(whole.gradients_bytes * held + (0 if late else unsummed)),
             optimizer_bytes=int(whole.optimizer_bytes * part),
             working_bytes=whole.working_bytes + layout.buffers_bytes,
@@ -233,9 +250,10 @@ class MemoryModel:
         shape, lora, width = self.shape, self.config.lora, self.widths
         elements = activation_elements(shape) - self._unsaved_elements
         if self.config.method == "lora" and (lora.dropout or lora.dora):
-            targets = shape.targeted(lora.targets, 1)
-            elements += sum(linear.num_in for linear in targets) if lora.dropout else 0
-            elements += 2 * sum(linear.num_out for linear in targets) if lora.dora else 0
+            targets = shape.targeted(lora).values()
+            own = sum(linear.num_in for linear in targets) if lora.dropout else 0
+            own += 2 * sum(linear.num_out for linear in targets) if lora.dora else 0
+            elements += own // shape.num_layers
         wider = 2 * shape.hidden_size * (width.hidden - width.compute)
         kept = num_tokens * (elements * width.compute + wider + 4 * shape.num_heads)
         return kept if self.compiled else kept * EAGER_SHARE
@@ -262,9 +280,12 @@ class MemoryModel:
         # one tile's logits and their gradient; the label rows and their gradient
         num_tile_rows = min(size.num_labels, HEAD_TILE_ROWS[recompute])
         head = 2 * (num_tile_rows * shape.vocab_size + size.num_labels * shape.hidden_size) * element
-        if self.config.method == "full":
+        if self.config.method == "full" or shape.trains_head(self.config.lora):
             # the head's weight gradient is summed in fp32, in addition to a narrower copy of the weight or the gradient
             head += shape.vocab_size * shape.hidden_size * (4 + (element if element < 4 else 0))
+        elif self.num_rows:
+            # the head with its trained rows
+            head += shape.vocab_size * shape.hidden_size * element
         # gradients and recomputed activations
         again = {"none": 0.0, "selective": 0.0, "budget": 1 - BUDGET_SHARE}.get(recompute, 1.0)
         layer = (BACKWARD_SHARE + again) * self._layer_bytes(size.num_tokens)
@@ -273,10 +294,15 @@ class MemoryModel:
         queries = (size.num_tokens + 128 * size.num_documents) * shape.num_heads * shape.head_dim * 4
         # linear layers that read the same input are unpacked as one group
         groups: dict[tuple[str, int], int] = {}
-        transposed = shape.targeted(self.config.lora.targets) if self.transposed_weights else ()
-        widest = max(shape.layers, key=lambda layer: sum(linear.num_weights for linear in layer.linears))
+        transposed = shape.targeted(self.config.lora) if self.transposed_weights else {}
+        # layers without adapters are unpacked whole
+        indices = self.config.lora.layer_indices if transposed else None
+        layers = [(i, layer) for i, layer in enumerate(shape.layers) if indices is None or i not in indices]
+        index, widest = max(
+            layers or enumerate(shape.layers), key=lambda layer: sum(linear.num_weights for linear in layer[1].linears)
+        )
         for linear in widest.linears:
-            if linear not in transposed:
+            if f"{shape.layers_path}.{index}.{linear.name}" not in transposed:
                 key = (linear.name.partition(".")[0], linear.num_in)
                 groups[key] = groups.get(key, 0) + linear.num_weights
         largest = max(groups.values(), default=0)

@@ -23,6 +23,11 @@ THROUGH = {
     "run_dir": "folder",
     "device": "wanted_device",
     "base.compute": "computes_in_fp8",
+    "lora.layers": "layer_indices",
+    "lora.rank_pattern": "of_layer",
+    "lora.alpha_pattern": "of_layer",
+    "data.new_tokens": "added_tokens",
+    "data.new_special_tokens": "added_tokens",
 }
 # read by a name that is chosen as the program runs
 BY_NAME = ("faults.stall_s", "faults.long_phase_s", "data.empty_reasoning")

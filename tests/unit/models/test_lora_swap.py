@@ -170,7 +170,7 @@ def test_unsupported_peft_options_are_refused(tmp_path):
     content = json.loads(file.read_text())
     for changes, message in (
         ({"bias": "all"}, "bias"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+        ({"rank_pattern": {"q_proj": 4}}, "has shape"),
         ({"peft_type": "IA3"}, "IA3"),
         ({"init_lora_weights": "pissa"}, "pissa"),
     ):

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.config.read import make_config
+from flatout.config.schema import LoraConfig as Lora
 from flatout.planner.cost import ATTENTION_BACKWARD, CostModel, make_cost
 from flatout.trainer.model_shape import make_shape
 
@@ -134,8 +135,12 @@ def test_active_experts_only():
 
 def test_targets_are_a_regex_for_the_full_name_or_name_endings():
     shape = make_shape(tiny("qwen3").to_dict())
-    assert len(shape.targeted("all-linear")) == 3 * 7
-    assert [linear.name for linear in shape.targeted(["q_proj"])] == ["self_attn.q_proj"] * 3
-    assert shape.targeted(["self_attn.q_proj"]) == shape.targeted(["q_proj"])
-    assert shape.targeted(["proj"]) == shape.targeted("q_proj") == []
-    assert len(shape.targeted(r".*\.2\..*")) == 7
+
+    def targeted(targets, **changes):
+        return [linear.name for linear in shape.targeted(Lora(targets=targets, **changes)).values()]
+
+    assert len(targeted("all-linear")) == 3 * 7
+    assert targeted(["q_proj"]) == targeted(["self_attn.q_proj"]) == ["self_attn.q_proj"] * 3
+    assert targeted(["proj"]) == targeted("q_proj") == []
+    assert len(targeted(r".*\.2\..*")) == len(targeted("all-linear", layers="2")) == 7
+    assert targeted(["q_proj", "v_proj"], modules_to_save=["q_proj"], layers=[0, 2]) == ["self_attn.v_proj"] * 2

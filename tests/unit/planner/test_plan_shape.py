@@ -6,6 +6,7 @@ from peft import LoraConfig, get_peft_model
 from qwen3_8b import QWEN3_8B
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from flatout.config.schema import LoraConfig as Lora
 from flatout.errors import UsageError
 from flatout.trainer.model_shape import make_shape
 
@@ -64,12 +65,12 @@ def test_adapter_size_is_pefts(model_type, targets):
         model = AutoModelForCausalLM.from_config(config)
     peft_model = get_peft_model(model, LoraConfig(r=5, target_modules=targets, task_type="CAUSAL_LM"))
     trained = sum(parameter.numel() for parameter in peft_model.parameters() if parameter.requires_grad)
-    assert make_shape(config.to_dict()).num_lora_params(5, targets) == trained
+    assert make_shape(config.to_dict()).num_lora_params(Lora(rank=5, targets=targets)) == trained
 
 
 def test_a_regex_targets_single_layers():
     shape = make_shape(tiny_config("llama").to_dict())
-    one = shape.num_lora_params(4, r"model\.layers\.1\.self_attn\.q_proj")
+    one = shape.num_lora_params(Lora(rank=4, targets=r"model\.layers\.1\.self_attn\.q_proj"))
     assert one == 4 * (32 + shape.num_heads * shape.head_dim)
 
 

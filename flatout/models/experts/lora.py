@@ -1,0 +1,101 @@
+"""Low-rank adapters of fused experts: two small matrices for each expert, in the layout of PEFT's target_parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from flatout.models.experts.block import IMPLEMENTATION, experts_modules, prepare_experts, register_experts
+
+# grouped products need 16 bytes
+_RANK_MULTIPLE = 8
+
+
+class ExpertLora(nn.Module):
+    """Adds scaling * B_e A_e to each expert's frozen matrix W_e (out, in) of one parameter (arXiv:2106.09685).
+
+    `base` is the experts module, or the ExpertLora of its other parameter, as PEFT nests them. `lora_a` (E r, in) and
+    `lora_b` (out, r E), in which the expert changes fastest, are fp32 masters (fp64 over fp64); `lora_b` starts at 0.
+    The products stay split, so nothing of the size of the weights is made.
+    """
+
+    # a `LoraLinear` has these as well
+    magnitude = None
+    dropout = 0.0
+
+    def __init__(
+        self, base: nn.Module, parameter: str, *, rank: int, scaling: float, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        self.base, self.parameter, self.rank, self.scaling = base, parameter, rank, scaling
+        weight = self.dense_weight
+        self.num_experts, out_features, in_features = weight.shape
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        # uniform(-1/sqrt(in), 1/sqrt(in)) like PEFT
+        bound = 1 / math.sqrt(in_features)
+        first = torch.empty(self.num_experts * rank, in_features).uniform_(-bound, bound, generator=generator)
+        self.lora_a = nn.Parameter(first.to(weight.device, dtype))
+        zeros = torch.zeros(out_features, rank * self.num_experts, dtype=dtype, device=weight.device)
+        self.lora_b = nn.Parameter(zeros)
+
+    @property
+    def experts(self) -> Any:
+        """The experts module below this and other adapters."""
+        return self.base.experts if isinstance(self.base, ExpertLora) else self.base
+
+    @property
+    def dense_weight(self) -> Tensor:
+        """The frozen weight as a view (E, out, in)."""
+        weight: Tensor = getattr(self.experts, self.parameter).detach()
+        return weight.transpose(1, 2) if self.experts.is_transposed else weight
+
+    def forward(self, *args: Any, **adapters: Any) -> Any:
+        """Call the experts with this adapter, as transformers calls them."""
+        return self.base(*args, **adapters, **{self.parameter: self})
+
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return A (E, r, in) and scaled B (E, out, r) in a dtype, with zeros up to a multiple of 8 for r."""
+        a = self.lora_a.view(self.num_experts, self.rank, -1)
+        b = (self.scaling * self.lora_b).view(-1, self.rank, self.num_experts).permute(2, 0, 1)
+        more = -self.rank % _RANK_MULTIPLE
+        return F.pad(a.to(dtype), (0, 0, 0, more)), F.pad(b.to(dtype), (0, more)).contiguous()
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add the adapter to the base weight, computed in the masters' dtype, one expert at a time."""
+        a = self.lora_a.view(self.num_experts, self.rank, -1)
+        b = self.lora_b.view(-1, self.rank, self.num_experts)
+        for expert, weight in enumerate(self.dense_weight):
+            weight.copy_(weight.to(a.dtype) + self.scaling * (b[..., expert] @ a[expert]))
+
+    def extra_repr(self) -> str:
+        return f"{self.parameter}, rank={self.rank}, scaling={self.scaling:g}"
+
+
+def expert_parameters(model: nn.Module) -> dict[str, tuple[str, str, Tensor]]:
+    """Return the matrices of fused experts by full name: the experts module's name, the parameter's, and its values."""
+    return {
+        f"{plain_name(path)}.{name}": (path, name, parameter)
+        for path, experts in experts_modules(model).items()
+        for name, parameter in experts.named_parameters(recurse=False)
+        if parameter.dim() == 3
+    }
+
+
+def plain_name(name: str) -> str:
+    """Return the name of an experts module without the levels of its adapters."""
+    while name.endswith(".base"):
+        name = name.removesuffix(".base")
+    return name
+
+
+def prepare_for_adapters(model: PreTrainedModel) -> None:
+    """Make a model compute its experts by grouped products, whose adapters these are."""
+    register_experts()
+    model.set_experts_implementation(IMPLEMENTATION)
+    prepare_experts(model)

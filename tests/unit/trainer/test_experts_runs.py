@@ -1,0 +1,75 @@
+"""Whole runs of a mixture of experts: adapters on the experts are trained, resumed, exported and merged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from flatout.models.load.inference import load_trained, resolve_model_paths
+from flatout.models.merge import merge_adapter
+from flatout.trainer.run import train
+
+
+@pytest.fixture(scope="session")
+def experts_dir(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    AutoTokenizer.from_pretrained(tiny.model_dir).save_pretrained(folder)
+    shape = json.loads((tiny.model_dir / "config.json").read_text())
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    config = Qwen3MoeConfig(
+        **{name: shape[name] for name in sizes},
+        intermediate_size=64,
+        moe_intermediate_size=24,
+        num_experts=5,
+        num_experts_per_tok=2,
+        pad_token_id=shape["pad_token_id"],
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def config_of(tiny: Any, folder: Path, experts_dir: Path, **sections: Any) -> Any:
+    return tiny.config(
+        folder,
+        model={"name": str(experts_dir), "precision": "fp64"},
+        lora={"rank": 4, "alpha": 8, "targets": ["q_proj", "experts"]},
+        batch={"samples_per_step": 4, "micro_batch_tokens": 700, "max_steps": 4},
+        checkpoint={"every_steps": 2},
+        **sections,
+    )
+
+
+def test_adapters_of_experts_train_resume_and_merge(
+    tiny: Any, experts_dir: Path, tmp_path: Path, metrics_of: Any
+) -> None:
+    config = config_of(tiny, tmp_path / "run", experts_dir)
+    train(config)
+    losses = [record["loss"] for record in metrics_of(tmp_path / "run")]
+    assert losses[-1] < losses[0]
+    # the second half again, recomputing activations
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again/checkpoints/step-4")
+    shutil.rmtree(tmp_path / "again/final")
+    train(config_of(tiny, tmp_path / "again", experts_dir, recompute="full"))
+    again = [record["loss"] for record in metrics_of(tmp_path / "again")]
+    assert again == pytest.approx(losses, rel=1e-10)
+    adapters = [load_file(tmp_path / name / "final/adapter_model.safetensors") for name in ("run", "again")]
+    assert sum(".experts." in name for name in adapters[0]) == 8
+    for name, tensor in adapters[0].items():
+        torch.testing.assert_close(adapters[1][name], tensor, rtol=1e-6, atol=1e-9)
+    merge_adapter(str(tmp_path / "run"), tmp_path / "merged")
+    options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", **options)
+    adapted, _ = load_trained(resolve_model_paths(str(tmp_path / "run")), device=torch.device("cpu"))
+    ids = torch.arange(40)[None] % 300
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits.float(), adapted(ids).logits.float(), rtol=1e-3, atol=1e-3)
