@@ -54,6 +54,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "a different kernel for the same formula": "model.attention model.experts",
         "the same updates, each as soon as its gradient is ready": "full.update",
         "the same steps in different micro-batches; lora.dropout masks change": "batch.micro_batch_tokens",
+        "the same steps, packed or padded; lora.dropout masks change": "batch.layout",
         "the same weights, gathered at different times": "sharding.reshard_after_forward sharding.prefetch",
         "the same updates, computed on the host": "sharding.offload",
     },

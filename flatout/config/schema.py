@@ -45,6 +45,10 @@ class BatchConfig(Section):
     micro_batch_tokens: int | None = Field(default=None, ge=2)
     """Maximum tokens in one forward pass on one rank; the plan uses as few micro-batches as possible, of similar size.
     null: as many tokens as fit in `memory` (8,192 on a CPU)."""
+    layout: Literal["auto", "packed", "rows"] = "auto"
+    """packed: the samples of a micro-batch share one stream of tokens, without padding; rows: each is a row of its own,
+    padded to the longest of a few samples of similar length, which is exact for every model. auto: packed where it is
+    proved to be exact, otherwise rows."""
     epochs: float = Field(default=1.0, gt=0)
     """Passes over the data."""
     max_steps: int | None = Field(default=None, ge=1, le=10_000_000)

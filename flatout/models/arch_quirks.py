@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from flatout.errors import UsageError
 
@@ -19,23 +19,40 @@ LOGITS_MULTIPLIERS = {"hyperclovax": "logits_scaling"}
 _STATEFUL_LAYERS = ("linear", "mamba", "conv", "recurrent", "lightning", "kda", "delta")
 
 
-def check_packable(config: Any) -> None:
-    """Raise UsageError for architectures whose layers keep a state across packed documents.
+class LayoutChoice(NamedTuple):
+    """How documents share a micro-batch, and why."""
 
-    The self-test checks those that no table names.
+    layout: Literal["packed", "rows"]
+    reason: str
+
+
+def choose_layout(config: Any, wanted: Literal["auto", "packed", "rows"]) -> LayoutChoice:
+    """Choose a model's layout from its config; `auto` packs unless packing is known to be inexact.
+
+    The self-test at start-up proves the choice. Raises UsageError if `packed` is wanted and known to be inexact.
     """
+    problem = packing_problem(config)
+    if wanted == "packed" and problem is not None:
+        raise UsageError(
+            f"batch.layout: model type {config.model_type} cannot be trained on packed documents: {problem}; set "
+            "batch.layout: auto"
+        )
+    if wanted != "auto":
+        return LayoutChoice(wanted, "as configured")
+    if problem is not None:
+        return LayoutChoice("rows", problem)
+    return LayoutChoice("packed", "without padding; the self-test proves that documents do not affect each other")
+
+
+def packing_problem(config: Any) -> str | None:
+    """Return why layers keep a state across packed documents; None if no table names this architecture."""
     kinds = getattr(config, "layer_types", None) or ()
     stateful = sorted({kind for kind in kinds if any(part in kind for part in _STATEFUL_LAYERS)})
     if config.model_type in STATEFUL:
-        reason = "its recurrent or convolution state leaks from one packed document into the next"
-    elif stateful:
-        reason = f"its {', '.join(stateful)} layers carry state from one packed document into the next"
-    else:
-        return
-    raise UsageError(
-        f"model type {config.model_type} cannot be trained on packed documents: {reason}; "
-        "choose a model with only softmax attention layers"
-    )
+        return "its recurrent or convolution state leaks from one packed document into the next"
+    if stateful:
+        return f"its {', '.join(stateful)} layers carry state from one packed document into the next"
+    return None
 
 
 def logits_scale(config: Any) -> float:

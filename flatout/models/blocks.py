@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from flatout.errors import UsageError
 from flatout.models.packed import PackedBatch
 
+# the names of transformers' own attention, from the fastest to the most general
+TRANSFORMERS_ATTENTION = ("sdpa", "eager")
 # parts that do not read text
 _TOWER = re.compile("vision|visual|image|audio")
 
@@ -78,22 +80,35 @@ def towers(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def hidden_states(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
-    """Return a packed batch's last hidden states (T, D), each document on its own; `model` is from load_model."""
-    token_ids = batch.token_ids[None]
-    output = text_decoder(model)(
-        input_ids=token_ids,
-        # without a mask, transformers searches the positions for documents, which synchronizes with the GPU
-        attention_mask=torch.ones_like(token_ids, dtype=torch.bool),
-        position_ids=batch.position_ids[None],
-        use_cache=False,
-        **document_arguments(batch),
-    )
-    states: torch.Tensor = output.last_hidden_state[0]
+    """Return a batch's last hidden states (T, D), each document on its own; `model` is from load_model."""
+    output = text_decoder(model)(use_cache=False, **model_inputs(model, batch))
+    states: torch.Tensor = output.last_hidden_state.flatten(0, 1)
     return states
 
 
+def model_inputs(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Any]:
+    """Return a batch as keyword arguments of a transformers model.
+
+    transformers' own attention gets rows without a mask, as causal layers never read padding on the right.
+    """
+    token_ids = batch.token_ids.view(batch.shape)
+    if batch.row_length is not None and model.config.get_text_config()._attn_implementation in TRANSFORMERS_ATTENTION:
+        return {"input_ids": token_ids}
+    # without a mask, transformers searches the positions for documents, which synchronizes with the GPU; it makes no
+    # mask when it gets one of four dimensions
+    packed = batch.row_length is None
+    mask = torch.ones_like(token_ids, dtype=torch.bool) if packed else torch.empty(1, 1, 1, 0)
+    positions = batch.position_ids.view(batch.shape)
+    return {"input_ids": token_ids, "position_ids": positions, "attention_mask": mask, **document_arguments(batch)}
+
+
 def document_arguments(batch: PackedBatch) -> dict[str, Any]:
-    """Return the documents' boundaries as the keyword arguments that transformers passes to every attention layer."""
+    """Return the documents' boundaries as the keyword arguments that transformers passes to every attention layer.
+
+    Rows have names of our own: by those of transformers, a layer with a state would take them for one packed row.
+    """
+    if batch.row_length is not None:
+        return {"row_cu_seqlens": batch.cu_seqlens, "max_row_length": batch.max_seqlen}
     return {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
 
 

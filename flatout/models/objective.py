@@ -49,7 +49,8 @@ class TokenHead:
             raise UsageError(f"model type {model.config.model_type} has no output head; flatout trains causal LMs only")
         config = model.config.get_text_config()
         self._head, self._tile_rows = head, tile_rows
-        self._scale, self._softcap = logits_scale(config), getattr(config, "final_logit_softcapping", None)
+        self._scale = logits_scale(config)
+        self._softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Return logits (L, V) in fp32 (fp64 in fp64) of hidden states `rows` (L, D)."""

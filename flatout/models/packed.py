@@ -1,4 +1,4 @@
-"""A micro-batch as one flat stream of tokens: documents, positions and the rows with loss."""
+"""A micro-batch as one flat stream of tokens: documents, packed or padded to rows, positions and rows with loss."""
 
 from __future__ import annotations
 
@@ -29,12 +29,16 @@ class PackedSize(NamedTuple):
     max_seqlen: int
 
 
-def packed_size(lengths: Sequence[int], *, size_buckets: Sequence[int] = ()) -> PackedSize:
+def packed_size(
+    lengths: Sequence[int], *, size_buckets: Sequence[int] = (), row_length: int | None = None
+) -> PackedSize:
     """Return the padded size for documents of these lengths in tokens; padding forms a tail document.
 
     Tokens are rounded up to a multiple of 128, then to the next of `size_buckets` (ascending), if one is large enough,
-    so that a run has few sizes; the length is rounded up to a power of two.
+    so that a run has few sizes; the length is rounded up to a power of two. Rows are padded to `row_length` already.
     """
+    if row_length is not None:
+        return PackedSize(len(lengths) * row_length, 1 << (max(row_length, SMALLEST_MAX_SEQLEN) - 1).bit_length())
     num_tokens = sum(lengths)
     filled = num_tokens + -num_tokens % TOKENS_MULTIPLE
     if (bucket := bisect_left(size_buckets, filled)) < len(size_buckets):
@@ -49,7 +53,8 @@ class PackedBatch:
 
     `token_ids` and `position_ids` int64 (T,), with positions restarting at 0 in each document; `cu_seqlens` int32
     (D+1,) the documents' boundaries; `max_seqlen` an upper bound on document length in tokens; `label_rows` int64 (L,)
-    the rows whose next token has loss and `label_ids` int64 (L,) those next tokens.
+    the rows whose next token has loss and `label_ids` int64 (L,) those next tokens. With `row_length`, each document is
+    padded on the right to that many tokens, at position 0, and its boundaries are those of its row.
     """
 
     token_ids: torch.Tensor
@@ -58,6 +63,12 @@ class PackedBatch:
     max_seqlen: int
     label_rows: torch.Tensor
     label_ids: torch.Tensor
+    row_length: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape (B, S) that a model gets: one row of packed documents, or a row for each."""
+        return (1, self.num_tokens) if self.row_length is None else (-1, self.row_length)
 
     @property
     def num_tokens(self) -> int:
@@ -87,6 +98,7 @@ def flatten_samples(
     *,
     num_boundaries: int | None = None,
     size_buckets: Sequence[int] = (),
+    row_length: int | None = None,
 ) -> PackedBatch:
     """Concatenate samples into a batch on the CPU.
 
@@ -95,8 +107,9 @@ def flatten_samples(
     no kernel leaves rows unwritten. The loss does not change.
 
     Each sample is (token ids (n,), loss mask (n,)): `loss_mask[i]` says whether token i has loss. A document's first
-    token is never predicted, so it never has loss. Raises ValueError for no samples, an empty one, arrays of different
-    lengths, or more documents than fit in `num_boundaries`.
+    token is never predicted, so it never has loss. With `row_length`, each sample is padded to a row of that length.
+    Raises ValueError for no samples, an empty one, one longer than a row, arrays of different lengths, or more
+    documents than fit in `num_boundaries`.
     """
     if not samples:
         raise ValueError("a micro-batch needs at least one sample")
@@ -104,9 +117,14 @@ def flatten_samples(
         if len(ids) == 0 or len(ids) != len(loss_mask):
             raise ValueError(f"sample {index} has {len(ids)} token ids and a loss mask of {len(loss_mask)}")
     lengths = [len(ids) for ids, _ in samples]
-    max_seqlen = max(lengths)
+    max_seqlen, real = max(lengths), np.array(lengths)
+    if row_length is not None:
+        samples = [
+            (np.pad(ids, (0, row_length - len(ids))), np.pad(mask, (0, row_length - len(ids)))) for ids, mask in samples
+        ]
+        lengths, max_seqlen = [row_length] * len(samples), row_length
     if num_boundaries:
-        num_tokens, max_seqlen = packed_size(lengths, size_buckets=size_buckets)
+        num_tokens, max_seqlen = packed_size(lengths, size_buckets=size_buckets, row_length=row_length)
         if tail := num_tokens - sum(lengths):
             samples = [*samples, (np.zeros(tail, np.int64), np.zeros(tail, bool))]
             lengths.append(tail)
@@ -118,11 +136,15 @@ def flatten_samples(
     cu_seqlens = boundaries.astype(np.int32)
     if num_boundaries:
         cu_seqlens = np.pad(cu_seqlens, (0, num_boundaries - len(cu_seqlens)), mode="edge")
+    position_ids = np.arange(len(token_ids)) - np.repeat(boundaries[:-1], lengths)
+    if row_length is not None:
+        position_ids[position_ids >= np.repeat(real, row_length)] = 0
     return PackedBatch(
         token_ids=torch.from_numpy(token_ids),
-        position_ids=torch.from_numpy(np.arange(len(token_ids)) - np.repeat(boundaries[:-1], lengths)),
+        position_ids=torch.from_numpy(position_ids),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         max_seqlen=max_seqlen,
         label_rows=torch.from_numpy(label_positions - 1),
         label_ids=torch.from_numpy(token_ids[label_positions]),
+        row_length=row_length,
     )

@@ -46,6 +46,8 @@ def plan_graphs(
     ropes = (module for module in model.modules() if isinstance(module, DocumentRope))
     if any(kind == "dynamic" for rope in ropes for kind, _ in rope.limits.values()):
         return "rope reads the documents' lengths on the host", ()
+    if planned.plan.layout.name == "rows":
+        return "rows have too many sizes", ()
     if config.lora.dropout or planned.memory.recompute not in ("none", "selective"):
         return "dropout and recompute need the host", ()
     if config.compile == "off" or config.deterministic:
@@ -75,7 +77,7 @@ def count_sizes(plan: RunPlan, rank: int, *, size_buckets: Sequence[int] = ()) -
     for step in plan.sampled_steps(NUM_STEPS_SEEN):
         for batch in step.ranks[rank]:
             lengths = plan.samples.lengths[plan.samples.indices_of(batch.sample_ids)]
-            counts[packed_size(lengths.tolist(), size_buckets=size_buckets)] += 1
+            counts[packed_size(lengths.tolist(), size_buckets=size_buckets, row_length=batch.row_length)] += 1
     return counts
 
 

@@ -45,6 +45,12 @@ def read_shape(name: str, revision: str | None) -> ModelShape:
     return make_shape(read_model_config(name, revision), origin=f"{name}/config.json")
 
 
+def read_text_config(name: str, revision: str | None) -> Any:
+    """Return transformers' configuration of the text part of a model whose shape was read."""
+    values = read_model_config(name, revision)
+    return CONFIG_MAPPING[values["model_type"]].from_dict(dict(values)).get_text_config()
+
+
 def make_shape(values: Mapping[str, Any], *, origin: str = "config.json") -> ModelShape:
     """Return the shape of the model that a config.json describes, measured on its modules.
 

@@ -25,7 +25,7 @@ from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.feed import Feed
-from flatout.trainer.planning import EvalSet
+from flatout.trainer.planning import EvalSet, PlannedRun
 from flatout.trainer.prompts import PromptSet
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.stop_request import StopRequest
@@ -84,6 +84,7 @@ class Run:
     device: torch.device
     reporter: Reporter
     plan: RunPlan
+    planned: PlannedRun
     feed: Feed
     eval_sets: tuple[EvalSet, ...]
     eval_feeds: tuple[Feed, ...]

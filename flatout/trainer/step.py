@@ -146,7 +146,7 @@ def micro_batches_of(run: Run, step: StepPlan) -> Sequence[MicroBatch]:
     """Return this rank's micro-batches of a step: the plan's, or smaller ones after an out-of-memory error."""
     planned = step.ranks[run.rank.index]
     cap_tokens = run.state.micro_batch_cap
-    if cap_tokens is None or all(batch.num_tokens <= cap_tokens for batch in planned):
+    if cap_tokens is None or all(batch.num_padded_tokens <= cap_tokens for batch in planned):
         return planned
     return run.plan.resplit(step, run.rank.index, max(cap_tokens, _longest(run, planned)))
 
@@ -159,15 +159,20 @@ def lower_cap(run: Run, step: StepPlan, taken: Sequence[MicroBatch], *, failed: 
     """
     run.optimizer.zero_grad(set_to_none=True)
     release_memory(run)
-    cap_tokens = max(failed.num_tokens * 2 // 3, _longest(run, taken))
-    if cap_tokens >= max(batch.num_tokens for batch in taken):
+    cap_tokens = max(failed.num_padded_tokens * 2 // 3, _longest(run, taken))
+    if cap_tokens >= max(batch.num_padded_tokens for batch in taken):
         raise ResourceError(
-            f"step {step.index + 1}: out of GPU memory with a micro-batch of {failed.num_tokens:,} tokens, which "
-            "cannot be split further because samples stay whole; set recompute: offload, lower "
+            f"step {step.index + 1}: out of GPU memory with a micro-batch of {failed.num_padded_tokens:,} tokens, "
+            "which cannot be split further because samples stay whole; set recompute: offload, lower "
             "data.max_tokens, set base.storage: nf4 (lora) or optim.name: adamw8bit (full), or free GPU memory"
         )
     run.state.micro_batch_cap = cap_tokens
-    facts = {"step": step.index + 1, "rank": run.rank.index, "tokens": failed.num_tokens, "cap_tokens": cap_tokens}
+    facts = {
+        "step": step.index + 1,
+        "rank": run.rank.index,
+        "tokens": failed.num_padded_tokens,
+        "cap_tokens": cap_tokens,
+    }
     run.watch.event("out_of_memory", facts)
 
 
@@ -181,9 +186,10 @@ def release_memory(run: Run) -> None:
 
 
 def _longest(run: Run, micro_batches: Sequence[MicroBatch]) -> int:
-    """Return the tokens of the longest sample in these micro-batches."""
+    """Return the tokens of the longest sample in these micro-batches, as a row with its padding."""
     ids = [sample_id for batch in micro_batches for sample_id in batch.sample_ids]
-    return int(run.plan.samples.lengths[run.plan.samples.indices_of(ids)].max())
+    longest = int(run.plan.samples.lengths[run.plan.samples.indices_of(ids)].max())
+    return max([longest, *(batch.row_length or 0 for batch in micro_batches)])
 
 
 def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures) -> Pending:

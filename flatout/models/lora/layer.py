@@ -18,13 +18,14 @@ from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
+from flatout.models.bases.frozen_experts import FrozenExperts
 from flatout.models.bases.frozen_linear import FrozenLinear, is_plain_linear, num_weights
 from flatout.models.blocks import layer_list, replace_module, towers
 from flatout.models.experts.lora import ExpertLora, expert_parameters, plain_name, prepare_for_adapters
 from flatout.models.lora.saved import SavedModule, TrainedRows, add_saved_modules, saved_modules, saved_names
 
 # a matrix of fused experts: the name of the experts module, of the parameter, and the parameter
-ExpertMatrix: TypeAlias = tuple[str, str, torch.Tensor]
+ExpertMatrix: TypeAlias = tuple[str, str, torch.Tensor | FrozenExperts]
 
 
 class LoraLinear(nn.Module):
