@@ -1,4 +1,4 @@
-"""Hybrids packed: convolutions with masked tokens between documents, recurrences by kernels that know the boundaries."""
+"""Hybrids packed: masked tokens keep convolutions apart, kernels that know the boundaries keep recurrences apart."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_recurrence_without_its_kernel_takes_rows_and_says_what_to_install(mod
     choice = choose_layout(tiny(model_type), "auto")
     assert choice.layout == "rows"
     assert "without " in choice.reason
-    with pytest.raises(UsageError, match="without (flash-linear-attention|mamba-ssm)"):
+    with pytest.raises(UsageError, match=r"without (flash-linear-attention|mamba-ssm)"):
         choose_layout(tiny(model_type), "packed")
 
 

@@ -59,6 +59,11 @@ class LoraLinear(nn.Module):
         """The frozen base weight (out, in): some models read a linear layer's weight for its dtype or device."""
         return self.base.weight
 
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The frozen base bias (out,), which some models read beside the layer's output."""
+        return self.base.bias
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.computed_by is not None:
             fused, index = self.computed_by
