@@ -29,12 +29,12 @@ class Hybrid(NamedTuple):
 # the delta rule takes `cu_seq_lens_q`; Mamba-2 takes `seq_idx`, in the convolution too; other recurrences take neither
 _DELTA_RULE = Hybrid("linear_conv_kernel_dim", ("fla",))
 _DISTRIBUTIONS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
-_MAMBA2 = ("mamba_ssm", "causal_conv1d")
+MAMBA2 = ("mamba_ssm", "causal_conv1d")
 PACKED_HYBRIDS = {
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), Hybrid("conv_L_cache")),
     **dict.fromkeys(("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _DELTA_RULE),
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "zamba2"), Hybrid("mamba_d_conv", _MAMBA2)),
-    **dict.fromkeys(("mamba2", "nemotron_h"), Hybrid("conv_kernel", _MAMBA2)),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "zamba2"), Hybrid("mamba_d_conv", MAMBA2)),
+    **dict.fromkeys(("mamba2", "nemotron_h"), Hybrid("conv_kernel", MAMBA2)),
 }
 # the config field that logits are multiplied by; most architectures with such a field divide by it
 LOGITS_MULTIPLIERS = {"hyperclovax": "logits_scaling"}
@@ -90,21 +90,16 @@ def packing_problem(config: Any) -> str | None:
     return None
 
 
-def packed_gap(config: Any) -> int:
-    """Return how many masked tokens must follow a packed document, so that no convolution reads into the next one."""
+def packed_hybrid(config: Any) -> tuple[int, tuple[str, ...]]:
+    """Return how many masked tokens must follow each packed document of a hybrid, and the packages that pack it.
+
+    No convolution then reads into the next document; the packages' kernels keep a recurrence's documents apart. Other
+    models need neither: 0 and ().
+    """
     hybrid = PACKED_HYBRIDS.get(config.model_type)
-    return 0 if hybrid is None else int(getattr(config, hybrid.width)) - 1
-
-
-def takes_seq_idx(config: Any) -> bool:
-    """Whether a packed model's layers need the number of each token's document."""
-    return hybrid_packages(config) == _MAMBA2
-
-
-def hybrid_packages(config: Any) -> tuple[str, ...]:
-    """Return the packages whose kernels keep the documents of a packed hybrid apart; empty if it needs none."""
-    hybrid = PACKED_HYBRIDS.get(config.model_type)
-    return () if hybrid is None else hybrid.packages
+    if hybrid is None:
+        return 0, ()
+    return int(getattr(config, hybrid.width)) - 1, hybrid.packages
 
 
 def logits_scale(config: Any) -> float:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
-from flatout.models.arch_quirks import packed_gap, takes_seq_idx
+from flatout.models.arch_quirks import MAMBA2, packed_hybrid
 from flatout.models.packed import PackedBatch
 
 # the names of transformers' own attention, from the fastest to the most general
@@ -90,7 +90,11 @@ def hidden_states(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
 def last_states(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
     """Return what a model's head reads, (B, S, D), for these keyword arguments."""
     decoder, head = text_decoder(model), model.get_output_embeddings()
-    if head is None or not _has_modules_between(model, decoder, head):
+    parts = [decoder] if head is None else [decoder, head]
+    known = {id(parameter) for part in parts for parameter in part.parameters()}
+    is_text = model.config.get_text_config() is model.config
+    # a text model may transform the states before its head, as BERT does
+    if head is None or not is_text or all(id(parameter) in known for parameter in model.parameters()):
         states: torch.Tensor = decoder(use_cache=False, **inputs).last_hidden_state
         return states
     name = next(name for name, module in model.named_modules() if module is head)
@@ -100,14 +104,6 @@ def last_states(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
     finally:
         replace_module(model, name, head)
     return transformed
-
-
-def _has_modules_between(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> bool:
-    """Whether a text model transforms the last hidden states before its head, as BERT does."""
-    if model.config.get_text_config() is not model.config:
-        return False
-    known = {*map(id, decoder.parameters()), *map(id, head.parameters())}
-    return any(id(parameter) not in known for parameter in model.parameters())
 
 
 def model_inputs(model: PreTrainedModel, batch: PackedBatch) -> tuple[dict[str, Any], torch.Tensor | None]:
@@ -123,14 +119,15 @@ def model_inputs(model: PreTrainedModel, batch: PackedBatch) -> tuple[dict[str, 
     # without a mask, transformers searches the positions for documents, which synchronizes with the GPU; it makes no
     # mask when it gets one of four dimensions
     mask = torch.ones_like(token_ids, dtype=torch.bool) if batch.row_length is None else torch.empty(1, 1, 1, 0)
-    if batch.row_length is None and (gap := packed_gap(config)):
+    gap, packages = packed_hybrid(config)
+    if gap and batch.row_length is None:
         batch, rows = batch.spread(gap)
         token_ids = batch.token_ids[None]
         mask = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(1, rows, True)
     positions = batch.position_ids.view(batch.shape)
     given = {"input_ids": token_ids, "position_ids": positions, "attention_mask": mask, **document_arguments(batch)}
-    if batch.row_length is None and takes_seq_idx(config):
-        given["seq_idx"] = batch.document_numbers().int()[None]
+    if packages == MAMBA2 and batch.row_length is None:
+        given["seq_idx"] = batch.document_numbers.int()[None]
     return given, rows
 
 

@@ -92,6 +92,7 @@ class PackedBatch:
             moved["cu_seqlens_cpu"] = self.cu_seqlens
         return replace(self, **moved)
 
+    @property
     def document_numbers(self) -> torch.Tensor:
         """Return the number of each token's document, int64 (T,), on the device."""
         tokens = torch.arange(self.num_tokens, dtype=self.cu_seqlens.dtype, device=self.cu_seqlens.device)
@@ -105,7 +106,7 @@ class PackedBatch:
         num_documents = len(self.cu_seqlens) - 1
         filled = self.num_tokens + gap * num_documents
         filled += -filled % TOKENS_MULTIPLE
-        rows = torch.arange(self.num_tokens, device=self.token_ids.device) + gap * self.document_numbers()
+        rows = torch.arange(self.num_tokens, device=self.token_ids.device) + gap * self.document_numbers
 
         def boundaries(cu_seqlens: torch.Tensor) -> torch.Tensor:
             numbers = torch.arange(num_documents + 1, dtype=cu_seqlens.dtype, device=cu_seqlens.device)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from flatout.config.schema import Config
-from flatout.models.arch_quirks import hybrid_packages
+from flatout.models.arch_quirks import packed_hybrid
 from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.packed import PackedSize, packed_size
 from flatout.models.rope import DocumentRope
@@ -47,7 +47,7 @@ def plan_graphs(
     ropes = (module for module in model.modules() if isinstance(module, DocumentRope))
     if any(kind == "dynamic" for rope in ropes for kind, _ in rope.limits.values()):
         return "rope reads the documents' lengths on the host", ()
-    if hybrid_packages(model.config.get_text_config()):
+    if packed_hybrid(model.config.get_text_config())[1]:
         return "recurrent kernels read the documents' lengths on the host", ()
     if planned.plan.layout.name == "rows":
         return "rows have too many sizes", ()

@@ -200,7 +200,7 @@ def _layer_shape(
         mlp_elements += experts_per_token * 2 * hidden_size
         # the down projection's input is computed again, and its input and output per expert are temporary
         unsaved = experts_per_token * (min(fused) // hidden_size + 2 * hidden_size)
-    state = sum(_state_elements(modules[name]) for name in recurrent)
+    saved_by_mixers = _recurrent_elements([modules[name] for name in recurrent], projected)
     # normalized queries and keys are saved twice
     num_saved = 1 + any(name.rpartition(".")[2] in ("q_norm", "q_layernorm") for name in modules)
     head_elements = num_saved * heads.head_dim + heads.value_head_dim
@@ -208,7 +208,7 @@ def _layer_shape(
     return LayerShape(
         linears=tuple(linears),
         num_active_weights=active,
-        mixer_elements=len(attention) * kept + _RECURRENT_SHARE * projected + int(_STATE_SHARE * state),
+        mixer_elements=len(attention) * kept + saved_by_mixers,
         mlp_elements=mlp_elements,
         pair_width=len(attention) * heads.num_heads * (heads.head_dim + heads.value_head_dim),
         has_window=has_window,
@@ -226,9 +226,14 @@ def _expert_linears(layer: nn.Module, experts_per_token: int) -> Iterator[Linear
         yield Linear(name, num_in, num_out, num_experts, experts_per_token)
 
 
-def _state_elements(mixer: nn.Module) -> int:
-    """Return the state that a recurrent mixer keeps per token: Mamba's matrix, or a row of each head's chunk."""
-    decay: Any = getattr(mixer, "A_log", None)
-    if decay is None:
-        return 0
-    return int(decay.numel() * (1 if decay.ndim == 2 else getattr(mixer, "chunk_size", 1)))
+def _recurrent_elements(mixers: list[Any], projected: int) -> int:
+    """Return what recurrent mixers save per token, beside `projected` elements of projections.
+
+    The state that they keep per token is Mamba's matrix, or a row of each head's chunk.
+    """
+    state = 0
+    for mixer in mixers:
+        decay = getattr(mixer, "A_log", None)
+        if decay is not None:
+            state += decay.numel() * (1 if decay.ndim == 2 else getattr(mixer, "chunk_size", 1))
+    return _RECURRENT_SHARE * projected + int(_STATE_SHARE * state)
