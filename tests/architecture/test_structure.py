@@ -71,7 +71,7 @@ MAX_PACKAGE_LINES = {
     "profile": 230,
     "studio": 1160,
     "track": 2117,
-    "trainer": 3325,
+    "trainer": 3330,
     "verifier": 740,
     "view": 1162,
 }
