@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatout.errors import UsageError, first_line
+from flatout.errors import PackingError, UsageError, first_line
 from flatout.kernels.attention.cudnn import cudnn_problem, make_cudnn_attention, prepare_cudnn_attention
 from flatout.kernels.attention.flash import (
     flash_disagreement,
@@ -180,14 +180,14 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
                 cu_seq_lens_q, max_length_q = starts * row_length, row_length
         elif attention_mask is not None and (attention_mask.numel() or sliding_window is None):
             asked = "a custom mask" if attention_mask.numel() else "a local window that only its mask sets"
-            raise UsageError(
+            raise PackingError(
                 f"{type(module).__name__} uses {asked}, which packed attention does not support; "
                 "set batch.micro_batch_tokens to at most the window, or choose a different model"
             )
         if num_rows != 1 and not is_rows:
             raise UsageError(f"packed attention got {num_rows} rows; expected one row of packed tokens")
         if cu_seq_lens_q is None or max_length_q is None:
-            raise UsageError(
+            raise PackingError(
                 f"{type(module).__name__} calls packed attention without document boundaries: to generate, load the "
                 "model with sdpa; in training, its layers do not pass the boundaries on: choose a different model"
             )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 TOKENS_MULTIPLE = 128
 BOUNDARIES_MULTIPLE = 64
@@ -55,7 +56,7 @@ class PackedBatch:
     (D+1,) the documents' boundaries; `max_seqlen` an upper bound on document length in tokens; `label_rows` int64 (L,)
     the rows whose next token has loss and `label_ids` int64 (L,) those next tokens; `is_padding` bool (T,) the tokens
     of no sample. With `row_length`, each document is padded on the right to that many tokens, at position 0, and its
-    boundaries are those of its row.
+    boundaries are those of its row. `cu_seqlens_cpu` is `cu_seqlens` on the CPU, for a batch that was copied to a GPU.
     """
 
     token_ids: torch.Tensor
@@ -66,6 +67,7 @@ class PackedBatch:
     label_ids: torch.Tensor
     is_padding: torch.Tensor
     row_length: int | None = None
+    cu_seqlens_cpu: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -87,7 +89,40 @@ class PackedBatch:
         for name in _TENSORS:
             own = getattr(self, name)
             moved[name] = (own.pin_memory() if pin else own).to(device, non_blocking=True)
+        if pin:
+            moved["cu_seqlens_cpu"] = self.cu_seqlens
         return replace(self, **moved)
+
+    @property
+    def document_numbers(self) -> torch.Tensor:
+        """Return the number of each token's document, int64 (T,), on the device."""
+        tokens = torch.arange(self.num_tokens, dtype=self.cu_seqlens.dtype, device=self.cu_seqlens.device)
+        return torch.searchsorted(self.cu_seqlens[1:], tokens, right=True)
+
+    def spread(self, gap: int) -> tuple[PackedBatch, torch.Tensor]:
+        """Return the batch with `gap` more tokens, at position 0, after each document, and its rows in it, int64 (T,).
+
+        Nothing waits for the device. A last document fills the stream to a multiple of 128; labels are not moved.
+        """
+        num_documents = len(self.cu_seqlens) - 1
+        filled = self.num_tokens + gap * num_documents
+        filled += -filled % TOKENS_MULTIPLE
+        rows = torch.arange(self.num_tokens, device=self.token_ids.device) + gap * self.document_numbers
+
+        def boundaries(cu_seqlens: torch.Tensor) -> torch.Tensor:
+            numbers = torch.arange(num_documents + 1, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+            return F.pad(cu_seqlens + gap * numbers, (0, 1), value=filled)
+
+        blank = self.token_ids.new_zeros(filled)
+        spread = replace(
+            self,
+            token_ids=blank.index_copy(0, rows, self.token_ids),
+            position_ids=blank.index_copy(0, rows, self.position_ids),
+            cu_seqlens=boundaries(self.cu_seqlens),
+            cu_seqlens_cpu=None if self.cu_seqlens_cpu is None else boundaries(self.cu_seqlens_cpu),
+            max_seqlen=max(self.max_seqlen + gap, TOKENS_MULTIPLE),
+        )
+        return spread, rows
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
         """Keep the allocator from reusing these tensors' memory, once freed, before the work queued on `stream`."""

@@ -16,8 +16,8 @@ from flatout.models.blocks import (
     TRANSFORMERS_ATTENTION,
     decoder_layers,
     hidden_states,
+    last_states,
     model_inputs,
-    text_decoder,
 )
 from flatout.models.head import packed_loss
 from flatout.models.load.model import LoadedModel
@@ -148,8 +148,8 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
     for name in ("sdpa", "eager"):
         with _transformers_attention(model, name) as usable:
             if usable:
-                decoder, documents = text_decoder(model), batch.token_ids[real].split(lengths)
-                states = [decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in documents]
+                documents = batch.token_ids[real].split(lengths)
+                states = [last_states(model, {"input_ids": ids[None]})[0] for ids in documents]
                 break
     # the tokens beyond the first limit are compared separately
     parts = (8, limits[0], num_tokens - limits[0], 19, 3)
@@ -185,7 +185,9 @@ def random_batch(
 
 
 def _logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
-    return _exact(model(use_cache=False, **model_inputs(model, batch)).logits.flatten(0, 1))
+    inputs, rows = model_inputs(model, batch)
+    logits = _exact(model(use_cache=False, **inputs).logits.flatten(0, 1))
+    return logits if rows is None else logits[rows]
 
 
 def _real(batch: PackedBatch, lengths: Sequence[int]) -> torch.Tensor:

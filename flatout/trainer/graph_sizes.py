@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from flatout.config.schema import Config
+from flatout.models.arch_quirks import packed_hybrid
 from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.experts.block import experts_modules
 from flatout.models.packed import PackedSize, packed_size
@@ -42,13 +43,10 @@ def plan_graphs(
         return "as configured", ()
     if device.type != "cuda":
         return "only on CUDA", ()
-    if experts_modules(model):
-        return "the routers' choices are read in every pass", ()
     if config.method != "lora" or config.optim.name == "adamw8bit" or planned.parallel_layout.lockstep:
         return "gradients have no fixed address", ()
-    ropes = (module for module in model.modules() if isinstance(module, DocumentRope))
-    if any(kind == "dynamic" for rope in ropes for kind, _ in rope.limits.values()):
-        return "rope reads the documents' lengths on the host", ()
+    if reads := _host_reads(model):
+        return reads, ()
     if planned.plan.layout.name == "rows":
         return "rows have too many sizes", ()
     if config.lora.dropout or planned.memory.recompute not in ("none", "selective"):
@@ -64,6 +62,18 @@ def plan_graphs(
     steps = list(plan.sampled_steps(32))
     step_s = sum(plan.flops(step) for step in steps) / len(steps) / plan.layout.num_ranks / flops_per_s
     return None, make_size_buckets(count_sizes(plan, rank), plan.num_steps * step_s)
+
+
+def _host_reads(model: PreTrainedModel) -> str | None:
+    """Return what the host reads in every pass of this model; None if nothing."""
+    if experts_modules(model):
+        return "the routers' choices are read in every pass"
+    ropes = (module for module in model.modules() if isinstance(module, DocumentRope))
+    if any(kind == "dynamic" for rope in ropes for kind, _ in rope.limits.values()):
+        return "rope reads the documents' lengths on the host"
+    if packed_hybrid(model.config.get_text_config())[1]:
+        return "recurrent kernels read the documents' lengths on the host"
+    return None
 
 
 def is_host_bound(plan: RunPlan, shape: ModelShape, flops_per_s: float) -> bool:

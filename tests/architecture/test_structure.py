@@ -53,7 +53,7 @@ MAX_PACKAGE_LINES = {
     "checkpoint": 1400,
     "cli": 1970,
     "compat": 2700,
-    "config": 1776,
+    "config": 1782,
     "data": 3870,
     "demo": 480,
     "doctor": 400,

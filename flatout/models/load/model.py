@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from flatout.config.schema import BaseConfig, FullConfig, ModelConfig
 from flatout.errors import CheckpointError, FlatoutError, ResourceError, UsageError, reason_of
@@ -20,6 +20,7 @@ from flatout.models.attention import AttentionChoice, Implementation, choose_att
 from flatout.models.bases.frozen_linear import num_weights
 from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, register_experts
 from flatout.models.load import quantized
+from flatout.models.load.auto_class import auto_class
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
 from flatout.models.load.source import check_source
 from flatout.models.lora.saved import grow_vocabulary
@@ -232,7 +233,7 @@ def _make_model(
     if config.init == "random":
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
             torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(model_config, **options), []
+            return auto_class(model_config).from_config(model_config, **options), []
     if is_nf4:
         return quantized.read_nf4(config.name, config.revision, model_config, options, device=device, place=place), []
     in_files = on_host or storage != "model"
@@ -259,7 +260,7 @@ def load_pretrained(
     try:
         source, revision = hub_source(name, revision)
         with hub_errors(name):
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            model, loading = auto_class(config).from_pretrained(
                 source, revision=revision, config=config, use_safetensors=True, trust_remote_code=False,
                 device_map=device_map, output_loading_info=True, **options,
             )  # fmt: skip
