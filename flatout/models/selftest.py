@@ -167,11 +167,10 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
 
 def has_experts(model: PreTrainedModel) -> bool:
     """Whether the model routes tokens to experts."""
-    config = model.config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    names = (name for layer in decoder_layers(model) for name, _ in layer.named_modules())
     # transformers keeps all experts of a layer in one 3-D parameter
     fused = (parameter.dim() == 3 for layer in decoder_layers(model) for parameter in layer.parameters())
-    return any(getattr(config, name, None) for name in names) or any(fused)
+    return any("expert" in name for name in names) or any(fused)
 
 
 def random_batch(
