@@ -104,6 +104,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             "hy_v4",
             "glm4_moe_lite",
             "minicpm3",
+            "mistral4",
             "youtu",
         ),
         _LATENT,
@@ -183,6 +184,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xlstm": {"autocast_kernel_dtype": "float32", "eps": 1e-12},
     "zaya": {"num_experts_per_tok": 1},
 }
+# text models that rotate by time, height and width, though their default configuration does not say so
+_MROPE = ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl")
 _IDS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "vision_start_token_id",
         "vision_end_token_id", "image_token")  # fmt: skip
 
@@ -231,7 +234,7 @@ def _tiny_text(text: Any) -> dict[str, Any]:
                 values[name] = [value[index] for index in chosen]
     values |= CHANGES.get(text.model_type, {})
     rope = given.get("rope_parameters")
-    if isinstance(rope, dict) and "mrope_section" in rope:
+    if isinstance(rope, dict) and ("mrope_section" in rope or text.model_type.removesuffix("_text") in _MROPE):
         # a section for time, height and width, of half the rotated part of a head
         half = int(values["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2 if "head_dim" in values else 4
         values["rope_parameters"] = {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
@@ -427,11 +430,14 @@ def page(results: dict[str, Any]) -> str:
         f"**{len(trained)} of {len(counted)}** that transformers itself can train are trained by flatout "
         f"({len(trained) / len(counted):.1%}): {packed} packed, {len(trained) - packed} in rows.",
         "",
+        f"{sum('earlier' in row for row in rows.values())} of these results are of an earlier commit (`earlier` in",
+        "`benchmarks/results/models.json`); `--again` measures a model once more.",
+        "",
         "* layout: `packed` documents in one stream, or each as a padded row (`batch.layout`)",
         "* loss, gradient: the larger relative difference to plain transformers of the two methods",
-        "* graph: each decoder layer is one graph for the compiler; `?` was not measured, and `no` includes a layer that",
-        "  took longer to trace than the time limit",
-        "* adapters: names of the linear layers that `lora.targets: all-linear` reaches; 3-D expert tensors are not listed",
+        "* graph: each decoder layer is one graph for the compiler; `?`: not measured; `no`: also if tracing takes too",
+        "  long",
+        "* adapters: names of the linear layers that `lora.targets: all-linear` reaches, without 3-D expert tensors",
         "",
         "| model type | layout | loss | gradient | graph | adapters |",
         "|---|---|---|---|---|---|",
@@ -471,7 +477,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=model_types(), help="model types to measure")
     parser.add_argument("--again", action="store_true", help="measure those that have a result too")
-    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="trace decoder layers too")
+    parser.add_argument(
+        "--graphs", action=argparse.BooleanOptionalAction, default=True, help="trace decoder layers too"
+    )
     parser.add_argument("--seconds", type=float, default=120, help="time limit of one model")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")

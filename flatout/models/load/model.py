@@ -295,9 +295,7 @@ def load_pretrained(
     return model, sorted(map(str, loading["unexpected_keys"]))
 
 
-def _report(
-    config: ModelConfig, model: PreTrainedModel, dtypes: str, attention: str, unused: list[str]
-) -> list[str]:
+def _report(config: ModelConfig, model: PreTrainedModel, dtypes: str, attention: str, unused: list[str]) -> list[str]:
     source = "random weights" if config.init == "random" else "pretrained"
     lines = [
         f"{Path(config.name).name}: {model.config.model_type}, {num_weights(model):,} parameters, {source}, {dtypes}",
