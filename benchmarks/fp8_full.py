@@ -7,8 +7,8 @@ One JSON line a mode, then one that compares them:
     python benchmarks/fp8_full.py --shape tiny --steps 8 --modes bf16       # on a CPU
 
 Samples have chat-like lengths, 32 a step, and are made of 256 phrases, so that random weights learn something. Weights
-are fp32 masters. Each mode runs in fresh processes through the real plan, set-up and loop; the first 3 steps are left out
-of the rate. `worst_difference` is that of means over 10 steps, relative to bf16.
+are fp32 masters. Each mode runs in fresh processes through the real plan, set-up and loop; the first 3 steps are left
+out of the rate. `worst_difference` is that of means over 10 steps, relative to bf16.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def phrases(num_steps: int, samples_per_step: int) -> Samples:
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     """This process's part of the run; the figures on the first rank."""
     launched_s, found = time.time(), {}
-    overrides = ["method=full", "model.init=random", "optim.lr=3e-4", "schedule.warmup_steps=20"]
+    overrides = ["method=full", "model.init=random", "optim.lr=3e-4", f"schedule.warmup_steps={args.steps // 10}"]
 
     def after(run: Any, _: Any) -> None:
         found["peak_gib"] = on_each_rank(run, gib("max_memory_allocated"))
