@@ -23,6 +23,10 @@ class UsageError(FlatoutError):
     exit_code = 2
 
 
+class PackingError(UsageError):
+    """Packing is not exact for a model, which only its start-up can find out; batch.layout: auto then takes rows."""
+
+
 class DataError(FlatoutError):
     """Bad or missing training data."""
 

@@ -223,7 +223,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "label_smoothing_factor": t.off("label smoothing is not supported"),
     "neftune_noise_alpha": t.off("noise on embeddings (NEFTune) is not supported"),
     "loss_type": t.only(("nll", "chunked_nll"), "only nll is supported", "cross-entropy in chunks"),
-    "router_aux_loss_coef": t.off("an auxiliary loss for routers is not supported; set it to 0"),
+    "router_aux_loss_coef": t.off("set experts.balance_loss in a YAML file instead, and this to 0"),
     "learning_rate": t.number("optim.lr"),
     "weight_decay": t.number("optim.weight_decay"),
     "max_grad_norm": t.number("optim.max_grad_norm", null_up_to=0),

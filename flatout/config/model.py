@@ -84,6 +84,16 @@ class FullConfig(Section):
     one micro-batch per step and no clipping (optim.max_grad_norm: null)."""
 
 
+class ExpertsConfig(Section):
+    """Losses on the load of routed experts; the router trains under method: full or with lora.modules_to_save."""
+
+    balance_loss: float | None = Field(default=None, ge=0)
+    """Factor of the load-balancing loss (arXiv:2101.03961), normalized over the step's tokens. null: the model's
+    router_aux_loss_coef if its config sets output_router_logits, as in transformers and TRL, otherwise 0."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Factor of the router z-loss (arXiv:2202.08906), normalized over the step's tokens."""
+
+
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), fp32 master weights, no bias."""
 

@@ -35,6 +35,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "changes the samples of every step": "batch.samples_per_step",
         "changes the length of the run, and so the learning rate of all later steps": "batch.epochs batch.max_steps",
         "changes the order of samples": "batch.shuffle",
+        "changes the loss": "experts.balance_loss experts.z_loss",
         "changes the optimizer": "optim.name",
         "changes later updates": "optim.lr optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.max_grad_norm",
         "changes the learning rate of all later steps": "schedule.kind schedule.warmup_steps schedule.warmup_ratio "
@@ -54,6 +55,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "a different kernel for the same formula": "model.attention model.experts",
         "the same updates, each as soon as its gradient is ready": "full.update",
         "the same steps in different micro-batches; lora.dropout masks change": "batch.micro_batch_tokens",
+        "the same steps, packed or padded; lora.dropout masks change": "batch.layout",
         "the same weights, gathered at different times": "sharding.reshard_after_forward sharding.prefetch",
         "the same updates, computed on the host": "sharding.offload",
     },

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from flatout.config import deepspeed
 from flatout.config.data import NAME_PATTERN, DataConfig, Name, SourceConfig
-from flatout.config.model import BaseConfig, FullConfig, LoraConfig, ModelConfig
+from flatout.config.model import BaseConfig, ExpertsConfig, FullConfig, LoraConfig, ModelConfig
 from flatout.config.optim import LR_OF_METHOD, OptimConfig, ScheduleConfig
 from flatout.config.parallel import STRATEGIES, CommConfig, FaultsConfig, ShardingConfig, StrategyName
 from flatout.config.resume_effects import RESUME_EFFECTS
@@ -25,6 +25,7 @@ __all__ = [
     "BaseConfig",
     "Config",
     "DataConfig",
+    "ExpertsConfig",
     "FullConfig",
     "LoraConfig",
     "ModelConfig",
@@ -45,6 +46,10 @@ class BatchConfig(Section):
     micro_batch_tokens: int | None = Field(default=None, ge=2)
     """Maximum tokens in one forward pass on one rank; the plan uses as few micro-batches as possible, of similar size.
     null: as many tokens as fit in `memory` (8,192 on a CPU)."""
+    layout: Literal["auto", "packed", "rows"] = "auto"
+    """packed: the samples of a micro-batch share one stream of tokens, without padding; rows: each is a row of its own,
+    padded to the longest of a few samples of similar length, which is exact for every model. auto: packed where it is
+    proved to be exact, otherwise rows."""
     epochs: float = Field(default=1.0, gt=0)
     """Passes over the data."""
     max_steps: int | None = Field(default=None, ge=1, le=10_000_000)
@@ -170,6 +175,7 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     base: BaseConfig = BaseConfig()
     full: FullConfig = FullConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     batch: BatchConfig = BatchConfig()
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -2,40 +2,104 @@
 
 from __future__ import annotations
 
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
 
 from flatout.errors import UsageError
 
 # a recurrent or convolution state runs on from one packed document into the next
 STATEFUL = frozenset({
-    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
-    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text",
-    "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+    "bailing_hybrid", "falcon_mamba", "jamba", "kimi_linear", "mamba",
+    "minimax", "qwen3_5", "qwen3_5_moe",
+    "recurrent_gemma", "rwkv", "xlstm", "zamba",
 })  # fmt: skip
+
+
+class Hybrid(NamedTuple):
+    """A hybrid that can be packed: the packages whose kernels keep documents apart, and its convolutions' width.
+
+    `width` is the config's field for it. Without kernels transformers' convolution reads a few tokens back, so packed
+    documents are that far apart, with masked tokens between them.
+    """
+
+    width: str
+    packages: tuple[str, ...] = ()
+
+
+# the delta rule takes `cu_seq_lens_q`; Mamba-2 takes `seq_idx`, in the convolution too; other recurrences take neither
+_DELTA_RULE = Hybrid("linear_conv_kernel_dim", ("fla",))
+_DISTRIBUTIONS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
+MAMBA2 = ("mamba_ssm", "causal_conv1d")
+PACKED_HYBRIDS = {
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), Hybrid("conv_L_cache")),
+    **dict.fromkeys(("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _DELTA_RULE),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "zamba2"), Hybrid("mamba_d_conv", MAMBA2)),
+    **dict.fromkeys(("mamba2", "nemotron_h"), Hybrid("conv_kernel", MAMBA2)),
+}
 # the config field that logits are multiplied by; most architectures with such a field divide by it
 LOGITS_MULTIPLIERS = {"hyperclovax": "logits_scaling"}
+
+# vision-language models that do not scale their logits, though the config of their text part says so
+UNSCALED_LOGITS = frozenset({"aya_vision", "cohere2_vision"})
 
 # names of layer kinds in a config's `layer_types` that keep a state; full, sliding and chunked attention do not
 _STATEFUL_LAYERS = ("linear", "mamba", "conv", "recurrent", "lightning", "kda", "delta")
 
 
-def check_packable(config: Any) -> None:
-    """Raise UsageError for architectures whose layers keep a state across packed documents.
+class LayoutChoice(NamedTuple):
+    """How documents share a micro-batch, and why."""
 
-    The self-test checks those that no table names.
+    layout: Literal["packed", "rows"]
+    reason: str
+
+
+def choose_layout(config: Any, wanted: Literal["auto", "packed", "rows"]) -> LayoutChoice:
+    """Choose a model's layout from its config; `auto` packs unless packing is known to be inexact.
+
+    The self-test at start-up proves the choice. Raises UsageError if `packed` is wanted and known to be inexact.
     """
+    problem = packing_problem(config)
+    if wanted == "packed" and problem is not None:
+        raise UsageError(
+            f"batch.layout: model type {config.model_type} cannot be trained on packed documents: {problem}; set "
+            "batch.layout: auto"
+        )
+    if wanted != "auto":
+        return LayoutChoice(wanted, "as configured")
+    if problem is not None:
+        return LayoutChoice("rows", problem)
+    return LayoutChoice("packed", "without padding; the self-test proves that documents do not affect each other")
+
+
+def packing_problem(config: Any) -> str | None:
+    """Return why layers keep a state across packed documents; None if no table names this architecture, or none does.
+
+    What is installed may keep the documents of a hybrid apart.
+    """
+    if (hybrid := PACKED_HYBRIDS.get(config.model_type)) is not None:
+        missing = [_DISTRIBUTIONS[package] for package in hybrid.packages if find_spec(package) is None]
+        return (
+            f"its recurrent state leaks between packed documents without {' and '.join(missing)}" if missing else None
+        )
     kinds = getattr(config, "layer_types", None) or ()
     stateful = sorted({kind for kind in kinds if any(part in kind for part in _STATEFUL_LAYERS)})
     if config.model_type in STATEFUL:
-        reason = "its recurrent or convolution state leaks from one packed document into the next"
-    elif stateful:
-        reason = f"its {', '.join(stateful)} layers carry state from one packed document into the next"
-    else:
-        return
-    raise UsageError(
-        f"model type {config.model_type} cannot be trained on packed documents: {reason}; "
-        "choose a model with only softmax attention layers"
-    )
+        return "its recurrent or convolution state leaks from one packed document into the next"
+    if stateful:
+        return f"its {', '.join(stateful)} layers carry state from one packed document into the next"
+    return None
+
+
+def packed_hybrid(config: Any) -> tuple[int, tuple[str, ...]]:
+    """Return how many masked tokens must follow each packed document of a hybrid, and the packages that pack it.
+
+    No convolution then reads into the next document; the packages' kernels keep a recurrence's documents apart. Other
+    models need neither: 0 and ().
+    """
+    hybrid = PACKED_HYBRIDS.get(config.model_type)
+    if hybrid is None:
+        return 0, ()
+    return int(getattr(config, hybrid.width)) - 1, hybrid.packages
 
 
 def logits_scale(config: Any) -> float:

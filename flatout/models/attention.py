@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatout.errors import UsageError, first_line
+from flatout.errors import PackingError, UsageError, first_line
 from flatout.kernels.attention.cudnn import cudnn_problem, make_cudnn_attention, prepare_cudnn_attention
 from flatout.kernels.attention.flash import (
     flash_disagreement,
@@ -133,7 +133,7 @@ def register(implementation: Implementation = "varlen") -> None:
         AttentionMaskInterface.register(registered_name(name), window_marker)
 
 
-def prepare(implementation: Implementation, sizes: Collection[tuple[int, int]], num_boundaries: int) -> int:
+def prepare(implementation: str, sizes: Collection[tuple[int, int]], num_boundaries: int) -> int:
     """Build cudnn's graphs ahead of time, see `prepare_cudnn_attention`; returns 0 for other implementations."""
     return prepare_cudnn_attention(sizes, num_boundaries) if implementation == "cudnn" else 0
 
@@ -150,6 +150,8 @@ def window_marker(*_: Any, local_size: int | None = None, kv_length: int = 0, **
 def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) -> Callable[..., tuple[Tensor, None]]:
     """Wrap a form with these variants for transformers: (1, heads, T, size) in, (1, T, heads, size) out.
 
+    Rows come as (B, heads, S, size), with an empty mask of four dimensions. Each is a document; without boundaries, as
+    from a layer that does not pass them on, these are computed.
     Tensors are cast to the autocast dtype, or without autocast to the value's.
     """
 
@@ -166,18 +168,26 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
         s_aux: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
+        row_cu_seqlens: Tensor | None = None,
+        max_row_length: int | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        if attention_mask is not None and (attention_mask.numel() or sliding_window is None):
+        num_rows, row_length = query.shape[0], query.shape[2]
+        if is_rows := attention_mask is not None and attention_mask.ndim == 4 and not attention_mask.numel():
+            cu_seq_lens_q, max_length_q = row_cu_seqlens, max_row_length
+            if cu_seq_lens_q is None or max_length_q is None:
+                starts = torch.arange(num_rows + 1, dtype=torch.int32, device=query.device)
+                cu_seq_lens_q, max_length_q = starts * row_length, row_length
+        elif attention_mask is not None and (attention_mask.numel() or sliding_window is None):
             asked = "a custom mask" if attention_mask.numel() else "a local window that only its mask sets"
-            raise UsageError(
+            raise PackingError(
                 f"{type(module).__name__} uses {asked}, which packed attention does not support; "
                 "set batch.micro_batch_tokens to at most the window, or choose a different model"
             )
-        if query.shape[0] != 1:
-            raise UsageError(f"packed attention got {query.shape[0]} rows; expected one row of packed tokens")
+        if num_rows != 1 and not is_rows:
+            raise UsageError(f"packed attention got {num_rows} rows; expected one row of packed tokens")
         if cu_seq_lens_q is None or max_length_q is None:
-            raise UsageError(
+            raise PackingError(
                 f"{type(module).__name__} calls packed attention without document boundaries: to generate, load the "
                 "model with sdpa; in training, its layers do not pass the boundaries on: choose a different model"
             )
@@ -188,10 +198,11 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
             raise UsageError(f"packed attention: {name} lacks {', '.join(missing)}; set model.attention: plain")
         lower = torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64
         dtype = torch.get_autocast_dtype(query.device.type) if lower else value.dtype
-        tensors = [tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value)]
+        tensors = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
         documents = (cu_seq_lens_q, max_length_q) if name in KERNELS else (cu_seq_lens_q,)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return form(*tensors, *documents, scale=scale, window=sliding_window, **options)[None], None
+        output = form(*tensors, *documents, scale=scale, window=sliding_window, **options)
+        return output.unflatten(0, (num_rows, row_length)), None
 
     return attention
 

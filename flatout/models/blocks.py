@@ -10,8 +10,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
+from flatout.models.arch_quirks import MAMBA2, packed_hybrid
 from flatout.models.packed import PackedBatch
 
+# the names of transformers' own attention, from the fastest to the most general
+TRANSFORMERS_ATTENTION = ("sdpa", "eager")
 # parts that do not read text
 _TOWER = re.compile("vision|visual|image|audio")
 
@@ -68,24 +71,76 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(decoder.get_submodule(name).children())
 
 
+def towers(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the parameters that text never uses, such as a vision tower's, by name. Raises like `layer_list`."""
+    if model.config.get_text_config() is model.config:
+        return {}
+    head = model.get_output_embeddings()
+    used = {*text_decoder(model).parameters(), *(head.parameters() if head is not None else ())}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter not in used}
+
+
 def hidden_states(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
-    """Return a packed batch's last hidden states (T, D), each document on its own; `model` is from load_model."""
-    token_ids = batch.token_ids[None]
-    output = text_decoder(model)(
-        input_ids=token_ids,
-        # without a mask, transformers searches the positions for documents, which synchronizes with the GPU
-        attention_mask=torch.ones_like(token_ids, dtype=torch.bool),
-        position_ids=batch.position_ids[None],
-        use_cache=False,
-        **document_arguments(batch),
-    )
-    states: torch.Tensor = output.last_hidden_state[0]
-    return states
+    """Return a batch's last hidden states (T, D), each document on its own; `model` is from load_model."""
+    inputs, rows = model_inputs(model, batch)
+    states = last_states(model, inputs).flatten(0, 1)
+    return states if rows is None else states.index_select(0, rows)
+
+
+def last_states(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
+    """Return what a model's head reads, (B, S, D), for these keyword arguments."""
+    decoder, head = text_decoder(model), model.get_output_embeddings()
+    parts = [decoder] if head is None else [decoder, head]
+    known = {id(parameter) for part in parts for parameter in part.parameters()}
+    is_text = model.config.get_text_config() is model.config
+    # a text model may transform the states before its head, as BERT does
+    if head is None or not is_text or all(id(parameter) in known for parameter in model.parameters()):
+        states: torch.Tensor = decoder(use_cache=False, **inputs).last_hidden_state
+        return states
+    name = next(name for name, module in model.named_modules() if module is head)
+    replace_module(model, name, nn.Identity())
+    try:
+        transformed: torch.Tensor = model(use_cache=False, **inputs).logits
+    finally:
+        replace_module(model, name, head)
+    return transformed
+
+
+def model_inputs(model: PreTrainedModel, batch: PackedBatch) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Return a batch as keyword arguments of a transformers model, and which rows of its output are the batch's.
+
+    None: all. transformers' own attention gets rows without a mask, as causal layers never read padding on the right.
+    """
+    config = model.config.get_text_config()
+    token_ids = batch.token_ids.view(batch.shape)
+    if batch.row_length is not None and config._attn_implementation in TRANSFORMERS_ATTENTION:
+        return {"input_ids": token_ids}, None
+    rows = None
+    # without a mask, transformers searches the positions for documents, which synchronizes with the GPU; it makes no
+    # mask when it gets one of four dimensions
+    mask = torch.ones_like(token_ids, dtype=torch.bool) if batch.row_length is None else torch.empty(1, 1, 1, 0)
+    gap, packages = packed_hybrid(config)
+    if gap and batch.row_length is None:
+        batch, rows = batch.spread(gap)
+        token_ids = batch.token_ids[None]
+        mask = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(1, rows, True)
+    positions = batch.position_ids.view(batch.shape)
+    given = {"input_ids": token_ids, "position_ids": positions, "attention_mask": mask, **document_arguments(batch)}
+    if packages == MAMBA2 and batch.row_length is None:
+        given["seq_idx"] = batch.document_numbers.int()[None]
+    return given, rows
 
 
 def document_arguments(batch: PackedBatch) -> dict[str, Any]:
-    """Return the documents' boundaries as the keyword arguments that transformers passes to every attention layer."""
-    return {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
+    """Return the documents' boundaries as the keyword arguments that transformers passes to every attention layer.
+
+    Rows have names of our own: by those of transformers, a layer with a state would take them for one packed row.
+    """
+    if batch.row_length is not None:
+        return {"row_cu_seqlens": batch.cu_seqlens, "max_row_length": batch.max_seqlen}
+    given = {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
+    # kernels for the delta rule then count their chunks without waiting for the GPU
+    return given if batch.cu_seqlens_cpu is None else {**given, "cu_seqlens_cpu": batch.cu_seqlens_cpu}
 
 
 def layer_configs(config: Any) -> list[Any]:

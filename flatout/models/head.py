@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from flatout.kernels.cross_entropy.tiled import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused
 from flatout.models.blocks import hidden_states
 from flatout.models.compile.cuda_graphs import GraphedDecoder
+from flatout.models.experts.router import Routers
 from flatout.models.objective import (
     CROSS_ENTROPY,
     LossSums,
@@ -34,8 +35,8 @@ def packed_loss(
 ) -> LossSums:
     """Compute an objective's sums over a packed batch.
 
-    `decoder` computes the last hidden states instead of `hidden_states`. Does not add the balancing loss of a
-    mixture-of-experts router. Raises UsageError for a model without an output head.
+    `decoder` computes the last hidden states instead of `hidden_states`. Losses on routers are not added. Raises
+    UsageError for a model without an output head.
     """
     states = hidden_states(model, batch) if decoder is None else decoder(batch)
     rows = states.index_select(0, objective.rows(batch))
@@ -54,6 +55,8 @@ class PackedLoss(nn.Module):
         self.objective = objective
         # computes hidden states by recorded graphs; None: the model's own forward pass
         self.decoder: GraphedDecoder | None = None
+        # None: no experts, or routers that are not known
+        self.routers: Routers | None = None
 
     def forward(self, batch: PackedBatch, predict: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `LossSums` as a plain tuple, in which every strategy can find the tensors.
@@ -62,9 +65,15 @@ class PackedLoss(nn.Module):
         """
         if predict:
             return next_logits(self.model, batch)
+        if self.routers is not None and self.routers.is_counting:
+            nothing = hidden_states(self.model, batch).new_zeros(())
+            self.routers.count(batch.is_padding)
+            return nothing, nothing
         loss_sum, num_correct = packed_loss(
             self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows, objective=self.objective
         )
+        if self.routers is not None and torch.is_grad_enabled():
+            loss_sum = self.routers.add_losses(loss_sum, batch.is_padding)
         return loss_sum, num_correct
 
 
@@ -87,7 +96,7 @@ def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:
     weight = product[0]
     # a trained head's rows have the dtype of what it replaced
     dtype = getattr(head, "base", head).weight.dtype
-    if not is_fused(model.device, compute_dtype(weight.to("meta", dtype))):
+    if not is_fused(model.device, compute_dtype(weight.new_empty(0, dtype=dtype))):
         return
     for num_rows in range(ROWS_MULTIPLE, tile_rows + 1, ROWS_MULTIPLE):
         # a document's first token is never predicted

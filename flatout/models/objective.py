@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from flatout.errors import UsageError
 from flatout.kernels.cross_entropy.reference import product_loss, scaled_logits
 from flatout.kernels.cross_entropy.tiled import token_loss
-from flatout.models.arch_quirks import logits_scale
+from flatout.models.arch_quirks import UNSCALED_LOGITS, logits_scale
 from flatout.models.lora.saved import SavedModule, TrainedRows
 from flatout.models.packed import PackedBatch
 
@@ -49,7 +49,8 @@ class TokenHead:
             raise UsageError(f"model type {model.config.model_type} has no output head; flatout trains causal LMs only")
         config = model.config.get_text_config()
         self._head, self._tile_rows = head, tile_rows
-        self._scale, self._softcap = logits_scale(config), getattr(config, "final_logit_softcapping", None)
+        self._scale = 1.0 if model.config.model_type in UNSCALED_LOGITS else logits_scale(config)
+        self._softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Return logits (L, V) in fp32 (fp64 in fp64) of hidden states `rows` (L, D)."""

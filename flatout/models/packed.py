@@ -1,4 +1,4 @@
-"""A micro-batch as one flat stream of tokens: documents, positions and the rows with loss."""
+"""A micro-batch as one flat stream of tokens: documents, packed or padded to rows, positions and rows with loss."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 TOKENS_MULTIPLE = 128
 BOUNDARIES_MULTIPLE = 64
-_TENSORS = ("token_ids", "position_ids", "cu_seqlens", "label_rows", "label_ids")
+_TENSORS = ("token_ids", "position_ids", "cu_seqlens", "label_rows", "label_ids", "is_padding")
 SMALLEST_MAX_SEQLEN = 128
 
 
@@ -29,12 +30,16 @@ class PackedSize(NamedTuple):
     max_seqlen: int
 
 
-def packed_size(lengths: Sequence[int], *, size_buckets: Sequence[int] = ()) -> PackedSize:
+def packed_size(
+    lengths: Sequence[int], *, size_buckets: Sequence[int] = (), row_length: int | None = None
+) -> PackedSize:
     """Return the padded size for documents of these lengths in tokens; padding forms a tail document.
 
     Tokens are rounded up to a multiple of 128, then to the next of `size_buckets` (ascending), if one is large enough,
-    so that a run has few sizes; the length is rounded up to a power of two.
+    so that a run has few sizes; the length is rounded up to a power of two. Rows are padded to `row_length` already.
     """
+    if row_length is not None:
+        return PackedSize(len(lengths) * row_length, 1 << (max(row_length, SMALLEST_MAX_SEQLEN) - 1).bit_length())
     num_tokens = sum(lengths)
     filled = num_tokens + -num_tokens % TOKENS_MULTIPLE
     if (bucket := bisect_left(size_buckets, filled)) < len(size_buckets):
@@ -49,7 +54,9 @@ class PackedBatch:
 
     `token_ids` and `position_ids` int64 (T,), with positions restarting at 0 in each document; `cu_seqlens` int32
     (D+1,) the documents' boundaries; `max_seqlen` an upper bound on document length in tokens; `label_rows` int64 (L,)
-    the rows whose next token has loss and `label_ids` int64 (L,) those next tokens.
+    the rows whose next token has loss and `label_ids` int64 (L,) those next tokens; `is_padding` bool (T,) the tokens
+    of no sample. With `row_length`, each document is padded on the right to that many tokens, at position 0, and its
+    boundaries are those of its row. `cu_seqlens_cpu` is `cu_seqlens` on the CPU, for a batch that was copied to a GPU.
     """
 
     token_ids: torch.Tensor
@@ -58,6 +65,14 @@ class PackedBatch:
     max_seqlen: int
     label_rows: torch.Tensor
     label_ids: torch.Tensor
+    is_padding: torch.Tensor
+    row_length: int | None = None
+    cu_seqlens_cpu: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape (B, S) that a model gets: one row of packed documents, or a row for each."""
+        return (1, self.num_tokens) if self.row_length is None else (-1, self.row_length)
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +89,40 @@ class PackedBatch:
         for name in _TENSORS:
             own = getattr(self, name)
             moved[name] = (own.pin_memory() if pin else own).to(device, non_blocking=True)
+        if pin:
+            moved["cu_seqlens_cpu"] = self.cu_seqlens
         return replace(self, **moved)
+
+    @property
+    def document_numbers(self) -> torch.Tensor:
+        """Return the number of each token's document, int64 (T,), on the device."""
+        tokens = torch.arange(self.num_tokens, dtype=self.cu_seqlens.dtype, device=self.cu_seqlens.device)
+        return torch.searchsorted(self.cu_seqlens[1:], tokens, right=True)
+
+    def spread(self, gap: int) -> tuple[PackedBatch, torch.Tensor]:
+        """Return the batch with `gap` more tokens, at position 0, after each document, and its rows in it, int64 (T,).
+
+        Nothing waits for the device. A last document fills the stream to a multiple of 128; labels are not moved.
+        """
+        num_documents = len(self.cu_seqlens) - 1
+        filled = self.num_tokens + gap * num_documents
+        filled += -filled % TOKENS_MULTIPLE
+        rows = torch.arange(self.num_tokens, device=self.token_ids.device) + gap * self.document_numbers
+
+        def boundaries(cu_seqlens: torch.Tensor) -> torch.Tensor:
+            numbers = torch.arange(num_documents + 1, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+            return F.pad(cu_seqlens + gap * numbers, (0, 1), value=filled)
+
+        blank = self.token_ids.new_zeros(filled)
+        spread = replace(
+            self,
+            token_ids=blank.index_copy(0, rows, self.token_ids),
+            position_ids=blank.index_copy(0, rows, self.position_ids),
+            cu_seqlens=boundaries(self.cu_seqlens),
+            cu_seqlens_cpu=None if self.cu_seqlens_cpu is None else boundaries(self.cu_seqlens_cpu),
+            max_seqlen=max(self.max_seqlen + gap, TOKENS_MULTIPLE),
+        )
+        return spread, rows
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
         """Keep the allocator from reusing these tensors' memory, once freed, before the work queued on `stream`."""
@@ -87,6 +135,7 @@ def flatten_samples(
     *,
     num_boundaries: int | None = None,
     size_buckets: Sequence[int] = (),
+    row_length: int | None = None,
 ) -> PackedBatch:
     """Concatenate samples into a batch on the CPU.
 
@@ -95,8 +144,9 @@ def flatten_samples(
     no kernel leaves rows unwritten. The loss does not change.
 
     Each sample is (token ids (n,), loss mask (n,)): `loss_mask[i]` says whether token i has loss. A document's first
-    token is never predicted, so it never has loss. Raises ValueError for no samples, an empty one, arrays of different
-    lengths, or more documents than fit in `num_boundaries`.
+    token is never predicted, so it never has loss. With `row_length`, each sample is padded to a row of that length.
+    Raises ValueError for no samples, an empty one, one longer than a row, arrays of different lengths, or more
+    documents than fit in `num_boundaries`.
     """
     if not samples:
         raise ValueError("a micro-batch needs at least one sample")
@@ -104,9 +154,14 @@ def flatten_samples(
         if len(ids) == 0 or len(ids) != len(loss_mask):
             raise ValueError(f"sample {index} has {len(ids)} token ids and a loss mask of {len(loss_mask)}")
     lengths = [len(ids) for ids, _ in samples]
-    max_seqlen = max(lengths)
+    max_seqlen, real = max(lengths), np.array(lengths)
+    if row_length is not None:
+        samples = [
+            (np.pad(ids, (0, row_length - len(ids))), np.pad(mask, (0, row_length - len(ids)))) for ids, mask in samples
+        ]
+        lengths, max_seqlen = [row_length] * len(samples), row_length
     if num_boundaries:
-        num_tokens, max_seqlen = packed_size(lengths, size_buckets=size_buckets)
+        num_tokens, max_seqlen = packed_size(lengths, size_buckets=size_buckets, row_length=row_length)
         if tail := num_tokens - sum(lengths):
             samples = [*samples, (np.zeros(tail, np.int64), np.zeros(tail, bool))]
             lengths.append(tail)
@@ -118,11 +173,17 @@ def flatten_samples(
     cu_seqlens = boundaries.astype(np.int32)
     if num_boundaries:
         cu_seqlens = np.pad(cu_seqlens, (0, num_boundaries - len(cu_seqlens)), mode="edge")
+    position_ids = np.arange(len(token_ids)) - np.repeat(boundaries[:-1], lengths)
+    is_padding = position_ids >= np.repeat(np.pad(real, (0, len(lengths) - len(real))), lengths)
+    if row_length is not None:
+        position_ids[is_padding] = 0
     return PackedBatch(
         token_ids=torch.from_numpy(token_ids),
-        position_ids=torch.from_numpy(np.arange(len(token_ids)) - np.repeat(boundaries[:-1], lengths)),
+        position_ids=torch.from_numpy(position_ids),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         max_seqlen=max_seqlen,
         label_rows=torch.from_numpy(label_positions - 1),
         label_ids=torch.from_numpy(token_ids[label_positions]),
+        is_padding=torch.from_numpy(is_padding),
+        row_length=row_length,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,12 +62,13 @@ class DocumentRope(nn.Module):
             is_long = (lengths > limit)[..., None]
             return _map(lambda one, other: torch.where(is_long, one, other), rotate(position_ids), short)
         # this waits for the device
-        begins = positions[0].eq(0).nonzero().flatten().tolist()
-        for start, end in zip(begins, [*begins[1:], positions.shape[-1]], strict=True):
-            if end - start > limit:
-                rotate(position_ids[..., :1])
-                alone = rotate(position_ids[..., start:end])
-                _map(lambda whole, part, start=start, end=end: whole[..., start:end, :].copy_(part), short, alone)
+        for row, own in enumerate(positions):
+            begins = own.eq(0).nonzero().flatten().tolist()
+            for start, end in zip(begins, [*begins[1:], len(own)], strict=True):
+                if end - start > limit:
+                    rotate(position_ids[..., :1])
+                    alone = rotate(position_ids[..., row : row + 1, start:end])
+                    _map(partial(_replace, slice(row, row + 1), slice(start, end)), short, alone)
         return short
 
 
@@ -116,6 +118,10 @@ def _limits(rotary: nn.Module) -> dict[str | None, tuple[str, int]]:
         elif isinstance(kind, str) and "dynamic" in kind:
             limits[layer_type] = ("dynamic", int(embedding.original_max_seq_len))
     return limits
+
+
+def _replace(rows: slice, columns: slice, whole: Tensor, part: Tensor) -> Tensor:
+    return whole[..., rows, columns, :].copy_(part)
 
 
 def _map(function: Callable[..., Tensor], one: Rotated, other: Rotated) -> Rotated:

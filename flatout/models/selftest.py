@@ -1,9 +1,9 @@
-"""A one-second check at start-up that, for this model, packed documents do not affect each other."""
+"""A one-second check at start-up that, for this model, the documents of a batch do not affect each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +11,14 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from flatout.errors import NumericError, UsageError, first_line
-from flatout.models.blocks import decoder_layers, document_arguments, hidden_states, text_decoder
+from flatout.errors import NumericError, PackingError, UsageError, first_line
+from flatout.models.blocks import (
+    TRANSFORMERS_ATTENTION,
+    decoder_layers,
+    hidden_states,
+    last_states,
+    model_inputs,
+)
 from flatout.models.head import packed_loss
 from flatout.models.load.model import LoadedModel
 from flatout.models.packed import PackedBatch, flatten_samples
@@ -29,6 +35,23 @@ _WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window
 _MAX_LONG_TOKENS = 16384
 
 
+def prove_layout(loaded: LoadedModel, *, longest: int, any_attention: bool) -> tuple[LoadedModel, str]:
+    """Prove the model's layout as `check_packing` does; return the model to train and a line for the console.
+
+    If rows fail with our attention, and `any_attention` will do, they are proved with transformers' own.
+    """
+    try:
+        return loaded, check_packing(loaded, longest=longest)
+    except PackingError:
+        if not (loaded.rows and any_attention) or loaded.attention == "transformers":
+            raise
+        config = loaded.model.config.get_text_config()
+    # models without an interface for attention only log that theirs cannot be set, and have the eager one
+    config._attn_implementation = next((name for name in TRANSFORMERS_ATTENTION if _sets(loaded.model, name)), "eager")
+    loaded = replace(loaded, attention="transformers")
+    return loaded, f"{check_packing(loaded, longest=longest)}; with transformers' own attention and masks"
+
+
 def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
     """Check packing on four small documents; return a line for the console.
 
@@ -39,8 +62,10 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
     If `longest`, the tokens of the run's longest document, exceeds a limit in the model's config (a window, or the
     length beyond which rope changes its frequencies), (1) is repeated on the last hidden states with a document between
     short ones, up to twice as long as the limit but no longer than `longest` or 16,384 tokens.
-    The model's mode and the random state do not change. Raises UsageError with the model type if packing is not exact,
-    NumericError if its logits are not finite.
+    Rows are checked alike; changing their padding must not change anything either, and (1) has a limit of at least 1e-6
+    and, in 16 bit, of three times what transformers' own padded rows differ.
+    The model's mode and the random state do not change. Raises PackingError with the model type if the layout is not
+    exact, NumericError if its logits are not finite.
     """
     model = loaded.model
     was_training = model.training
@@ -48,7 +73,7 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
     try:
         with torch.no_grad(), torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
             error, tolerance = _check(loaded)
-            line = f"packed = alone within {error:.1e}, no leak between documents, head loss = cross-entropy"
+            line = f"{_kind(loaded)} = alone within {error:.1e}, no leak between documents, head loss = cross-entropy"
             windows = (getattr(model.config.get_text_config(), name, None) for name in _WINDOWS)
             known = {window for window in windows if isinstance(window, int)} | length_limits(model)
             limits = sorted(limit for limit in known if limit < min(longest, _MAX_LONG_TOKENS))
@@ -59,8 +84,8 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
         raise
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         # what transformers' own code raises if it cannot handle several documents in one row
-        raise UsageError(
-            f"model type {model.config.model_type} fails on packed documents ({type(error).__name__}: "
+        raise PackingError(
+            f"model type {model.config.model_type} fails on {_kind(loaded)} documents ({type(error).__name__}: "
             f"{first_line(error)}); choose a different model"
         ) from error
     finally:
@@ -70,36 +95,41 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
 def _check(loaded: LoadedModel) -> tuple[float, float]:
     """Return the error of packed logits, and the tolerance that was applied."""
     model, kind, experts = loaded.model, loaded.model.config.model_type, has_experts(loaded.model)
+    layout, document = _kind(loaded), torch.arange(len(_LENGTHS)).repeat_interleave(torch.tensor(_LENGTHS))
     # plain avoids kernel faults; any other fault is in the model's code, such as computing its own positions
     remedy = "" if loaded.attention in ("sdpa", "plain") else "set model.attention: plain, or "
-    batch = random_batch(model, _LENGTHS)
-    ours = _logits(model, batch)
+    batch = random_batch(model, _LENGTHS, row_length=sum(_LENGTHS) if loaded.rows else None)
+    # documents (T,) of the tokens; -1 for padding
+    owner = torch.full_like(batch.token_ids, -1)
+    owner[_real(batch, _LENGTHS)] = document.to(owner.device)
+    ours, is_real = _logits(model, batch), owner >= 0
     if not bool(ours.isfinite().all()):
         raise NumericError(f"model type {kind}: logits of the self-test are not finite; check weights and precision")
     alone, tolerance = _alone_logits(loaded, batch)
-    error = _error(ours, alone, experts, _LENGTHS)
-    if error > tolerance:
-        raise UsageError(
-            f"model type {kind}: packed logits differ from those of single documents by {error:.1e} "
+    error = _error(ours[is_real], alone, experts, _LENGTHS)
+    if not error <= tolerance:
+        raise PackingError(
+            f"model type {kind}: {layout} logits differ from those of single documents by {error:.1e} "
             f"(limit {tolerance:.1e}) with attention {loaded.attention}; {remedy}choose a different model"
         )
     num_embeddings = model.get_input_embeddings().weight.shape[0]
-    lengths = torch.tensor(_LENGTHS, device=batch.token_ids.device)
-    parity = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths) % 2
     leak = 0.0
-    for kept in (0, 1):
-        # change documents 1 and 3, which must not affect 0 and 2, and vice versa
-        token_ids = torch.where(parity == kept, batch.token_ids, (batch.token_ids + 1) % num_embeddings)
-        changes = (_logits(model, replace(batch, token_ids=token_ids)) - ours).abs().amax(-1)[parity == kept]
+    for parity in (0, 1):
+        # change documents 1 and 3 and all padding, which must not affect 0 and 2, and vice versa
+        kept = is_real & (owner % 2 == parity)
+        token_ids = torch.where(kept, batch.token_ids, (batch.token_ids + 1) % num_embeddings)
+        changes = (_logits(model, replace(batch, token_ids=token_ids)) - ours).abs().amax(-1)[kept]
         leak = max(leak, float(changes.median() if experts else changes.max()))
     if leak > (tolerance if experts else 0.0):
-        raise UsageError(
-            f"model type {kind}: one packed document changes the logits of another by {leak:.1e} with attention "
-            f"{loaded.attention}; {remedy}choose a different model"
+        raise PackingError(
+            f"model type {kind}: one {layout} document changes the logits of another by {leak:.1e} with "
+            f"attention {loaded.attention}; {remedy}choose a different model"
         )
     loss = float(packed_loss(model, batch).loss_sum)
     truth = float(F.cross_entropy(ours[batch.label_rows], batch.label_ids, reduction="sum"))
-    limit = {torch.float64: 1e-10, torch.float32: 1e-4}.get(loaded.dtype, 4 * torch.finfo(loaded.dtype).eps)
+    # some models return float32 logits in every dtype
+    exact = ours.dtype if loaded.dtype.itemsize > 2 else loaded.dtype
+    limit = {torch.float64: 1e-10, torch.float32: 1e-4}.get(exact, 4 * torch.finfo(loaded.dtype).eps)
     if not abs(loss - truth) <= limit * max(abs(truth), 1.0):
         raise UsageError(
             f"model type {kind}: the head's loss is {loss:.6f}, but cross-entropy over its logits is {truth:.6f}; "
@@ -111,14 +141,15 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
 def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, tolerance: float) -> str:
     """Compare packed and single hidden states with a document of `num_tokens`, beyond every limit, among short ones."""
     model, lengths = loaded.model, (8, num_tokens, 19, 3)
-    batch = random_batch(model, lengths)
-    ours = _exact(hidden_states(model, batch))
+    batch = random_batch(model, lengths, row_length=max(lengths) if loaded.rows else None)
+    real = _real(batch, lengths)
+    ours = _exact(hidden_states(model, batch)[real])
     # eager attention materializes its scores, so it is only the fallback
     for name in ("sdpa", "eager"):
         with _transformers_attention(model, name) as usable:
             if usable:
-                decoder, documents = text_decoder(model), batch.token_ids.split(lengths)
-                states = [decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in documents]
+                documents = batch.token_ids[real].split(lengths)
+                states = [last_states(model, {"input_ids": ids[None]})[0] for ids in documents]
                 break
     # the tokens beyond the first limit are compared separately
     parts = (8, limits[0], num_tokens - limits[0], 19, 3)
@@ -126,9 +157,9 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
     # sums are longer than for short documents; in fp64, rope's float32 cosines vary at lengths off the SIMD width
     tolerance = max(3 * tolerance, 1e-6)
     if error > tolerance:
-        raise UsageError(
-            f"model type {model.config.model_type}: a packed document of {num_tokens} tokens differs from the same "
-            f"document alone by {error:.1e} (limit {tolerance:.1e}) with attention {loaded.attention}; set "
+        raise PackingError(
+            f"model type {model.config.model_type}: a {_kind(loaded)} document of {num_tokens} tokens differs from the "
+            f"same document alone by {error:.1e} (limit {tolerance:.1e}) with attention {loaded.attention}; set "
             f"model.attention: plain, or data.max_tokens to at most {limits[0]}"
         )
     return f"; beyond {limits[-1]:,} tokens within {error:.1e}"
@@ -143,57 +174,81 @@ def has_experts(model: PreTrainedModel) -> bool:
     return any(getattr(config, name, None) for name in names) or any(fused)
 
 
-def random_batch(model: PreTrainedModel, lengths: Sequence[int], num_boundaries: int | None = None) -> PackedBatch:
+def random_batch(
+    model: PreTrainedModel, lengths: Sequence[int], num_boundaries: int | None = None, row_length: int | None = None
+) -> PackedBatch:
     """Return documents of these lengths on the model's device, all tokens labels; the same at every call."""
     num_embeddings = model.get_input_embeddings().weight.shape[0]
     token_ids = np.random.default_rng(0).integers(0, num_embeddings, sum(lengths))
     documents = [(ids, np.ones(len(ids), bool)) for ids in np.split(token_ids, np.cumsum(lengths)[:-1])]
-    return flatten_samples(documents, num_boundaries=num_boundaries).to(model.device)
+    return flatten_samples(documents, num_boundaries=num_boundaries, row_length=row_length).to(model.device)
 
 
 def _logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
-    output = model(
-        input_ids=batch.token_ids[None], position_ids=batch.position_ids[None], use_cache=False,
-        **document_arguments(batch),
-    )  # fmt: skip
-    return _exact(output.logits[0])
+    inputs, rows = model_inputs(model, batch)
+    logits = _exact(model(use_cache=False, **inputs).logits.flatten(0, 1))
+    return logits if rows is None else logits[rows]
+
+
+def _real(batch: PackedBatch, lengths: Sequence[int]) -> torch.Tensor:
+    """Return the indices in the stream of the documents' own tokens."""
+    starts = batch.cu_seqlens[: len(lengths)].tolist()
+    parts = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    return torch.cat(parts).to(batch.token_ids.device)
+
+
+def _kind(loaded: LoadedModel) -> str:
+    return "rows" if loaded.rows else "packed"
 
 
 def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor, float]:
     """Return logits (T, V) of each document alone with transformers' attention, and the tolerance for packed ones.
 
-    The documents are rows of one batch, padded on the right, which causal attention never reads.
+    For packed documents, they are rows of one batch, padded on the right, which causal attention never reads.
     """
-    model = loaded.model
-    rows = torch.stack([F.pad(ids, (0, sum(_LENGTHS) - len(ids))) for ids in batch.token_ids.split(_LENGTHS)])
-    results = {}
-    for name in ("sdpa", "eager"):
+    model, documents = loaded.model, batch.token_ids[_real(batch, _LENGTHS)].split(_LENGTHS)
+    rows = torch.stack([F.pad(ids, (0, sum(_LENGTHS) - len(ids))) for ids in documents])
+    padded, results = {}, {}
+    for name in TRANSFORMERS_ATTENTION:
         with _transformers_attention(model, name) as usable:
             if usable:
                 logits = model(input_ids=rows, use_cache=False).logits
-                results[name] = _exact(torch.cat([logits[i, :length] for i, length in enumerate(_LENGTHS)]))
+                results[name] = padded[name] = _exact(torch.cat([logits[i, :n] for i, n in enumerate(_LENGTHS)]))
+                if loaded.rows:
+                    each = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in documents]
+                    results[name] = _exact(torch.cat(each))
+    if not results:
+        raise ValueError("its attention does not go through transformers' attention interface")
     trusted = "sdpa" if "sdpa" in results else "eager"
     if loaded.dtype.itemsize > 2:
-        return results[trusted], _TOLERANCES.get((trusted, loaded.dtype), _FLOAT32_TOLERANCE)
-    noise = _error(results[trusted], results["eager"], has_experts(model), _LENGTHS)
+        tolerance = _TOLERANCES.get((trusted, loaded.dtype), _FLOAT32_TOLERANCE)
+        # rope's float32 cosines vary at lengths off the SIMD width
+        return results[trusted], max(tolerance, 1e-6) if loaded.rows else tolerance
+    others = (results["eager"], padded[trusted])
+    noise = max(_error(results[trusted], other, has_experts(model), _LENGTHS) for other in others)
     return results[trusted], max(3 * noise, 4 * torch.finfo(loaded.dtype).eps)
 
 
 @contextmanager
 def _transformers_attention(model: PreTrainedModel, name: str) -> Iterator[bool]:
     """Use transformers' own attention in this context; yields False if this model does not support it."""
-    config = model.config.get_text_config()
-    ours = config._attn_implementation
-    if usable := not (name == "sdpa" and getattr(config, "attn_logit_softcapping", None)):
-        try:
-            model.set_attn_implementation(name)
-        except ValueError:
-            usable = False
+    ours = model.config.get_text_config()._attn_implementation
+    usable = _sets(model, name)
     try:
         with plain_rope(model):
             yield usable
     finally:
         model.set_attn_implementation(ours)
+
+
+def _sets(model: PreTrainedModel, name: str) -> bool:
+    """Set transformers' own attention; return whether this model supports it."""
+    config = model.config.get_text_config()
+    if name == "sdpa" and getattr(config, "attn_logit_softcapping", None):
+        return False
+    with suppress(ValueError):
+        model.set_attn_implementation(name)
+    return bool(config._attn_implementation == name)
 
 
 def _error(ours: torch.Tensor, truth: torch.Tensor, experts: bool, lengths: Sequence[int]) -> float:

@@ -26,7 +26,8 @@ class PlanReport:
     """What a run will do. Counts are over the whole run, but `num_samples` is the size of the data set.
 
     `num_naive_tokens` is what a padding loader would compute for the same steps, `padding_avoided` the share of them
-    that is padding; `time_s` is None unless the throughput
+    that is padding and not computed here, `padding_share` that of
+    the computed tokens that is padding; `time_s` is None unless the throughput
     is known. Everything is exact except the balance at other numbers of ranks, taken from `NUM_BALANCE_STEPS` steps,
     and the memory, which is estimated.
     """
@@ -50,6 +51,7 @@ class PlanReport:
     fingerprint: str
     label_share: float
     padding_avoided: float
+    padding_share: float
 
 
 def explain(
@@ -64,7 +66,7 @@ def explain(
 
     `memory_of` maps the largest micro-batch to its memory; `tokens_per_s` counts real tokens over all ranks.
     """
-    num_tokens = num_labels = num_micro_batches = num_naive = 0
+    num_tokens = num_labels = num_micro_batches = num_naive = num_padded = 0
     largest = MicroBatchSize(0, 0, 0)
     flops = epochs = 0.0
     balances: list[float] = []
@@ -72,13 +74,14 @@ def explain(
         num_tokens += step.num_tokens
         num_labels += step.num_label_tokens
         num_naive += plan.naive_tokens(step)
+        num_padded += step.num_padded_tokens
         flops += plan.flops(step)
         epochs = plan.epoch_after(step)
         balances.append(step.balance)
         for batch in (batch for rank in step.ranks for batch in rank):
             num_micro_batches += 1
             largest = MicroBatchSize(
-                max(largest.num_tokens, batch.num_tokens),
+                max(largest.num_tokens, batch.num_padded_tokens),
                 max(largest.num_labels, batch.num_label_tokens),
                 max(largest.num_documents, len(batch.sample_ids)),
             )
@@ -105,7 +108,8 @@ def explain(
         time_s=num_tokens / tokens_per_s if tokens_per_s else None,
         fingerprint=plan.fingerprint,
         label_share=num_labels / num_tokens,
-        padding_avoided=1.0 - num_tokens / num_naive,
+        padding_avoided=max(0.0, 1.0 - num_padded / num_naive),
+        padding_share=1.0 - num_tokens / num_padded,
     )
 
 
@@ -120,6 +124,8 @@ def report_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{report.num_tokens:,}, {report.label_share:.1%} of them label tokens"
     yield "micro-batches", f"{report.num_micro_batches:,} on {_ranks(report.num_ranks)}, {each_step}, {largest}"
     yield "padding avoided", f"{report.padding_avoided:.1%} of the {naive} at the same budget"
+    if report.padding_share:
+        yield "padding", f"{report.padding_share:.1%} of the tokens computed, as each sample is a padded row"
     for balance in report.balances:
         mark = " (this run)" if balance.num_ranks == report.num_ranks else ""
         text = f"mean {balance.mean:.3f}, worst step {balance.worst:.3f} of planned FLOPs{mark}"

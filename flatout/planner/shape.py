@@ -58,8 +58,8 @@ class ModelShape:
     tower. `num_heads` and `head_dim`, the width of a query or key, are the largest over the layers, 0 if none has
     softmax attention. `max_positions` is the longest sequence that the model was made for; `has_position_table` means
     that it has no positions beyond that. `embedding` and `head` are full names; `modules` are all modules by full name
-    with the number of parameters that each holds itself. `groups_experts`: flatout's grouped products can compute the
-    experts.
+    with the number of parameters that each holds itself. `outer_linears`, by full name, are those that text passes
+    through outside layers and head. `groups_experts`: flatout's grouped products can compute the experts.
     """
 
     model_type: str
@@ -80,18 +80,21 @@ class ModelShape:
     embedding: str = ""
     head: str = ""
     modules: tuple[tuple[str, int], ...] = ()
+    outer_linears: tuple[Linear, ...] = ()
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     def targeted(self, lora: LoraConfig, *, of_experts: bool = False) -> dict[str, Linear]:
-        """Return the linear layers of the decoder layers that LoRA targets, or the experts' matrices, by full name."""
+        """Return the linear layers that LoRA targets, or the experts' matrices, by full name."""
         linears = {
             f"{self.layers_path}.{index}.{linear.name}": linear
             for index, layer in enumerate(self.layers)
             for linear in (layer.experts if of_experts else layer.linears)
         }
+        if not of_experts:
+            linears |= {linear.name: linear for linear in self.outer_linears}
         return {
             name: linear
             for name, linear in linears.items()

@@ -12,10 +12,11 @@ class StepRecord:
     """One optimizer step over all ranks. `step` counts completed steps from 1; a later line replaces the same step's.
 
     `loss` is the mean over label tokens of the global step, `grad_norm` the global L2 norm before clipping,
-    `num_tokens` real tokens without padding, `padding_avoided` the share of padding in what a naive loader would have
-    made. `flops_per_s` are achieved over all ranks: real tokens, attention by document, the head on label tokens only,
-    no gradient of frozen weights, no recomputation; `mfu` is their share of the devices' nominal peak (Chowdhery et al.
-    2022, arXiv:2204.02311, appendix B), None if no peak is known. `balance` is mean / max of the ranks' planned FLOPs.
+    `num_tokens` real tokens without padding, `padding_avoided` the share of what a naive loader would have made that is
+    padding and was not computed, `padding_share` the share of padding in what was (rows). `flops_per_s` are achieved
+    over all ranks: real tokens, attention by document, the head on label tokens only, no gradient of frozen weights, no
+    recomputation; `mfu` is their share of the devices' nominal peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix
+    B), None if no peak is known. `balance` is mean / max of the ranks' planned FLOPs.
 
     Rates (`*_per_s`) and times (`*_s`) are means per step over the `num_recorded` steps since the last record.
     Processed tokens include filler tokens. Each part of a step is the mean over ranks, without those that had no pass
@@ -25,6 +26,10 @@ class StepRecord:
     and backward seconds; empty for one rank. `busy_min_s` and `busy_max_s` are its extremes. Memory is in bytes, the
     maximum over ranks: allocated and reserved, now and at peak; `mean_peak_memory_bytes` is the mean of the ranks'
     peaks. On a CPU all are the resident size. `eta_s` is the time to completion, without later evaluations and saves.
+
+    Of routed experts, by layer: `expert_peak_load` is the largest load / mean, `expert_entropy` that of the shares of
+    load relative to equal shares. `balance_loss` and `z_loss` are the routers' losses without their factors, None
+    unless trained; `loss` does not include them.
     """
 
     step: int
@@ -65,6 +70,11 @@ class StepRecord:
     peak_reserved_memory_bytes: int = 0
     mean_peak_memory_bytes: int = 0
     eta_s: float = 0.0
+    balance_loss: float | None = None
+    z_loss: float | None = None
+    expert_peak_load: tuple[float, ...] = ()
+    expert_entropy: tuple[float, ...] = ()
+    padding_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +139,7 @@ class PlanFacts:
 
     `length_edges` (n + 1,) and `length_counts` (n,) are the histogram of sample lengths in tokens. `packing` holds the
     first steps: for each step, for each rank, for each micro-batch the lengths of its samples; `padded` has the batches
-    of a padding loader for the same steps.
+    of a padding loader for the same steps. `layout` is packed or rows; `padding_share` is of the tokens computed.
     `memory_bytes` is the planned peak of one rank, None on a CPU.
     """
 
@@ -148,6 +158,8 @@ class PlanFacts:
     length_counts: tuple[int, ...]
     packing: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
     padded: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = ()
+    layout: str = "packed"
+    padding_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

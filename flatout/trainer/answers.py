@@ -15,6 +15,7 @@ from flatout.models.generate import stop_token_ids
 from flatout.models.packed import PackedBatch, flatten_samples, padded_num_boundaries
 from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.memory.estimate import MicroBatchSize
+from flatout.planner.steps.rows import row_length
 from flatout.track.record import Answer, AnswersRecord
 from flatout.trainer.prompts import PromptSet
 from flatout.trainer.state import Run
@@ -84,15 +85,18 @@ def generate(run: Run, prompt_set: PromptSet) -> list[list[int]] | None:
 def _groups(run: Run, prompt_set: PromptSet) -> Iterator[list[int]]:
     """Yield the prompts' indices in groups that fit a micro-batch with their answers; each has at least one."""
     group: list[int] = []
-    room = run.plan.layout.micro_batch_tokens
-    for index, prompt in enumerate(prompt_set.prompts):
-        num_tokens = len(prompt.token_ids) + run.config.eval.max_new_tokens
-        if group and num_tokens > room:
+    for index in range(len(prompt_set.prompts)):
+        if group and _num_tokens(run, prompt_set, [*group, index]) > run.plan.layout.micro_batch_tokens:
             yield group
-            group, room = [], run.plan.layout.micro_batch_tokens
+            group = []
         group.append(index)
-        room -= num_tokens
     yield group
+
+
+def _num_tokens(run: Run, prompt_set: PromptSet, group: Sequence[int]) -> int:
+    """Return the tokens of the longest pass over a group of prompts with their answers."""
+    lengths = [len(prompt_set.prompts[index].token_ids) + run.config.eval.max_new_tokens for index in group]
+    return sum(lengths) if run.plan.layout.pass_tokens is None else len(lengths) * row_length(max(lengths))
 
 
 def _fits_on_all_ranks(run: Run, prompt_set: PromptSet, groups: Sequence[Sequence[int]]) -> bool:
@@ -100,8 +104,7 @@ def _fits_on_all_ranks(run: Run, prompt_set: PromptSet, groups: Sequence[Sequenc
 
     If a rank ran out of memory in a sharded pass, the others would wait for it.
     """
-    lengths = [[len(prompt_set.prompts[index].token_ids) for index in group] for group in groups]
-    most = max(sum(group) + len(group) * run.config.eval.max_new_tokens for group in lengths)
+    most = max(_num_tokens(run, prompt_set, group) for group in groups)
     size = MicroBatchSize(most, num_labels=max(map(len, groups)), num_documents=max(map(len, groups)))
     whole, state = run.memory.estimate(size), run.memory.estimate(MicroBatchSize(0, 0, 0))
     num_failed = torch.zeros((), device=run.device)
@@ -122,7 +125,7 @@ def _next_tokens(run: Run, sequences: Sequence[Sequence[int]], generator: torch.
     token_ids = torch.zeros(len(sequences) + 1, dtype=torch.int64, device=run.device)
     try:
         with autocast(run), oom_as_resource_error(run.rank) if run.plan.layout.lockstep else nullcontext():
-            logits, likeliest = run.loss(_batch_of(sequences, run.device), True)
+            logits, likeliest = run.loss(_batch_of(sequences, run.device, run.plan.layout.name == "rows"), True)
         if run.rank.is_first:
             heat = run.config.eval.temperature
             token_ids[:-1] = _sampled(logits, heat, generator) if heat else likeliest
@@ -132,12 +135,14 @@ def _next_tokens(run: Run, sequences: Sequence[Sequence[int]], generator: torch.
     return None if num_failed else chosen
 
 
-def _batch_of(sequences: Sequence[Sequence[int]], device: torch.device) -> PackedBatch:
+def _batch_of(sequences: Sequence[Sequence[int]], device: torch.device, rows: bool) -> PackedBatch:
     """Return the sequences as one batch whose label rows are their last tokens, padded on a GPU as in training."""
     samples = [(np.asarray(sequence), np.zeros(len(sequence), bool)) for sequence in sequences]
     num_boundaries = padded_num_boundaries(len(samples)) if device.type == "cuda" else None
-    last_rows = torch.tensor([len(sequence) for sequence in sequences]).cumsum(0) - 1
-    batch = flatten_samples(samples, num_boundaries=num_boundaries)
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    size = row_length(int(lengths.max())) if rows else None
+    batch = flatten_samples(samples, num_boundaries=num_boundaries, row_length=size)
+    last_rows = batch.cu_seqlens[: len(lengths)] + lengths - 1
     return replace(batch, label_rows=last_rows, label_ids=torch.zeros_like(last_rows)).to(device)
 
 

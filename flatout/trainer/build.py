@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
@@ -15,11 +16,13 @@ from flatout.checkpoint.write_async import Saver, available_host_bytes, choose_s
 from flatout.config.schema import Config
 from flatout.data.tokenizer import new_token_ids
 from flatout.environment import ask_for_deterministic_cublas, keep_compiled_kernels
+from flatout.errors import PackingError
 from flatout.models.attention import prepare as prepare_attention
 from flatout.models.bases.fp8_training import compute_scales_after_updates, convert_to_float8
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import CompileOutcome, compile_layers, import_compiler
 from flatout.models.compile.recompute import apply_recompute, compiling_with
+from flatout.models.experts.router import Routers
 from flatout.models.head import PackedLoss, prepare_head
 from flatout.models.load.model import LoadedModel, load_model, weight_dtype_of
 from flatout.models.load.sharded import DeferredWeights
@@ -28,8 +31,9 @@ from flatout.models.lora.fused import FusedLayers, fuse_layers
 from flatout.models.lora.layer import add_lora, freeze, freeze_unreached, trainable_parameters
 from flatout.models.lora.saved import rows_of_tokens
 from flatout.models.objective import CROSS_ENTROPY, Objective
-from flatout.models.selftest import check_packing
+from flatout.models.selftest import prove_layout
 from flatout.optim.build import layer_norm_parameters, make_optimizer
+from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
@@ -39,7 +43,7 @@ from flatout.planner.memory.estimate import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
 from flatout.trainer.feed import Feed
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
-from flatout.trainer.planning import PlannedRun
+from flatout.trainer.planning import PlannedRun, plan_run
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.resume import restore
 from flatout.trainer.state import Run
@@ -60,24 +64,23 @@ def build_run(
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
     """
     device = choose_device(config.wanted_device, rank)
-    loaded = load_trainable(config, planned, device, reporter)
-    fused = fuse_adapters(loaded, config, planned, reporter)
-    if apply_recompute(loaded.model, planned.memory.recompute):
-        reporter.stage("recompute", "the embedding table is in host memory")
+    loaded, planned = load_or_replan(config, planned, checkpoints.group, reporter, rank, objective)
+    fused = replace_layers(loaded, config, planned, reporter)
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, size_buckets=size_buckets)
     eval_feeds = tuple(Feed(each.store, device, max_documents=each.max_documents) for each in planned.eval_sets)
-    loss = PackedLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=objective)
+    loss = make_loss(loaded, planned, config, objective, reporter)
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
     compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, reporter)
     named = trainable_parameters(loaded.model)
-    saver, save_sizes = make_saver(config, checkpoints, reporter, rank, device, named)
+    saver, sizes = make_saver(config, checkpoints, reporter, rank, device, named)
     run = Run(
         config=config,
         rank=rank,
         device=device,
         reporter=reporter,
         plan=planned.plan,
+        planned=planned,
         feed=feed,
         eval_sets=planned.eval_sets,
         eval_feeds=eval_feeds,
@@ -98,17 +101,52 @@ def build_run(
         watch=watch or PeerWatch(config.faults, reporter.event),
         rank_meter=RankMeter(device),
         divisors=planned.divisors,
+        routers=loss.routers,
     )
     if saved is not None:
         restore(run, saved)
     run.model.train()
     reporter.stage("graphs", record_graphs(run, no_graphs or (None if compiled.is_complete else NOT_COMPILED)))
-    run.saver.reserve(save_sizes)
+    run.saver.reserve(sizes)
     return run
 
 
-def load_trainable(config: Config, planned: PlannedRun, device: torch.device, reporter: Reporter) -> LoadedModel:
-    """Load the model, check that packing is exact on it, and set up its trained parameters.
+def make_loss(
+    loaded: LoadedModel, planned: PlannedRun, config: Config, objective: Objective, reporter: Reporter
+) -> PackedLoss:
+    """Return the loss of packed batches, which reads the routers of a model with experts if they are known."""
+    loss = PackedLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=objective)
+    routers = Routers(loaded.model, config.experts)
+    if routers.layers:
+        loss.routers = routers
+        reporter.stage("experts", routers.line)
+    return loss
+
+
+def load_or_replan(
+    config: Config, planned: PlannedRun, group: ControlGroup, reporter: Reporter, rank: Rank, objective: Objective
+) -> tuple[LoadedModel, PlannedRun]:
+    """Load the model; return it with its plan, which is made again with rows if packing turns out to be inexact."""
+    device = choose_device(config.wanted_device, rank)
+    try:
+        return load_trainable(config, planned, device, reporter, group), planned
+    except PackingError as error:
+        if config.batch.layout != "auto" or planned.plan.layout.name == "rows":
+            raise
+        unpackable = str(error).partition("; ")[0]
+    # here no frame of the failed check holds the model any more
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    again = plan_run(config, reporter, rank, lambda: planned.device, objective, unpackable)
+    again = replace(again, fingerprints=planned.fingerprints)
+    return load_trainable(config, again, device, reporter, group), again
+
+
+def load_trainable(
+    config: Config, planned: PlannedRun, device: torch.device, reporter: Reporter, group: ControlGroup
+) -> LoadedModel:
+    """Load the model, check that its layout is exact on it, and set up its trained parameters.
 
     If ranks load only their shards, the weights stay in their files and the check runs on the first layers. With
     `deterministic`, CUDA kernels that are not bitwise reproducible are replaced or refused; the CPU's always are.
@@ -131,6 +169,7 @@ def load_trainable(config: Config, planned: PlannedRun, device: torch.device, re
         full=config.full,
         base=config.base,
         on_host=waits,
+        rows=planned.plan.layout.name == "rows",
         num_rows=num_rows,
         keep_dense=config.lora.modules_to_save,
     )
@@ -140,21 +179,26 @@ def load_trainable(config: Config, planned: PlannedRun, device: torch.device, re
     longest = max(int(store.lengths.max()) for store in stores)
     dtype = weight_dtype_of(config.method, config.full, loaded.dtype)
     reporter.phase("self-test")
+
+    def prove(loaded: LoadedModel) -> tuple[LoadedModel, str]:
+        found: list[tuple[LoadedModel, str]] = []
+        free = config.model.attention == "auto"  # if it fails on one rank, all must take rows
+        group.run_on_all_ranks(lambda: found.append(prove_layout(loaded, longest=longest, any_attention=free)))
+        return found[0]
+
     if not waits:
-        reporter.stage("self-test", check_packing(loaded, longest=longest))
+        loaded, line = prove(loaded)
+        reporter.stage("self-test", line)
     elif config.method == "lora" and loaded.model.dtype != dtype:
         # adapters take the base's dtype
         loaded.model.to(dtype)
     make_trainable(loaded, config, reporter, token_ids)
-    if config.full.compute != "model":
-        shards = planned.parallel_layout.lockstep
-        line = convert_to_float8(loaded.model, config.full.compute, compile_mode=config.compile, shards=shards)
-        reporter.stage("fp8", line)
     if waits:
         loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype))
         with loaded.present():
             num_layers = len(decoder_layers(loaded.model))
-            reporter.stage("self-test", f"first {num_layers} layers: {check_packing(loaded, longest=longest)}")
+            loaded, line = prove(loaded)
+            reporter.stage("self-test", f"first {num_layers} layers: {line}")
     if importing is not None:
         # before anything else is imported: concurrent imports can see partially initialized modules
         importing.join()
@@ -203,9 +247,13 @@ def make_trainable(loaded: LoadedModel, config: Config, reporter: Reporter, toke
         reporter.stage("freeze", unreached)
 
 
-def fuse_adapters(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:
-    """Fuse LoRA layers with the same input into one product; none for full fine-tuning or sharded weights."""
+def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:
+    """Fuse LoRA layers with the same input into one product, without sharded weights; full fine-tuning: fp8 layers."""
     reporter.phase("preparing layers")
+    if config.full.compute != "model":
+        shards = planned.parallel_layout.lockstep
+        line = convert_to_float8(loaded.model, config.full.compute, compile_mode=config.compile, shards=shards)
+        reporter.stage("fp8", line)
     if config.method == "full":
         return FusedLayers([])
     if planned.parallel_layout.lockstep:
@@ -226,6 +274,8 @@ def shard_state(
     reporter: Reporter,
 ) -> tuple[Strategy, PackedLoss, torch.optim.Optimizer]:
     """Connect to the other ranks, shard the state, and return the strategy, the loss to call, and the optimizer."""
+    if apply_recompute(loaded.model, planned.memory.recompute):
+        reporter.stage("recompute", "the embedding table is in host memory")
     reporter.phase("setting up strategy and optimizer")
     layout = planned.parallel_layout
     options = StrategyOptions(

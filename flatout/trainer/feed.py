@@ -89,7 +89,12 @@ class Feed:
         samples = [self.store.sample(sample_id) for sample_id in micro_batch.sample_ids]
         if micro_batch.is_filler:
             samples = [(ids, np.zeros(len(ids), bool)) for ids, _ in samples]
-        batch = flatten_samples(samples, num_boundaries=self.num_boundaries, size_buckets=self.size_buckets)
+        batch = flatten_samples(
+            samples,
+            num_boundaries=self.num_boundaries,
+            size_buckets=self.size_buckets,
+            row_length=micro_batch.row_length,
+        )
         if batch.num_label_tokens != micro_batch.num_label_tokens:
             # the loss is divided by the plan's count, so a different mask would rescale every gradient
             raise DataError(

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from flatout.config.schema import Config
+from flatout.models.arch_quirks import packed_hybrid
 from flatout.models.compile.cuda_graphs import GraphedDecoder
+from flatout.models.experts.block import experts_modules
 from flatout.models.packed import PackedSize, packed_size
 from flatout.models.rope import DocumentRope
 from flatout.planner.devices import nominal_peak
@@ -43,9 +45,10 @@ def plan_graphs(
         return "only on CUDA", ()
     if config.method != "lora" or config.optim.name == "adamw8bit" or planned.parallel_layout.lockstep:
         return "gradients have no fixed address", ()
-    ropes = (module for module in model.modules() if isinstance(module, DocumentRope))
-    if any(kind == "dynamic" for rope in ropes for kind, _ in rope.limits.values()):
-        return "rope reads the documents' lengths on the host", ()
+    if reads := _host_reads(model):
+        return reads, ()
+    if planned.plan.layout.name == "rows":
+        return "rows have too many sizes", ()
     if config.lora.dropout or planned.memory.recompute not in ("none", "selective"):
         return "dropout and recompute need the host", ()
     if config.compile == "off" or config.deterministic:
@@ -59,6 +62,18 @@ def plan_graphs(
     steps = list(plan.sampled_steps(32))
     step_s = sum(plan.flops(step) for step in steps) / len(steps) / plan.layout.num_ranks / flops_per_s
     return None, make_size_buckets(count_sizes(plan, rank), plan.num_steps * step_s)
+
+
+def _host_reads(model: PreTrainedModel) -> str | None:
+    """Return what the host reads in every pass of this model; None if nothing."""
+    if experts_modules(model):
+        return "the routers' choices are read in every pass"
+    ropes = (module for module in model.modules() if isinstance(module, DocumentRope))
+    if any(kind == "dynamic" for rope in ropes for kind, _ in rope.limits.values()):
+        return "rope reads the documents' lengths on the host"
+    if packed_hybrid(model.config.get_text_config())[1]:
+        return "recurrent kernels read the documents' lengths on the host"
+    return None
 
 
 def is_host_bound(plan: RunPlan, shape: ModelShape, flops_per_s: float) -> bool:
@@ -75,7 +90,7 @@ def count_sizes(plan: RunPlan, rank: int, *, size_buckets: Sequence[int] = ()) -
     for step in plan.sampled_steps(NUM_STEPS_SEEN):
         for batch in step.ranks[rank]:
             lengths = plan.samples.lengths[plan.samples.indices_of(batch.sample_ids)]
-            counts[packed_size(lengths.tolist(), size_buckets=size_buckets)] += 1
+            counts[packed_size(lengths.tolist(), size_buckets=size_buckets, row_length=batch.row_length)] += 1
     return counts
 
 

@@ -85,7 +85,8 @@ class Meter:
             data_wait_s=mean_figures(measured).data_wait_s,
             flops_per_s=flops_per_s,
             mfu=None if self._peak is None else flops_per_s / (self._peak.flops_per_s * run.rank.world),
-            padding_avoided=1.0 - step.num_tokens / run.plan.naive_tokens(step),
+            padding_avoided=run.plan.padding_avoided([step]),
+            padding_share=1.0 - step.num_tokens / step.num_padded_tokens,
             balance=step.balance,
             peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in latest)),
             elapsed_s=run.progress.elapsed_s,
@@ -106,7 +107,21 @@ class Meter:
             peak_reserved_memory_bytes=int(max(rank.peak_reserved_memory_bytes for rank in latest)),
             mean_peak_memory_bytes=int(sum(rank.peak_memory_bytes for rank in latest) / len(latest)),
             eta_s=run.progress.elapsed_s / (step.index + 1) * num_left,
+            **_routing(run, outcome.routers),
         )
+
+
+def _routing(run: Run, values: tuple[float, ...]) -> dict[str, Any]:
+    """Return a record's fields about routed experts."""
+    if run.routers is None or not values:
+        return {}
+    balance, squares, *loads = values
+    return {
+        "balance_loss": balance if run.routers.balance_loss else None,
+        "z_loss": squares if run.routers.z_loss else None,
+        "expert_peak_load": tuple(round(load, 4) for load in loads[: len(loads) // 2]),
+        "expert_entropy": tuple(round(entropy, 5) for entropy in loads[len(loads) // 2 :]),
+    }
 
 
 class Stragglers:
@@ -142,8 +157,8 @@ class PeakMemoryReporter:
         if self._num_steps > MEASURED_STEP or run.device.type != "cuda":
             return
         for batch in micro_batches_of(run, step):
-            if batch.num_tokens > self._largest.num_tokens:
-                self._largest = MicroBatchSize(batch.num_tokens, batch.num_label_tokens, len(batch.sample_ids))
+            if batch.num_padded_tokens > self._largest.num_tokens:
+                self._largest = MicroBatchSize(batch.num_padded_tokens, batch.num_label_tokens, len(batch.sample_ids))
         if self._num_steps < MEASURED_STEP:
             return
         # recorded graphs ran at their largest size before the first step

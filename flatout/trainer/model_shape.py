@@ -13,14 +13,15 @@ from transformers.pytorch_utils import Conv1D
 
 from flatout.errors import UsageError, reason_of
 from flatout.models.bases.frozen_linear import is_plain_linear
-from flatout.models.blocks import expert_tensors, layer_configs, layer_list
+from flatout.models.blocks import expert_tensors, layer_configs, layer_list, towers
 from flatout.models.experts.block import experts_modules
 from flatout.models.experts.lora import expert_parameters
-from flatout.models.load.auto_class import towers
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import read_model_config
 from flatout.planner.shape import LayerShape, Linear, ModelShape
 
+# layer kinds with a window
+_WINDOWED = re.compile("sliding|chunked")
 # class names of recurrent mixers, which save more than their projections for the backward pass
 _RECURRENT = re.compile("Mixer$|DeltaNet|DeltaAttention|Lightning|LinearAttention|RecurrentBlock|RwkvSelf|xLSTMLayer")
 # elements saved per projected element, and per element of the state (channels x state size, or heads x chunk), by
@@ -44,6 +45,12 @@ def read_shape(name: str, revision: str | None) -> ModelShape:
     return make_shape(read_model_config(name, revision), origin=f"{name}/config.json")
 
 
+def read_text_config(name: str, revision: str | None) -> Any:
+    """Return transformers' configuration of the text part of a model whose shape was read."""
+    values = read_model_config(name, revision)
+    return CONFIG_MAPPING[values["model_type"]].from_dict(dict(values)).get_text_config()
+
+
 def make_shape(values: Mapping[str, Any], *, origin: str = "config.json") -> ModelShape:
     """Return the shape of the model that a config.json describes, measured on its modules.
 
@@ -64,7 +71,8 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
     decoder, path = layer_list(model)
     layers = decoder.get_submodule(path)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    parameters = {*decoder.parameters(), *(head.parameters() if head is not None else ())}
+    layers_path, unread = next(name for name, module in model.named_modules() if module is layers), towers(model)
+    num_tower_params = sum(parameter.numel() for parameter in unread.values())
     hidden_size = getattr(text, "hidden_size", None) or embedding.weight.shape[1]
     kinds = getattr(text, "layer_types", None) or ()
     kinds = kinds if len(kinds) == len(layers) else [None] * len(layers)
@@ -81,12 +89,12 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
         first = next(iter(attention.values()), None)
         sizes = _Heads(0, 0, 0, 0) if first is None else _head_sizes(configs[index], first, index, hidden_size)
         heads.append((sizes.num_heads, sizes.head_dim))
-        has_window = bool(attention and window and kinds[index] != "full_attention")
+        has_window = bool(attention and window and (kinds[index] is None or _WINDOWED.search(kinds[index])))
         shapes.append(_layer_shape(layer, hidden_size, experts_per_token, sizes, attention, has_window))
     return ModelShape(
         model_type=text.model_type,
-        num_params=sum(parameter.numel() for parameter in parameters),
-        num_tower_params=sum(parameter.numel() for parameter in towers(model).values()),
+        num_params=sum(parameter.numel() for parameter in model.parameters()) - num_tower_params,
+        num_tower_params=num_tower_params,
         hidden_size=hidden_size,
         vocab_size=getattr(text, "vocab_size", None) or embedding.weight.shape[0],
         num_heads=max(number for number, _ in heads),
@@ -97,8 +105,14 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
         max_positions=max_positions,
         has_position_table=max_positions is not None
         and any(max_positions <= len(table) <= max_positions + _SPARE_ROWS for table in tables),
-        layers_path=next(name for name, module in model.named_modules() if module is layers),
+        layers_path=layers_path,
         layers=tuple(shapes),
+        outer_linears=tuple(
+            Linear(name, module.in_features, module.out_features)
+            for name, module in model.named_modules()
+            if is_plain_linear(module) and module is not head and f"{name}.weight" not in unread
+            if not name.startswith(f"{layers_path}.")
+        ),
         groups_experts=bool(experts_modules(layers)),
         embedding=next(name for name, module in model.named_modules() if module is embedding),
         head=next((name for name, module in model.named_modules() if head is not None and module is head), ""),
@@ -186,7 +200,7 @@ def _layer_shape(
         mlp_elements += experts_per_token * 2 * hidden_size
         # the down projection's input is computed again, and its input and output per expert are temporary
         unsaved = experts_per_token * (min(fused) // hidden_size + 2 * hidden_size)
-    state = sum(_state_elements(modules[name]) for name in recurrent)
+    saved_by_mixers = _recurrent_elements([modules[name] for name in recurrent], projected)
     # normalized queries and keys are saved twice
     num_saved = 1 + any(name.rpartition(".")[2] in ("q_norm", "q_layernorm") for name in modules)
     head_elements = num_saved * heads.head_dim + heads.value_head_dim
@@ -194,7 +208,7 @@ def _layer_shape(
     return LayerShape(
         linears=tuple(linears),
         num_active_weights=active,
-        mixer_elements=len(attention) * kept + _RECURRENT_SHARE * projected + int(_STATE_SHARE * state),
+        mixer_elements=len(attention) * kept + saved_by_mixers,
         mlp_elements=mlp_elements,
         pair_width=len(attention) * heads.num_heads * (heads.head_dim + heads.value_head_dim),
         has_window=has_window,
@@ -212,9 +226,14 @@ def _expert_linears(layer: nn.Module, experts_per_token: int) -> Iterator[Linear
         yield Linear(name, num_in, num_out, num_experts, experts_per_token)
 
 
-def _state_elements(mixer: nn.Module) -> int:
-    """Return the state that a recurrent mixer keeps per token: Mamba's matrix, or a row of each head's chunk."""
-    decay: Any = getattr(mixer, "A_log", None)
-    if decay is None:
-        return 0
-    return int(decay.numel() * (1 if decay.ndim == 2 else getattr(mixer, "chunk_size", 1)))
+def _recurrent_elements(mixers: list[Any], projected: int) -> int:
+    """Return what recurrent mixers save per token, beside `projected` elements of projections.
+
+    The state that they keep per token is Mamba's matrix, or a row of each head's chunk.
+    """
+    state = 0
+    for mixer in mixers:
+        decay = getattr(mixer, "A_log", None)
+        if decay is not None:
+            state += decay.numel() * (1 if decay.ndim == 2 else getattr(mixer, "chunk_size", 1))
+    return _RECURRENT_SHARE * projected + int(_STATE_SHARE * state)

@@ -17,6 +17,7 @@ from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError
+from flatout.models.arch_quirks import LayoutChoice, choose_layout
 from flatout.models.objective import CROSS_ENTROPY, Objective
 from flatout.optim.lr_schedule import check_warmup
 from flatout.parallel.control_group import ControlGroup
@@ -33,10 +34,11 @@ from flatout.planner.memory.budget import (
     spend_spare_memory,
 )
 from flatout.planner.shape import ModelShape, check_positions
+from flatout.planner.steps.rows import FEWEST_PASSES, PASS_TOKENS, row_length
 from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, make_plan, split_held_out
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
-from flatout.trainer.model_shape import read_shape
+from flatout.trainer.model_shape import read_shape, read_text_config
 from flatout.trainer.prompts import PromptSet, plan_prompts
 
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
@@ -76,6 +78,7 @@ class PlannedRun:
     memory: MemoryDecision
     fingerprints: Mapping[str, Any]
     divisors: NDArray[np.float64] | None = None
+    device: Device | None = None
 
 
 def plan_run(
@@ -84,10 +87,12 @@ def plan_run(
     rank: Rank,
     device_of: Callable[[], Device | None] = lambda: None,
     objective: Objective = CROSS_ENTROPY,
+    unpackable: str | None = None,
 ) -> PlannedRun:
     """Open or build the token store, choose a micro-batch that fits in device memory, and plan every step.
 
-    `device_of` is called after tokenizing and returns the GPU (as `gpu_of` does), or None for the CPU.
+    `device_of` is called after tokenizing and returns the GPU (as `gpu_of` does), or None for the CPU. `unpackable`
+    says why `batch.layout: auto` must not pack a model that its config would allow to pack.
     Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
     """
     origin = f"{config.model.name}/config.json"
@@ -113,10 +118,12 @@ def plan_run(
     if beyond := check_positions(shape, int(store.lengths.max()), origin=origin):
         reporter.event("positions", beyond)
     reporter.phase("planning")
+    rows = takes_rows(config, reporter, unpackable)
     train_ids = eval_ids = None
     if config.eval.fraction:
         train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed)
-    plan, parallel_layout, memory = plan_training(config, shape, store, train_ids, rank, device_of())
+    device = device_of()
+    plan, parallel_layout, memory = plan_training(config, shape, store, train_ids, rank, device, rows=rows)
     check_warmup(config.schedule, plan.num_steps)
     reporter.stage("strategy", parallel_layout.reason)
     reporter.stage("memory", memory.reason)
@@ -133,7 +140,15 @@ def plan_run(
         fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
     if divisors is not None:
         fingerprints["objective"] = {"name": objective.name, "divisors": xxh3_64_hexdigest(divisors.tobytes())}
-    return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, fingerprints, divisors)
+    return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, fingerprints, divisors, device)
+
+
+def takes_rows(config: Config, reporter: Reporter, unpackable: str | None) -> bool:
+    """Choose the layout and report it; return whether each sample is a row. Raises UsageError as `choose_layout`."""
+    text_config = read_text_config(config.model.name, config.model.revision)
+    choice = LayoutChoice("rows", unpackable) if unpackable else choose_layout(text_config, config.batch.layout)
+    reporter.stage("layout", f"{choice.layout}: {choice.reason}")
+    return choice.layout == "rows"
 
 
 def sample_divisors(objective: Objective, store: TokenStore, reporter: Reporter) -> NDArray[np.float64] | None:
@@ -181,17 +196,22 @@ def plan_training(
     train_ids: NDArray[np.int64] | None,
     rank: Rank,
     device: Device | None,
+    *,
+    rows: bool = False,
 ) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
     """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
+    # an update in the backward pass needs a step in one pass
+    pass_tokens = FEWEST_PASSES if config.full.update == "backward" else PASS_TOKENS
     whole_steps = make_plan(
         store.lengths,
         store.num_labels,
         config.batch,
-        micro_batch_tokens=int(store.lengths.max()) * config.batch.samples_per_step,
+        micro_batch_tokens=row_length(int(store.lengths.max())) * config.batch.samples_per_step,
         seed=config.seed,
         num_ranks=rank.world,
         cost=make_cost(config, shape),
         sample_ids=train_ids,
+        pass_tokens=pass_tokens if rows else None,
     )
     tokens = TokenStatistics.of(whole_steps)
     parallel_layout = choose_parallel_layout(
@@ -233,6 +253,7 @@ def plan_evaluation(
             num_ranks=plan.layout.num_ranks,
             cost=plan.layout.cost,
             lockstep=plan.layout.lockstep,
+            pass_tokens=plan.layout.pass_tokens,
         )
         of_data = f"{name}: " if len(stores) > 1 else ""
         counts = f"{len(eval_plan.sample_ids):,} samples, {eval_plan.num_label_tokens:,} label tokens"
@@ -264,13 +285,15 @@ def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:
         raise UsageError("full.update: backward cannot unscale gradients; got model.precision fp16, use bf16 or fp32")
     lengths = plan.samples.lengths
     count = min(plan.batch.samples_per_step, len(lengths))
-    if int(np.partition(lengths, -count)[-count:].sum()) <= plan.layout.micro_batch_tokens:
+    longest = np.partition(lengths, -count)[-count:]
+    most = longest.sum() if plan.layout.pass_tokens is None else count * row_length(int(longest.max()))
+    if int(most) <= plan.layout.micro_batch_tokens:
         return
     for step in plan.steps():
         if (num_batches := len(step.ranks[0])) > 1:
             raise UsageError(
                 f"full.update: backward needs one micro-batch per step; step {step.index + 1} has {num_batches} of "
-                f"{step.num_tokens:,} tokens in total; raise batch.micro_batch_tokens to that, lower "
+                f"{step.num_padded_tokens:,} tokens in total; raise batch.micro_batch_tokens to that, lower "
                 "batch.samples_per_step, or use full.update: step"
             )
 
@@ -319,7 +342,13 @@ def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -
     Collective. For example, a node was started with another config file, or built its data from other rows.
     """
     layout, memory, prompts = planned.parallel_layout, planned.memory, planned.prompts
-    split = [layout.strategy, memory.micro_batch_tokens, memory.recompute, memory.transposed_weights]
+    split = [
+        planned.plan.layout.name,
+        layout.strategy,
+        memory.micro_batch_tokens,
+        memory.recompute,
+        memory.transposed_weights,
+    ]
     mine = {
         "host": socket.gethostname(),
         "config": config.model_dump(mode="json"),

@@ -186,7 +186,7 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, obj
     del checkpoint  # its open files would keep deleted checkpoints on disk
     gpus = gather_gpus(run)
     if rank.is_first:
-        reporter.start(run_start(run, planned, gpus))
+        reporter.start(run_start(run, gpus))
     try:
         with run.stop:
             run_steps(run)

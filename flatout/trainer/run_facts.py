@@ -39,9 +39,9 @@ def gather_gpus(run: Run) -> tuple[GpuFacts, ...]:
     return tuple(GpuFacts(*gpu) for gpu in gpus)
 
 
-def run_start(run: Run, planned: PlannedRun, gpus: tuple[GpuFacts, ...]) -> RunStart:
+def run_start(run: Run, gpus: tuple[GpuFacts, ...]) -> RunStart:
     """Return the facts of a run that is built and starts its next step, for the first rank, which writes them."""
-    config, now = run.config, time.time()
+    config, planned, now = run.config, run.planned, time.time()
     earlier = None
     if run.progress.step:
         with suppress(DataError):  # of another version: only the first start's time is lost
@@ -86,11 +86,12 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
     """Return the plan's totals, estimated from sampled steps where counting would visit every step."""
     plan, memory = planned.plan, planned.memory
     sampled = list(plan.sampled_steps(NUM_SAMPLED_STEPS))
-    num_tokens = sum(step.num_tokens for step in sampled)
     largest = max(
-        (batch for step in sampled for rank in step.ranks for batch in rank), key=lambda batch: batch.num_tokens
+        (batch for step in sampled for rank in step.ranks for batch in rank),
+        key=lambda batch: batch.num_padded_tokens,
     )
-    estimate = memory.estimate(MicroBatchSize(largest.num_tokens, largest.num_label_tokens, len(largest.sample_ids)))
+    size = MicroBatchSize(largest.num_padded_tokens, largest.num_label_tokens, len(largest.sample_ids))
+    estimate = memory.estimate(size)
     lengths = plan.samples.lengths
     edges = np.unique(np.linspace(0, int(lengths.max()) + 1, NUM_LENGTH_BINS + 1).astype(np.int64))
     epochs = plan.epoch_after(plan.step(plan.num_steps - 1))
@@ -103,7 +104,9 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
         epochs=epochs,
         num_tokens=round(int(lengths.sum()) * epochs),
         num_label_tokens=round(int(plan.samples.num_labels.sum()) * epochs),
-        padding_avoided=1.0 - num_tokens / sum(plan.naive_tokens(step) for step in sampled),
+        padding_avoided=plan.padding_avoided(sampled),
+        layout=plan.layout.name,
+        padding_share=1.0 - sum(step.num_tokens for step in sampled) / sum(step.num_padded_tokens for step in sampled),
         balance=sum(step.balance for step in sampled) / len(sampled),
         memory_bytes=None if estimate is None else estimate.total_bytes,
         length_edges=tuple(edges.tolist()),

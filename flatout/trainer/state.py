@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from flatout.checkpoint.write import Checkpoints
 from flatout.checkpoint.write_async import Saver
 from flatout.config.schema import Config
+from flatout.models.experts.router import Routers
 from flatout.models.head import PackedLoss
 from flatout.models.lora.fused import FusedLayers
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
@@ -25,7 +26,7 @@ from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.feed import Feed
-from flatout.trainer.planning import EvalSet
+from flatout.trainer.planning import EvalSet, PlannedRun
 from flatout.trainer.prompts import PromptSet
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.stop_request import StopRequest
@@ -84,6 +85,7 @@ class Run:
     device: torch.device
     reporter: Reporter
     plan: RunPlan
+    planned: PlannedRun
     feed: Feed
     eval_sets: tuple[EvalSet, ...]
     eval_feeds: tuple[Feed, ...]
@@ -104,6 +106,7 @@ class Run:
     watch: PeerWatch
     rank_meter: RankMeter
     divisors: NDArray[np.float64] | None = None
+    routers: Routers | None = None
     progress: Progress = field(default_factory=Progress)
     state: LoopState = field(default_factory=LoopState)
     stop: StopRequest = field(default_factory=StopRequest)

@@ -16,6 +16,7 @@ from torch.profiler import record_function
 
 from flatout.errors import NumericError, ResourceError
 from flatout.io.durable_io import DurableIO
+from flatout.models.experts.router import Routers
 from flatout.optim.flat import foreach_accumulate
 from flatout.optim.lr_schedule import lr_factor
 from flatout.optim.update import (
@@ -37,8 +38,8 @@ from flatout.trainer.state import Run
 class StepOutcome:
     """The result of one step. `grad_norm` is the global L2 norm before clipping. `skipped` says why no update was made.
 
-    `ranks` has what each rank measured, in their order. `ended` marks the step's end on the device, for a step that
-    the host did not wait for.
+    `ranks` has what each rank measured, in their order, `routers` the values of `Routers.summary`. `ended` marks the
+    step's end on the device, for a step that the host did not wait for.
     """
 
     loss: float
@@ -48,6 +49,7 @@ class StepOutcome:
     skipped: str | None = None
     ranks: tuple[RankFigures, ...] = field(default=(), compare=False)
     ended: torch.cuda.Event | float | None = field(default=None, compare=False)
+    routers: tuple[float, ...] = ()
 
 
 MAX_NAMED_SAMPLES = 8
@@ -83,7 +85,11 @@ def launch_step(run: Run, step: StepPlan) -> Pending:
     # filled on the device, so that the host does not wait
     stop = torch.full_like(loss_sum, float(run.stop.requested))
     own = scatter_figures(figures, run.rank, loss_sum.device)
-    totals = run.strategy.sum_values(torch.cat([torch.stack([loss_sum, num_correct, stop]), own]))
+    routed = run.routers.sums if run.routers else loss_sum.new_zeros(0)
+    totals = run.strategy.sum_values(torch.cat([torch.stack([loss_sum, num_correct, stop]), own, routed]))
+    if run.routers:
+        totals, routed = totals.tensor_split([len(totals) - len(routed)])
+        totals = torch.cat([totals, run.routers.summary(routed)])
     return apply_update(run, step, totals, figures)
 
 
@@ -119,6 +125,8 @@ def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]
     num_correct = torch.zeros((), dtype=torch.float64, device=run.device)
     index = 0
     try:
+        if run.routers:
+            start_routers(run, run.routers, step, micro_batches)
         for index, batch in enumerate(run.feed.batches(micro_batches)):
             # in lockstep every rank must run every pass, or the others would hang
             if run.stop.requested and not run.plan.layout.lockstep:
@@ -137,6 +145,28 @@ def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]
     return loss_sum, num_correct
 
 
+def start_routers(run: Run, routers: Routers, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> None:
+    """Start a step of the routers' losses; count their choices in passes without gradients if these need them."""
+    routers.start_step(
+        step.index,
+        num_tokens=step.num_tokens,
+        divisor=divisor_of(run, step),
+        device=run.device,
+        sum_values=run.strategy.sum_values,
+    )
+    if len(micro_batches) == 1 or not routers.needs_counts:
+        return
+    routers.is_counting = True
+    try:
+        for index, batch in enumerate(run.feed.batches(micro_batches)):
+            seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
+            with torch.no_grad(), autocast(run):
+                run.loss(batch)
+    finally:
+        routers.is_counting = False
+    routers.finish_counts()
+
+
 def divisor_of(run: Run, step: StepPlan) -> float:
     """Return what the summed loss of a step is divided by."""
     return loss_divisor(step, run.divisors)
@@ -146,7 +176,7 @@ def micro_batches_of(run: Run, step: StepPlan) -> Sequence[MicroBatch]:
     """Return this rank's micro-batches of a step: the plan's, or smaller ones after an out-of-memory error."""
     planned = step.ranks[run.rank.index]
     cap_tokens = run.state.micro_batch_cap
-    if cap_tokens is None or all(batch.num_tokens <= cap_tokens for batch in planned):
+    if cap_tokens is None or all(batch.num_padded_tokens <= cap_tokens for batch in planned):
         return planned
     return run.plan.resplit(step, run.rank.index, max(cap_tokens, _longest(run, planned)))
 
@@ -159,15 +189,20 @@ def lower_cap(run: Run, step: StepPlan, taken: Sequence[MicroBatch], *, failed: 
     """
     run.optimizer.zero_grad(set_to_none=True)
     release_memory(run)
-    cap_tokens = max(failed.num_tokens * 2 // 3, _longest(run, taken))
-    if cap_tokens >= max(batch.num_tokens for batch in taken):
+    cap_tokens = max(failed.num_padded_tokens * 2 // 3, _longest(run, taken))
+    if cap_tokens >= max(batch.num_padded_tokens for batch in taken):
         raise ResourceError(
-            f"step {step.index + 1}: out of GPU memory with a micro-batch of {failed.num_tokens:,} tokens, which "
-            "cannot be split further because samples stay whole; set recompute: offload, lower "
+            f"step {step.index + 1}: out of GPU memory with a micro-batch of {failed.num_padded_tokens:,} tokens, "
+            "which cannot be split further because samples stay whole; set recompute: offload, lower "
             "data.max_tokens, set base.storage: nf4 (lora) or optim.name: adamw8bit (full), or free GPU memory"
         )
     run.state.micro_batch_cap = cap_tokens
-    facts = {"step": step.index + 1, "rank": run.rank.index, "tokens": failed.num_tokens, "cap_tokens": cap_tokens}
+    facts = {
+        "step": step.index + 1,
+        "rank": run.rank.index,
+        "tokens": failed.num_padded_tokens,
+        "cap_tokens": cap_tokens,
+    }
     run.watch.event("out_of_memory", facts)
 
 
@@ -181,16 +216,17 @@ def release_memory(run: Run) -> None:
 
 
 def _longest(run: Run, micro_batches: Sequence[MicroBatch]) -> int:
-    """Return the tokens of the longest sample in these micro-batches."""
+    """Return the tokens of the longest sample in these micro-batches, as a row with its padding."""
     ids = [sample_id for batch in micro_batches for sample_id in batch.sample_ids]
-    return int(run.plan.samples.lengths[run.plan.samples.indices_of(ids)].max())
+    longest = int(run.plan.samples.lengths[run.plan.samples.indices_of(ids)].max())
+    return max([longest, *(batch.row_length or 0 for batch in micro_batches)])
 
 
 def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures) -> Pending:
     """End a step: update the weights unless a total is not finite or a stop was requested.
 
     `totals` are sums over ranks: loss, correct tokens, stop requests, and what `scatter_figures` returned; `figures`
-    are this rank's.
+    are this rank's. Then follows what `Routers.summary` returned.
     An optimizer that supports `found_inf` decides on the device, and the host reads the totals later. For any other
     optimizer, and for fp16 loss scaling, the host reads them first.
     """
@@ -249,6 +285,8 @@ def _read_totals(
 ) -> StepOutcome | None:
     """Return the step's outcome from its totals on the host; `ended` is the end of a step that it did not wait for."""
     loss_total, correct_total, num_stopping, *gathered, grad_norm = totals
+    num_routed = 2 + 2 * len(run.routers.layers) if run.routers else 0
+    gathered, routed = gathered[: len(gathered) - num_routed], gathered[len(gathered) - num_routed :]
     if num_stopping:
         # some ranks left out micro-batches: the whole step is repeated after resuming
         run.optimizer.zero_grad(set_to_none=True)
@@ -266,7 +304,9 @@ def _read_totals(
             run.strategy.sum_gradients(run.parameters)
         require_finite(run, step, loss, grad_norm)
     accuracy = correct_total / max(1, step.num_label_tokens)
-    return StepOutcome(loss, accuracy, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended)
+    return StepOutcome(
+        loss, accuracy, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended, tuple(routed)
+    )
 
 
 def require_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> None:
@@ -328,6 +368,8 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
         return lambda: None
     run.rank_meter.start_step(run.feed.wait_s)
     (batch,) = run.feed.batches(step.ranks[run.rank.index])
+    if run.routers:
+        start_routers(run, run.routers, step, step.ranks[run.rank.index])
     seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=0)
     with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
         batch_loss, batch_correct = run.loss(batch)

@@ -113,7 +113,7 @@ def run_process(folder: Path, index: int) -> None:
             dist.init_process_group(backend, store, rank=rank.index, world_size=rank.world, timeout=WAIT)
             planned, reference = plan_quietly(config, rank), Reference.read(Path(case.reference))
             with set_up_quietly(config, planned, rank, folder) as run:
-                row = measure(run, planned.plan.step(case.step_index), reference, case.name).judged(case.limit)
+                row = measure(run, run.plan.step(case.step_index), reference, case.name).judged(case.limit)
         except UsageError as error:
             # every rank reads the same settings, so all of them raise this
             row = Row(case.name, num_ranks=case.num_ranks, verdict="left out", note=str(error))

@@ -17,6 +17,7 @@ from flatout.io.durable_io import DurableIO
 from flatout.models.load.model import resolve_precision
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
+from flatout.planner.steps.rows import row_length
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.planning import PlannedRun
 from flatout.trainer.state import Run
@@ -110,6 +111,8 @@ def _notes(config: Config, exact: Exact, device: torch.device) -> Iterator[str]:
             yield "lora.dropout is 0 here: with dropout, a step has no single correct result"
     if config.comm.compress != "none":
         yield f"comm.compress is none here: sums in {config.comm.compress} are rounded"
+    if config.experts.balance_loss or config.experts.z_loss:
+        yield "experts.balance_loss and experts.z_loss are 0 here: the reference has cross-entropy only"
     if config.sharding.offload:
         yield "sharding.offload is false here: it does not change the sums"
     if config.base.storage == "fp8" and config.method == "lora":
@@ -118,6 +121,8 @@ def _notes(config: Config, exact: Exact, device: torch.device) -> Iterator[str]:
 
 def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.device, num_ranks: int) -> Iterator[Row]:
     """Yield the rows of one process, those in the run's own precision, and those of several processes."""
+    # plain transformers would normalize the routers' losses by micro-batch
+    own = own.model_copy(update={"experts": own.experts.model_copy(update={"balance_loss": 0.0, "z_loss": 0.0})})
     config = exact_config(own, exact, folder)
     planned = plan_quietly(config, Rank())
     step = next((step for step in planned.plan.steps() if step.num_label_tokens), None)
@@ -145,7 +150,7 @@ def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.d
             for row in _cut_rows(run, step, reference):
                 yield row.judged(limit)
     except (UsageError, NumericError) as error:
-        yield Row("packed", limit=limit, note=str(error))
+        yield Row(planned.plan.layout.name, limit=limit, note=str(error))
         return
     precision = resolve_precision(own.model.precision, device)
     if precision != resolve_precision(config.model.precision, device):
@@ -164,7 +169,10 @@ def _cut_rows(run: Run, step: StepPlan, reference: Reference) -> Iterator[Row]:
     """Yield rows for the step packed into as few micro-batches as possible, then into more, then one per sample."""
     places = run.plan.samples.indices_of(step.sample_ids)
     lengths, labels = run.plan.samples.lengths[places].tolist(), run.plan.samples.num_labels[places].tolist()
-    alone = tuple(MicroBatch((i,), n, m) for i, n, m in zip(step.sample_ids, lengths, labels, strict=True))
+    layout = run.plan.layout
+    sizes = [None if layout.pass_tokens is None else row_length(length) for length in lengths]
+    samples = zip(step.sample_ids, lengths, labels, sizes, strict=True)
+    alone = tuple(MicroBatch((i,), n, m, row_length=size) for i, n, m, size in samples)
     cuts: dict[int, tuple[MicroBatch, ...]] = {}
     for wanted in range(1, MAX_MICRO_BATCHES + 1):
         # with some slack, or samples of uneven lengths would need one more micro-batch
@@ -173,7 +181,8 @@ def _cut_rows(run: Run, step: StepPlan, reference: Reference) -> Iterator[Row]:
         cuts.setdefault(len(batches), batches)
     cuts[len(alone)] = alone
     for num, batches in sorted(cuts.items()):
-        case = "packed" if num == 1 else "each sample alone" if num == len(alone) else f"packed, {num} micro-batches"
+        several = f"{layout.name}, {num} micro-batches"
+        case = layout.name if num == 1 else "each sample alone" if num == len(alone) else several
         yield measure(run, replace(step, ranks=(batches,)), reference, case)
 
 
@@ -203,7 +212,7 @@ def _own_rows(
     least = LIMITS["fp32"] if name in ("float32", "float64") else LEAST_LIMIT
     limit = max(TIMES_PLAIN * noise.largest, FP8_LIMIT if config.computes_in_fp8 else least)
     with set_up_quietly(config, planned, Rank(), trained.folder) as run:
-        yield measure(run, step, reference, f"packed in {name}, as in the run").judged(limit)
+        yield measure(run, step, reference, f"{run.plan.layout.name} in {name}, as in the run").judged(limit)
 
 
 def _rank_cases(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -18,6 +18,8 @@ from flatout.view.facts import measured_balance
 _GIB = 2**30
 # a rank that waits this share of a step for the slowest one has the darkest color
 _DARKEST_WAIT = 0.25
+# a layer whose busiest expert has this many times the mean load has the darkest color
+_DARKEST_LOAD = 8.0
 # parts of a step, in their order; `other` is what they leave of it
 PARTS = ("data_wait", "forward", "backward", "gradient_sum", "checkpoint_wait", "optimizer")
 
@@ -59,6 +61,10 @@ _MEASURES = (
     _Measure(
         "Gradient norm", "before clipping", {"gradient norm": lambda r: r.grad_norm}, is_smoothed=True, has_log=True
     ),
+    _Measure("Losses of routers", "without their factors", {
+        "balance": lambda r: r.balance_loss,
+        "z": lambda r: r.z_loss,
+    }, is_smoothed=True),
     _Measure("Balance of ranks", "mean / max of their work", {
         "planned": lambda r: r.balance if r.num_ranks > 1 else None,
         "measured": measured_balance,
@@ -123,7 +129,7 @@ def curves(logs: Mapping[str, RunLog]) -> str:
             lines = [replace(line, name=name) for name, found in firsts for line in found]
             charts.append(_chart(title, measure, lines, x_names))
     if len(runs) == 1:
-        charts += [_step_time(runs[0], x_names), _waiting(runs[0], x_names)]
+        charts += [_step_time(runs[0], x_names), _waiting(runs[0], x_names), *_experts(runs[0], x_names)]
     return f'<div class="charts">{"".join(charts)}</div>' if any(charts) else ""
 
 
@@ -183,3 +189,23 @@ def _waiting(run: _Run, x_names: Mapping[str, str]) -> str:
     ]
     unit = f"% of its busy time; darkest: {_DARKEST_WAIT:.0%} or more"
     return figure("Waiting for the slowest rank", plots, unit=unit, is_wide=True)
+
+
+def _experts(run: _Run, x_names: Mapping[str, str]) -> Iterator[str]:
+    """Yield how unevenly each layer's experts are used, as a strip for each layer."""
+    kept = [index for index, record in enumerate(run.log.steps) if record.expert_peak_load]
+    if not kept:
+        return
+    records = [run.log.steps[index] for index in kept]
+    peaks = np.array(list(zip_longest(*(record.expert_peak_load for record in records), fillvalue=math.nan)))
+    entropy = np.array(list(zip_longest(*(record.expert_entropy for record in records), fillvalue=math.nan)))
+    for title, unit, values, full in (
+        ("Load of experts", f"largest / mean of a layer; darkest: {_DARKEST_LOAD:g} or more", peaks, _DARKEST_LOAD),
+        ("Unevenness of experts", "% of entropy that equal loads have more; darkest: all", 100 * (1 - entropy), 100.0),
+    ):
+        shown = np.clip(values, 0.0, MAX_NUMBER)
+        plots = [
+            heat_plot("layer", run.axes[axis][kept], shown, x_name, full, {"axis": axis})
+            for axis, x_name in x_names.items()
+        ]
+        yield figure(title, plots, unit=unit, is_wide=True)

@@ -53,27 +53,27 @@ MAX_PACKAGE_LINES = {
     "checkpoint": 1400,
     "cli": 1970,
     "compat": 2700,
-    "config": 1770,
+    "config": 1782,
     "data": 3870,
     "demo": 480,
     "doctor": 400,
     "environment": 113,
-    "errors": 110,
+    "errors": 114,
     "eval": 141,
     "export": 800,
     "io": 1182,
-    "kernels": 1950,
+    "kernels": 2049,
     "launch": 1040,
-    "models": 5250,
+    "models": 5800,
     "optim": 645,
     "parallel": 1460,
-    "planner": 1880,
+    "planner": 2040,
     "profile": 230,
     "studio": 1160,
-    "track": 2115,
-    "trainer": 3230,
+    "track": 2150,
+    "trainer": 3420,
     "verifier": 740,
-    "view": 1160,
+    "view": 1200,
 }
 
 
@@ -208,6 +208,8 @@ def test_functions_are_neither_crumbs_nor_scrolls() -> None:
         and not node.name.startswith("on_")
         # a rule of a table of names is a row of it: one name, one decision
         and not path.startswith("flatout/compat/")
+        # torch registers an operator's run, its shapes and its gradient as functions of their own
+        and not path.startswith("flatout/kernels/")
         # nor has a method of a protocol a body, and properties and validators are declarations
         and not all(isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant) for part in node.body)
         and not any(word in ast.unparse(how) for how in node.decorator_list for word in ("property", "validator"))

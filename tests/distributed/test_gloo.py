@@ -13,8 +13,10 @@ import torch
 from launching import wait_for_steps
 from safetensors.torch import load_file
 from spawned_ranks import start_ranks
+from transformers import CONFIG_MAPPING
 
 from flatout.config.read import dump_config
+from flatout.trainer.run import train
 
 TRAIN = ("-m", "flatout", "train")
 
@@ -40,7 +42,6 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[int]:
 
 @pytest.fixture(scope="module", params=["lora", pytest.param("full", marks=pytest.mark.exhaustive)])
 def one_rank(request: pytest.FixtureRequest, tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from flatout.trainer.run import train
 
     root = tmp_path_factory.mktemp("ranks")
     config = tiny.config(
@@ -103,7 +104,6 @@ def test_a_signal_to_one_rank_saves_once_and_stops_all(one_rank: Any, tmp_path: 
 @pytest.mark.exhaustive
 def test_repeated_preemption_ends_bit_equal(tiny: Any, tmp_path: Path) -> None:
     """SIGTERM every few steps, in the middle of accumulation; each time exit 75 and at the end the undisturbed bits."""
-    from flatout.trainer.run import train
 
     settings: dict[str, Any] = {
         "lora": {"rank": 4, "dropout": 0.1},
@@ -167,3 +167,27 @@ def test_ranks_that_mean_other_runs_say_so_and_train_nothing(tiny: Any, tmp_path
     assert all(re.search(said, output) for output in outputs)
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_losses_on_routers_are_those_of_one_process(tiny: Any, tmp_path: Path, metrics_of: Any, strategy: str) -> None:
+    shape = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    experts = {"num_key_value_heads": 2, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    CONFIG_MAPPING["qwen3_moe"](**shape, **experts).save_pretrained(tmp_path / "model")
+    config = tiny.config(
+        tmp_path / "one",
+        method="full",
+        model={"name": str(tmp_path / "model"), "init": "random", "precision": "fp64"},
+        data={"tokenizer": str(tiny.model_dir)},
+        # one micro-batch a rank in some steps, several in others
+        batch={"samples_per_step": 6, "micro_batch_tokens": 520, "max_steps": 4},
+        experts={"balance_loss": 0.5, "z_loss": 0.01},
+    )
+    train(config)
+    many = config.model_copy(update={"run_dir": tmp_path / "many", "strategy": strategy})
+    assert finish(start(many, tmp_path, 2)) == [0, 0]
+    for one, other in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "many"), strict=True):
+        for name in ("loss", "grad_norm", "balance_loss", "z_loss"):
+            assert other[name] == pytest.approx(one[name], rel=1e-9)
+        assert other["expert_peak_load"] == one["expert_peak_load"]

@@ -55,12 +55,11 @@ _CHANGES: dict[str, dict[str, Any]] = {
 # what people use, and one of each way to differ or to be refused
 TRAINED = (
     "llama", "qwen3_moe", "gemma2", "gemma3n_text", "gemma4_text", "gpt_oss", "granite_swa", "hunyuan_v1_moe",
-    "llama4_text", "mimo_v2_flash", "opt", "phimoe",
+    "llama4_text", "mimo_v2_flash", "modernbert-decoder", "opt", "phimoe",
 )  # fmt: skip
 REFUSED = {
     "falcon": "attention interface",
     "recurrent_gemma": "recurrent or convolution state",
-    "modernbert-decoder": "head's loss",
     "mpt": "fails on packed documents",
     "stablelm": "without document boundaries",
 }

@@ -1,15 +1,19 @@
 """What holds for every plan, whatever the data and the settings."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.config.schema import BatchConfig
 from flatout.planner.cost import CostModel
+from flatout.planner.explain import explain
 from flatout.planner.steps.order import permute
 from flatout.planner.steps.partition import bin_pack, partition
+from flatout.planner.steps.rows import PASS_TOKENS, ROW_MULTIPLE, cut_rows, row_length
 from flatout.planner.steps.run_plan import make_eval_plan, make_plan, split_held_out
 
 BUDGET = 64
@@ -174,3 +178,61 @@ def test_in_lockstep_every_rank_takes_equally_many_micro_batches(data, batch, se
     evaluated = make_eval_plan(*data, micro_batch_tokens=BUDGET, num_ranks=num_ranks, cost=COST, lockstep=True)
     assert len({len(rank) for rank in evaluated.ranks}) == 1
     assert sum(b.num_label_tokens for rank in evaluated.ranks for b in rank) == evaluated.num_label_tokens
+
+
+@given(samples, batches, seeds, st.sampled_from([1, 2, 4, 7]), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_rows_hold_the_same_steps_within_the_budget(data, batch, seed, num_ranks, lockstep):
+    packed = plan_of(data, batch, seed, num_ranks)
+    rows = replace(packed, layout=replace(packed.layout, pass_tokens=8, lockstep=lockstep))
+    assert rows.fingerprint == packed.fingerprint
+    for one, other in zip(packed.steps(), rows.steps(), strict=True):
+        assert (one.sample_ids, one.num_tokens, one.num_label_tokens) == (
+            other.sample_ids, other.num_tokens, other.num_label_tokens,
+        )  # fmt: skip
+        placed = Counter(i for rank in other.ranks for m in rank for i in m.sample_ids if not m.is_filler)
+        assert placed == Counter(other.sample_ids)
+        assert 0 < other.balance <= 1 + 1e-9
+        assert not lockstep or len({len(rank) for rank in other.ranks}) == 1
+        for micro_batch in (m for rank in other.ranks for m in rank):
+            longest = data[0][list(micro_batch.sample_ids)].max()
+            assert longest <= micro_batch.row_length < longest + ROW_MULTIPLE
+            assert micro_batch.num_padded_tokens <= BUDGET or len(micro_batch.sample_ids) == 1
+        for rank in range(num_ranks):
+            again = rows.resplit(other, rank, BUDGET) if other.ranks[rank] and not lockstep else ()
+            assert Counter(i for m in again for i in m.sample_ids) <= Counter(other.sample_ids)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(0, 100))
+@settings(max_examples=60, deadline=None)
+def test_no_other_cut_into_rows_costs_less(lengths, pass_tokens):
+    def cost(parts):
+        rows = [len(part) * COST.flops(row_length(max(lengths[i] for i in part)), 0) for part in parts]
+        return float(sum(rows)) + len(parts) * pass_tokens * COST.per_token
+
+    def cuts(items):
+        if not items:
+            yield []
+        for size in range(1, len(items) + 1):
+            if size == 1 or size * row_length(lengths[items[0]]) <= BUDGET * 2:
+                yield from ([items[:size], *rest] for rest in cuts(items[size:]))
+
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    found = cut_rows(lengths, BUDGET * 2, cost=COST, pass_tokens=pass_tokens)
+    assert sorted(i for part in found for i in part) == list(range(len(lengths)))
+    assert cost(found) <= min(map(cost, cuts(order))) * (1 + 1e-12)
+    at_least = cut_rows(lengths, BUDGET * 2, cost=COST, pass_tokens=pass_tokens, at_least=5)
+    assert len(at_least) >= min(5, len(lengths))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_of_chats_are_padded_little(seed):
+    random = np.random.default_rng(seed)
+    lengths = np.clip(np.exp(random.normal(6.0, 0.8, 32 * 50)), 32, 2048).astype(np.int64)
+    plan = make_plan(
+        lengths, lengths // 2, BatchConfig(samples_per_step=32), micro_batch_tokens=100_000, seed=0, num_ranks=1,
+        pass_tokens=PASS_TOKENS,
+    )  # fmt: skip
+    report = explain(plan)
+    assert report.padding_share <= 0.08
+    assert report.num_micro_batches / report.num_steps < 9

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from flatout.kernels.fp8 import has_fp8
 from flatout.kernels.moe import reference
 from flatout.kernels.moe.reference import Routing as Routing
 
@@ -34,6 +35,25 @@ def grouped_linear(
 ) -> Tensor:
     """Return x_i W_e^T + low_i V_e^T for each sorted row i of expert e, (S, N); see `reference.grouped_linear`."""
     result: Tensor = torch.ops.flatout.moe_linear(x, weight, *routing, gather, None, low, low_weight)
+    return result
+
+
+def grouped_linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    *,
+    gather: bool = False,
+    scatter: int | None = None,
+    in_scale: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    low: Tensor | None = None,
+    low_weight: Tensor | None = None,
+) -> Tensor:
+    """Return `grouped_linear` with a float8 weight (E, N, K), contiguous or a transposed view; see `reference`."""
+    result: Tensor = torch.ops.flatout.moe_linear_fp8(
+        x, weight, *routing, gather, scatter, in_scale, out_scale, low, low_weight
+    )
     return result
 
 
@@ -95,6 +115,13 @@ def register_ops() -> None:
             _linear,
             _empty_linear,
         ),
+        (
+            "linear_fp8",
+            f"(Tensor x, Tensor weight, {routing}, bool gather, SymInt? scatter, Tensor? in_scale, Tensor? out_scale, "
+            f"{low}) -> Tensor",
+            _linear_fp8,
+            _empty_linear,
+        ),
         ("outer", f"(Tensor x, Tensor dy, {routing}, bool gather_x, bool gather_dy) -> Tensor", _outer, _empty_outer),
         ("combine", f"(Tensor y, {routing}, Tensor weights) -> Tensor", _combine, _empty_combine),
         ("swiglu", "(Tensor rows) -> Tensor", _swiglu, lambda rows: rows.new_empty(rows.shape[0], rows.shape[1] // 2)),
@@ -153,10 +180,34 @@ def _linear(
 
 def _empty_linear(
     x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, inverse: Tensor, tiles: Tensor, gather: bool,
-    scatter: int | None, low: Tensor | None, low_weight: Tensor | None,
+    scatter: int | None, *_: Tensor | None,
 ) -> Tensor:  # fmt: skip
     rows = order.shape[0] if scatter is None else order.shape[0] // scatter
     return x.new_empty(rows, weight.shape[1])
+
+
+def _linear_fp8(
+    x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, inverse: Tensor, tiles: Tensor, gather: bool,
+    scatter: int | None, in_scale: Tensor | None, out_scale: Tensor | None, low: Tensor | None,
+    low_weight: Tensor | None,
+) -> Tensor:  # fmt: skip
+    routing = Routing(order, offsets, inverse, tiles)
+    if not _has_kernels(x) or not has_fp8(x.device):
+        return reference.grouped_linear_fp8(
+            x, weight, routing, gather=gather, scatter=scatter, in_scale=in_scale, out_scale=out_scale, low=low,
+            low_weight=low_weight,
+        )  # fmt: skip
+    from flatout.kernels.moe.triton import grouped_product, quantize_rows, transpose_bytes
+
+    if not weight.is_contiguous():
+        # float8 products read both sides along the summed dimension; the copy is temporary
+        weight = transpose_bytes(weight.transpose(1, 2))
+    quantized, scale = quantize_rows(x, routing, in_scale)
+    out = grouped_product(
+        quantized, weight, routing, gather=gather, row_scale=scale, column_scale=out_scale, low=low,
+        low_weight=low_weight, dtype=x.dtype,
+    )  # fmt: skip
+    return out if scatter is None else _sum_slots(out, routing, scatter)
 
 
 def _outer(
@@ -203,7 +254,7 @@ def _swiglu(rows: Tensor) -> Tensor:
         return reference.swiglu(rows)
     from flatout.kernels.moe.triton import swiglu
 
-    return swiglu(rows)[0]
+    return swiglu(rows)
 
 
 def _swiglu_backward(rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -211,8 +262,7 @@ def _swiglu_backward(rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[T
         return reference.swiglu_backward(rows, grad, row_weights)
     from flatout.kernels.moe.triton import swiglu_backward
 
-    hidden, rows_grad, weights_grad = swiglu_backward(rows, grad, row_weights)
-    return hidden, rows_grad, weights_grad
+    return swiglu_backward(rows, grad, row_weights)
 
 
 def _empty_swiglu_backward(rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

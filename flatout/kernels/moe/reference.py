@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flatout.kernels.fp8 import quantize_rows
+
 # rows of a kernel's tile, which belongs to one expert; the widest narrow side of an outer product in registers
 TILE_ROWS = 128
 MAX_NARROW = 64
@@ -69,6 +71,37 @@ def grouped_linear(
     return out if scatter is None else sum_slots(out, routing, scatter)
 
 
+def grouped_linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    *,
+    gather: bool = False,
+    scatter: int | None = None,
+    in_scale: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    low: Tensor | None = None,
+    low_weight: Tensor | None = None,
+) -> Tensor:
+    """Return `grouped_linear` with a float8 weight (E, N, K), of which x is a multiple of row-wise float8, too.
+
+    The weight's scales belong to its inputs, `in_scale` fp32 (E, K), or to its outputs, `out_scale` fp32 (E, N): x is
+    multiplied by the first before it is quantized, the product by the second. With `in_scale`, x is sorted.
+    """
+    exact = torch.promote_types(x.dtype, torch.float32)
+    scaled = x.to(exact)
+    if in_scale is not None:
+        scaled = scaled * in_scale.to(exact)[row_experts(routing)]
+    quantized, scale = quantize_rows(scaled)
+    dense = weight.to(exact) if out_scale is None else weight.to(exact) * out_scale.to(exact)[..., None]
+    extra = [None if side is None else side.to(exact) for side in (low, low_weight)]
+    product = grouped_linear(
+        quantized.to(exact) * scale.to(exact), dense, routing, gather=gather, scatter=scatter,
+        low=extra[0], low_weight=extra[1],
+    )  # fmt: skip
+    return product.to(x.dtype)
+
+
 def grouped_outer(
     x: Tensor, dy: Tensor, routing: Routing, *, gather_x: bool = False, gather_dy: bool = False
 ) -> Tensor:
@@ -118,6 +151,13 @@ def swiglu_backward(rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Te
 def without_expert(routing: Routing) -> Tensor:
     """Return whether each slot has no expert here, bool (S,)."""
     return routing.inverse >= routing.offsets[-1]
+
+
+def row_experts(routing: Routing) -> Tensor:
+    """Return the expert of each sorted row, (S,); the last expert for rows without one."""
+    rows = torch.arange(len(routing.order), device=routing.order.device, dtype=torch.int32)
+    experts = torch.searchsorted(routing.offsets[1:], rows, right=True)
+    return experts.clamp_(max=len(routing.offsets) - 2)
 
 
 def grouped_mm(x: Tensor, weight: Tensor, routing: Routing) -> Tensor:

@@ -151,8 +151,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _swiglu_kernel(  # type: ignore[no-untyped-def]
-    gate_up_ptr, out_ptr, bytes_ptr, scale_ptr, column_scale_ptr, experts_ptr, width,
-    FP8: tl.constexpr,  # noqa: N803
+    gate_up_ptr, out_ptr, width,
     COLUMNS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -162,19 +161,11 @@ def _swiglu_kernel(  # type: ignore[no-untyped-def]
     up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
     product = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + row * width + columns, product.to(out_ptr.dtype.element_ty), mask=inside)
-    if FP8:
-        expert = tl.load(experts_ptr + row).to(tl.int64)
-        product *= tl.load(column_scale_ptr + expert * width + columns, mask=inside, other=0.0)
-        scale = tl.maximum(tl.max(tl.abs(product), 0), 1e-12) / _FP8_MAX
-        tl.store(scale_ptr + row, scale)
-        tl.store(bytes_ptr + row * width + columns, (product / scale).to(bytes_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]
-    gate_up_ptr, grad_ptr, weights_ptr, product_ptr, grad_gate_up_ptr, grad_weights_ptr, bytes_ptr, scale_ptr,
-    column_scale_ptr, experts_ptr, width,
-    FP8: tl.constexpr,  # noqa: N803
+    gate_up_ptr, grad_ptr, weights_ptr, product_ptr, grad_gate_up_ptr, grad_weights_ptr, width,
     COLUMNS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -195,15 +186,41 @@ def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     kind = grad_gate_up_ptr.dtype.element_ty
     tl.store(grad_gate_up_ptr + gates, grad_gate.to(kind), mask=inside)
     tl.store(grad_gate_up_ptr + ups, grad_up.to(kind), mask=inside)
-    if FP8:
-        first = tl.load(experts_ptr + row).to(tl.int64) * 2 * width
-        grad_gate *= tl.load(column_scale_ptr + first + columns, mask=inside, other=0.0)
-        grad_up *= tl.load(column_scale_ptr + first + width + columns, mask=inside, other=0.0)
-        largest = tl.maximum(tl.max(tl.abs(grad_gate), 0), tl.max(tl.abs(grad_up), 0))
-        scale = tl.maximum(largest, 1e-12) / _FP8_MAX
-        tl.store(scale_ptr + row, scale)
-        tl.store(bytes_ptr + gates, (grad_gate / scale).to(bytes_ptr.dtype.element_ty), mask=inside)
-        tl.store(bytes_ptr + ups, (grad_up / scale).to(bytes_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quantize_kernel(  # type: ignore[no-untyped-def]
+    values_ptr, in_scale_ptr, offsets_ptr, bytes_ptr, scale_ptr, width, num_experts,
+    SCALED: tl.constexpr,  # noqa: N803
+    EXPERTS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < width
+    values = tl.load(values_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    if SCALED:
+        experts = tl.arange(0, EXPERTS)
+        ends = tl.load(offsets_ptr + 1 + experts, mask=experts < num_experts, other=0)
+        expert = tl.sum(((ends <= row) & (experts < num_experts)).to(tl.int32), 0)
+        # rows after the last expert's are not read
+        expert = tl.minimum(expert, num_experts - 1).to(tl.int64)
+        values *= tl.load(in_scale_ptr + expert * width + columns, mask=inside, other=0.0)
+    scale = tl.maximum(tl.max(tl.abs(values), 0), 1e-12) / _FP8_MAX
+    tl.store(scale_ptr + row, scale)
+    tl.store(bytes_ptr + row * width + columns, (values / scale).to(bytes_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _transpose_kernel(  # type: ignore[no-untyped-def]
+    source_ptr, target_ptr, num_rows, num_columns,
+    TILE: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    start = tl.program_id(2).to(tl.int64) * num_rows * num_columns
+    rows, columns = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    tile = tl.load(source_ptr + start + rows[:, None] * num_columns + columns[None, :], mask=inside, other=0)
+    tl.store(target_ptr + start + columns[:, None] * num_rows + rows[None, :], tl.trans(tile), mask=tl.trans(inside))
 
 
 def make_tiles(offsets: Tensor, num_rows: int) -> Tensor:
@@ -315,52 +332,55 @@ def sum_slots(rows: Tensor, routing: Routing, num_slots: int, weights: Tensor | 
     return out
 
 
-def swiglu(gate_up: Tensor, column_scale: Tensor | None = None, experts: Tensor | None = None) -> list[Tensor]:
-    """Return silu(gate) * up (S, I) of `gate_up` (S, 2 I), contiguous.
-
-    With `column_scale` fp32 (E, I), also that product times its expert's scales, in float8 (S, I) with scales (S,).
-    `experts` int (S,) are the rows' experts.
-    """
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up (S, I) of `gate_up` (S, 2 I), contiguous."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    outputs = [gate_up.new_empty(num_rows, width)]
-    if column_scale is not None:
-        outputs += _quantized(outputs[0])
+    out = gate_up.new_empty(num_rows, width)
     columns = triton.next_power_of_2(width)
-    bytes_, scale = outputs[1:] or (gate_up, gate_up)
-    _swiglu_kernel[(num_rows,)](
-        gate_up, outputs[0], bytes_, scale, gate_up if column_scale is None else column_scale,
-        gate_up if experts is None else experts, width,
-        FP8=column_scale is not None, COLUMNS=columns, num_warps=4 if columns <= 1024 else 8,
-    )  # fmt: skip
-    return outputs
+    _swiglu_kernel[(num_rows,)](gate_up, out, width, COLUMNS=columns, num_warps=_row_warps(columns))
+    return out
 
 
-def swiglu_backward(
-    gate_up: Tensor,
-    grad: Tensor,
-    weights: Tensor,
-    column_scale: Tensor | None = None,
-    experts: Tensor | None = None,
-) -> list[Tensor]:
-    """Return the product (S, I) again, the gradient of `gate_up` (S, 2 I), and that of `weights` (S,), fp32.
-
-    `grad` (S, I) is the product's gradient before it is multiplied by the slots' routing weights (S,).
-    With `column_scale` fp32 (E, 2 I), also the gradient of `gate_up` times its expert's scales, as in `swiglu`.
-    """
+def swiglu_backward(gate_up: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the product again, and the gradients of rows and of their weights; see `reference.swiglu_backward`."""
     num_rows, width = grad.shape
-    outputs = [torch.empty_like(grad), torch.empty_like(gate_up), weights.new_empty(num_rows, dtype=torch.float32)]
-    if column_scale is not None:
-        outputs += _quantized(gate_up)
+    product, rows_grad = torch.empty_like(grad), torch.empty_like(gate_up)
+    weights_grad = grad.new_empty(num_rows, dtype=torch.float32)
     columns = triton.next_power_of_2(width)
-    bytes_, scale = outputs[3:] or (gate_up, gate_up)
     _swiglu_backward_kernel[(num_rows,)](
-        gate_up, grad, weights, *outputs[:3], bytes_, scale, gate_up if column_scale is None else column_scale,
-        gate_up if experts is None else experts, width,
-        FP8=column_scale is not None, COLUMNS=columns, num_warps=4 if columns <= 1024 else 8,
+        gate_up, grad, row_weights, product, rows_grad, weights_grad, width,
+        COLUMNS=columns, num_warps=_row_warps(columns),
     )  # fmt: skip
-    return outputs
+    return product, rows_grad, weights_grad
 
 
-def _quantized(values: Tensor) -> list[Tensor]:
-    """Return empty float8 values and scales for each row."""
-    return [torch.empty_like(values, dtype=torch.float8_e4m3fn), values.new_empty(len(values), dtype=torch.float32)]
+def quantize_rows(values: Tensor, routing: Routing, in_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return values (R, C), times their expert's `in_scale` fp32 (E, C) if given, in float8 with scales fp32 (R,).
+
+    With `in_scale`, the rows are sorted. The scales are those of `flatout.kernels.fp8.quantize_rows`.
+    """
+    num_rows, width = values.shape
+    quantized = torch.empty_like(values, dtype=torch.float8_e4m3fn)
+    scale = values.new_empty(num_rows, dtype=torch.float32)
+    num_experts, columns = len(routing.offsets) - 1, triton.next_power_of_2(width)
+    _quantize_kernel[(num_rows,)](
+        values, routing.offsets if in_scale is None else in_scale, routing.offsets, quantized, scale, width,
+        num_experts, SCALED=in_scale is not None, EXPERTS=triton.next_power_of_2(num_experts), COLUMNS=columns,
+        num_warps=_row_warps(columns),
+    )  # fmt: skip
+    return quantized, scale
+
+
+def transpose_bytes(weight: Tensor) -> Tensor:
+    """Return a contiguous transposed copy (E, K, N) of 8-bit values (E, N, K)."""
+    num_experts, num_rows, num_columns = weight.shape
+    out = weight.new_empty(num_experts, num_columns, num_rows)
+    tile = 128
+    _transpose_kernel[(triton.cdiv(num_rows, tile), triton.cdiv(num_columns, tile), num_experts)](
+        weight.view(torch.uint8), out.view(torch.uint8), num_rows, num_columns, TILE=tile, num_warps=8
+    )
+    return out
+
+
+def _row_warps(columns: int) -> int:
+    return 4 if columns <= 1024 else 8

@@ -14,6 +14,7 @@ from flatout.errors import ResourceError, UsageError
 from flatout.kernels.fp8 import fp8_problem, quantize_rows, scaled_product
 from flatout.kernels.nf4 import dequantize, register_ops
 from flatout.kernels.nf4.reference import Nf4Weight, quantize, row_scale
+from flatout.models.bases.frozen_experts import FrozenExperts
 
 
 @dataclass(frozen=True)
@@ -228,9 +229,12 @@ def num_weights(model: nn.Module) -> int:
     """Count a model's weights; quantized weights count like dense ones."""
     total = sum(parameter.numel() for parameter in model.parameters())
     for module in model.modules():
-        if isinstance(module, Fp8Linear | Nf4Linear):
+        if isinstance(module, Fp8Linear | Nf4Linear | FrozenExperts):
             held = sum(parameter.numel() for parameter in module.parameters())
-            total += module.in_features * module.out_features - held
+            dense = (
+                module.shape.numel() if isinstance(module, FrozenExperts) else module.in_features * module.out_features
+            )
+            total += dense - held
     return total
 
 

@@ -21,7 +21,7 @@ from flatout.models.experts.block import computes_experts
 from flatout.models.head import PackedLoss
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.layer import lora_layers, trainable_parameters
-from flatout.models.packed import PackedBatch
+from flatout.models.packed import PackedBatch, packed_size
 from flatout.models.selftest import has_experts, random_batch
 
 # two sizes, so that the graph is dynamic in tokens and documents before the first step
@@ -149,7 +149,12 @@ def _compile(
     # read here, as a sharded layer has other parameters during a pass
     trained = {layer: list(trainable_parameters(layer).values()) for layer in layers}
     every = list(trainable_parameters(model).values())
-    batches = [random_batch(model, lengths, num_boundaries) for lengths in _WARM_UP_LENGTHS]
+    # a single row has a graph of its own
+    warm_up = [*_WARM_UP_LENGTHS, *([_WARM_UP_LENGTHS[0][:1]] if loaded.rows else ())]
+    batches = [
+        random_batch(model, lengths, num_boundaries, row_length=packed_size([max(lengths)])[0] if loaded.rows else None)
+        for lengths in warm_up
+    ]
     # graphs are specific to train or eval mode; without dropout both compute the same, so compare train mode's graph
     dropouts = [getattr(model.config.get_text_config(), "attention_dropout", 0.0)]
     dropouts += [layer.dropout for layer in lora_layers(model).values()]

@@ -18,7 +18,8 @@ from flatout.kernels.moe import (
     register_ops,
     route,
 )
-from flatout.kernels.moe.reference import without_expert
+from flatout.kernels.moe.reference import row_experts, without_expert
+from flatout.models.bases.frozen_experts import DENSE, ExpertsMatmul, FrozenExperts
 from flatout.models.experts.gate import Gate, recognize_gate
 
 IMPLEMENTATION = "flatout"
@@ -41,13 +42,19 @@ def prepare_experts(model: PreTrainedModel) -> str | None:
     experts = experts_modules(model)
     if not experts or not computes_experts(model):
         return "experts: transformers' own loop over experts" if experts else None
-    if any(getattr(module, "has_post_expert_norm", False) for module in experts.values()):
+    if not all(map(is_grouped, experts.values())):
         model.set_experts_implementation("eager" if model.dtype == torch.float64 else "grouped_mm")
         return "experts: transformers' own implementation, as each expert's output is normalized"
     for module in experts.values():
         setattr(module, _GATE, recognize_gate(module))
     gates = sorted({getattr(module, _GATE).name for module in experts.values()})
     return f"experts: {len(experts)} layers as grouped products, activation {', '.join(gates)}"
+
+
+def is_grouped(experts: Any) -> bool:
+    """Whether grouped products compute an experts module: asked for, and nothing but the activation is between them."""
+    grouped: bool = experts.config._experts_implementation == IMPLEMENTATION
+    return grouped and not getattr(experts, "has_post_expert_norm", False)
 
 
 def computes_experts(model: PreTrainedModel) -> bool:
@@ -63,65 +70,67 @@ class ExpertsBlock(torch.autograd.Function):
     second product's output is never needed: the gradient of a slot's weight is h_i dot (dy_i W_down). Only gradients
     that are asked for are computed.
 
-    With S rows of k slots for each of T tokens: `x` (T, D), `weights` (T, k), `up` (E, 2 I, D), `down` (E, D, I),
-    biases (E, 2 I) and (E, D), adapters A (E, r, in) and B (E, out, r), whose B is already scaled.
+    With S rows of k slots for each of T tokens: `x` (T, D), `weights` (T, k), biases (E, 2 I) and (E, D), adapters A
+    (E, r, in) and B (E, out, r), whose B is already scaled. `storage` holds the tensors of `up` (E, 2 I, D), then those
+    of `down` (E, D, I); only dense ones can be trained.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
-        down_bias: Tensor | None, up_a: Tensor | None, up_b: Tensor | None, down_a: Tensor | None,
-        down_b: Tensor | None, order: Tensor, offsets: Tensor, inverse: Tensor, tiles: Tensor,
-        gate: Gate,
+        ctx: Any, x: Tensor, weights: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, up_a: Tensor | None,
+        up_b: Tensor | None, down_a: Tensor | None, down_b: Tensor | None, order: Tensor, offsets: Tensor,
+        inverse: Tensor, tiles: Tensor, gate: Gate, up: ExpertsMatmul, down: ExpertsMatmul, num_up: int,
+        *storage: Tensor,
     ) -> Tensor:  # fmt: skip
         routing = Routing(order, offsets, inverse, tiles)
         low_x = None if up_a is None else grouped_linear(x, up_a, routing, gather=True)
-        rows = grouped_linear(x, up, routing, gather=True, low=low_x, low_weight=up_b)
+        rows = up.forward(x, storage[:num_up], routing, gather=True, low=low_x, low_weight=up_b)
         if up_bias is not None:
-            rows = rows + up_bias[_row_experts(routing)]
+            rows = rows + up_bias[row_experts(routing)]
         hidden = gate(rows)
         low_h = None if down_a is None else grouped_linear(hidden, down_a, routing)
-        outputs = grouped_linear(hidden, down, routing, low=low_h, low_weight=down_b)
+        outputs = down.forward(hidden, storage[num_up:], routing, low=low_h, low_weight=down_b)
         if down_bias is not None:
-            outputs = outputs + down_bias[_row_experts(routing)]
-        ctx.save_for_backward(x, weights, up, down, down_bias, up_a, up_b, down_a, down_b, *routing, rows, low_x, low_h)
-        ctx.gate = gate
+            outputs = outputs + down_bias[row_experts(routing)]
+        ctx.save_for_backward(x, weights, down_bias, up_a, up_b, down_a, down_b, *routing, rows, low_x, low_h, *storage)
+        ctx.gate, ctx.up, ctx.down, ctx.num_up = gate, up, down, num_up
         return combine(outputs, routing, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, up, down, down_bias, up_a, up_b, down_a, down_b, *rest = ctx.saved_tensors
-        *sorting, rows, low_x, low_h = rest
-        routing, (out_grad,), wanted = Routing(*sorting), grads, ctx.needs_input_grad
+        x, weights, down_bias, up_a, up_b, down_a, down_b, *rest = ctx.saved_tensors
+        order, offsets, inverse, tiles, rows, low_x, low_h, *storage = rest
+        routing, (out_grad,), wanted = Routing(order, offsets, inverse, tiles), grads, ctx.needs_input_grad
         out_grad = out_grad.contiguous()
+        up_storage, down_storage = storage[: ctx.num_up], storage[ctx.num_up :]
         k = weights.shape[1]
         found: list[Tensor | None] = [None] * len(wanted)
-        row_weights = weights.flatten()[routing.order].to(x.dtype)[:, None]
+        row_weights = weights.flatten()[order].to(x.dtype)[:, None]
 
         # the second product; out_grad is not multiplied by the weights yet
         low = None if down_b is None else grouped_linear_dx(out_grad, down_b, routing, gather=True)
-        hidden_grad = grouped_linear_dx(out_grad, down, routing, gather=True, low=low, low_weight=down_a)
+        hidden_grad = ctx.down.backward(out_grad, down_storage, routing, gather=True, low=low, low_weight=down_a)
         hidden, rows_grad, by_row = ctx.gate.weighted_backward(rows, hidden_grad, row_weights[:, 0])
         if wanted[1]:
             found[1] = _weights_grad(weights, routing, by_row, out_grad, down_bias)
+        if wanted[-1]:
+            found[-1] = grouped_outer(hidden * row_weights, out_grad, routing, gather_dy=True)
         if wanted[3]:
-            found[3] = grouped_outer(hidden * row_weights, out_grad, routing, gather_dy=True)
-        if wanted[5]:
-            found[5] = _bias_grad(row_weights, out_grad, routing, gather_dy=True)
-        if low is not None and wanted[8]:
-            found[8] = grouped_outer(hidden, low * row_weights, routing)
-            found[9] = grouped_outer(low_h * row_weights, out_grad, routing, gather_dy=True)
+            found[3] = _bias_grad(row_weights, out_grad, routing, gather_dy=True)
+        if low is not None and wanted[6]:
+            found[6] = grouped_outer(hidden, low * row_weights, routing)
+            found[7] = grouped_outer(low_h * row_weights, out_grad, routing, gather_dy=True)
         # the first product
         low = None if up_b is None else grouped_linear_dx(rows_grad, up_b, routing)
         if wanted[0]:
-            found[0] = grouped_linear_dx(rows_grad, up, routing, scatter=k, low=low, low_weight=up_a)
+            found[0] = ctx.up.backward(rows_grad, up_storage, routing, scatter=k, low=low, low_weight=up_a)
+        if wanted[-2]:
+            found[-2] = grouped_outer(x, rows_grad, routing, gather_x=True)
         if wanted[2]:
-            found[2] = grouped_outer(x, rows_grad, routing, gather_x=True)
-        if wanted[4]:
-            found[4] = _bias_grad(torch.ones_like(row_weights), rows_grad, routing)
-        if low is not None and wanted[6]:
-            found[6] = grouped_outer(x, low, routing, gather_x=True)
-            found[7] = grouped_outer(low_x, rows_grad, routing)
+            found[2] = _bias_grad(torch.ones_like(row_weights), rows_grad, routing)
+        if low is not None and wanted[4]:
+            found[4] = grouped_outer(x, low, routing, gather_x=True)
+            found[5] = grouped_outer(low_x, rows_grad, routing)
         return tuple(found)
 
 
@@ -137,22 +146,26 @@ def _experts_forward(
     dtype = torch.get_autocast_dtype(device) if autocast else hidden_states.dtype
     routing = route(top_k_index, experts.num_experts)
     names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
-    # (E, out, in) as a view, whichever way the model stores it
-    weights = [_cast(getattr(experts, name), dtype) for name in names]
-    if experts.is_transposed:
-        weights = [weight.transpose(1, 2) for weight in weights]
-    biases = [_cast(getattr(experts, f"{name}_bias"), dtype) if experts.has_bias else None for name in names]
+    products = [_product(experts, name, dtype) for name in names]
+    biases = [getattr(experts, f"{name}_bias").to(dtype) if experts.has_bias else None for name in names]
     factors = [own for name in names for own in (adapters[name].factors(dtype) if name in adapters else (None, None))]
     gate = getattr(experts, _GATE, None) or recognize_gate(experts)
     with torch.autocast(device, enabled=False):
         output: Tensor = ExpertsBlock.apply(
-            _cast(hidden_states, dtype), top_k_weights, *weights, *biases, *factors, *routing, gate
-        )
+            hidden_states.to(dtype), top_k_weights, *biases, *factors, *routing, gate,
+            *(matmul for matmul, _ in products), len(products[0][1]), *(one for _, own in products for one in own),
+        )  # fmt: skip
     return output.to(hidden_states.dtype)
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+def _product(experts: Any, name: str, dtype: torch.dtype) -> tuple[ExpertsMatmul, list[Tensor]]:
+    """Return the product with a parameter of an experts module, and the tensors that it takes."""
+    weight = getattr(experts, name)
+    if isinstance(weight, FrozenExperts):
+        return weight.matmul, weight.storage
+    # (E, out, in) as a view, whichever way the model stores it
+    weight = weight.to(dtype)
+    return DENSE, [weight.transpose(1, 2) if experts.is_transposed else weight]
 
 
 def _weights_grad(weights: Tensor, routing: Routing, by_row: Tensor, out_grad: Tensor, bias: Tensor | None) -> Tensor:
@@ -160,7 +173,7 @@ def _weights_grad(weights: Tensor, routing: Routing, by_row: Tensor, out_grad: T
     if bias is not None:
         wide = by_row.dtype
         tokens = routing.order // weights.shape[1]
-        by_row = by_row + (out_grad.to(wide) @ bias.to(wide).T)[tokens, _row_experts(routing)]
+        by_row = by_row + (out_grad.to(wide) @ bias.to(wide).T)[tokens, row_experts(routing)]
     by_slot = by_row[routing.inverse].masked_fill(without_expert(routing), 0)
     return by_slot.view_as(weights).to(weights.dtype)
 
@@ -169,10 +182,3 @@ def _bias_grad(scale: Tensor, dy: Tensor, routing: Routing, *, gather_dy: bool =
     """Return each expert's sum of `dy` times its rows' `scale` (S, 1): (E, N)."""
     # eight equal columns, as grouped products need 16 bytes
     return grouped_outer(scale.expand(-1, 8).contiguous(), dy, routing, gather_dy=gather_dy)[..., 0]
-
-
-def _row_experts(routing: Routing) -> Tensor:
-    """Return the expert of each sorted row, (S,); the last expert for rows without one."""
-    rows = torch.arange(len(routing.order), device=routing.order.device, dtype=torch.int32)
-    experts = torch.searchsorted(routing.offsets[1:], rows, right=True)
-    return experts.clamp_(max=len(routing.offsets) - 2)

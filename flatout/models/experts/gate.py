@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -35,6 +36,11 @@ class Gate:
     custom: Callable[[Tensor], Tensor] | None = None
 
     @property
+    def bound(self) -> float:
+        """The limit, infinite without one."""
+        return math.inf if self.limit is None else self.limit
+
+    @property
     def name(self) -> str:
         """The activation's name for the console."""
         return self.act if self.custom is None else "of the model's own code"
@@ -52,7 +58,7 @@ class Gate:
             return self.custom(rows)
         gate, up = self._halves(rows)
         values = self._activate(gate)
-        return (values if up is None else values * (self._clamp(up) + self.shift)).to(rows.dtype)
+        return (values if up is None else values * (up.clamp(-self.bound, self.bound) + self.shift)).to(rows.dtype)
 
     def weighted_backward(self, rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return h again, and the gradients of `rows` and of `row_weights` (S,), where each row's h is weighted.
@@ -74,7 +80,10 @@ class Gate:
         grad = grad.to(gate.dtype)
         if up is None:
             return self._activate_backward(gate, grad).to(rows.dtype)
-        both = [self._activate_backward(gate, grad * (self._clamp(up) + self.shift)), grad * self._activate(gate)]
+        both = [
+            self._activate_backward(gate, grad * (up.clamp(-self.bound, self.bound) + self.shift)),
+            grad * self._activate(gate),
+        ]
         if self.limit is not None:
             both[1] = both[1].masked_fill(up.abs() > self.limit, 0)
         joined = torch.stack(both, -1).flatten(-2) if self.interleaved else torch.cat(both, -1)
@@ -88,9 +97,6 @@ class Gate:
             return wide[..., ::2], wide[..., 1::2]
         gate, up = wide.chunk(2, -1)
         return gate, up
-
-    def _clamp(self, up: Tensor) -> Tensor:
-        return up if self.limit is None else up.clamp(-self.limit, self.limit)
 
     def _activate(self, x: Tensor) -> Tensor:
         x = x if self.limit is None else x.clamp(max=self.limit)

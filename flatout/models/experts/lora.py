@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from flatout.models.experts.block import IMPLEMENTATION, experts_modules, prepare_experts, register_experts
+from flatout.models.bases.frozen_experts import FrozenExperts
+from flatout.models.experts.block import experts_modules
 
 # grouped products need 16 bytes
 _RANK_MULTIPLE = 8
@@ -33,8 +33,10 @@ class ExpertLora(nn.Module):
     ) -> None:
         super().__init__()
         self.base, self.parameter, self.rank, self.scaling = base, parameter, rank, scaling
-        weight = self.dense_weight
+        weight: Any = getattr(self.experts, parameter)
         self.num_experts, out_features, in_features = weight.shape
+        if not isinstance(weight, FrozenExperts) and self.experts.is_transposed:
+            out_features, in_features = in_features, out_features
         dtype = torch.promote_types(weight.dtype, torch.float32)
         # uniform(-1/sqrt(in), 1/sqrt(in)) like PEFT
         bound = 1 / math.sqrt(in_features)
@@ -50,8 +52,11 @@ class ExpertLora(nn.Module):
 
     @property
     def dense_weight(self) -> Tensor:
-        """The frozen weight as a view (E, out, in)."""
-        weight: Tensor = getattr(self.experts, self.parameter).detach()
+        """The frozen weight (E, out, in): a view, or dequantized at each access."""
+        stored = getattr(self.experts, self.parameter)
+        if isinstance(stored, FrozenExperts):
+            return stored.weight
+        weight: Tensor = stored.detach()
         return weight.transpose(1, 2) if self.experts.is_transposed else weight
 
     def forward(self, *args: Any, **adapters: Any) -> Any:
@@ -77,14 +82,17 @@ class ExpertLora(nn.Module):
         return f"{self.parameter}, rank={self.rank}, scaling={self.scaling:g}"
 
 
-def expert_parameters(model: nn.Module) -> dict[str, tuple[str, str, Tensor]]:
+def expert_parameters(model: nn.Module) -> dict[str, tuple[str, str, Tensor | FrozenExperts]]:
     """Return the matrices of fused experts by full name: the experts module's name, the parameter's, and its values."""
-    return {
-        f"{plain_name(path)}.{name}": (path, name, parameter)
-        for path, experts in experts_modules(model).items()
-        for name, parameter in experts.named_parameters(recurse=False)
-        if parameter.dim() == 3
-    }
+    found: dict[str, tuple[str, str, Tensor | FrozenExperts]] = {}
+    for path, experts in experts_modules(model).items():
+        for name, parameter in experts.named_parameters(recurse=False):
+            if parameter.dim() == 3:
+                found[f"{plain_name(path)}.{name}"] = (path, name, parameter)
+        for name, child in experts.named_children():
+            if isinstance(child, FrozenExperts):
+                found[f"{plain_name(path)}.{name}"] = (path, name, child)
+    return found
 
 
 def plain_name(name: str) -> str:
@@ -92,10 +100,3 @@ def plain_name(name: str) -> str:
     while name.endswith(".base"):
         name = name.removesuffix(".base")
     return name
-
-
-def prepare_for_adapters(model: PreTrainedModel) -> None:
-    """Make a model compute its experts by grouped products, whose adapters these are."""
-    register_experts()
-    model.set_experts_implementation(IMPLEMENTATION)
-    prepare_experts(model)

@@ -10,16 +10,17 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from flatout.config.schema import BaseConfig, FullConfig, ModelConfig
 from flatout.errors import CheckpointError, FlatoutError, ResourceError, UsageError, reason_of
 from flatout.io.hub import hub_errors, hub_source
-from flatout.models.arch_quirks import check_packable
+from flatout.models.arch_quirks import choose_layout
 from flatout.models.attention import AttentionChoice, Implementation, choose_attention, register, registered_name
-from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear, num_weights
+from flatout.models.bases.frozen_linear import num_weights
 from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, register_experts
 from flatout.models.load import quantized
+from flatout.models.load.auto_class import auto_class
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
 from flatout.models.load.source import check_source
 from flatout.models.lora.saved import grow_vocabulary
@@ -38,15 +39,17 @@ class LoadedModel:
     """A model ready for `packed_loss`.
 
     `dtype` is the compute dtype of the forward and backward pass; `autocast` means that the weights are fp32 masters
-    and the model must run under torch.autocast(dtype). `report` has lines for the console.
+    and the model must run under torch.autocast(dtype). `report` has lines for the console. `rows`: every document is a
+    padded row, and `attention` may be one of transformers' own.
     """
 
     model: PreTrainedModel
     dtype: torch.dtype
     autocast: bool
-    attention: Implementation
+    attention: Implementation | Literal["transformers"]
     report: tuple[str, ...]
     waiting: DeferredWeights | None = None
+    rows: bool = False
 
     def present(self) -> AbstractContextManager[None]:
         """Make the model runnable within this context; if its weights are still in files, only its first layers."""
@@ -75,10 +78,11 @@ def load_model(
     full: FullConfig = FullConfig(),  # noqa: B008  (FullConfig is frozen)
     base: BaseConfig = BaseConfig(),  # noqa: B008  (frozen as well)
     on_host: bool = False,
+    rows: bool = False,
     num_rows: int = 0,
     keep_dense: Sequence[str] = (),
 ) -> LoadedModel:
-    """Load a causal language model, or initialize it randomly, for training on packed documents.
+    """Load a causal language model, or initialize it randomly, for training on packed documents or on `rows` of them.
 
     lora: every weight frozen, in the compute dtype; the decoder's linear layers in `base.storage`.
     full: fp32 master weights (fp64 for fp64), all trained, or with `full.weights: bf16` only bf16 weights.
@@ -95,7 +99,8 @@ def load_model(
     text_config = model_config.get_text_config()
     compute_dtype = resolve_precision(config.precision, device)
     weight_dtype = weight_dtype_of(method, full, compute_dtype)
-    check_packable(text_config)
+    if not rows:
+        choose_layout(text_config, "packed")
     choice = choose_attention(config.attention, text_config, device=device, dtype=compute_dtype)
     register(choice.implementation)
     options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": registered_name(choice.implementation)}
@@ -122,6 +127,7 @@ def load_model(
         autocast=weight_dtype != compute_dtype,
         attention=choice.implementation,
         report=tuple(report),
+        rows=rows,
     )
 
 
@@ -204,25 +210,30 @@ def dequantized_method(config: Any) -> str | None:
 
 
 def _make_model(
-    config: ModelConfig, storage: str, model_config: Any, options: dict[str, Any], device: torch.device, seed: int,
-    on_host: bool, keep_dense: Sequence[str],
+    config: ModelConfig, storage: str, model_config: Any, options: dict[str, Any],
+    device: torch.device, seed: int, on_host: bool, keep_dense: Sequence[str],
 ) -> tuple[PreTrainedModel, list[str]]:  # fmt: skip
     """Make the model for `load_model`; also return the names of unused weights in the files."""
-    make: quantized.Make = Fp8Linear if storage == "fp8" else Nf4Linear.from_dense
     place = torch.device("cpu") if on_host else device
     quantization = getattr(model_config, "quantization_config", None)
     is_nf4 = quantization is not None and not dequantized_method(model_config)
     if is_nf4 or (quantization is not None and config.init == "random"):
         # transformers would load these weights through bitsandbytes, and make random ones in fp8
         del model_config.quantization_config
-    if config.init == "random" and storage == "model":
+    if config.init == "random" and storage != "model":
+        return quantized.random_quantized(
+            model_config,
+            options,
+            quantized.QUANTIZERS[storage],
+            device=device,
+            seed=seed,
+            place=place,
+            keep_dense=keep_dense,
+        ), []
+    if config.init == "random":
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
             torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(model_config, **options), []
-    if config.init == "random":
-        return quantized.random_quantized(
-            model_config, options, make, device=device, seed=seed, place=place, keep_dense=keep_dense
-        ), []
+            return auto_class(model_config).from_config(model_config, **options), []
     if is_nf4:
         return quantized.read_nf4(config.name, config.revision, model_config, options, device=device, place=place), []
     in_files = on_host or storage != "model"
@@ -230,7 +241,12 @@ def _make_model(
     model, unused = load_pretrained(config.name, config.revision, model_config, how, {"": where})
     if storage != "model":
         quantized.quantize_layers(
-            model, make, device=device, dtype=options["dtype"], place=place, keep_dense=keep_dense
+            model,
+            quantized.QUANTIZERS[storage],
+            device=device,
+            dtype=options["dtype"],
+            place=place,
+            keep_dense=keep_dense,
         )
     elif on_host and model.dtype != options["dtype"]:
         compute_buffers(model, quantized.empty_model(model_config, options))
@@ -244,7 +260,7 @@ def load_pretrained(
     try:
         source, revision = hub_source(name, revision)
         with hub_errors(name):
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            model, loading = auto_class(config).from_pretrained(
                 source, revision=revision, config=config, use_safetensors=True, trust_remote_code=False,
                 device_map=device_map, output_loading_info=True, **options,
             )  # fmt: skip
@@ -282,6 +298,4 @@ def _report(
     ]
     if unused:
         lines.append(f"{len(unused)} weights in the files are unused by this model: {', '.join(unused[:3])}")
-    if getattr(model.config.get_text_config(), "router_aux_loss_coef", None):
-        lines.append("experts: no load-balancing loss is added; the loss is cross-entropy only")
     return lines

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -22,14 +22,36 @@ from transformers import PreTrainedModel
 
 from flatout.errors import CheckpointError, UsageError
 from flatout.io.hub import hub_errors, hub_source
+from flatout.kernels.fp8 import fp8_problem
 from flatout.kernels.nf4.reference import BLOCK, NESTED_BLOCK, Nf4Weight, nf4_levels
+from flatout.models.bases.frozen_experts import Fp8Experts, FrozenExperts, Nf4Experts
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.models.blocks import decoder_layers, replace_module, text_decoder
+from flatout.models.experts.block import experts_modules, is_grouped
 from flatout.models.load.auto_class import auto_class
 from flatout.models.load.source import check_weights
 
-Make = Callable[[torch.Tensor, torch.Tensor | None], nn.Module]
-"""Maps a dense weight (out, in) on its device and a bias (out,) or None to the module that replaces them."""
+
+class Quantizer(NamedTuple):
+    """Makes the modules that replace dense weights on their device.
+
+    `linear` takes a weight (out, in) and a bias (out,) or None. `experts` takes a weight (E, out, in) and the
+    parameter's name, and returns None to leave it dense.
+    """
+
+    linear: Callable[[torch.Tensor, torch.Tensor | None], nn.Module]
+    experts: Callable[[torch.Tensor, str], nn.Module | None]
+
+
+def _fp8_experts(weight: torch.Tensor, name: str) -> Fp8Experts | None:
+    too_odd = fp8_problem(weight.device, *weight.shape[1:])
+    return None if too_odd else Fp8Experts(weight, scales_inputs=name == "down_proj")
+
+
+QUANTIZERS: Mapping[str, Quantizer] = {
+    "fp8": Quantizer(Fp8Linear, _fp8_experts),
+    "nf4": Quantizer(Nf4Linear.from_dense, lambda weight, _: Nf4Experts(weight)),
+}
 
 # narrower layers are gates of experts: hardly any memory, and too small for float8 products
 _NARROWEST = 16
@@ -39,21 +61,21 @@ _PARTS = (".weight", ".weight.absmax", ".weight.nested_absmax", ".weight.nested_
 
 def quantize_layers(
     model: PreTrainedModel,
-    make: Make,
+    quantizer: Quantizer,
     *,
     device: torch.device,
     dtype: torch.dtype,
     place: torch.device,
     keep_dense: Sequence[str] = (),
 ) -> None:
-    """Move a model from mapped files on the CPU to `place`; `make` quantizes the decoder's linear layers on the device.
+    """Move a model from mapped files on the CPU to `place`; the decoder's layers are quantized on the device.
 
     Modules whose names end in one of `keep_dense` stay dense. The rest is cast to `dtype`, except what transformers
     keeps in another dtype than the files'.
     """
     dense = _modules_named(model, keep_dense)
     for layer in decoder_layers(model):
-        _swap_linears(layer, make, device, dtype, dense)
+        _quantize_layer(layer, quantizer, device, dtype, dense)
         layer.to(place)
     files_dtype = model.dtype
     for parameter in model.parameters():
@@ -65,7 +87,7 @@ def quantize_layers(
 def random_quantized(
     config: Any,
     options: dict[str, Any],
-    make: Make,
+    quantizer: Quantizer,
     *,
     device: torch.device,
     place: torch.device,
@@ -75,7 +97,7 @@ def random_quantized(
     """Make a model with random weights by `seed`, in options["dtype"], quantized layer by layer as in `_fill`."""
     model = empty_model(config, options)
     dense = _modules_named(model, keep_dense)
-    _fill(model, device, place, seed, lambda layer: _swap_linears(layer, make, device, options["dtype"], dense))
+    _fill(model, device, place, seed, lambda layer: _quantize_layer(layer, quantizer, device, options["dtype"], dense))
     return model
 
 
@@ -118,6 +140,17 @@ def describe_storage(model: PreTrainedModel, storage: str) -> list[str]:
     lines = [f"base {storage}: {len(stored)} linear layers of {size}"]
     if dense := sum(isinstance(module, nn.Linear) for layer in decoder_layers(model) for module in layer.modules()):
         lines.append(f"{dense} linear layers of the decoder are not quantized")
+    if experts := [module for module in model.modules() if isinstance(module, FrozenExperts)]:
+        num_bytes = sum(tensor.nbytes for module in experts for tensor in (*module.parameters(), *module.buffers()))
+        num_stored = sum(module.shape.numel() for module in experts)
+        lines.append(f"{len(experts)} fused expert tensors: {num_stored:,} weights in {num_bytes / 2**30:.2f} GiB")
+        if storage == "nf4":
+            lines.append("experts multiply in 16 bit: each of their weights is dequantized for its products")
+    fused = (
+        parameter.dim() == 3 for experts in experts_modules(model).values() for parameter in experts.parameters(False)
+    )
+    if dense_experts := sum(fused):
+        lines.append(f"{dense_experts} fused expert tensors are not quantized")
     if slow := sum(isinstance(module, Nf4Linear) and bool(module.in_features % BLOCK) for module in stored):
         lines.append(f"{slow} layers have rows that are not a multiple of {BLOCK}: torch dequantizes them, slowly")
     return lines
@@ -129,15 +162,29 @@ def _modules_named(model: nn.Module, endings: Sequence[str]) -> set[nn.Module]:
     return {module for name, module in model.named_modules() if any(part in f".{name}." for part in parts)}
 
 
-def _swap_linears(
-    layer: nn.Module, make: Make, device: torch.device, dtype: torch.dtype, dense: set[nn.Module]
+def _quantize_layer(
+    layer: nn.Module, quantizer: Quantizer, device: torch.device, dtype: torch.dtype, dense: set[nn.Module]
 ) -> None:
+    """Replace a decoder layer's linear layers, and the fused experts that grouped products compute."""
     for path, linear in list(layer.named_modules()):
         if type(linear) is not nn.Linear or linear in dense or min(linear.weight.shape) < _NARROWEST:
             continue
         weight = linear.weight.detach().to(device, dtype)
         bias = None if linear.bias is None else linear.bias.detach().to(device, dtype)
-        replace_module(layer, path, make(weight, bias))
+        replace_module(layer, path, quantizer.linear(weight, bias))
+    for experts in experts_modules(layer).values():
+        own: Any = experts
+        if experts in dense or not is_grouped(experts):
+            continue
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            if parameter.dim() != 3:
+                continue
+            values = parameter.detach().to(device, dtype)
+            values = values.transpose(1, 2) if own.is_transposed else values
+            if (stored := quantizer.experts(values, name)) is None:
+                continue
+            delattr(experts, name)
+            setattr(experts, name, stored)
 
 
 def empty_model(config: Any, options: dict[str, Any]) -> PreTrainedModel:

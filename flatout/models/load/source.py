@@ -136,7 +136,7 @@ def check_safetensors(file: Path) -> None:
 def _read_object(file: Path) -> dict[str, Any]:
     """Read a JSON object as transformers writes it, with Infinity allowed as a number. Raises UsageError."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), object_hook=_as_float)
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -148,6 +148,12 @@ def _read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UsageError(f"{file} is not a JSON object; download or copy it again")
     return content
+
+
+def _as_float(held: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as {"__float__": "Infinity"}, and other objects as they are."""
+    is_special = list(held) == ["__float__"] and held["__float__"] in ("Infinity", "-Infinity", "NaN")
+    return float(held["__float__"]) if is_special else held
 
 
 def _walk(value: object) -> Iterator[tuple[str, Any]]:

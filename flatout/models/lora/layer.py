@@ -18,13 +18,15 @@ from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
+from flatout.models.bases.frozen_experts import FrozenExperts
 from flatout.models.bases.frozen_linear import FrozenLinear, is_plain_linear, num_weights
-from flatout.models.blocks import layer_list, replace_module
-from flatout.models.experts.lora import ExpertLora, expert_parameters, plain_name, prepare_for_adapters
+from flatout.models.blocks import layer_list, replace_module, towers
+from flatout.models.experts.block import IMPLEMENTATION, computes_experts, prepare_experts, register_experts
+from flatout.models.experts.lora import ExpertLora, expert_parameters, plain_name
 from flatout.models.lora.saved import SavedModule, TrainedRows, add_saved_modules, saved_modules, saved_names
 
 # a matrix of fused experts: the name of the experts module, of the parameter, and the parameter
-ExpertMatrix: TypeAlias = tuple[str, str, torch.Tensor]
+ExpertMatrix: TypeAlias = tuple[str, str, torch.Tensor | FrozenExperts]
 
 
 class LoraLinear(nn.Module):
@@ -57,6 +59,11 @@ class LoraLinear(nn.Module):
     def weight(self) -> torch.Tensor:
         """The frozen base weight (out, in): some models read a linear layer's weight for its dtype or device."""
         return self.base.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The frozen base bias (out,), which some models read beside the layer's output."""
+        return self.base.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.computed_by is not None:
@@ -130,7 +137,14 @@ def add_lora(
         layer = LoraLinear(linear, config.of_layer(name), _generator(seed, name))
         replace_module(model, name, layer.train(linear.training))
     if experts:
-        prepare_for_adapters(model)
+        register_experts()
+        model.set_experts_implementation(IMPLEMENTATION)
+        prepare_experts(model)
+        if not computes_experts(model):
+            raise UsageError(
+                f"lora.targets: experts of model type {model.config.model_type} are normalized one by one, which has "
+                "no grouped form; leave experts out"
+            )
     for name, (path, parameter, _) in experts.items():
         own, base = config.of_layer(name), model.get_submodule(path)
         options: dict[str, Any] = {"rank": own.rank, "scaling": lora_scaling(own), "generator": _generator(seed, name)}
@@ -232,9 +246,7 @@ def freeze_unreached(model: PreTrainedModel) -> str | None:
     They would get no gradient, only weight decay. Returns None if there are none. Raises UsageError if nothing is left
     to train.
     """
-    parts = [part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None]
-    reached = {parameter for part in parts for parameter in part.parameters()}
-    unreached = {name: p for name, p in trainable_parameters(model).items() if p not in reached}
+    unreached = {name: parameter for name, parameter in towers(model).items() if parameter.requires_grad}
     if not unreached:
         return None
     for parameter in unreached.values():
@@ -276,7 +288,12 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, FrozenLine
 
 def _named_targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, FrozenLinear | ExpertMatrix]:
     head = model.get_output_embeddings()
-    linears = {name: module for name, module in model.named_modules() if is_plain_linear(module)}
+    unread = towers(model)
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if is_plain_linear(module) and f"{name}.weight" not in unread
+    }
     experts = expert_parameters(model)
     everything: dict[str, FrozenLinear | ExpertMatrix] = {**linears, **experts}
     matched: set[str] = set()

@@ -11,6 +11,7 @@ from flatout.planner.devices import GIB, Device
 from flatout.planner.layout import ALONE, ParallelLayout, resolve_layout
 from flatout.planner.memory.estimate import MemoryEstimate, MemoryModel, MicroBatchSize, Precision
 from flatout.planner.shape import ModelShape
+from flatout.planner.steps.rows import row_length
 from flatout.planner.steps.run_plan import RunPlan
 
 # without a GPU: enough for efficient matrix products, small enough for any computer
@@ -28,22 +29,38 @@ LONGEST_TOKENS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class TokenStatistics:
-    """A run's token counts: the longest sample, the maximum of one step on one rank, label share and mean length."""
+    """A run's token counts: the longest sample, the maximum of one step on one rank, label share and mean length.
+
+    The first two count the padding of rows, whose largest pass without a budget has `largest_row_pass` tokens.
+    """
 
     longest_sample: int
     rank_step_tokens: int
     label_share: float
     mean_length: float
+    largest_row_pass: int | None = None
+
+    @property
+    def pass_tokens(self) -> int:
+        """The tokens of the largest pass without a budget: packed, a rank's whole step."""
+        return self.largest_row_pass or self.rank_step_tokens
 
     @classmethod
     def of(cls, plan: RunPlan) -> TokenStatistics:
         """Take the statistics of a plan with any token budget; looks for the largest step among `NUM_STEPS_SEEN`."""
         num_tokens, longest = int(plan.samples.lengths.sum()), int(plan.samples.lengths.max())
-        ranks = [rank for step in plan.sampled_steps(NUM_STEPS_SEEN) for rank in step.ranks]
-        largest = max(sum(batch.num_tokens for batch in rank) for rank in ranks)
+        ranks = [
+            [batch.num_padded_tokens for batch in rank]
+            for step in plan.sampled_steps(NUM_STEPS_SEEN)
+            for rank in step.ranks
+        ]
+        largest, row_pass = max(map(sum, ranks)), None
+        if plan.layout.pass_tokens is not None:
+            longest = row_length(longest)
+            row_pass = max(longest, *(max(rank, default=0) for rank in ranks))
         label_share = int(plan.samples.num_labels.sum()) / num_tokens
         # the sampled steps may not include the longest sample
-        return cls(longest, max(largest, longest), label_share, num_tokens / len(plan.samples))
+        return cls(longest, max(largest, longest), label_share, num_tokens / len(plan.samples), row_pass)
 
     def micro_batch(self, num_tokens: int) -> MicroBatchSize:
         """Return the size of a typical micro-batch of `num_tokens` tokens."""
@@ -183,7 +200,7 @@ def _decide(
 ) -> tuple[MemoryDecision, int, int]:
     """Return the decision at one recompute level, the tokens that fit, and how many suffice to accept the level."""
     config, given = model.config, model.config.batch.micro_batch_tokens
-    enough = most = min(given or tokens.rank_step_tokens, tokens.rank_step_tokens)
+    enough = most = min(given or tokens.pass_tokens, tokens.pass_tokens)
     if not given and config.full.update == "step":
         enough = min(most, max(BUSY_TOKENS, tokens.longest_sample))
     fits = largest_fit(model, level, tokens, device, most)
@@ -216,7 +233,7 @@ def choose_parallel_layout(
     if why := config.reason_against_sharding:
         return resolve_layout(config, "ddp", **ranks, why=f"sharding does not work with {why}")
     model = memory_model(config, shape, device)
-    enough = min(tokens.rank_step_tokens, max(BUSY_TOKENS, tokens.longest_sample))
+    enough = min(tokens.pass_tokens, max(BUSY_TOKENS, tokens.longest_sample))
     state = model.estimate(MicroBatchSize(0, 0, 0), "full")
     facts = f"weights, gradients and optimizer take {state.state_bytes / GIB:.1f} GiB"
     beside = f"{enough:,} tokens on {device.name}"

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from flatout.config.schema import Config, Recompute
 from flatout.planner.layout import ALONE, ParallelLayout
-from flatout.planner.shape import ModelShape
+from flatout.planner.shape import LayerShape, Linear, ModelShape
 
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
 
@@ -232,14 +232,20 @@ class MemoryModel:
         grouped = self.shape.groups_experts and self.config.model.experts == "auto"
         return sum(layer.unsaved_elements for layer in self.shape.layers) // self.shape.num_layers if grouped else 0
 
+    def _grouped(self, layer: LayerShape) -> tuple[Linear, ...]:
+        """Return the matrices of a layer's experts if grouped products compute them, which can be quantized then."""
+        return layer.experts if self.shape.groups_experts and self.config.model.experts == "auto" else ()
+
     def _frozen_bytes(self) -> int:
         """Return the bytes of LoRA's base: the blocks' linear layers quantized, or all of it in the compute dtype."""
         num_base, storage = self.shape.num_params, self.config.base.storage
         if storage == "model":
             return num_base * self.widths.compute
-        linears = [linear for layer in self.shape.layers for linear in layer.linears]
-        num_linear = sum(linear.num_weights for linear in linears)
-        fp8 = num_linear + 4 * sum(linear.num_out for linear in linears)
+        linears = [linear for layer in self.shape.layers for linear in (*layer.linears, *self._grouped(layer))]
+        num_linear = sum(linear.num_experts * linear.num_weights for linear in linears)
+        # experts have a scale for each unit between their two products
+        units = [min(one.num_in, one.num_out) if one.num_experts > 1 else one.num_out for one in linears]
+        fp8 = num_linear + 4 * sum(one.num_experts * count for one, count in zip(linears, units, strict=True))
         stored = fp8 if storage == "fp8" else int(num_linear * NF4_BYTES)
         transposed = self.transposable_bytes if self.transposed_weights else 0
         return (num_base - num_linear) * self.widths.compute + stored + transposed
@@ -307,7 +313,8 @@ class MemoryModel:
             if f"{shape.layers_path}.{index}.{linear.name}" not in transposed:
                 key = (linear.name.partition(".")[0], linear.num_in)
                 groups[key] = groups.get(key, 0) + linear.num_weights
-        largest = max(groups.values(), default=0)
+        stacked = (one.num_experts * one.num_weights for layer in shape.layers[:1] for one in self._grouped(layer))
+        largest = max([*groups.values(), *stacked], default=0)
         fp8 = largest if base.storage != "model" and base.computes_in_fp8 else 0
         unpacked = largest * element if base.storage == "nf4" else 0
         return CONSTANT_BYTES + max(head, int(max(layer, queries)) + fp8 + unpacked)

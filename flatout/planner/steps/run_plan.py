@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -24,7 +24,6 @@ from flatout.planner.steps.step_plan import (
     assemble,
     assemble_eval,
     check_fits,
-    pack_micro_batches,
 )
 
 # part of every fingerprint: raise it when the order or the split into steps changes
@@ -118,14 +117,23 @@ class RunPlan:
         return ranks
 
     def flops(self, step: StepPlan) -> float:
-        """Return the FLOPs of one step by the cost model."""
+        """Return the FLOPs of one step by the cost model, with those of padding."""
         indices = self.samples.indices_of(step.sample_ids)
-        return float(self.layout.cost.flops(self.samples.lengths[indices], self.samples.num_labels[indices]).sum())
+        cost, lengths = self.layout.cost, self.samples.lengths[indices]
+        if self.layout.pass_tokens is not None:
+            batches = [batch for rank in step.ranks for batch in rank if not batch.is_filler]
+            lengths = np.concatenate([[batch.row_length] * len(batch.sample_ids) for batch in batches])
+        return float(cost.flops(lengths, 0).sum()) + cost.per_label * step.num_label_tokens
+
+    def padding_avoided(self, steps: Sequence[StepPlan]) -> float:
+        """Return the share of a padding loader's tokens that these steps do not compute; 0 if they compute more."""
+        return max(0.0, 1.0 - sum(step.num_padded_tokens for step in steps) / sum(map(self.naive_tokens, steps)))
 
     def with_layout(self, micro_batch_tokens: int, cost: CostModel, *, lockstep: bool = False) -> RunPlan:
         """Return the same steps with another token budget and cost. Raises UsageError for a sample over the budget."""
         check_fits(self.samples, micro_batch_tokens)
-        return replace(self, layout=BatchLayout(self.layout.num_ranks, micro_batch_tokens, cost, lockstep))
+        layout = replace(self.layout, micro_batch_tokens=micro_batch_tokens, cost=cost, lockstep=lockstep)
+        return replace(self, layout=layout)
 
     def resplit(self, step: StepPlan, rank: int, micro_batch_tokens: int) -> tuple[MicroBatch, ...]:
         """Split one rank's samples of a step into smaller micro-batches, as a plan with this token budget would.
@@ -135,18 +143,18 @@ class RunPlan:
         position = {sample_id: index for index, sample_id in enumerate(step.sample_ids)}
         ids = sorted((i for batch in step.ranks[rank] for i in batch.sample_ids), key=position.__getitem__)
         samples = self.samples.take(self.samples.indices_of(ids))
-        return pack_micro_batches(samples.items(self.layout.cost), micro_batch_tokens)
+        return tuple(self.layout.micro_batches(samples.items(self.layout.cost), max_tokens=micro_batch_tokens))
 
     def describe(self) -> str:
         """Describe the plan in one line; balance and padding come from a sample of its steps."""
         steps = list(self.sampled_steps(32))
         balance = sum(step.balance for step in steps) / len(steps)
-        avoided = 1.0 - sum(step.num_tokens for step in steps) / sum(self.naive_tokens(step) for step in steps)
+        padding = 1.0 - sum(step.num_tokens for step in steps) / sum(step.num_padded_tokens for step in steps)
         epochs = self.epoch_after(self.step(self.num_steps - 1))
         return (
             f"{self.num_steps:,} steps of {self.batch.samples_per_step} samples, {epochs:.4g} epochs of "
             f"{self.num_samples:,}; {self.layout.num_ranks} rank(s), balance {balance:.3f}, "
-            f"{avoided:.0%} padding avoided"
+            f"{self.padding_avoided(steps):.0%} padding avoided{f', {padding:.1%} padding' if padding else ''}"
         )
 
     @cached_property
@@ -185,16 +193,18 @@ def make_plan(
     num_ranks: int,
     cost: CostModel = COST_BY_TOKENS,
     sample_ids: ArrayLike | None = None,
+    pass_tokens: int | None = None,
 ) -> RunPlan:
     """Plan a run from integer arrays (n,): tokens and label tokens of every sample; memory-mapped arrays stay on disk.
 
     `micro_batch_tokens` is batch.micro_batch_tokens, or the chosen value if that is null. `sample_ids` (ascending,
-    unique) restricts the plan to these samples. `batch.max_steps` overrides `batch.epochs`; a fraction of an epoch is
-    rounded up to whole steps. Raises UsageError for a sample longer than `micro_batch_tokens`, and DataError for empty
-    or damaged data and data without label tokens. A single step without label tokens is planned; the run skips it.
+    unique) restricts the plan to these samples; `pass_tokens` is as in `BatchLayout`. `batch.max_steps` overrides
+    `batch.epochs`; a fraction of an epoch is rounded up to whole steps. Raises UsageError for a sample longer than
+    `micro_batch_tokens`, and DataError for empty or damaged data and data without label tokens. A single step without
+    label tokens is planned; the run skips it.
     """
     samples = select_samples(lengths, num_labels, sample_ids, micro_batch_tokens)
-    layout = BatchLayout(num_ranks, micro_batch_tokens, cost)
+    layout = BatchLayout(num_ranks, micro_batch_tokens, cost, pass_tokens=pass_tokens)
     epoch = RunPlan(samples, batch, seed, layout, num_steps=0)
     # exact: in floating point, 1.1 epochs of 10 steps are 11.000000000000002, which would round up to 12
     num_steps = batch.max_steps or -int(-Fraction(str(batch.epochs)) * epoch.steps_per_epoch // 1)
@@ -210,6 +220,7 @@ def make_eval_plan(
     num_ranks: int,
     cost: CostModel = COST_BY_TOKENS,
     lockstep: bool = False,
+    pass_tokens: int | None = None,
 ) -> StepPlan:
     """Plan one pass over the given samples (all by default) as one step: micro-batches in the order of the ids.
 
@@ -218,7 +229,7 @@ def make_eval_plan(
     DataError as `make_plan` does.
     """
     samples = select_samples(lengths, num_labels, sample_ids, micro_batch_tokens)
-    return assemble_eval(samples, BatchLayout(num_ranks, micro_batch_tokens, cost, lockstep))
+    return assemble_eval(samples, BatchLayout(num_ranks, micro_batch_tokens, cost, lockstep, pass_tokens))
 
 
 def split_held_out(row_keys: ArrayLike, fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

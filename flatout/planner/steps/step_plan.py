@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +12,17 @@ from numpy.typing import NDArray
 from flatout.errors import DataError, UsageError
 from flatout.planner.cost import CostModel
 from flatout.planner.steps.partition import bin_pack, partition
+from flatout.planner.steps.rows import cut_rows, row_length
+
+# a step of rows is cut into about 1 to 4 micro-batches a rank, with some slack, and the most even cut is taken
+ROW_CUTS, ROW_SLACK = (1, 2, 3, 4), 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One forward pass on one rank: these samples, in this order, as one flat stream of tokens.
 
+    With `row_length`, each sample is a row, padded on the right to that many tokens. `num_tokens` are the real ones.
     A filler equalizes the number of micro-batches across ranks; its labels are masked because
     its sample is already counted.
     """
@@ -26,6 +31,12 @@ class MicroBatch:
     num_tokens: int
     num_label_tokens: int
     is_filler: bool = False
+    row_length: int | None = None
+
+    @property
+    def num_padded_tokens(self) -> int:
+        """The tokens that the pass computes, with the padding of its rows."""
+        return self.num_tokens if self.row_length is None else len(self.sample_ids) * self.row_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,11 @@ class StepPlan:
     num_label_tokens: int
     ranks: tuple[tuple[MicroBatch, ...], ...]
     balance: float
+
+    @property
+    def num_padded_tokens(self) -> int:
+        """The tokens that all passes compute, with padding and without fillers."""
+        return sum(batch.num_padded_tokens for rank in self.ranks for batch in rank if not batch.is_filler)
 
 
 Integers = NDArray[np.integer]
@@ -91,6 +107,7 @@ class Samples:
 class BatchLayout:
     """How a step is distributed: over ranks balanced by `cost`, in micro-batches of at most `micro_batch_tokens`.
 
+    `pass_tokens` None packs samples; otherwise each is a padded row, and a pass costs as much as that many tokens more.
     `lockstep` gives all ranks of a step the same number of micro-batches, for strategies whose passes need every rank.
     """
 
@@ -98,6 +115,39 @@ class BatchLayout:
     micro_batch_tokens: int
     cost: CostModel
     lockstep: bool = False
+    pass_tokens: int | None = None
+
+    @property
+    def name(self) -> Literal["packed", "rows"]:
+        """The name of the layout in settings."""
+        return "packed" if self.pass_tokens is None else "rows"
+
+    def micro_batches(
+        self, items: Sequence[Item], *, at_least: int = 1, max_tokens: int | None = None
+    ) -> list[MicroBatch]:
+        """Split one rank's samples into micro-batches within the budget or `max_tokens`, largest first."""
+        lengths, budget = [item.length for item in items], max_tokens or self.micro_batch_tokens
+        if self.pass_tokens is None:
+            parts = bin_pack(lengths, budget, at_least=at_least)
+        else:
+            parts = cut_rows(lengths, budget, cost=self.cost, pass_tokens=self.pass_tokens, at_least=at_least)
+        return [self.micro_batch([items[index] for index in part]) for part in parts]
+
+    def micro_batch(self, items: Sequence[Item]) -> MicroBatch:
+        """Return these samples as one micro-batch."""
+        return MicroBatch(
+            tuple([item.sample_id for item in items]),
+            sum([item.length for item in items]),
+            sum([item.num_labels for item in items]),
+            row_length=None if self.pass_tokens is None else row_length(max([item.length for item in items])),
+        )
+
+    def load(self, batch: MicroBatch) -> float:
+        """Return what a micro-batch of rows costs: FLOPs with padding, and the fixed cost of a pass."""
+        assert batch.row_length is not None
+        assert self.pass_tokens is not None
+        flops = len(batch.sample_ids) * float(self.cost.flops(batch.row_length, 0))
+        return flops + self.cost.per_label * batch.num_label_tokens + self.pass_tokens * self.cost.per_token
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -111,20 +161,53 @@ def assemble(
     items = samples.items(layout.cost)
     for offset, start in enumerate(range(0, len(items), samples_per_step)):
         group = items[start : start + samples_per_step]
-        dealt = partition([item.cost for item in group], layout.num_ranks)
-        shares = [[group[index] for index in share] for share in dealt]
-        ranks = [pack_micro_batches(share, layout.micro_batch_tokens) for share in shares]
+        if layout.pass_tokens is None:
+            dealt = partition([item.cost for item in group], layout.num_ranks)
+            shares = [[group[index] for index in share] for share in dealt]
+            loads = [sum([item.cost for item in share]) for share in shares]
+            ranks = [layout.micro_batches(share) for share in shares]
+        else:
+            ranks, loads = _deal_rows(group, layout)
         if layout.lockstep:
             # equalize the ranks' counts by smaller micro-batches, which cost less than fillers
-            most = max(map(len, ranks))
-            ranks = [pack_micro_batches(share, layout.micro_batch_tokens, at_least=most) for share in shares]
-        loads = [sum([item.cost for item in share]) for share in shares]
+            most, by_id = max(map(len, ranks)), {item.sample_id: item for item in group}
+            shares = [[by_id[sample_id] for batch in rank for sample_id in batch.sample_ids] for rank in ranks]
+            ranks = [layout.micro_batches(share, at_least=most) for share in shares]
         yield _step(first_index + offset, epoch, group, ranks, loads, layout)
 
 
+def _deal_rows(group: Sequence[Item], layout: BatchLayout) -> tuple[list[list[MicroBatch]], list[float]]:
+    """Cut a step into micro-batches of similar lengths, and deal these to the ranks; also return the ranks' loads."""
+    if layout.num_ranks == 1:
+        whole = layout.micro_batches(group)
+        return [whole], [sum(map(layout.load, whole))]
+    longest, total = max(item.length for item in group), sum(item.length for item in group)
+    found: list[tuple[list[list[MicroBatch]], list[float]]] = []
+    for cuts in ROW_CUTS:
+        even = max(row_length(longest), int(ROW_SLACK * total / (cuts * layout.num_ranks)))
+        batches = layout.micro_batches(group, max_tokens=min(layout.micro_batch_tokens, even))
+        found.append(_deal(batches, [layout.load(batch) for batch in batches], layout.num_ranks))
+    return min(found, key=lambda dealt: max(dealt[1]))
+
+
+def _deal(
+    batches: Sequence[MicroBatch], loads: Sequence[float], num_ranks: int
+) -> tuple[list[list[MicroBatch]], list[float]]:
+    """Deal micro-batches of these loads to ranks; also return the ranks' loads."""
+    dealt = partition(loads, num_ranks)
+    ranks = [[batches[index] for index in share] for share in dealt]
+    return ranks, [sum([loads[index] for index in share]) for share in dealt]
+
+
 def assemble_eval(samples: Samples, layout: BatchLayout) -> StepPlan:
-    """Return all samples as one unshuffled step: consecutive micro-batches within the budget, balanced by cost."""
+    """Return all samples as one unshuffled step: micro-batches within the budget, balanced by cost.
+
+    They hold consecutive samples, or as rows samples of similar lengths.
+    """
     items = samples.items(layout.cost)
+    if layout.pass_tokens is not None:
+        rows = layout.micro_batches(items)
+        return _step(0, 0, items, *_deal(rows, [layout.load(batch) for batch in rows], layout.num_ranks), layout)
     bins: list[list[Item]] = []
     room = -1
     for item in items:
@@ -134,15 +217,7 @@ def assemble_eval(samples: Samples, layout: BatchLayout) -> StepPlan:
         bins[-1].append(item)
         room -= item.length
     costs = [sum([item.cost for item in batch]) for batch in bins]
-    dealt = partition(costs, layout.num_ranks)
-    ranks = [tuple([_micro_batch(bins[index]) for index in share]) for share in dealt]
-    return _step(0, 0, items, ranks, [sum([costs[index] for index in share]) for share in dealt], layout)
-
-
-def pack_micro_batches(items: Sequence[Item], micro_batch_tokens: int, *, at_least: int = 1) -> tuple[MicroBatch, ...]:
-    """Split one rank's samples of a step into micro-batches within the budget, largest first (see `bin_pack`)."""
-    parts = bin_pack([item.length for item in items], micro_batch_tokens, at_least=at_least)
-    return tuple([_micro_batch([items[index] for index in part]) for part in parts])
+    return _step(0, 0, items, *_deal([layout.micro_batch(each) for each in bins], costs, layout.num_ranks), layout)
 
 
 def check_fits(samples: Samples, micro_batch_tokens: int) -> None:
@@ -170,19 +245,11 @@ def check_fits(samples: Samples, micro_batch_tokens: int) -> None:
         )
 
 
-def _micro_batch(items: Sequence[Item]) -> MicroBatch:
-    return MicroBatch(
-        tuple([item.sample_id for item in items]),
-        sum([item.length for item in items]),
-        sum([item.num_labels for item in items]),
-    )
-
-
 def _step(
     index: int,
     epoch: int,
     items: Sequence[Item],
-    ranks: Sequence[tuple[MicroBatch, ...]],
+    ranks: Sequence[Sequence[MicroBatch]],
     loads: Sequence[float],
     layout: BatchLayout,
 ) -> StepPlan:
@@ -192,9 +259,9 @@ def _step(
     """
     if layout.lockstep:
         shortest = min(items, key=lambda item: item.length)
-        filler = MicroBatch((shortest.sample_id,), shortest.length, 0, is_filler=True)
+        filler = replace(layout.micro_batch([shortest]), num_label_tokens=0, is_filler=True)
         most = max(map(len, ranks))
-        ranks = [batches + (filler,) * (most - len(batches)) for batches in ranks]
-    whole = _micro_batch(items)
+        ranks = [[*batches, *[filler] * (most - len(batches))] for batches in ranks]
+    whole, by_rank = layout.micro_batch(items), tuple(map(tuple, ranks))
     balance = sum(loads) / (len(loads) * max(loads))
-    return StepPlan(index, epoch, whole.sample_ids, whole.num_tokens, whole.num_label_tokens, tuple(ranks), balance)
+    return StepPlan(index, epoch, whole.sample_ids, whole.num_tokens, whole.num_label_tokens, by_rank, balance)

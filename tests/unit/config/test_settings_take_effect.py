@@ -81,6 +81,7 @@ TRAINS: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.sources.weight": (2.0, {}),
     "base.compute": ("fp8", {"base": {"storage": "nf4"}}),
     "batch.micro_batch_tokens": (1000, {}),
+    "batch.layout": ("rows", {}),
     "eval.every_steps": (1, EVAL),
     "checkpoint.every_steps": (1, {}),
     "checkpoint.keep": (1, {"checkpoint": {"every_steps": 1}}),

@@ -7,7 +7,7 @@ from tiny_models import save_tiny_model, tiny_config
 from flatout.config.schema import ModelConfig
 from flatout.errors import UsageError
 from flatout.models import attention
-from flatout.models.arch_quirks import check_packable, logits_scale
+from flatout.models.arch_quirks import choose_layout, logits_scale
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.recompute import apply_recompute
 from flatout.models.load.model import load_model, resolve_precision
@@ -79,14 +79,17 @@ def test_hybrids_are_refused_by_name(family):
     from transformers import CONFIG_MAPPING
 
     with pytest.raises(UsageError, match=f"model type {family} cannot be trained on packed documents"):
-        check_packable(CONFIG_MAPPING[family]())
+        choose_layout(CONFIG_MAPPING[family](), "packed")
 
 
 def test_unknown_hybrids_are_refused_by_their_layers():
     config = tiny_config("llama")
     config.model_type, config.layer_types = "llama_next", ["full_attention", "linear_attention"]
     with pytest.raises(UsageError, match="linear_attention layers carry state"):
-        check_packable(config)
+        choose_layout(config, "packed")
+    assert choose_layout(config, "auto").layout == "rows"
+    assert choose_layout(tiny_config("llama"), "auto").layout == "packed"
+    assert choose_layout(tiny_config("llama"), "rows") == ("rows", "as configured")
 
 
 def choice(wanted, device=CUDA, dtype=torch.bfloat16, model_type="llama", **fields):

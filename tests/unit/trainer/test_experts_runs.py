@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 
 from flatout.models.load.inference import load_trained, resolve_model_paths
 from flatout.models.merge import merge_adapter
+from flatout.track.run_log import read_run
 from flatout.trainer.run import train
+from flatout.view.report import run_fragment
 
 
 @pytest.fixture(scope="session")
@@ -73,3 +75,30 @@ def test_adapters_of_experts_train_resume_and_merge(
     ids = torch.arange(40)[None] % 300
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits.float(), adapted(ids).logits.float(), rtol=1e-3, atol=1e-3)
+
+
+def test_losses_on_routers_are_the_same_in_any_micro_batches(
+    tiny: Any, experts_dir: Path, tmp_path: Path, metrics_of: Any
+) -> None:
+    records = []
+    for tokens in (520, 5000):
+        config = tiny.config(
+            tmp_path / str(tokens),
+            method="full",
+            model={"name": str(experts_dir), "precision": "fp64"},
+            batch={"samples_per_step": 4, "micro_batch_tokens": tokens, "max_steps": 3},
+            experts={"balance_loss": 0.5, "z_loss": 0.01},
+        )
+        train(config)
+        records.append(metrics_of(tmp_path / str(tokens)))
+    assert [record["num_micro_batches"] for record in records[0]] != [1, 1, 1]
+    for one, other in zip(*records, strict=True):
+        for name in ("loss", "grad_norm", "balance_loss", "z_loss"):
+            assert one[name] == pytest.approx(other[name], rel=1e-9)
+        assert one["expert_peak_load"] == other["expert_peak_load"]
+        assert len(one["expert_entropy"]) == 2
+        assert all(0 < entropy <= 1 for entropy in one["expert_entropy"])
+        # the least, with equal loads, is the number of experts per token
+        assert one["balance_loss"] > 1.9
+    page = run_fragment(read_run(tmp_path / "520"))
+    assert all(title in page for title in ("Load of experts", "Unevenness of experts", "Losses of routers"))

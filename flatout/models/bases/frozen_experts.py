@@ -1,0 +1,175 @@
+"""Frozen weights of all experts of a layer in every storage, and their grouped products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatout.kernels.fp8 import quantize_rows
+from flatout.kernels.moe import Routing, grouped_linear, grouped_linear_dx, grouped_linear_fp8
+from flatout.kernels.nf4 import dequantize, register_ops
+from flatout.kernels.nf4.reference import Nf4Weight, quantize
+
+
+@dataclass(frozen=True)
+class ExpertsMatmul:
+    """Grouped products with one weight of all experts (E, out, in), which is stored as a list of tensors.
+
+    `forward(x, storage, routing, **options)` and `backward(dy, storage, routing, **options)` take the options of
+    `grouped_linear` and `grouped_linear_dx`.
+    """
+
+    forward: Callable[..., Tensor]
+    backward: Callable[..., Tensor]
+
+
+def _dense_forward(x: Tensor, storage: Sequence[Tensor], routing: Routing, **options: Any) -> Tensor:
+    return grouped_linear(x, storage[0], routing, **options)
+
+
+def _dense_backward(dy: Tensor, storage: Sequence[Tensor], routing: Routing, **options: Any) -> Tensor:
+    return grouped_linear_dx(dy, storage[0], routing, **options)
+
+
+DENSE = ExpertsMatmul(_dense_forward, _dense_backward)
+
+
+def _fp8_matmul(scales_inputs: bool) -> ExpertsMatmul:
+    """Storage: e4m3 (E, out, in), scales fp32 (E, in) if `scales_inputs`, otherwise (E, out)."""
+
+    def scales(storage: Sequence[Tensor], in_backward: bool) -> dict[str, Any]:
+        # the sides change in the backward pass
+        return {"in_scale" if scales_inputs != in_backward else "out_scale": storage[1]}
+
+    def forward(x: Tensor, storage: Sequence[Tensor], routing: Routing, **options: Any) -> Tensor:
+        return grouped_linear_fp8(x, storage[0], routing, **scales(storage, False), **options)
+
+    def backward(
+        dy: Tensor, storage: Sequence[Tensor], routing: Routing, *, low_weight: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        low_weight = None if low_weight is None else low_weight.transpose(1, 2)
+        turned = storage[0].transpose(1, 2)
+        return grouped_linear_fp8(dy, turned, routing, **scales(storage, True), low_weight=low_weight, **options)
+
+    return ExpertsMatmul(forward, backward)
+
+
+def _nf4_matmul(shape: tuple[int, int, int]) -> ExpertsMatmul:
+    """Storage: the tensors of an Nf4Weight of (E * out, in); the dense weight is made for each product."""
+    num_experts, num_out, num_in = shape
+
+    def dense(storage: Sequence[Tensor], dtype: torch.dtype, in_backward: bool) -> Tensor:
+        weight = dequantize([Nf4Weight(*storage)], [num_experts * num_out], num_in, dtype, in_backward=in_backward)
+        return weight.view(shape)
+
+    def forward(x: Tensor, storage: Sequence[Tensor], routing: Routing, **options: Any) -> Tensor:
+        return grouped_linear(x, dense(storage, x.dtype, False), routing, **options)
+
+    def backward(dy: Tensor, storage: Sequence[Tensor], routing: Routing, **options: Any) -> Tensor:
+        return grouped_linear_dx(dy, dense(storage, dy.dtype, True), routing, **options)
+
+    return ExpertsMatmul(forward, backward)
+
+
+class FrozenExperts(nn.Module):
+    """A quantized weight of all experts, in place of the parameter of the same name; `shape` is (E, out, in).
+
+    `dtype` is that of `weight` and of all other arithmetic.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    matmul: ExpertsMatmul
+
+    @property
+    def storage(self) -> list[Tensor]:
+        """The tensors that `matmul` takes."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight (E, out, in) in `dtype`, dequantized at each access."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight is."""
+        return self.storage[0].device
+
+    def extra_repr(self) -> str:
+        return f"shape={tuple(self.shape)}"
+
+
+class Fp8Experts(FrozenExperts):
+    """Float8 e4m3 with one scale per output of each expert, or with `scales_inputs` per input; see `fp8_problem`.
+
+    Scales of the summed side multiply x before it is quantized; the others multiply the product. Up projections have
+    scales per output and down projections per input. Then the tensor with one row per token, x or the gradient of the
+    layer's output, is quantized before it is gathered.
+    """
+
+    bytes: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Tensor, *, scales_inputs: bool) -> None:
+        super().__init__()
+        self.shape, self.dtype = weight.shape, weight.dtype
+        side = weight.detach().transpose(1, 2) if scales_inputs else weight.detach()
+        quantized, scale = zip(*map(quantize_rows, side), strict=True)
+        stacked = torch.stack(quantized)
+        self.bytes = nn.Parameter(
+            (stacked.transpose(1, 2) if scales_inputs else stacked).contiguous(), requires_grad=False
+        )
+        self.register_buffer("scale", torch.stack(scale)[..., 0])
+        self.scales_inputs = scales_inputs
+        self.matmul = _fp8_matmul(scales_inputs)
+
+    @property
+    def storage(self) -> list[Tensor]:
+        """The bytes (E, out, in) and the scales."""
+        return [self.bytes, self.scale]
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight (E, out, in) in `dtype`, dequantized at each access."""
+        scale = self.scale[:, None, :] if self.scales_inputs else self.scale[:, :, None]
+        return (self.bytes.float() * scale).to(self.dtype)
+
+
+class Nf4Experts(FrozenExperts):
+    """NF4 with double quantization; see `Nf4Linear` for the tensors. Quantized one expert at a time."""
+
+    packed: Tensor
+    absmax: Tensor
+    nested_absmax: Tensor
+    nested_map: Tensor
+    offset: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        register_ops()
+        self.shape, self.dtype = weight.shape, weight.dtype
+        stored = quantize(weight.detach().reshape(-1, weight.shape[2]))
+        self.packed = nn.Parameter(stored.packed.view(torch.float8_e4m3fn), requires_grad=False)
+        self.absmax = nn.Parameter(stored.absmax.view(torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("nested_absmax", stored.nested_absmax)
+        self.register_buffer("nested_map", stored.nested_map)
+        self.register_buffer("offset", stored.offset)
+        num_experts, num_out, num_in = weight.shape
+        self.matmul = _nf4_matmul((num_experts, num_out, num_in))
+
+    @property
+    def storage(self) -> list[Tensor]:
+        """The five tensors of an Nf4Weight."""
+        packed, absmax = self.packed.view(torch.uint8), self.absmax.view(torch.uint8)
+        return [packed, absmax, self.nested_absmax, self.nested_map, self.offset]
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight (E, out, in) in `dtype`, dequantized at each access."""
+        num_experts, num_out, num_in = self.shape
+        return dequantize([Nf4Weight(*self.storage)], [num_experts * num_out], num_in, self.dtype).view(self.shape)

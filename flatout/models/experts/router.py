@@ -1,0 +1,158 @@
+"""Routers of experts: their load, and losses on it that are normalized over the whole step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from flatout.config.schema import ExpertsConfig
+from flatout.errors import UsageError
+from flatout.models.experts.block import experts_modules
+from flatout.models.experts.lora import plain_name
+
+# each router's logits and choices of the last pass
+_ROUTED = "flatout_routed"
+
+
+class Routers:
+    """The routers of a model's L layers with E experts each, read in every forward pass.
+
+    With N tokens in the step, over all ranks and micro-batches and without padding, p the softmax of a router's logits
+    and f_e the share of them that chose expert e (so that all f_e sum to k):
+
+        balance = E sum_e f_e P_e, P_e = 1 / (L N) sum over layers and tokens of p_e   (arXiv:2101.03961, eq. 4 to 6)
+        z       = 1 / (L N) sum over layers and tokens of logsumexp(logits)^2          (arXiv:2202.08906, eq. 5)
+
+    f and P are means over all layers, as in transformers' `load_balancing_loss_func`, which gives the same for a step
+    of one micro-batch. f is a count without gradient, and has to be known before the first backward pass: a step of
+    several micro-batches counts it in a forward pass of its own.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: ExpertsConfig) -> None:
+        text = model.config.get_text_config()
+        asked = getattr(text, "output_router_logits", False)
+        default = float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0) if asked else 0.0
+        self.balance_loss = default if config.balance_loss is None else config.balance_loss
+        self.z_loss = config.z_loss
+        self.layers = find_routers(model)
+        sizes: set[Any] = {module.num_experts for module in experts_modules(model).values()}
+        if len(sizes) != 1 or len(self.layers) != len(experts_modules(model)):
+            self.layers = []
+        self.num_experts = int(max(sizes, default=0))
+        if not self.layers and (self.balance_loss or self.z_loss):
+            setting = "experts.balance_loss" if self.balance_loss else "experts.z_loss"
+            raise UsageError(f"{setting}: the routers of model type {text.model_type} are not known; set it to 0")
+        for router in self.layers:
+            router.register_forward_hook(self._record)
+        self.is_counting = False
+        self._num_tokens, self._divisor = 0, 1.0
+        self._step: int | None = None
+        self._counts = self._values = torch.zeros(0)
+        self._shares: Tensor | None = None
+        self._sum: Callable[[Tensor], Tensor] = lambda values: values
+
+    @property
+    def line(self) -> str:
+        """One line for the console."""
+        losses = {"balance": self.balance_loss, "z": self.z_loss}
+        used = [f"{name} loss times {factor:g}" for name, factor in losses.items() if factor]
+        return f"{len(self.layers)} routers of {self.num_experts} experts: {', '.join(used) or 'no loss on the load'}"
+
+    def start_step(
+        self,
+        step: int,
+        *,
+        num_tokens: int,
+        divisor: float,
+        device: torch.device,
+        sum_values: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Start a step of `num_tokens` over all ranks, whose loss is divided by `divisor`; also to repeat it."""
+        if self._step != step:
+            self._shares = None
+        self._step, self._num_tokens, self._divisor, self._sum = step, num_tokens, divisor, sum_values
+        self._counts = torch.zeros(len(self.layers), self.num_experts, dtype=torch.float64, device=device)
+        self._values = torch.zeros(2, dtype=torch.float64, device=device)
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether the step's choices are not known yet, but its gradients need them."""
+        return bool(self.balance_loss) and self._shares is None
+
+    def finish_counts(self) -> None:
+        """Sum the counts over ranks; the gradients of the step use them."""
+        self._counts, counts = torch.zeros_like(self._counts), self._counts
+        if self._shares is None:
+            total = self._sum(counts.sum(0))
+            self._shares = total / (len(self.layers) * self._num_tokens)
+
+    def count(self, is_padding: Tensor) -> None:
+        """Count the last pass's choices of tokens, without those that are padding (T,)."""
+        chosen = torch.stack([getattr(router, _ROUTED)[1] for router in self.layers])
+        counted = (~is_padding).to(torch.float64)[:, None].expand(-1, chosen.shape[-1]).flatten()
+        # sums of ones are exact in any order
+        self._counts.scatter_add_(1, chosen.flatten(1).long(), counted.expand(len(chosen), -1))
+
+    def add_losses(self, loss_sum: Tensor, is_padding: Tensor) -> Tensor:
+        """Return a micro-batch's loss with the gradients of the routers' losses; its value is the same."""
+        if not self._num_tokens:
+            return loss_sum
+        if self.balance_loss and self._shares is None:
+            self.count(is_padding)
+            self.finish_counts()
+        self.count(is_padding)
+        if not (self.balance_loss or self.z_loss):
+            return loss_sum
+        wide = torch.promote_types(loss_sum.dtype, torch.float32)
+        is_token = (~is_padding).to(wide)
+        balance = squares = torch.zeros((), dtype=wide, device=loss_sum.device)
+        for router in self.layers:
+            logits = getattr(router, _ROUTED)[0].to(wide)
+            if self._shares is not None:
+                balance = balance + (is_token @ logits.softmax(-1)) @ self._shares.to(wide)
+            if self.z_loss:
+                squares = squares + (is_token * logits.logsumexp(-1).square()).sum()
+        rows = len(self.layers) * self._num_tokens
+        values = torch.stack([balance * (self.num_experts / rows), squares / rows])
+        self._values += values.detach()
+        for router in self.layers:
+            # logits hold memory
+            setattr(router, _ROUTED, None)
+        extra = self._divisor * (self.balance_loss * values[0] + self.z_loss * values[1])
+        return loss_sum + (extra - extra.detach())
+
+    @property
+    def sums(self) -> Tensor:
+        """This rank's part of the step: both losses and all counts, fp64 (2 + L E,), to be summed over ranks."""
+        return torch.cat([self._values, self._counts.flatten()])
+
+    def summary(self, sums: Tensor) -> Tensor:
+        """Return, of the sums over ranks: both losses, each layer's largest load / mean, and its entropy, (2 + 2 L,).
+
+        The entropy is that of the layer's shares of load, relative to that of equal shares, log E.
+        """
+        counts = sums[2:].view(len(self.layers), -1)
+        shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+        entropy = torch.special.entr(shares).sum(1) / math.log(max(2, self.num_experts))
+        peaks = shares.amax(1) * self.num_experts
+        return torch.cat([sums[:2], peaks, entropy])
+
+    def _record(self, router: nn.Module, _: Any, output: Any) -> None:
+        logits, _, chosen = output
+        # an attribute of each module, as a list of all would be another graph in each compiled layer
+        setattr(router, _ROUTED, (logits if self.balance_loss or self.z_loss else None, chosen))
+
+
+def find_routers(model: nn.Module) -> list[nn.Module]:
+    """Return the router beside each layer's experts: in transformers, it returns logits, weights and choices."""
+    found = []
+    for path in experts_modules(model):
+        block = model.get_submodule(plain_name(path).rpartition(".")[0])
+        beside = [module for module in block.children() if "Router" in type(getattr(module, "base", module)).__name__]
+        found += beside if len(beside) == 1 else []
+    return found

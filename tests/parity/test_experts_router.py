@@ -1,0 +1,131 @@
+"""Losses on routers: equal to transformers' for one micro-batch, and the same however a step is split or padded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_experts import FAMILIES, error, experts_model
+from tiny_models import tiny_samples
+from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from flatout.config.schema import ExpertsConfig, ModelConfig
+from flatout.errors import UsageError
+from flatout.models.experts.block import prepare_experts
+from flatout.models.experts.router import Routers, find_routers
+from flatout.models.head import PackedLoss
+from flatout.models.load.model import load_model
+from flatout.models.packed import flatten_samples
+
+SAMPLES = tiny_samples([11, 7, 5, 9])
+NUM_TOKENS = 32
+
+
+def loaded_model(family: str, folder: Path) -> Any:
+    experts_model(family, torch.float64).save_pretrained(folder)
+    config = ModelConfig(name=str(folder), precision="fp64", attention="plain")
+    return load_model(config, method="full", device=torch.device("cpu"), seed=0).model
+
+
+def step_gradients(model: Any, config: ExpertsConfig, parts: list[Any], **padding: Any) -> dict[str, Tensor]:
+    """The gradients of one step of these micro-batches, with its routers' losses and loads."""
+    loss = PackedLoss(model)
+    routers = loss.routers = Routers(model, config)
+    model.zero_grad()
+    batches = [flatten_samples(part, **padding) for part in parts]
+    options: dict[str, Any] = {"divisor": 19.0, "device": model.device, "sum_values": lambda values: values}
+    routers.start_step(0, num_tokens=NUM_TOKENS, **options)
+    if len(batches) > 1 and routers.needs_counts:
+        routers.is_counting = True
+        with torch.no_grad():
+            for batch in batches:
+                loss(batch)
+        routers.is_counting = False
+        routers.finish_counts()
+    for batch in batches:
+        (loss(batch)[0] / 19).backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {**found, "summary": routers.summary(routers.sums)}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "granitemoe"])
+def test_losses_of_one_micro_batch_are_transformers(family: str, tmp_path: Path) -> None:
+    model = loaded_model(family, tmp_path)
+    found = step_gradients(model, ExpertsConfig(balance_loss=0.3, z_loss=0.02), [SAMPLES])
+    logits: list[Tensor] = []
+    hooks = [one.register_forward_hook(lambda _, __, out: logits.append(out[0])) for one in find_routers(model)]
+    model.zero_grad()
+    cross_entropy = PackedLoss(model)(flatten_samples(SAMPLES))[0] / 19
+    for hook in hooks:
+        hook.remove()
+    k = FAMILIES[family]["num_experts_per_tok"]
+    balance = load_balancing_loss_func(tuple(logits), logits[0].shape[1], k)
+    squares = torch.stack([one.logsumexp(-1).square().mean() for one in logits]).mean()
+    (cross_entropy + 0.3 * balance + 0.02 * squares).backward()
+    assert found["summary"][:2].tolist() == pytest.approx([balance.item(), squares.item()], rel=1e-6)
+    for name, parameter in model.named_parameters():
+        # transformers sums the probabilities in float32
+        assert parameter.grad is None or error(found[name], parameter.grad) < 1e-6, name
+
+
+def test_splits_and_padding_change_no_gradient(tmp_path: Path) -> None:
+    model = loaded_model("qwen3_moe", tmp_path)
+    config = ExpertsConfig(balance_loss=0.3, z_loss=0.02)
+    whole = step_gradients(model, config, [SAMPLES])
+    alone = step_gradients(model, ExpertsConfig(), [SAMPLES])
+    assert error(whole["model.layers.0.mlp.gate.weight"], alone["model.layers.0.mlp.gate.weight"]) > 1e-2
+    others = [
+        step_gradients(model, config, [SAMPLES[:1], SAMPLES[1:]]),
+        step_gradients(model, config, [[sample] for sample in SAMPLES[::-1]]),
+        step_gradients(model, config, [SAMPLES], num_boundaries=8),
+    ]
+    assert flatten_samples(SAMPLES, num_boundaries=8).num_tokens > NUM_TOKENS
+    for other in others:
+        assert max(error(other[name], whole[name]) for name in whole) < 1e-12
+
+
+def test_loads_count_the_choices_of_tokens(tmp_path: Path) -> None:
+    model = loaded_model("deepseek_v3", tmp_path)
+    chosen: list[Tensor] = []
+    hooks = [one.register_forward_hook(lambda _, __, out: chosen.append(out[2])) for one in find_routers(model)]
+    summary = step_gradients(model, ExpertsConfig(), [SAMPLES])["summary"]
+    for hook in hooks:
+        hook.remove()
+    counts = torch.bincount(chosen[0].flatten(), minlength=8).double()
+    shares = counts / counts.sum()
+    entropy = -(shares[shares > 0] * shares[shares > 0].log()).sum() / torch.tensor(8.0).log()
+    assert summary.tolist() == pytest.approx([0, 0, float(shares.max() * 8), float(entropy)])
+
+
+def test_defaults_are_transformers(tmp_path: Path) -> None:
+    model = experts_model("qwen3_moe", torch.float32)
+    assert Routers(model, ExpertsConfig()).balance_loss == 0
+    model.config.output_router_logits = True
+    assert Routers(model, ExpertsConfig()).balance_loss == model.config.router_aux_loss_coef == 0.001
+    assert Routers(model, ExpertsConfig(balance_loss=0)).balance_loss == 0
+    with pytest.raises(UsageError, match=r"experts.z_loss: the routers of model type llama4_text are not known"):
+        Routers(experts_model("llama4_text", torch.float32), ExpertsConfig(z_loss=0.1))
+
+
+def test_routers_are_read_in_one_graph() -> None:
+    model = experts_model("qwen3_moe", torch.float32)
+    model.set_experts_implementation("flatout")
+    prepare_experts(model)
+    routers = Routers(model, ExpertsConfig(balance_loss=0.1))
+    blocks = [layer.mlp for layer in model.model.layers]
+    torch._dynamo.reset()
+    x = torch.randn(1, 17, 32)
+    expected = [block(x) for block in blocks]
+    counted = [one.flatout_routed[1].clone() for one in routers.layers]
+    for block in blocks:
+        block.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    blocks[0](torch.randn(1, 33, 32))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for block, other, router, choices in zip(blocks, expected, routers.layers, counted, strict=True):
+            torch.testing.assert_close(block(x), other)
+            assert torch.equal(router.flatout_routed[1], choices)
+            (grad,) = torch.autograd.grad(router.flatout_routed[0].logsumexp(-1).sum(), router.weight)
+            assert bool(grad.any())

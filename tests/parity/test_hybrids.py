@@ -1,0 +1,84 @@
+"""Hybrids packed: masked tokens keep convolutions apart, kernels that know the boundaries keep recurrences apart."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_table import LENGTHS, documents, gradients, plain_loss, tiny
+
+from flatout.config.schema import ModelConfig
+from flatout.errors import UsageError
+from flatout.models.arch_quirks import choose_layout
+from flatout.models.head import packed_loss
+from flatout.models.load.model import LoadedModel, load_model
+from flatout.models.packed import flatten_samples, padded_num_boundaries
+from flatout.models.selftest import check_packing
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+CONVOLUTIONS = ["lfm2", "lfm2_moe", "lfm3"]
+# by the packages that their recurrences need
+RECURRENT = {
+    "qwen3_5_text": ("fla",), "qwen3_next": ("fla",), "olmo_hybrid": ("fla",),
+    "bamba": ("mamba_ssm", "causal_conv1d"), "granitemoehybrid": ("mamba_ssm", "causal_conv1d"),
+}  # fmt: skip
+
+
+def load(folder: Path, model_type: str, device: torch.device, precision: Any, rows: bool = False) -> LoadedModel:
+    tiny(model_type).save_pretrained(folder)
+    config = ModelConfig(name=str(folder), init="random", precision=precision)
+    loaded = load_model(config, method="full", device=device, seed=0, rows=rows)
+    loaded.model.eval()
+    return loaded
+
+
+@pytest.mark.parametrize("num_boundaries", [None, padded_num_boundaries(len(LENGTHS))])
+@pytest.mark.parametrize("model_type", CONVOLUTIONS)
+def test_convolutions_pack_exactly_without_a_kernel(tmp_path: Path, model_type: str, num_boundaries: Any) -> None:
+    loaded = load(tmp_path, model_type, CPU, "fp64")
+    assert choose_layout(loaded.model.config, "auto").layout == "packed"
+    assert "packed = alone within 0.0e+00" in check_packing(loaded)
+    ours = packed_loss(loaded.model, flatten_samples(documents(), num_boundaries=num_boundaries)).loss_sum
+    ours_grad = gradients(loaded.model, ours)
+    truth = plain_loss(loaded.model)
+    assert ours.item() == pytest.approx(truth.item(), rel=1e-12)
+    assert float((ours_grad - gradients(loaded.model, truth)).norm() / ours_grad.norm()) < 1e-12
+
+
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_a_recurrence_without_its_kernel_takes_rows_and_says_what_to_install(model_type: str) -> None:
+    if all(map(find_spec, RECURRENT[model_type])):
+        pytest.skip("its kernels are installed")
+    choice = choose_layout(tiny(model_type), "auto")
+    assert choice.layout == "rows"
+    assert "without " in choice.reason
+    with pytest.raises(UsageError, match=r"without (flash-linear-attention|mamba-ssm)"):
+        choose_layout(tiny(model_type), "packed")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_packed_equals_rows_equals_one_by_one_on_a_gpu(
+    tmp_path: Path, model_type: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in RECURRENT[model_type]:
+        pytest.importorskip(package)
+    # kernels want heads of at least 16, and fp32 products without TF32
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+    monkeypatch.setitem(__import__("model_table").CHANGES, "qwen3_5_text", {"linear_key_head_dim": 32})
+    loaded = load(tmp_path, model_type, CUDA, precision)
+    assert "no leak between documents" in check_packing(loaded)
+    rows = load(tmp_path, model_type, CUDA, precision, rows=True)
+    with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
+        packed = packed_loss(loaded.model, flatten_samples(documents()).to(CUDA)).loss_sum
+        padded = packed_loss(rows.model, flatten_samples(documents(), row_length=max(LENGTHS)).to(CUDA)).loss_sum
+    limit = {"fp32": 1e-4, "bf16": 2e-2}[precision]
+    assert packed.item() == pytest.approx(padded.item(), rel=limit)
+    packed_grad, padded_grad = gradients(loaded.model, packed), gradients(rows.model, padded)
+    assert float((packed_grad - padded_grad).norm() / padded_grad.norm()) < 10 * limit
