@@ -19,6 +19,7 @@ from flatout.environment import ask_for_deterministic_cublas, keep_compiled_kern
 from flatout.errors import PackingError
 from flatout.models.attention import prepare as prepare_attention
 from flatout.models.bases.fp8_training import compute_scales_after_updates, convert_to_float8
+from flatout.models.bases.frozen_experts import Fp8Experts
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import CompileOutcome, compile_layers, import_compiler
 from flatout.models.compile.recompute import apply_recompute, compiling_with
@@ -261,6 +262,9 @@ def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, rep
         return FusedLayers([])
     fused = fuse_layers(loaded.model, fp8=config.base.computes_in_fp8, transposed=planned.memory.transposed_weights)
     reporter.stage("fused", fused.report)
+    if planned.memory.transposed_weights:
+        for experts in (module for module in loaded.model.modules() if isinstance(module, Fp8Experts)):
+            experts.keep_transposed()
     return fused
 
 

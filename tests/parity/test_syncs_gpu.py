@@ -12,6 +12,7 @@ import torch
 from tiny_models import save_tiny_model
 
 from flatout.checkpoint.write import Checkpoints
+from flatout.models.compile.layers import report_compilations
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
@@ -39,12 +40,17 @@ def sync_debug(mode: str) -> Iterator[None]:
 @pytest.fixture
 def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     torch._dynamo.reset()
+    has_experts = request.param.startswith("experts")
     shape = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384, "vocab_size": 512}
-    save_tiny_model(tmp_path / "model", "qwen3", **shape)
+    shape |= {"moe_intermediate_size": 128, "num_experts": 8} if has_experts else {}
+    save_tiny_model(tmp_path / "model", "qwen3_moe" if has_experts else "qwen3", **shape)
     for file in (*tiny.model_dir.glob("*token*"), *tiny.model_dir.glob("chat_template*")):
         (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
     is_low_bit = request.param == "lean"
-    adapter = {"lora": {"rank": 8, "dropout": 0.1 if request.param == "dropout" else 0.0}}
+    adapter: dict[str, Any] = {"lora": {"rank": 8, "dropout": 0.1 if request.param == "dropout" else 0.0}}
+    if has_experts:
+        adapter = {"lora": {"rank": 8, "targets": ["all-linear", "experts"]}}
+        adapter |= {"base": {"storage": "fp8"}} if request.param == "experts-fp8" else {}
     config = tiny.config(
         tmp_path / "run",
         method="full" if is_low_bit or request.param == "full" else "lora",
@@ -52,7 +58,7 @@ def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[R
         optim={"name": "adamw8bit" if is_low_bit else "adamw"},
         device="cuda",
         model={"name": str(tmp_path / "model"), "precision": "bf16"},
-        **(adapter if request.param in ("lora", "dropout") else {}),
+        **(adapter if request.param in ("lora", "dropout") or has_experts else {}),
         batch={"samples_per_step": 6, "micro_batch_tokens": 700, "max_steps": 12},
     )
     planned = plan_run(config, Reporter(), Rank())
@@ -62,17 +68,19 @@ def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[R
     made.feed.close()
 
 
-@pytest.mark.parametrize("run", ["lora", "dropout", "full"], indirect=True)
-def test_forward_and_backward_never_wait(run: Run) -> None:
+@pytest.mark.parametrize("run", ["lora", "dropout", "full", "experts", "experts-fp8"], indirect=True)
+def test_forward_and_backward_never_wait_nor_compile(run: Run) -> None:
     steps = run.feed.prefetching(run.plan.steps(), run.rank.index)
+    compiled_s: list[float] = []
     for index, step in enumerate(steps):
         run.optimizer.zero_grad(set_to_none=True)
         if index < WARM_UP_STEPS:
             accumulate_gradients(run, step)
             continue
-        with sync_debug("error"):
+        with sync_debug("error"), report_compilations(compiled_s.append):
             sums = accumulate_gradients(run, step)
         assert all(sum_.isfinite() for sum_ in sums)
+    assert not compiled_s
 
 
 def test_the_debug_mode_sees_a_wait() -> None:

@@ -133,14 +133,15 @@ class MemoryModel:
 
     @property
     def transposable_bytes(self) -> int:
-        """Bytes of a second, transposed copy of all float8 weights in fused LoRA layers; 0 if there are none.
+        """Bytes of a second, transposed copy of all float8 weights in fused LoRA layers and experts; 0 without any.
 
         See `flatout.models.lora.fused` for which layers are fused.
         """
         lora, is_fp8 = self.config.lora, self.config.method == "lora" and self.config.base.storage == "fp8"
         if not is_fp8 or self.parallel_layout.lockstep or lora.dropout or lora.dora:
             return 0
-        return sum(linear.num_weights for linear in self.shape.targeted(lora).values())
+        experts = (one.num_experts * one.num_weights for layer in self.shape.layers for one in self._grouped(layer))
+        return sum(linear.num_weights for linear in self.shape.targeted(lora).values()) + sum(experts)
 
     @property
     def num_rows(self) -> int:
@@ -313,7 +314,8 @@ class MemoryModel:
             if f"{shape.layers_path}.{index}.{linear.name}" not in transposed:
                 key = (linear.name.partition(".")[0], linear.num_in)
                 groups[key] = groups.get(key, 0) + linear.num_weights
-        stacked = (one.num_experts * one.num_weights for layer in shape.layers[:1] for one in self._grouped(layer))
+        unpacked_experts = () if self.transposed_weights else map(self._grouped, shape.layers[-1:])
+        stacked = (one.num_experts * one.num_weights for experts in unpacked_experts for one in experts)
         largest = max([*groups.values(), *stacked], default=0)
         fp8 = largest if base.storage != "model" and base.computes_in_fp8 else 0
         unpacked = largest * element if base.storage == "nf4" else 0
