@@ -47,7 +47,7 @@ def phrases(num_steps: int, samples_per_step: int) -> Samples:
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     """This process's part of the run; the figures on the first rank."""
     launched_s, found = time.time(), {}
-    overrides = ["method=full", "model.init=random", "optim.lr=3e-4", "schedule.warmup_steps=20"]
+    overrides = ["method=full", "model.init=random", "optim.lr=3e-4", f"schedule.warmup_steps={args.steps // 10}"]
 
     def after(run: Any, _: Any) -> None:
         found["peak_gib"] = on_each_rank(run, gib("max_memory_allocated"))

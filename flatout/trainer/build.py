@@ -66,7 +66,7 @@ def build_run(
     """
     device = choose_device(config.wanted_device, rank)
     loaded, planned = load_or_replan(config, planned, checkpoints.group, reporter, rank, objective)
-    fused = fuse_adapters(loaded, config, planned, reporter)
+    fused = replace_layers(loaded, config, planned, reporter)
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, size_buckets=size_buckets)
     eval_feeds = tuple(Feed(each.store, device, max_documents=each.max_documents) for each in planned.eval_sets)
@@ -194,10 +194,6 @@ def load_trainable(
         # adapters take the base's dtype
         loaded.model.to(dtype)
     make_trainable(loaded, config, reporter, token_ids)
-    if config.full.compute != "model":
-        shards = planned.parallel_layout.lockstep
-        line = convert_to_float8(loaded.model, config.full.compute, compile_mode=config.compile, shards=shards)
-        reporter.stage("fp8", line)
     if waits:
         loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype))
         with loaded.present():
@@ -252,9 +248,13 @@ def make_trainable(loaded: LoadedModel, config: Config, reporter: Reporter, toke
         reporter.stage("freeze", unreached)
 
 
-def fuse_adapters(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:
-    """Fuse LoRA layers with the same input into one product; none for full fine-tuning or sharded weights."""
+def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:
+    """Fuse LoRA layers with the same input into one product, without sharded weights; full fine-tuning: fp8 layers."""
     reporter.phase("preparing layers")
+    if config.full.compute != "model":
+        shards = planned.parallel_layout.lockstep
+        line = convert_to_float8(loaded.model, config.full.compute, compile_mode=config.compile, shards=shards)
+        reporter.stage("fp8", line)
     if config.method == "full":
         return FusedLayers([])
     if planned.parallel_layout.lockstep:

@@ -8,7 +8,7 @@ import torch
 
 KERNEL_TESTS = {
     "test_attention_flash", "test_attention_forms", "test_fp8_products", "test_fused_lora", "test_head_tiled",
-    "test_host_rows_gpu", "test_nf4", "test_nf4_kernel", "test_nf4_linear",
+    "test_host_rows_gpu", "test_moe_kernel", "test_nf4", "test_nf4_kernel", "test_nf4_linear",
 }  # fmt: skip
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -21,7 +21,7 @@ from flatout.models.packed import flatten_samples
 from flatout.planner.layout import ALONE
 from flatout.planner.memory.estimate import MemoryModel, MicroBatchSize
 from flatout.track.callback import Reporter
-from flatout.trainer.build import fuse_adapters
+from flatout.trainer.build import replace_layers
 from flatout.trainer.model_shape import make_shape
 
 CPU = torch.device("cpu")
@@ -167,7 +167,7 @@ def test_the_run_keeps_weights_turned_where_the_plan_says(tmp_path):
         model = adapted_model(tmp_path, Fp8Linear)
         planned = SimpleNamespace(parallel_layout=ALONE, memory=SimpleNamespace(transposed_weights=transposed))
         config = make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}})
-        report = fuse_adapters(SimpleNamespace(model=model), config, planned, Reporter()).report
+        report = replace_layers(SimpleNamespace(model=model), config, planned, Reporter()).report
         assert ("transposed once" in report) == transposed
 
 

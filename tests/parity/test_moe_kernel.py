@@ -131,26 +131,34 @@ def test_sums_of_slots_leave_out_rows_of_no_expert(kind, weighted):
 def test_swiglu_and_its_gradients():
     from flatout.kernels.moe.triton import swiglu, swiglu_backward
 
-    num_rows, width, num_experts = 33, 40, 3
+    num_rows, width = 33, 40
     gate_up, grad, weights = values(num_rows, 2 * width), values(num_rows, width), torch.rand(num_rows, device=DEVICE)
-    experts = torch.arange(num_rows, device=DEVICE) % num_experts
+    truth = reference.swiglu_backward(gate_up.double(), grad.double(), weights.double())
     leaf = gate_up.double().requires_grad_()
-    gate, up = leaf.chunk(2, -1)
-    product = torch.nn.functional.silu(gate) * up
-    (product * weights[:, None] * grad).sum().backward()
-    product = product.detach()
-    for scaled in (False, True):
-        scales = [torch.rand(num_experts, size, device=DEVICE) + 0.5 if scaled else None for size in (width, 2 * width)]
-        forward = swiglu(gate_up, scales[0], experts)
-        backward = swiglu_backward(gate_up, grad, weights, scales[1], experts)
-        require_close(forward[0], product)
-        require_close(backward[0], product)
-        require_close(backward[1], leaf.grad)
-        require_close(backward[2], (product * grad).sum(1))
-        if scaled:
-            for (quantized, scale), truth, factors in zip(
-                (forward[1:], backward[3:]), (product, leaf.grad), scales, strict=True
-            ):
-                dense = quantized.double() * scale[:, None]
-                expected = truth * factors[experts]
-                assert float((dense - expected).norm()) <= FP8_TOLERANCE * float(expected.norm())
+    (reference.swiglu(leaf) * weights[:, None] * grad).sum().backward()
+    require_close(truth[1], leaf.grad)
+    require_close(swiglu(gate_up), truth[0])
+    for ours, theirs in zip(swiglu_backward(gate_up, grad, weights), truth, strict=True):
+        require_close(ours, theirs)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_in_float8_are_multiplied_by_their_experts_scales(kind, scaled):
+    from flatout.kernels.moe.triton import quantize_rows as quantize
+
+    num_tokens, k, num_experts, width = 40, 2, 4, 56
+    routing = routed(kind, num_tokens, k, num_experts)
+    rows = values(num_tokens * k, width)
+    scale = torch.rand(num_experts, width, device=DEVICE) + 0.5 if scaled else None
+    expected = rows.double() * (scale[reference.row_experts(routing)] if scaled else 1.0)
+    quantized, row_scale = quantize(rows, routing, scale)
+    error = (quantized.double() * row_scale[:, None] - expected)[: int(routing.offsets[-1])]
+    assert float(error.norm()) <= FP8_TOLERANCE * float(expected.norm())
+
+
+def test_transposed_bytes():
+    from flatout.kernels.moe.triton import transpose_bytes
+
+    weight = values(3, 150, 272).to(torch.float8_e4m3fn)
+    assert torch.equal(transpose_bytes(weight).view(torch.uint8), weight.view(torch.uint8).transpose(1, 2))

@@ -58,7 +58,7 @@ def test_rows_equal_packed(tiny: Any, tmp_path: Path, method: str, attention: st
         run.feed.close()
     for packed, rows in zip(*found, strict=True):
         assert torch.nn.functional.cosine_similarity(packed, rows, dim=0) > 0.995
-        assert rows.norm() == pytest.approx(packed.norm().item(), rel=0.02)
+        assert rows.norm().item() == pytest.approx(packed.norm().item(), rel=0.02)
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

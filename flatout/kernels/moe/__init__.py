@@ -103,8 +103,10 @@ def swiglu_backward(rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Te
 
 
 @cache
-def register_ops() -> None:
-    """Register torch.ops.flatout.moe_*; call before the first use of this package's operations."""
+def register_ops() -> torch.library.Library:
+    """Register torch.ops.flatout.moe_*, which the result keeps; call before the first use of these operations."""
+    # `custom_op` would take several times as long per call, which short micro-batches cannot hide
+    library = torch.library.Library("flatout", "FRAGMENT")
     routing = "Tensor order, Tensor offsets, Tensor inverse, Tensor tiles"
     low = "Tensor? low, Tensor? low_weight"
     for name, schema, run, fake in (
@@ -132,8 +134,10 @@ def register_ops() -> None:
             _empty_swiglu_backward,
         ),
     ):
-        operator = torch.library.custom_op(f"flatout::moe_{name}", run, mutates_args=(), schema=schema)
-        operator.register_fake(fake)
+        library.define(f"moe_{name}{schema}")
+        library.impl(f"moe_{name}", run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"flatout::moe_{name}", fake, lib=library)
+    return library
 
 
 def _has_kernels(*sides: Tensor) -> bool:

@@ -80,14 +80,13 @@ def fitting_linears(model: PreTrainedModel) -> tuple[set[nn.Linear], int]:
     They are the decoder's plain ones with valid sizes, except routers and all in the first and the last layer, which
     are the most sensitive to rounding. The head is not in a decoder layer.
     """
-    first, *inner, last = decoder_layers(model) if len(decoder_layers(model)) > 1 else (nn.Module(), nn.Module())
-    named = [(path, module) for layer in (first, *inner, last) for path, module in layer.named_modules()]
-    linears = {module: path for path, module in named if type(module) is nn.Linear}
-    outer = {module for layer in (first, last) for module in layer.modules()}
+    layers = decoder_layers(model)
+    linears = {m: path for layer in layers for path, m in layer.named_modules() if type(m) is nn.Linear}
+    inner = {module for layer in layers[1:-1] for module in layer.modules()}
     fitting = {
         linear
         for linear, path in linears.items()
-        if linear not in outer
+        if linear in inner
         and path.rpartition(".")[2] not in _ROUTERS
         and linear.in_features % MULTIPLE == linear.out_features % MULTIPLE == 0
     }

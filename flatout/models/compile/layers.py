@@ -149,8 +149,9 @@ def _compile(
     # read here, as a sharded layer has other parameters during a pass
     trained = {layer: list(trainable_parameters(layer).values()) for layer in layers}
     every = list(trainable_parameters(model).values())
-    # a single row has a graph of its own
-    warm_up = [*_WARM_UP_LENGTHS, *([_WARM_UP_LENGTHS[0][:1]] if loaded.rows else ())]
+    # a single row has a graph of its own, which must be dynamic as well
+    single = [lengths[:1] for lengths in _WARM_UP_LENGTHS] if loaded.rows else []
+    warm_up = [*_WARM_UP_LENGTHS, *single]
     batches = [
         random_batch(model, lengths, num_boundaries, row_length=packed_size([max(lengths)])[0] if loaded.rows else None)
         for lengths in warm_up

@@ -129,6 +129,9 @@ SAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
 SHOWN_BY: dict[str, str] = {
     "gpus": "test_several_gpus_are_refused_in_one_process",
     "eval.temperature": "unit/trainer/test_answers.py",
+    "model.experts": "parity/test_experts.py",
+    "experts.balance_loss": "unit/trainer/test_experts_runs.py",
+    "experts.z_loss": "unit/trainer/test_experts_runs.py",
     "deterministic": "test_deterministic_runs_are_equal_to_the_bit",
     "memory": "test_more_memory_never_gives_less",
     "deepspeed": "distributed/test_deepspeed.py",
