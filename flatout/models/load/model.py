@@ -103,24 +103,13 @@ def load_model(
     if not rows:
         choose_layout(text_config, "packed")
     choice = choose_attention(config.attention, text_config, device=device, dtype=compute_dtype)
-    attention: Implementation | Literal["transformers"] = choice.implementation
-    reason = choice.reason
     register(choice.implementation)
     options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": registered_name(choice.implementation)}
     register_experts()
     options["experts_implementation"] = IMPLEMENTATION if config.experts == "auto" else "eager"
     with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER):
-        try:
-            model, unused = _make_model(config, storage, copy(model_config), options, device, seed, on_host, keep_dense)
-        except KeyError as error:
-            if options["attn_implementation"] not in str(error):
-                raise
-            reason = "its attention does not go through transformers' attention interface"
-            if not rows or config.attention != "auto":
-                remedy = "set batch.layout: auto and model.attention: auto"
-                raise PackingError(f"model type {text_config.model_type}: {reason}; {remedy}") from error
-            attention, options["attn_implementation"] = "transformers", None
-            model, unused = _make_model(config, storage, model_config, options, device, seed, on_host, keep_dense)
+        made = _make_attending(config, storage, model_config, options, rows, device, seed, on_host, keep_dense)
+        model, unused, own = made
         grow_vocabulary(model, num_rows, seed=seed)
     if method == "lora":
         model.requires_grad_(False)
@@ -128,7 +117,8 @@ def load_model(
     experts = prepare_experts(model)
     rope = scale_by_document(model)
     dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
-    report = _report(config, model, dtypes, f"attention {attention}: {reason}", unused)
+    described = f"transformers: {own}" if own else f"{choice.implementation}: {choice.reason}"
+    report = _report(config, model, dtypes, f"attention {described}", unused)
     if source_format and config.init == "pretrained":
         report.append(f"the files' {source_format} weights are dequantized")
     report += [line for line in (experts, rope) if line]
@@ -138,7 +128,7 @@ def load_model(
         model=model,
         dtype=compute_dtype,
         autocast=weight_dtype != compute_dtype,
-        attention=attention,
+        attention="transformers" if own else choice.implementation,
         report=tuple(report),
         rows=rows,
     )
@@ -214,6 +204,25 @@ def dequantized_method(config: Any) -> str | None:
     """Return the format of quantized weights that transformers dequantizes on load, as `read_config` set it."""
     quantization = getattr(config, "quantization_config", None)
     return quantization["quant_method"] if isinstance(quantization, dict) and quantization.get("dequantize") else None
+
+
+def _make_attending(
+    config: ModelConfig, storage: str, model_config: Any, options: dict[str, Any], rows: bool, *rest: Any
+) -> tuple[PreTrainedModel, list[str], str | None]:
+    """Make the model as `_make_model` does; with rows, if need be with its own attention, and return why.
+
+    Raises PackingError if documents are packed, or an attention is configured, and the model only has its own.
+    """
+    try:
+        return (*_make_model(config, storage, copy(model_config), options, *rest), None)
+    except KeyError as error:
+        if options["attn_implementation"] not in str(error):
+            raise
+        reason = "its attention does not go through transformers' attention interface"
+        if not rows or config.attention != "auto":
+            remedy = "set batch.layout: auto and model.attention: auto"
+            raise PackingError(f"model type {model_config.model_type}: {reason}; {remedy}") from error
+        return (*_make_model(config, storage, model_config, {**options, "attn_implementation": None}, *rest), reason)
 
 
 def _make_model(
