@@ -114,14 +114,12 @@ def load_model(
     if method == "lora":
         model.requires_grad_(False)
     model.train()
-    experts = prepare_experts(model)
-    rope = scale_by_document(model)
+    changes = (prepare_experts(model), scale_by_document(model))
     dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
-    described = f"transformers: {own}" if own else f"{choice.implementation}: {choice.reason}"
-    report = _report(config, model, dtypes, f"attention {described}", unused)
+    report = _report(config, model, dtypes, f"transformers: {own}" if own else ": ".join(choice), unused)
     if source_format and config.init == "pretrained":
         report.append(f"the files' {source_format} weights are dequantized")
-    report += [line for line in (experts, rope) if line]
+    report += [line for line in changes if line]
     if storage != "model":
         report += quantized.describe_storage(model, storage)
     return LoadedModel(
@@ -308,7 +306,7 @@ def _report(config: ModelConfig, model: PreTrainedModel, dtypes: str, attention:
     source = "random weights" if config.init == "random" else "pretrained"
     lines = [
         f"{Path(config.name).name}: {model.config.model_type}, {num_weights(model):,} parameters, {source}, {dtypes}",
-        attention,
+        f"attention {attention}",
     ]
     if unused:
         lines.append(f"{len(unused)} weights in the files are unused by this model: {', '.join(unused[:3])}")
