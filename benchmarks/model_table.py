@@ -1,6 +1,6 @@
 """Every language model of the installed transformers, tiny and random: how flatout trains it, and how exactly.
 
-    python benchmarks/model_table.py [--only NAME ...] [--again] [--seconds 120]
+    python benchmarks/model_table.py [--only NAME ...] [--again] [--no-graphs] [--seconds 120]
 
 Each model type of transformers' causal and image-text-to-text mappings gets a process of its own with a time limit.
 Plain transformers, one document at a time in fp64 (fp32 where it has none), says whether the model trains at all and
@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             "hy_v4",
             "glm4_moe_lite",
             "minicpm3",
+            "mistral4",
             "youtu",
         ),
         _LATENT,
@@ -131,7 +133,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "n_layers": 2,
         "n_heads": 4,
         "max_seq_len": 128,
-        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2},
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48},
     },
     "dots1": {"num_key_value_heads": 2, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -179,8 +181,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "solar_open": {"intermediate_size": 48},
+    "xlstm": {"autocast_kernel_dtype": "float32", "eps": 1e-12},
     "zaya": {"num_experts_per_tok": 1},
 }
+# text models that rotate by time, height and width, though their default configuration does not say so
+_MROPE = ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl")
 _IDS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "vision_start_token_id",
         "vision_end_token_id", "image_token")  # fmt: skip
 
@@ -229,7 +234,7 @@ def _tiny_text(text: Any) -> dict[str, Any]:
                 values[name] = [value[index] for index in chosen]
     values |= CHANGES.get(text.model_type, {})
     rope = given.get("rope_parameters")
-    if isinstance(rope, dict) and "mrope_section" in rope:
+    if isinstance(rope, dict) and ("mrope_section" in rope or text.model_type.removesuffix("_text") in _MROPE):
         # a section for time, height and width, of half the rotated part of a head
         half = int(values["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2 if "head_dim" in values else 4
         values["rope_parameters"] = {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
@@ -302,7 +307,7 @@ def measure(model_type: str) -> dict[str, Any]:
                 return {"counts": True, "precision": "fp64", **_trained(folder, "fp64")}
             except (FlatoutError, RuntimeError) as error:
                 # some layers are fp32 whatever the model is
-                if "dtype" not in str(error) and "nan" not in str(error):
+                if not any(word in str(error) for word in ("dtype", "nan", "overflow")):
                     raise
                 return {"counts": True, "precision": "fp32", **_trained(folder, "fp32")}
         except FlatoutError as refused:
@@ -345,7 +350,6 @@ def _trained(folder: str, precision: Any) -> dict[str, Any]:
     slack = 1 if precision == "fp64" else 100
     if row["loss_error"] > slack * MOST_LOSS_ERROR or row["gradient_error"] > slack * MOST_GRADIENT_ERROR:
         row["refused"] = f"INEXACT: loss {row['loss_error']:.0e}, gradient {row['gradient_error']:.0e}"
-    row["graph"] = _graph(folder)
     return row
 
 
@@ -364,12 +368,12 @@ def _load(folder: str, method: Any, precision: Any) -> LoadedModel:
             rows = True
 
 
-def _graph(folder: str) -> str:
+def graph(model_type: str) -> str:
     """Return `yes` if every decoder layer is one graph for the compiler, else the reason; with transformers' attention,
     as ours for the CPU reads the documents' boundaries on the host."""
     import torch._dynamo
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = tiny(model_type)
     model = auto_class(config).from_config(config, dtype=torch.float32).eval()
     torch._dynamo.reset()
     for layer in decoder_layers(model):
@@ -383,8 +387,8 @@ def _graph(folder: str) -> str:
     return "yes"
 
 
-def run_apart(model_type: str, seconds: float) -> dict[str, Any]:
-    """Measure in a forked process, which is ended after `seconds`."""
+def run_apart(function: Callable[[str], Any], model_type: str, seconds: float) -> Any:
+    """Return what a function returns in a forked process, or as text why it did not within `seconds`."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
@@ -392,19 +396,18 @@ def run_apart(model_type: str, seconds: float) -> dict[str, Any]:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.dup2(null, 2)
-        sender.send(measure(model_type))
+        sender.send(function(model_type))
 
     process = context.Process(target=work)
     process.start()
     sender.close()
     try:
         if not receiver.poll(seconds):
-            return {"counts": True, "refused": f"not done after {seconds:g} s"}
-        row: dict[str, Any] = receiver.recv()
-        return row
+            return f"not done after {seconds:g} s"
+        return receiver.recv()
     except EOFError:
         process.join()
-        return {"counts": True, "refused": f"the process ended with code {process.exitcode}"}
+        return f"the process ended with code {process.exitcode}"
     finally:
         process.kill()
         process.join()
@@ -427,16 +430,20 @@ def page(results: dict[str, Any]) -> str:
         f"**{len(trained)} of {len(counted)}** that transformers itself can train are trained by flatout "
         f"({len(trained) / len(counted):.1%}): {packed} packed, {len(trained) - packed} in rows.",
         "",
+        f"{sum('earlier' in row for row in rows.values())} of these results are of an earlier commit (`earlier` in",
+        "`benchmarks/results/models.json`); `--again` measures a model once more.",
+        "",
         "* layout: `packed` documents in one stream, or each as a padded row (`batch.layout`)",
         "* loss, gradient: the larger relative difference to plain transformers of the two methods",
-        "* graph: each decoder layer is one graph for the compiler",
-        "* adapters: names of the linear layers that LoRA targets",
+        "* graph: each decoder layer is one graph for the compiler; `?`: not measured; `no`: also if tracing takes too",
+        "  long",
+        "* adapters: names of the linear layers that `lora.targets: all-linear` reaches, without 3-D expert tensors",
         "",
         "| model type | layout | loss | gradient | graph | adapters |",
         "|---|---|---|---|---|---|",
         *(
             f"| {name} | {row['layout']} | {row['loss_error']:.0e} | {row['gradient_error']:.0e} | "
-            f"{'yes' if row['graph'] == 'yes' else 'no'} | {', '.join(row['targets']) or 'none'} |"
+            f"{_graph(row)} | {', '.join(row['targets']) or 'none'} |"
             for name, row in trained.items()
         ),
         "",
@@ -448,13 +455,18 @@ def page(results: dict[str, Any]) -> str:
         "",
         "## Not counted",
         "",
-        "transformers cannot train these with a tiny configuration on the CPU, or they are not causal language models.",
+        "transformers cannot train these with the tiny configuration on the CPU, some because the script does not know",
+        "how to make theirs small, or they are not causal language models.",
         "",
         "| model type | reason |",
         "|---|---|",
         *(f"| {name} | {_cell(row['reason'])} |" for name, row in rows.items() if not row["counts"]),
         "",
     ])  # fmt: skip
+
+
+def _graph(row: dict[str, Any]) -> str:
+    return "?" if "graph" not in row else "yes" if row["graph"] == "yes" else "no"
 
 
 def _cell(text: str) -> str:
@@ -465,6 +477,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=model_types(), help="model types to measure")
     parser.add_argument("--again", action="store_true", help="measure those that have a result too")
+    parser.add_argument(
+        "--graphs", action=argparse.BooleanOptionalAction, default=True, help="trace decoder layers too"
+    )
     parser.add_argument("--seconds", type=float, default=120, help="time limit of one model")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -475,10 +490,14 @@ def main() -> None:
         results = {"transformers": transformers.__version__, "models": {}}
     for name in args.only:
         if args.again or name not in results["models"]:
-            results["models"][name] = row = run_apart(name, args.seconds)
-            print(name, json.dumps(row), flush=True)
-            results["models"] = dict(sorted(results["models"].items()))
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            row = run_apart(measure, name, args.seconds)
+            results["models"][name] = {"counts": True, "refused": row} if isinstance(row, str) else row
+        row = results["models"][name]
+        if args.graphs and row["counts"] and "refused" not in row and (args.again or "graph" not in row):
+            row["graph"] = run_apart(graph, name, args.seconds)
+        print(name, json.dumps(row), flush=True)
+        results["models"] = dict(sorted(results["models"].items()))
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(page(results))
 
 

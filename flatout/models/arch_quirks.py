@@ -38,6 +38,8 @@ PACKED_HYBRIDS = {
 }
 # the config field that logits are multiplied by; most architectures with such a field divide by it
 LOGITS_MULTIPLIERS = {"hyperclovax": "logits_scaling"}
+_LOGITS_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+_LOGITS_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 # vision-language models that do not scale their logits, though the config of their text part says so
 UNSCALED_LOGITS = frozenset({"aya_vision", "cohere2_vision"})
@@ -103,11 +105,10 @@ def packed_hybrid(config: Any) -> tuple[int, tuple[str, ...]]:
 
 
 def logits_scale(config: Any) -> float:
-    """Return the factor from head output to logits (muP variants: Granite, Cohere, MiniCPM3, HyperCLOVA X)."""
+    """Return the factor from head output to logits (muP variants: Granite, Cohere, Falcon-H1, HyperCLOVA X)."""
     if (field := LOGITS_MULTIPLIERS.get(config.model_type)) is not None:
         return float(getattr(config, field))
-    if (divisor := getattr(config, "logits_scaling", None)) is not None:
-        return 1.0 / float(divisor)
-    if (factor := getattr(config, "logit_scale", None)) is not None:
-        return float(factor)
+    for field in (*_LOGITS_DIVISORS, *_LOGITS_FACTORS):
+        if (value := getattr(config, field, None)) is not None:
+            return 1.0 / float(value) if field in _LOGITS_DIVISORS else float(value)
     return 1.0

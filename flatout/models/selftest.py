@@ -76,7 +76,7 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
             line = f"{_kind(loaded)} = alone within {error:.1e}, no leak between documents, head loss = cross-entropy"
             windows = (getattr(model.config.get_text_config(), name, None) for name in _WINDOWS)
             known = {window for window in windows if isinstance(window, int)} | length_limits(model)
-            limits = sorted(limit for limit in known if limit < min(longest, _MAX_LONG_TOKENS))
+            limits = sorted(limit for limit in known if 0 < limit < min(longest, _MAX_LONG_TOKENS))
             if limits:
                 line += _check_long(loaded, limits, min(2 * limits[-1], longest, _MAX_LONG_TOKENS), tolerance)
             return line
@@ -167,11 +167,10 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
 
 def has_experts(model: PreTrainedModel) -> bool:
     """Whether the model routes tokens to experts."""
-    config = model.config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    names = (name for layer in decoder_layers(model) for name, _ in layer.named_modules())
     # transformers keeps all experts of a layer in one 3-D parameter
     fused = (parameter.dim() == 3 for layer in decoder_layers(model) for parameter in layer.parameters())
-    return any(getattr(config, name, None) for name in names) or any(fused)
+    return any("expert" in name for name in names) or any(fused)
 
 
 def random_batch(
@@ -256,10 +255,11 @@ def _error(ours: torch.Tensor, truth: torch.Tensor, experts: bool, lengths: Sequ
 
     Rounding may route a token to another expert, which changes that token a lot and says nothing about packing.
     """
+    smallest = torch.finfo(truth.dtype).tiny  # logits of padding's embedding are all zero if no layer has a bias
     if experts:
-        return float(((ours - truth).norm(dim=-1) / truth.norm(dim=-1)).median())
+        return float(((ours - truth).norm(dim=-1) / truth.norm(dim=-1).clamp_min(smallest)).median())
     pairs = zip(ours.split(list(lengths)), truth.split(list(lengths)), strict=True)
-    return max(float((mine - true).norm() / true.norm()) for mine, true in pairs)
+    return max(float((mine - true).norm() / true.norm().clamp_min(smallest)) for mine, true in pairs)
 
 
 def _exact(values: torch.Tensor) -> torch.Tensor:

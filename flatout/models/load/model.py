@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +14,10 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 
 from flatout.config.schema import BaseConfig, FullConfig, ModelConfig
-from flatout.errors import CheckpointError, FlatoutError, ResourceError, UsageError, reason_of
+from flatout.errors import CheckpointError, FlatoutError, PackingError, ResourceError, UsageError, reason_of
 from flatout.io.hub import hub_errors, hub_source
 from flatout.models.arch_quirks import choose_layout
-from flatout.models.attention import AttentionChoice, Implementation, choose_attention, register, registered_name
+from flatout.models.attention import Implementation, choose_attention, register, registered_name
 from flatout.models.bases.frozen_linear import num_weights
 from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, register_experts
 from flatout.models.load import quantized
@@ -106,46 +107,40 @@ def load_model(
     options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": registered_name(choice.implementation)}
     register_experts()
     options["experts_implementation"] = IMPLEMENTATION if config.experts == "auto" else "eager"
-    with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER, attention=options["attn_implementation"]):
-        model, unused = _make_model(config, storage, model_config, options, device, seed, on_host, keep_dense)
+    with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER):
+        made = _make_attending(config, storage, model_config, options, rows, device, seed, on_host, keep_dense)
+        model, unused, own = made
         grow_vocabulary(model, num_rows, seed=seed)
     if method == "lora":
         model.requires_grad_(False)
     model.train()
-    experts = prepare_experts(model)
-    rope = scale_by_document(model)
+    changes = (prepare_experts(model), scale_by_document(model))
     dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
-    report = _report(config, model, dtypes, choice, unused)
+    report = _report(config, model, dtypes, f"transformers: {own}" if own else ": ".join(choice), unused)
     if source_format and config.init == "pretrained":
         report.append(f"the files' {source_format} weights are dequantized")
-    report += [line for line in (experts, rope) if line]
+    report += [line for line in changes if line]
     if storage != "model":
         report += quantized.describe_storage(model, storage)
     return LoadedModel(
         model=model,
         dtype=compute_dtype,
         autocast=weight_dtype != compute_dtype,
-        attention=choice.implementation,
+        attention="transformers" if own else choice.implementation,
         report=tuple(report),
         rows=rows,
     )
 
 
 @contextmanager
-def library_errors(what: str, remedy: str = "", *, attention: str = "") -> Iterator[None]:
-    """Turn what a library raises for a user's files into a UsageError of one sentence: `what`, reason, `remedy`.
-
-    A KeyError for `attention`, a registered name, means that the model does not use transformers' interface for it.
-    """
+def library_errors(what: str, remedy: str = "") -> Iterator[None]:
+    """Turn what a library raises for a user's files into a UsageError of one sentence: `what`, reason, `remedy`."""
     try:
         yield
     except (FlatoutError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        reason = reason_of(error)
-        if attention and isinstance(error, KeyError) and attention in str(error):
-            reason = "its attention does not go through transformers' attention interface, so it cannot be packed"
-        raise UsageError(f"{what}: {reason}{remedy}") from error
+        raise UsageError(f"{what}: {reason_of(error)}{remedy}") from error
 
 
 def weight_dtype_of(method: Literal["lora", "full"], full: FullConfig, compute_dtype: torch.dtype) -> torch.dtype:
@@ -207,6 +202,25 @@ def dequantized_method(config: Any) -> str | None:
     """Return the format of quantized weights that transformers dequantizes on load, as `read_config` set it."""
     quantization = getattr(config, "quantization_config", None)
     return quantization["quant_method"] if isinstance(quantization, dict) and quantization.get("dequantize") else None
+
+
+def _make_attending(
+    config: ModelConfig, storage: str, model_config: Any, options: dict[str, Any], rows: bool, *rest: Any
+) -> tuple[PreTrainedModel, list[str], str | None]:
+    """Make the model as `_make_model` does; with rows, if need be with its own attention, and return why.
+
+    Raises PackingError if documents are packed, or an attention is configured, and the model only has its own.
+    """
+    try:
+        return (*_make_model(config, storage, copy(model_config), options, *rest), None)
+    except KeyError as error:
+        if options["attn_implementation"] not in str(error):
+            raise
+        reason = "its attention does not go through transformers' attention interface"
+        if not rows or config.attention != "auto":
+            remedy = "set batch.layout: auto and model.attention: auto"
+            raise PackingError(f"model type {model_config.model_type}: {reason}; {remedy}") from error
+        return (*_make_model(config, storage, model_config, {**options, "attn_implementation": None}, *rest), reason)
 
 
 def _make_model(
@@ -288,13 +302,11 @@ def load_pretrained(
     return model, sorted(map(str, loading["unexpected_keys"]))
 
 
-def _report(
-    config: ModelConfig, model: PreTrainedModel, dtypes: str, choice: AttentionChoice, unused: list[str]
-) -> list[str]:
+def _report(config: ModelConfig, model: PreTrainedModel, dtypes: str, attention: str, unused: list[str]) -> list[str]:
     source = "random weights" if config.init == "random" else "pretrained"
     lines = [
         f"{Path(config.name).name}: {model.config.model_type}, {num_weights(model):,} parameters, {source}, {dtypes}",
-        f"attention {choice.implementation}: {choice.reason}",
+        f"attention {attention}",
     ]
     if unused:
         lines.append(f"{len(unused)} weights in the files are unused by this model: {', '.join(unused[:3])}")
