@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_models import save_tiny_model
 
 from flatout.errors import UsageError
 from flatout.trainer.run import train
@@ -14,11 +15,21 @@ from flatout.trainer.run import train
 NUM_STEPS = 40
 
 
-def bf16_config(tiny: Any, run_dir: Path, weights: str, name: str, **sections: Any) -> Any:
+@pytest.fixture(scope="module")
+def wide_model(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose rows are wide enough for moments in 8 bit."""
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    save_tiny_model(folder, "qwen3", hidden_size=64, intermediate_size=128, vocab_size=512)
+    for file in (*tiny.model_dir.glob("*token*"), *tiny.model_dir.glob("chat_template*")):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def bf16_config(tiny: Any, run_dir: Path, weights: str, name: str, model: Path, **sections: Any) -> Any:
     return tiny.config(
         run_dir,
         method="full",
-        model={"name": str(tiny.model_dir), "precision": "bf16"},
+        model={"name": str(model), "precision": "bf16"},
         full={"weights": weights},
         optim={"name": name, "lr": 1e-3},
         batch={"samples_per_step": 6, "micro_batch_tokens": 4000, "max_steps": NUM_STEPS},
@@ -28,11 +39,11 @@ def bf16_config(tiny: Any, run_dir: Path, weights: str, name: str, **sections: A
 
 
 @pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.exhaustive), "adamw8bit"])
-def test_learns_as_fp32_masters_do(tiny: Any, tmp_path: Path, metrics_of: Any, name: str) -> None:
+def test_learns_as_fp32_masters_do(tiny: Any, tmp_path: Path, metrics_of: Any, name: str, wide_model: Path) -> None:
     curves = {}
     for weights, optimizer in (("fp32", "adamw"), ("bf16", name)):
         run_dir = tmp_path / weights
-        train(bf16_config(tiny, run_dir, weights, optimizer))
+        train(bf16_config(tiny, run_dir, weights, optimizer, wide_model))
         curves[weights] = torch.tensor([record["loss"] for record in metrics_of(run_dir)])
         saved = load_file(run_dir / "checkpoints" / f"step-{NUM_STEPS}" / "model.safetensors")
         assert {tensor.dtype for tensor in saved.values()} == {torch.float32 if weights == "fp32" else torch.bfloat16}
@@ -45,10 +56,10 @@ def test_learns_as_fp32_masters_do(tiny: Any, tmp_path: Path, metrics_of: Any, n
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
-def test_a_resumed_run_ends_with_the_same_bits(tiny: Any, tmp_path: Path, name: str) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(tiny: Any, tmp_path: Path, name: str, wide_model: Path) -> None:
     checkpoint = {"every_steps": 3, "keep": 20}
     batch = {"samples_per_step": 6, "micro_batch_tokens": 4000, "max_steps": 8}
-    config = bf16_config(tiny, tmp_path / "run", "bf16", name, checkpoint=checkpoint)
+    config = bf16_config(tiny, tmp_path / "run", "bf16", name, wide_model, checkpoint=checkpoint)
     config = config.model_copy(update={"batch": config.batch.model_copy(update=batch)})
     train(config)
     shutil.copytree(tmp_path / "run", tmp_path / "again")

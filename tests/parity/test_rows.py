@@ -112,7 +112,7 @@ def test_the_self_test_finds_a_leak(tmp_path, leak):
 def test_a_layer_that_drops_the_boundaries_attends_within_its_row(tmp_path):
     loaded = load(tmp_path, "llama", "fp64")
     batch = flatten_samples(SAMPLES, row_length=32)
-    inputs = model_inputs(loaded.model, batch)
+    inputs, _ = model_inputs(loaded.model, batch)
     without = {name: value for name, value in inputs.items() if "row" not in name}
     assert len(without) < len(inputs)
     assert torch.equal(loaded.model(**inputs).logits, loaded.model(**without).logits)

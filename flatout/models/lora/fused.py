@@ -160,7 +160,8 @@ def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool =
         layer.register_forward_pre_hook(lambda _, args, name=name: record(name, args[0]))
         for name, layer in layers.items()
     ]
-    batch = flatten_samples([(np.arange(16), np.ones(16, bool))]).to(model.device)
+    # a row, which every model takes
+    batch = flatten_samples([(np.arange(16), np.ones(16, bool))], row_length=16).to(model.device)
     was_training = model.training
     try:
         with torch.no_grad():

@@ -30,14 +30,15 @@ def make_run(records: list[Any], stages: list[str], **changes: Any) -> Any:
     samples = Samples(np.array([4, 1, 7, 2]), np.array([2, 1, 3, 0]))
     layout = BatchLayout(2, 100, COST)
     plan = SimpleNamespace(
-        samples=samples, layout=layout, num_steps=2, epoch_after=lambda _: 1.0, naive_tokens=lambda _: 20
+        samples=samples, layout=layout, num_steps=2, epoch_after=lambda _: 1.0, padding_avoided=lambda _: 0.5
     )
     told = {"record": records.append, "stage": lambda name, text: stages.append(text), "event": lambda *told: None}
     reporter = SimpleNamespace(**told)
     config = SimpleNamespace(log_every_steps=1)
     values = {
         "plan": plan, "reporter": reporter, "config": config, "device": torch.device("cpu"), "dtype": torch.bfloat16,
-        "rank": SimpleNamespace(world=2), "feed": SimpleNamespace(wait_s=0.0), "progress": SimpleNamespace(elapsed_s=0),
+        "routers": None, "rank": SimpleNamespace(world=2),
+        "feed": SimpleNamespace(wait_s=0.0), "progress": SimpleNamespace(elapsed_s=0),
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
