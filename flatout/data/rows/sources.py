@@ -26,6 +26,8 @@ _SPLITS = {
     "validation": {"validation", "valid", "val", "dev"},
     "train": {"train", "training"},
 }
+# a folder with more is not a data set: a home folder, or a whole disk
+_MAX_FILES = 100_000
 _TYPES = ", ".join(row_type.removeprefix(".") for row_type in ROW_TYPES) + ", each also .xz, .gz or .zst"
 
 
@@ -103,9 +105,15 @@ def open_source(source: SourceConfig) -> RowSource:
 def _local_files(pattern: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_dir():
-        below = (Path(where) / name for where, _, names in os.walk(path) for name in names)
-        shown = (file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts))
-        files = sorted(file for file in shown if file.name not in _DESCRIPTIONS and row_type(file) is not None)
+        files, num_seen = [], 0
+        for where, folders, names in os.walk(path):
+            folders[:] = [folder for folder in folders if not folder.startswith(".")]
+            shown = [Path(where) / name for name in names if not name.startswith(".")]
+            files += [file for file in shown if file.name not in _DESCRIPTIONS and row_type(file) is not None]
+            num_seen += len(names)
+            if num_seen > _MAX_FILES:
+                raise DataError(f"{path}: over {_MAX_FILES:,} files in this folder; give a smaller one, or a glob")
+        files.sort()
         if not files:
             raise DataError(f"{path}: no data files in this folder; known types: {_TYPES}")
         return files
