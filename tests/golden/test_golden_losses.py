@@ -42,7 +42,8 @@ def this_machine() -> dict[str, str]:
         names = ("vendor_id", "cpu family", "model", "stepping", "flags")
         digest = hashlib.sha256("".join(facts.get(name, "") for name in names).encode()).hexdigest()[:16]
         processor = f"{platform.machine()} {digest}"
-    return {"torch": torch.__version__, "cpu": f"{processor} {torch.backends.cpu.get_cpu_capability()}"}
+    cpu = f"{processor} {torch.backends.cpu.get_cpu_capability()}"
+    return {"torch": torch.__version__, "cpu": cpu, "threads": str(torch.get_num_threads())}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
