@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from flatout.models.packed import PackedBatch
 TRANSFORMERS_ATTENTION = ("sdpa", "eager")
 # parts that do not read text
 _TOWER = re.compile("vision|visual|image|audio")
+# the answers of `_transforms_states`: walking all parameters in every pass would take milliseconds
+_TRANSFORMING: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def layer_list(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
@@ -89,13 +92,9 @@ def hidden_states(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
 
 def last_states(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
     """Return what a model's head reads, (B, S, D), for these keyword arguments."""
-    decoder, head = text_decoder(model), model.get_output_embeddings()
-    parts = [decoder] if head is None else [decoder, head]
-    known = {id(parameter) for part in parts for parameter in part.parameters()}
-    is_text = model.config.get_text_config() is model.config
-    # a text model may transform the states before its head, as BERT does
-    if head is None or not is_text or all(id(parameter) in known for parameter in model.parameters()):
-        states: torch.Tensor = decoder(use_cache=False, **inputs).last_hidden_state
+    head = model.get_output_embeddings()
+    if head is None or not _transforms_states(model):
+        states: torch.Tensor = text_decoder(model)(use_cache=False, **inputs).last_hidden_state
         return states
     name = next(name for name, module in model.named_modules() if module is head)
     replace_module(model, name, nn.Identity())
@@ -104,6 +103,16 @@ def last_states(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
     finally:
         replace_module(model, name, head)
     return transformed
+
+
+def _transforms_states(model: PreTrainedModel) -> bool:
+    """Whether a text model has parameters between decoder and head, as BERT does; looked up once for each model."""
+    if model not in _TRANSFORMING:
+        is_text = model.config.get_text_config() is model.config
+        ends = (text_decoder(model), model.get_output_embeddings())
+        known = {id(parameter) for end in ends for parameter in end.parameters()}
+        _TRANSFORMING[model] = is_text and any(id(parameter) not in known for parameter in model.parameters())
+    return _TRANSFORMING[model]
 
 
 def model_inputs(model: PreTrainedModel, batch: PackedBatch) -> tuple[dict[str, Any], torch.Tensor | None]:
