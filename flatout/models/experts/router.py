@@ -85,11 +85,14 @@ class Routers:
         return bool(self.balance_loss) and self._shares is None
 
     def finish_counts(self) -> None:
-        """Sum the counts over ranks; the gradients of the step use them."""
-        self._counts, counts = torch.zeros_like(self._counts), self._counts
+        """End the pass that only counts: the gradients of the step use its counts."""
+        self._set_shares()
+        self._counts = torch.zeros_like(self._counts)
+
+    def _set_shares(self) -> None:
+        """Sum the counts over ranks, unless a repeated step has done so."""
         if self._shares is None:
-            total = self._sum(counts.sum(0))
-            self._shares = total / (len(self.layers) * self._num_tokens)
+            self._shares = self._sum(self._counts.sum(0)) / (len(self.layers) * self._num_tokens)
 
     def count(self, is_padding: Tensor) -> None:
         """Count the last pass's choices of tokens, without those that are padding (T,)."""
@@ -102,10 +105,9 @@ class Routers:
         """Return a micro-batch's loss with the gradients of the routers' losses; its value is the same."""
         if not self._num_tokens:
             return loss_sum
-        if self.balance_loss and self._shares is None:
-            self.count(is_padding)
-            self.finish_counts()
         self.count(is_padding)
+        if self.balance_loss:
+            self._set_shares()
         if not (self.balance_loss or self.z_loss):
             return loss_sum
         wide = torch.promote_types(loss_sum.dtype, torch.float32)
