@@ -32,7 +32,8 @@ class Scale:
         powers = self._log_ticks(count) if self.is_log else []
         found = powers or nice_ticks(self.low, self.high, count)
         step = min((b - a for a, b in pairwise(found)), default=abs(self.high - self.low) or 1.0)
-        shares = self._share(np.array(found)).tolist()
+        # a tick at an end of the axis may round to a value beyond it
+        shares = self._share(np.array(found)).clip(0.0, 1.0).tolist()
         # values of many sizes are labelled each by its own
         return [(share, tick_label(v, v if powers else step)) for share, v in zip(shares, found, strict=True)]
 

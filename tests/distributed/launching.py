@@ -12,13 +12,15 @@ from flatout.config.read import dump_config
 
 # a bound on a hang, not a wait: each test waits for what happened
 DEADLINE_S = 600
+# those of the running test, for conftest.py, which ends what a failed test leaves
+STARTED: list[subprocess.Popen[str]] = []
 
 
 def launch(config: Any, folder: Path, options: Sequence[str] = (), **popen: Any) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     (folder / "run.yaml").write_text(dump_config(config))
     command = [sys.executable, *options, "-m", "flatout", "train", str(folder / "run.yaml")]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command,
         stderr=subprocess.STDOUT,
         text=True,
@@ -26,6 +28,8 @@ def launch(config: Any, folder: Path, options: Sequence[str] = (), **popen: Any)
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **{"stdout": subprocess.PIPE, **popen},
     )
+    STARTED.append(process)
+    return process
 
 
 def settings(tiny: Any, **more: Any) -> dict[str, Any]:

@@ -138,7 +138,9 @@ def test_one_machine_listens_on_loopback_and_strangers_end_nothing(tiny: Any, tm
         wait_for_steps(run_dir, num_steps_told(run_dir) + 5)
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     (dropped,) = (event for event in events if event["kind"] == "rejected_connection")
-    assert (dropped["address"], dropped["why"]) == ("127.0.0.1", "it did not send the secret of this run")
+    assert dropped["address"] == "127.0.0.1"
+    # on a slow machine, the first to be told is one of the many
+    assert dropped["why"] in ("it did not send the secret of this run", "too many connections without the secret")
     process.terminate()
     output = process.communicate(timeout=DEADLINE_S)[0]
     assert process.returncode == 75, output

@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flatout.view.charts import (
@@ -150,6 +150,7 @@ def test_labels_of_an_axis_differ(low: float, high: float) -> None:
 
 
 @given(st.floats(1e-3, 1e12), st.integers(1, 40))
+@example(low=879609302221.1, num_ulps=1)
 def test_values_that_differ_by_rounding_have_an_axis(low: float, num_ulps: int) -> None:
     high = low
     for _ in range(num_ulps):
