@@ -19,6 +19,7 @@ from flatout.models.blocks import (
     last_states,
     model_inputs,
 )
+from flatout.models.experts.lora import num_expert_tensors
 from flatout.models.head import packed_loss
 from flatout.models.load.model import LoadedModel
 from flatout.models.packed import PackedBatch, flatten_samples
@@ -168,9 +169,7 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
 def has_experts(model: PreTrainedModel) -> bool:
     """Whether the model routes tokens to experts."""
     names = (name for layer in decoder_layers(model) for name, _ in layer.named_modules())
-    # transformers keeps all experts of a layer in one 3-D parameter
-    fused = (parameter.dim() == 3 for layer in decoder_layers(model) for parameter in layer.parameters())
-    return any("expert" in name for name in names) or any(fused)
+    return any("expert" in name for name in names) or any(map(num_expert_tensors, decoder_layers(model)))
 
 
 def random_batch(

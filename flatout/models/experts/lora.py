@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from flatout.models.bases.frozen_experts import FrozenExperts
 from flatout.models.experts.block import experts_modules
@@ -92,6 +93,15 @@ def expert_parameters(model: nn.Module) -> dict[str, tuple[str, str, Tensor | Fr
         for name, child in experts.named_children():
             if isinstance(child, FrozenExperts):
                 found[f"{plain_name(path)}.{name}"] = (path, name, child)
+    return found
+
+
+def num_expert_tensors(model: nn.Module) -> int:
+    """Count the tensors that hold all experts of a layer, as transformers keeps them; convolutions have no experts."""
+    found = 0
+    for module in model.modules():
+        own = [] if isinstance(module, _ConvNd) else module.parameters(recurse=False)
+        found += 1 if isinstance(module, FrozenExperts) else sum(parameter.dim() == 3 for parameter in own)
     return found
 
 

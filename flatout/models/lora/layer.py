@@ -22,7 +22,7 @@ from flatout.models.bases.frozen_experts import FrozenExperts
 from flatout.models.bases.frozen_linear import FrozenLinear, is_plain_linear, num_weights
 from flatout.models.blocks import layer_list, replace_module, towers
 from flatout.models.experts.block import IMPLEMENTATION, computes_experts, prepare_experts, register_experts
-from flatout.models.experts.lora import ExpertLora, expert_parameters, plain_name
+from flatout.models.experts.lora import ExpertLora, expert_parameters, num_expert_tensors, plain_name
 from flatout.models.lora.saved import SavedModule, TrainedRows, add_saved_modules, saved_modules, saved_names
 
 # a matrix of fused experts: the name of the experts module, of the parameter, and the parameter
@@ -159,8 +159,7 @@ def add_lora(
         + f"; {num_trainable:,} trainable parameters ({num_trainable / num_weights(model):.2%})",
         *saved,
     ]
-    # transformers keeps all experts of a layer in one 3-D parameter, which is not a linear layer
-    if others := sum(parameter.dim() == 3 for parameter in model.parameters()) - len(experts):
+    if others := num_expert_tensors(model) - len(experts):
         lines.append(f"{others} fused expert tensors get no adapter: add experts to lora.targets to adapt them")
     return lines
 
