@@ -85,13 +85,16 @@ class FullConfig(Section):
 
 
 class ExpertsConfig(Section):
-    """Losses on the load of routed experts; the router trains under method: full or with lora.modules_to_save."""
+    """The load of routed experts; the router trains under method: full or with lora.modules_to_save."""
 
     balance_loss: float | None = Field(default=None, ge=0)
     """Factor of the load-balancing loss (arXiv:2101.03961), normalized over the step's tokens. null: the model's
     router_aux_loss_coef if its config sets output_router_logits, as in transformers and TRL, otherwise 0."""
     z_loss: float = Field(default=0.0, ge=0)
     """Factor of the router z-loss (arXiv:2202.08906), normalized over the step's tokens."""
+    bias_update: float = Field(default=0.0, ge=0)
+    """Speed at which the routers' correction biases even out the load without a loss (arXiv:2408.15664), for models
+    that have them, such as DeepSeek-V3 (which used 0.001), and method: full. 0: they stay as they are."""
 
 
 class LoraConfig(Section):

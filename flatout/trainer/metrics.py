@@ -115,7 +115,7 @@ def _routing(run: Run, values: tuple[float, ...]) -> dict[str, Any]:
     """Return a record's fields about routed experts."""
     if run.routers is None or not values:
         return {}
-    balance, squares, *loads = values
+    balance, squares, *loads = run.routers.summary(torch.tensor(values, dtype=torch.float64)).tolist()
     return {
         "balance_loss": balance if run.routers.balance_loss else None,
         "z_loss": squares if run.routers.z_loss else None,
