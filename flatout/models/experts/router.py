@@ -150,16 +150,15 @@ class Routers:
         """The length of `sums`."""
         return 2 + len(self.layers) * self.num_experts
 
-    def summary(self, sums: Tensor) -> Tensor:
-        """Return, of the sums over ranks: both losses, each layer's largest load / mean, and its entropy, (2 + 2 L,).
+    def loads(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return, of the sums over ranks, each expert's load / mean of its layer (L, E), and each layer's entropy (L,).
 
         The entropy is that of the layer's shares of load, relative to that of equal shares, log E.
         """
         counts = sums[2:].view(len(self.layers), -1)
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
         entropy = torch.special.entr(shares).sum(1) / math.log(max(2, self.num_experts))
-        peaks = shares.amax(1) * self.num_experts
-        return torch.cat([sums[:2], peaks, entropy])
+        return shares * self.num_experts, entropy
 
     def hold_biases(self) -> None:
         """Put the biases back in their places in the model: DeepSpeed casts a model's buffers."""
