@@ -174,13 +174,14 @@ class Routers:
         """
         if not self.biases:
             return
-        counts = totals[2 - self.num_sums :].view(len(self.layers), -1)[self._biased]
+        counts = totals[2 - self.num_sums :].view(len(self.layers), -1)
         # integers, so that equal loads have a sign of 0
         moves = self.bias_update * (counts.sum(1, keepdim=True) - self.num_experts * counts).sign()
         if skip is not None:
             moves = moves.where(~skip.bool(), 0)
-        for bias, move in zip(self.biases.values(), moves, strict=True):
-            bias += move.view_as(bias)
+        # a list of layers as an index would make the host wait
+        for layer, bias in zip(self._biased, self.biases.values(), strict=True):
+            bias += moves[layer].view_as(bias)
 
     def _record(self, router: nn.Module, __: Any, output: Any) -> None:
         logits, _, chosen, *_ = output
