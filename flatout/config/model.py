@@ -77,21 +77,24 @@ class FullConfig(Section):
     """fp32 master weights, or bf16 only with stochastic rounding: a third of the memory of masters and copies."""
     compute: Literal["model", "fp8", "fp8_rowwise"] = "model"
     """fp8: run linear layers through torchao's Float8Linear, with one scale per tensor, and gather sharded weights in
-    fp8; fp8_rowwise: with one scale per row. Routers, the head, and the first and last decoder layer stay in
-    model.precision. Needs torchao and compile."""
+    fp8; fp8_rowwise: with one scale per row. Forward and input gradient of grouped experts are fp8 with one scale per
+    row. Routers, the head, and the first and last decoder layer stay in model.precision. Needs torchao and compile."""
     update: Literal["step", "backward"] = "step"
     """backward: update each weight as soon as its gradient is ready, so gradients are never all in memory; needs
     one micro-batch per step and no clipping (optim.max_grad_norm: null)."""
 
 
 class ExpertsConfig(Section):
-    """Losses on the load of routed experts; the router trains under method: full or with lora.modules_to_save."""
+    """The load of routed experts; the router trains under method: full or with lora.modules_to_save."""
 
     balance_loss: float | None = Field(default=None, ge=0)
     """Factor of the load-balancing loss (arXiv:2101.03961), normalized over the step's tokens. null: the model's
     router_aux_loss_coef if its config sets output_router_logits, as in transformers and TRL, otherwise 0."""
     z_loss: float = Field(default=0.0, ge=0)
     """Factor of the router z-loss (arXiv:2202.08906), normalized over the step's tokens."""
+    bias_update: float = Field(default=0.0, ge=0)
+    """Speed at which the routers' correction biases even out the load without a loss (arXiv:2408.15664), for models
+    that have them, such as DeepSeek-V3 (which used 0.001), and method: full. 0: they stay as they are."""
 
 
 class LoraConfig(Section):

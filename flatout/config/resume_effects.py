@@ -36,6 +36,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "changes the length of the run, and so the learning rate of all later steps": "batch.epochs batch.max_steps",
         "changes the order of samples": "batch.shuffle",
         "changes the loss": "experts.balance_loss experts.z_loss",
+        "changes the routing": "experts.bias_update",
         "changes the optimizer": "optim.name",
         "changes later updates": "optim.lr optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.max_grad_norm",
         "changes the learning rate of all later steps": "schedule.kind schedule.warmup_steps schedule.warmup_ratio "

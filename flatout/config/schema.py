@@ -262,6 +262,10 @@ class Config(Section):
             )
         if self.method == "lora" and self.full != FullConfig():
             raise ValueError("full is only for method: full")
+        if self.method == "lora" and self.experts.bias_update:
+            raise ValueError(
+                "experts.bias_update is only for method: full, as an adapter's file has no place for a router's bias"
+            )
         if self.full.update == "backward" and self.optim.max_grad_norm is not None:
             raise ValueError(
                 "full.update: backward never holds all gradients, so it cannot clip; set optim.max_grad_norm: null"

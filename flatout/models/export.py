@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,12 +40,13 @@ def save_model(
     *,
     dtype: torch.dtype | None = None,
     state: dict[str, torch.Tensor] | None = None,
+    keep: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
     """Write a plain Hugging Face folder: safetensors, config with its dtype, generation config, tokenizer.
 
     Floating weights are cast to `dtype` (None: not cast). Tied weights are written once and stay tied. `tokenizer` may
-    be None. `state` is the model's full state, already in `dtype`, if its own tensors are sharded. Raises UsageError
-    for a model with LoRA layers (merge first).
+    be None. `state` is the model's full state, already in `dtype`, if its own tensors are sharded. Those of `keep`
+    replace the ones of the same name, uncast. Raises UsageError for a model with LoRA layers (merge first).
     """
     if adapted_modules(model):
         raise UsageError("this model still has LoRA layers; merge it, or save the adapter")
@@ -54,7 +57,7 @@ def save_model(
         cast = {old: old.detach().to(dtype if old.is_floating_point() else old.dtype) for old in set(own.values())}
         state = {name: cast[old] for name, old in own.items()}
     # a copy, as transformers removes what it has written
-    model.save_pretrained(folder, state_dict=None if state is None else dict(state))
+    model.save_pretrained(folder, state_dict=None if state is None else {**state, **keep})
     if state is not None:
         config_file = folder / "config.json"
         content = json.loads(config_file.read_text(encoding="utf-8"))

@@ -23,13 +23,15 @@ def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, AdamW8bit) or getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def set_found_inf(optimizer: Any, is_bad: Tensor) -> None:
+def set_found_inf(optimizer: Any, is_bad: Tensor) -> Tensor:
     """Skip this update and all later ones once `is_bad` (0-d bool) is true, without changing weights or state.
 
-    This works as in GradScaler, but the flag stays set until `clear_found_inf`.
+    This works as in GradScaler, but the flag stays set until `clear_found_inf`. Returns the flag, 0-d fp32.
     """
     held = getattr(optimizer, "found_inf", None)
-    optimizer.found_inf = is_bad.float() if held is None else torch.maximum(held, is_bad.float())
+    flag: Tensor = is_bad.float() if held is None else torch.maximum(held, is_bad.float())
+    optimizer.found_inf = flag
+    return flag
 
 
 def clear_found_inf(optimizer: Any) -> None:

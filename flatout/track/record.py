@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+# all loads of 48 layers with 128 experts are 30 kB
+MAX_EXPERT_MAPS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -28,8 +31,9 @@ class StepRecord:
     peaks. On a CPU all are the resident size. `eta_s` is the time to completion, without later evaluations and saves.
 
     Of routed experts, by layer: `expert_peak_load` is the largest load / mean, `expert_entropy` that of the shares of
-    load relative to equal shares. `balance_loss` and `z_loss` are the routers' losses without their factors, None
-    unless trained; `loss` does not include them.
+    load relative to equal shares, and `expert_loads` each expert's load / mean, only in at most MAX_EXPERT_MAPS records
+    of a run and the last. `balance_loss` and `z_loss` are the routers' losses without their factors, None unless
+    trained; `loss` does not include them.
     """
 
     step: int
@@ -74,6 +78,7 @@ class StepRecord:
     z_loss: float | None = None
     expert_peak_load: tuple[float, ...] = ()
     expert_entropy: tuple[float, ...] = ()
+    expert_loads: tuple[tuple[float, ...], ...] = ()
     padding_share: float = 0.0
 
 

@@ -23,7 +23,7 @@ from flatout.models.bases.frozen_experts import Fp8Experts
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import CompileOutcome, compile_layers, import_compiler
 from flatout.models.compile.recompute import apply_recompute, compiling_with
-from flatout.models.experts.router import Routers
+from flatout.models.experts.router import Routers, prepare_biases
 from flatout.models.head import PackedLoss, prepare_head
 from flatout.models.load.model import LoadedModel, load_model, weight_dtype_of
 from flatout.models.load.sharded import DeferredWeights
@@ -244,6 +244,8 @@ def make_trainable(loaded: LoadedModel, config: Config, reporter: Reporter, toke
             reporter.stage("lora", f"continues from {config.lora.continue_from}")
     elif config.freeze:
         reporter.stage("freeze", freeze(model, config.freeze))
+    if config.experts.bias_update:
+        prepare_biases(model)
     if unreached := freeze_unreached(model):
         reporter.stage("freeze", unreached)
 
@@ -302,6 +304,8 @@ def shard_state(
         )
 
     wrapped, optimizer = strategy.prepare(loss, decoder_layers(loaded.model), optimizer_of_shards)
+    if loss.routers:
+        loss.routers.hold_biases()
     if config.full.compute == "fp8" and layout.lockstep and not layout.offload:
         compute_scales_after_updates(loaded.model, optimizer)
     line = f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}"

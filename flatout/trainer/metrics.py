@@ -12,7 +12,7 @@ import torch
 from flatout.planner.devices import GIB, Peak, nominal_peak
 from flatout.planner.memory.estimate import MicroBatchSize
 from flatout.planner.steps.step_plan import StepPlan
-from flatout.track.record import StepRecord
+from flatout.track.record import MAX_EXPERT_MAPS, StepRecord
 from flatout.trainer.clocks import StepClock
 from flatout.trainer.rank_meter import RankFigures, mean_figures
 from flatout.trainer.state import Run
@@ -107,20 +107,26 @@ class Meter:
             peak_reserved_memory_bytes=int(max(rank.peak_reserved_memory_bytes for rank in latest)),
             mean_peak_memory_bytes=int(sum(rank.peak_memory_bytes for rank in latest) / len(latest)),
             eta_s=run.progress.elapsed_s / (step.index + 1) * num_left,
-            **_routing(run, outcome.routers),
+            **_routing(run, step.index + 1, outcome.routers),
         )
 
 
-def _routing(run: Run, values: tuple[float, ...]) -> dict[str, Any]:
-    """Return a record's fields about routed experts."""
+def _routing(run: Run, completed: int, values: tuple[float, ...]) -> dict[str, Any]:
+    """Return the fields about routed experts of the record after so many steps; some records have all loads."""
     if run.routers is None or not values:
         return {}
-    balance, squares, *loads = values
+    balance, squares, *_ = values
+    loads, entropy = run.routers.loads(torch.tensor(values, dtype=torch.float64))
+    every, num_steps = run.config.log_every_steps, run.plan.num_steps
+    record_steps = int(every) if every >= 1 else math.ceil(every * num_steps)
+    map_steps = record_steps * math.ceil(num_steps / record_steps / MAX_EXPERT_MAPS)
+    has_map = completed % map_steps == 0 or completed == num_steps
     return {
         "balance_loss": balance if run.routers.balance_loss else None,
         "z_loss": squares if run.routers.z_loss else None,
-        "expert_peak_load": tuple(round(load, 4) for load in loads[: len(loads) // 2]),
-        "expert_entropy": tuple(round(entropy, 5) for entropy in loads[len(loads) // 2 :]),
+        "expert_peak_load": tuple(round(load, 4) for load in loads.amax(1).tolist()),
+        "expert_entropy": tuple(round(one, 5) for one in entropy.tolist()),
+        "expert_loads": tuple(tuple(round(load, 2) for load in row) for row in loads.tolist()) if has_map else (),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, with_config
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatout.checkpoint.compatibility import (
     Change,
@@ -94,10 +94,13 @@ def take_snapshot(run: Run) -> Snapshot:
     CheckpointError if replicas differ.
     """
     keeper = run.optimizer if isinstance(run.optimizer, PartitionedOptimizer) else None
-    state = {
-        "model": global_tensors(run.named_parameters, keep=run.rank.is_first, gather=keeper.weight)
+    weights = (
+        global_tensors(run.named_parameters, keep=run.rank.is_first, gather=keeper.weight)
         if keeper
-        else {name: parameter.detach() for name, parameter in run.named_parameters.items()},
+        else {name: parameter.detach() for name, parameter in run.named_parameters.items()}
+    )
+    state = {
+        "model": {**weights, **run.biases},
         "optimizer": optimizer_state(run.optimizer, run.named_parameters, keep=run.rank.is_first),
     }
     run.saver.wait()  # its thread communicates over the same group
@@ -234,13 +237,13 @@ def restore(run: Run, saved: SavedCheckpoint) -> None:
 
 def restore_weights(run: Run, saved: SavedCheckpoint) -> None:
     """Load a checkpoint's weights into the model. Raises CheckpointError if names or shapes differ."""
-    weights = saved.tensors["model"]
-    if odd := sorted(set(weights) ^ set(run.named_parameters)):
+    weights, trained = saved.tensors["model"], {**run.named_parameters, **run.biases}
+    if odd := sorted(set(weights) ^ set(trained)):
         raise CheckpointError(
             f"the checkpoint of step {saved.step} trains different parameters from this run, such as {odd[0]} "
             f"({len(odd)} differ); use the checkpoint's settings, or a different run_dir"
         )
-    for name, parameter in run.named_parameters.items():
+    for name, parameter in trained.items():
         # DeepSpeed's stage 3 empties a weight and keeps its shape in `ds_shape`
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         if weights.shapes[name] != shape:
@@ -248,7 +251,7 @@ def restore_weights(run: Run, saved: SavedCheckpoint) -> None:
                 f"{name} has shape {weights.shapes[name]} in the checkpoint of step {saved.step}, "
                 f"{shape} in this run; use the checkpoint's settings, or a different run_dir"
             )
-        if isinstance(run.optimizer, PartitionedOptimizer):
+        if isinstance(run.optimizer, PartitionedOptimizer) and isinstance(parameter, nn.Parameter):
             run.optimizer.set_weight(parameter, weights[name])
         else:
             weights.copy_into(name, parameter)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.checkpoint.write import Checkpoints
@@ -110,6 +110,11 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     state: LoopState = field(default_factory=LoopState)
     stop: StopRequest = field(default_factory=StopRequest)
+
+    @property
+    def biases(self) -> Mapping[str, Tensor]:
+        """The routers' biases that each update moves, by name."""
+        return self.routers.biases if self.routers else {}
 
     @property
     def parameters(self) -> list[nn.Parameter]:

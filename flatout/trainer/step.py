@@ -38,8 +38,8 @@ from flatout.trainer.state import Run
 class StepOutcome:
     """The result of one step. `grad_norm` is the global L2 norm before clipping. `skipped` says why no update was made.
 
-    `ranks` has what each rank measured, in their order, `routers` the values of `Routers.summary`. `ended` marks the
-    step's end on the device, for a step that the host did not wait for.
+    `ranks` has what each rank measured, in their order, `routers` the sum of `Routers.sums` over them. `ended` marks
+    the step's end on the device, for a step that the host did not wait for.
     """
 
     loss: float
@@ -87,9 +87,6 @@ def launch_step(run: Run, step: StepPlan) -> Pending:
     own = scatter_figures(figures, run.rank, loss_sum.device)
     routed = run.routers.sums if run.routers else loss_sum.new_zeros(0)
     totals = run.strategy.sum_values(torch.cat([torch.stack([loss_sum, num_correct, stop]), own, routed]))
-    if run.routers:
-        totals, routed = totals.tensor_split([len(totals) - len(routed)])
-        totals = torch.cat([totals, run.routers.summary(routed)])
     return apply_update(run, step, totals, figures)
 
 
@@ -226,7 +223,7 @@ def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures)
     """End a step: update the weights unless a total is not finite or a stop was requested.
 
     `totals` are sums over ranks: loss, correct tokens, stop requests, and what `scatter_figures` returned; `figures`
-    are this rank's. Then follows what `Routers.summary` returned.
+    are this rank's. Then follow `Routers.sums`.
     An optimizer that supports `found_inf` decides on the device, and the host reads the totals later. For any other
     optimizer, and for fp16 loss scaling, the host reads them first.
     """
@@ -238,10 +235,14 @@ def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures)
         outcome = _read_totals(run, step, lr, totals.tolist(), figures)
         if outcome is not None:
             _update(run, norm, lr)
+            if run.routers and not outcome.skipped:
+                run.routers.update_biases(totals[:-1])
         return lambda: outcome
 
-    set_found_inf(run.optimizer, ~torch.stack([totals[0], totals[-1]]).isfinite().all() | (totals[2] > 0))
+    skip = set_found_inf(run.optimizer, ~torch.stack([totals[0], totals[-1]]).isfinite().all() | (totals[2] > 0))
     _update(run, norm, lr)
+    if run.routers:
+        run.routers.update_biases(totals[:-1], skip)
     run.state.num_in_flight += 1
     read, ended = copy_to_host_async(totals)
 
@@ -285,7 +286,7 @@ def _read_totals(
 ) -> StepOutcome | None:
     """Return the step's outcome from its totals on the host; `ended` is the end of a step that it did not wait for."""
     loss_total, correct_total, num_stopping, *gathered, grad_norm = totals
-    num_routed = 2 + 2 * len(run.routers.layers) if run.routers else 0
+    num_routed = run.routers.num_sums if run.routers else 0
     gathered, routed = gathered[: len(gathered) - num_routed], gathered[len(gathered) - num_routed :]
     if num_stopping:
         # some ranks left out micro-batches: the whole step is repeated after resuming
@@ -388,6 +389,11 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
             f"step {step.index + 1}: gradient norm {grad_norm}, found after the update (full.update: backward); resume "
             "from the newest checkpoint with a lower optim.lr, or full.update: step, which checks before it updates"
         )
+    routed: list[float] = []
+    if run.routers:
+        run.routers.update_biases(run.routers.sums)
+        routed = run.routers.sums.tolist()
     loss, accuracy = loss_sum / divisor, num_correct / max(1, step.num_label_tokens)
-    outcome = StepOutcome(loss, accuracy, grad_norm, lr, ranks=(run.rank_meter.figures(run.feed.wait_s),))
+    figures = (run.rank_meter.figures(run.feed.wait_s),)
+    outcome = StepOutcome(loss, accuracy, grad_norm, lr, ranks=figures, routers=tuple(routed))
     return lambda: outcome

@@ -199,7 +199,16 @@ def bar_plot(name: str, edges: Sequence[float], counts: Sequence[float], x_name:
     return frame.plot(name, bars, [frame.tip(name, 0, middles, np.array(counts))], _ALWAYS)
 
 
-def heat_plot(row_name: str, xs: Floats, values: Floats, x_name: str, full: float, show: Show = _ALWAYS) -> str:
+def heat_plot(
+    row_name: str,
+    xs: Floats,
+    values: Floats,
+    x_name: str,
+    full: float,
+    show: Show = _ALWAYS,
+    *,
+    max_cells: int = MAX_HEAT_CELLS,
+) -> str:
     """Return one strip for each row of `values` (rows, n), from light for 0 to dark for `full` and above.
 
     Above MAX_HEAT_ROWS rows, neighbours share a strip, which shows their greatest value.
@@ -207,9 +216,7 @@ def heat_plot(row_name: str, xs: Floats, values: Floats, x_name: str, full: floa
     num_rows = values.shape[0]
     share = -(-num_rows // MAX_HEAT_ROWS)
     starts = np.arange(0, num_rows, share)
-    xs, values = bucket_means(
-        xs, np.fmax.reduceat(values, starts, axis=0), max(24, MAX_HEAT_CELLS // (8 + len(starts)))
-    )
+    xs, values = bucket_means(xs, np.fmax.reduceat(values, starts, axis=0), max(24, max_cells // (8 + len(starts))))
     frame = _Frame(x_scale(float(xs[0]), float(xs[-1]), WIDTH), y_scale(0.0, full, HEIGHT), x_name)
     columns = np.concatenate([[0.0], frame.across.place((xs[1:] + xs[:-1]) / 2), [WIDTH]])
     height = HEIGHT / len(starts)

@@ -12,7 +12,7 @@ import numpy as np
 from flatout.track.record import EvalRecord, StepRecord
 from flatout.track.run_log import MAX_NUMBER, RunLog
 from flatout.track.summary import after_warm_up, seconds_of
-from flatout.view.charts import Floats, Series, area_plot, figure, heat_plot, line_plot
+from flatout.view.charts import MAX_HEAT_CELLS, Floats, Series, area_plot, figure, heat_plot, line_plot
 from flatout.view.facts import measured_balance
 
 _GIB = 2**30
@@ -20,6 +20,8 @@ _GIB = 2**30
 _DARKEST_WAIT = 0.25
 # a layer whose busiest expert has this many times the mean load has the darkest color
 _DARKEST_LOAD = 8.0
+# an expert with this many times the mean load has the darkest color; one with the mean load is half as dark
+_DARKEST_EXPERT = 2.0
 # parts of a step, in their order; `other` is what they leave of it
 PARTS = ("data_wait", "forward", "backward", "gradient_sum", "checkpoint_wait", "optimizer")
 
@@ -192,7 +194,7 @@ def _waiting(run: _Run, x_names: Mapping[str, str]) -> str:
 
 
 def _experts(run: _Run, x_names: Mapping[str, str]) -> Iterator[str]:
-    """Yield how unevenly each layer's experts are used, as a strip for each layer."""
+    """Yield how unevenly each layer's experts are used, as a strip for each layer: by step, and by expert at last."""
     kept = [index for index, record in enumerate(run.log.steps) if record.expert_peak_load]
     if not kept:
         return
@@ -209,3 +211,9 @@ def _experts(run: _Run, x_names: Mapping[str, str]) -> Iterator[str]:
             for axis, x_name in x_names.items()
         ]
         yield figure(title, plots, unit=unit, is_wide=True)
+    for record in [record for record in records if any(record.expert_loads)][-1:]:
+        loads = np.clip(np.array(list(zip_longest(*record.expert_loads, fillvalue=math.nan))).T, 0.0, MAX_NUMBER)
+        places = np.arange(loads.shape[1], dtype=np.float64)
+        plot = heat_plot("layer", places, loads, "expert", _DARKEST_EXPERT, max_cells=2 * MAX_HEAT_CELLS)
+        unit = f"load / mean in step {record.step:,}; darkest: {_DARKEST_EXPERT:g} or more"
+        yield figure("Load of each expert", [plot], unit=unit, is_wide=True)

@@ -1,6 +1,7 @@
 """Real processes over gloo: N ranks take the same steps, with the same loss and weights, as one."""
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from launching import wait_for_steps
+from model_table import tiny as tiny_config_of
 from safetensors.torch import load_file
 from spawned_ranks import start_ranks
 from transformers import CONFIG_MAPPING
@@ -191,3 +193,36 @@ def test_losses_on_routers_are_those_of_one_process(tiny: Any, tmp_path: Path, m
         for name in ("loss", "grad_norm", "balance_loss", "z_loss"):
             assert other[name] == pytest.approx(one[name], rel=1e-9)
         assert other["expert_peak_load"] == one["expert_peak_load"]
+
+
+@pytest.mark.exhaustive
+# frozen parameters that a strategy would shard, and buffers
+@pytest.mark.parametrize(("family", "strategy"), [("laguna", "zero3"), ("deepseek_v3", "ddp")])
+def test_biases_of_routers_are_those_of_one_process(tiny: Any, tmp_path: Path, family: str, strategy: str) -> None:
+    changes = {"first_k_dense_replace": 1} if family == "deepseek_v3" else {}
+    shape = {**tiny_config_of(family).to_dict(), "vocab_size": 512, "max_position_embeddings": 2048, **changes}
+    CONFIG_MAPPING[family](**shape).save_pretrained(tmp_path / "model")
+    config = tiny.config(
+        tmp_path / "one",
+        method="full",
+        model={"name": str(tmp_path / "model"), "init": "random", "precision": "fp64"},
+        data={"tokenizer": str(tiny.model_dir)},
+        batch={"samples_per_step": 6, "micro_batch_tokens": 520, "max_steps": 4},
+        experts={"bias_update": 0.01},
+        checkpoint={"every_steps": 2},
+    )
+    train(config)
+    many = config.model_copy(update={"run_dir": tmp_path / "many", "strategy": strategy})
+    assert finish(start(many, tmp_path, 2)) == [0, 0]
+    # the second half again
+    shutil.rmtree(tmp_path / "many/checkpoints/step-4")
+    shutil.rmtree(tmp_path / "many/final")
+    assert finish(start(many, tmp_path, 2)) == [0, 0]
+    one, other = (load_file(tmp_path / name / "final/model.safetensors") for name in ("one", "many"))
+    biases = [name for name in one if name.endswith("e_score_correction_bias")]
+    assert biases
+    for name in biases:
+        assert torch.equal(other[name], one[name])
+        assert one[name].any()
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-6, atol=1e-9)

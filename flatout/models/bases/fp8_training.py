@@ -1,4 +1,4 @@
-"""Full fine-tuning with fp8 matrix products: replaces the decoder's linear layers by torchao's Float8Linear."""
+"""Full fine-tuning with fp8 matrix products: torchao's Float8Linear for linear layers, grouped products for experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from flatout.errors import ResourceError, UsageError
 from flatout.kernels.fp8 import MULTIPLE, has_fp8
+from flatout.models.bases.frozen_experts import CAST_TO_FP8
 from flatout.models.blocks import decoder_layers
+from flatout.models.experts.block import MATMUL, experts_modules, is_grouped
 
 # names of the linear layers that choose experts
 _ROUTERS = ("gate", "router")
@@ -23,12 +25,13 @@ def convert_to_float8(
     compile_mode: Literal["auto", "off"],
     shards: bool,
 ) -> str:
-    """Replace the layers that `fitting_linears` returns by torchao's Float8Linear; return a line for the console.
+    """Convert the layers of `fitting_linears` and the experts of `experts_to_float8`; return a line for the console.
 
     All three products are in fp8 (arXiv:2209.05433), with scales computed each time. fp8 has one per tensor (e4m3;
     output gradients e5m2): the fastest on H100-class GPUs, and if the run `shards` state, weights are gathered in fp8.
     fp8_rowwise has one per row (e4m3, powers of 2): less rounding, and weights are gathered in the compute dtype.
-    Weights keep their dtype. Call it before compiling the layers: uncompiled, the casts cost more than fp8 gains.
+    Experts always have one per row, and weight gradients in the compute dtype. Weights keep their dtype. Call it before
+    compiling the layers: uncompiled, the casts cost more than fp8 gains.
     Raises UsageError without torchao, with compile off or if no layer fits, ResourceError on a GPU without fp8.
     """
     if compile_mode == "off":
@@ -47,10 +50,11 @@ def convert_to_float8(
             f"full.compute: {compute} needs torchao; install flatout[gpu] or use full.compute: model"
         ) from error
     fitting, num_others = fitting_linears(model)
-    if not fitting:
+    num_experts = experts_to_float8(model)
+    if not fitting and not num_experts:
         raise UsageError(
-            f"full.compute: {compute} needs linear layers with widths in multiples of {MULTIPLE} between the first and "
-            "the last decoder layer; this model has none, use full.compute: model"
+            f"full.compute: {compute} needs linear layers or experts with widths in multiples of {MULTIPLE} between "
+            "the first and the last decoder layer; this model has none, use full.compute: model"
         )
     is_rowwise = compute == "fp8_rowwise"
     # torchao gathers only weights with one scale in fp8
@@ -61,8 +65,11 @@ def convert_to_float8(
         config=Float8LinearConfig.from_recipe_name("rowwise") if is_rowwise else tensorwise,
     )
     gathered = ", gathered in fp8" if shards and not is_rowwise else ""
+    num_layers = len(experts_modules(model))
+    experts = f"experts of {num_experts} of {num_layers} layers do with one per row; " if num_layers else ""
     return (
         f"{len(fitting)} linear layers compute in fp8, one scale per {'row' if is_rowwise else 'tensor'}{gathered}; "
+        f"{experts}"
         f"{num_others} do not (the first and last decoder layer, routers, other widths)"
     )
 
@@ -80,9 +87,8 @@ def fitting_linears(model: PreTrainedModel) -> tuple[set[nn.Linear], int]:
     They are the decoder's plain ones with valid sizes, except routers and all in the first and the last layer, which
     are the most sensitive to rounding. The head is not in a decoder layer.
     """
-    layers = decoder_layers(model)
+    layers, inner = decoder_layers(model), _inner_modules(model)
     linears = {m: path for layer in layers for path, m in layer.named_modules() if type(m) is nn.Linear}
-    inner = {module for layer in layers[1:-1] for module in layer.modules()}
     fitting = {
         linear
         for linear, path in linears.items()
@@ -91,3 +97,25 @@ def fitting_linears(model: PreTrainedModel) -> tuple[set[nn.Linear], int]:
         and linear.in_features % MULTIPLE == linear.out_features % MULTIPLE == 0
     }
     return fitting, len(linears) - len(fitting)
+
+
+def experts_to_float8(model: PreTrainedModel) -> int:
+    """Let forward and input gradient of experts be fp8 products, cast from their weights; return in how many layers.
+
+    They are those of grouped products with valid sizes, except in the first and the last decoder layer.
+    """
+    fitting = [
+        experts
+        for experts in experts_modules(model).values()
+        if experts in _inner_modules(model)
+        and is_grouped(experts)
+        and all(size % MULTIPLE == 0 for own in experts.parameters() if own.dim() == 3 for size in own.shape[1:])
+    ]
+    for experts in fitting:
+        setattr(experts, MATMUL, CAST_TO_FP8)
+    return len(fitting)
+
+
+def _inner_modules(model: PreTrainedModel) -> set[nn.Module]:
+    """Return all modules between the first and the last decoder layer, which are the most sensitive to rounding."""
+    return {module for layer in decoder_layers(model)[1:-1] for module in layer.modules()}

@@ -1,4 +1,4 @@
-"""Frozen weights of all experts of a layer in every storage, and their grouped products."""
+"""Weights of all experts of a layer, frozen in every storage or trained, and their grouped products."""
 
 from __future__ import annotations
 
@@ -59,6 +59,23 @@ def _fp8_matmul(scales_inputs: bool) -> ExpertsMatmul:
         return grouped_linear_fp8(dy, turned, routing, **scales(storage, True), low_weight=low_weight, **options)
 
     return ExpertsMatmul(forward, backward)
+
+
+def _cast_forward(x: Tensor, storage: Sequence[Tensor], routing: Routing, **options: Any) -> Tensor:
+    quantized, scale = quantize_rows(storage[0])
+    return grouped_linear_fp8(x, quantized, routing, out_scale=scale[..., 0], **options)
+
+
+def _cast_backward(
+    dy: Tensor, storage: Sequence[Tensor], routing: Routing, *, low_weight: Tensor | None = None, **options: Any
+) -> Tensor:
+    low_weight = None if low_weight is None else low_weight.transpose(1, 2)
+    turned, scale = quantize_rows(storage[0].transpose(1, 2))
+    return grouped_linear_fp8(dy, turned, routing, out_scale=scale[..., 0], low_weight=low_weight, **options)
+
+
+# of a trained weight: e4m3 in each pass, with scales per output in the forward and per input in the backward pass
+CAST_TO_FP8 = ExpertsMatmul(_cast_forward, _cast_backward)
 
 
 def _nf4_matmul(shape: tuple[int, int, int]) -> ExpertsMatmul:

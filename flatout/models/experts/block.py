@@ -24,6 +24,8 @@ from flatout.models.experts.gate import Gate, recognize_gate
 
 IMPLEMENTATION = "flatout"
 _GATE = "flatout_gate"
+# the products with an experts module's trained weights; DENSE without it
+MATMUL = "flatout_matmul"
 
 
 def register_experts() -> None:
@@ -165,7 +167,7 @@ def _product(experts: Any, name: str, dtype: torch.dtype) -> tuple[ExpertsMatmul
         return weight.matmul, weight.storage
     # (E, out, in) as a view, whichever way the model stores it
     weight = weight.to(dtype)
-    return DENSE, [weight.transpose(1, 2) if experts.is_transposed else weight]
+    return getattr(experts, MATMUL, DENSE), [weight.transpose(1, 2) if experts.is_transposed else weight]
 
 
 def _weights_grad(weights: Tensor, routing: Routing, by_row: Tensor, out_grad: Tensor, bias: Tensor | None) -> Tensor:

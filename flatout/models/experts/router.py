@@ -17,6 +17,8 @@ from flatout.models.experts.lora import plain_name
 
 # each router's logits and choices of the last pass
 _ROUTED = "flatout_routed"
+# what transformers calls a bias of the scores by which experts are chosen, on the router or beside it
+_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 class Routers:
@@ -31,6 +33,8 @@ class Routers:
     f and P are means over all layers, as in transformers' `load_balancing_loss_func`, which gives the same for a step
     of one micro-batch. f is a count without gradient, and has to be known before the first backward pass: a step of
     several micro-batches counts it in a forward pass of its own.
+
+    `biases` are those that `update_biases` moves, by name; empty unless `experts.bias_update` is set.
     """
 
     def __init__(self, model: PreTrainedModel, config: ExpertsConfig) -> None:
@@ -47,6 +51,13 @@ class Routers:
         if not self.layers and (self.balance_loss or self.z_loss):
             setting = "experts.balance_loss" if self.balance_loss else "experts.z_loss"
             raise UsageError(f"{setting}: the routers of model type {text.model_type} are not known; set it to 0")
+        self.bias_update = config.bias_update
+        places = _bias_places(model) if self.layers and self.bias_update else {}
+        if self.bias_update and not places:
+            what = "has no router with a correction bias, or one that is not known"
+            raise UsageError(f"experts.bias_update: model type {text.model_type} {what}; set it to 0")
+        self._model, self._biased = model, list(places.values())
+        self.biases = {path: model.get_buffer(path) for path in places}
         for router in self.layers:
             router.register_forward_hook(self._record)
         self.is_counting = False
@@ -61,6 +72,7 @@ class Routers:
         """One line for the console."""
         losses = {"balance": self.balance_loss, "z": self.z_loss}
         used = [f"{name} loss times {factor:g}" for name, factor in losses.items() if factor]
+        used += [f"{len(self.biases)} biases updated by {self.bias_update:g}"] if self.biases else []
         return f"{len(self.layers)} routers of {self.num_experts} experts: {', '.join(used) or 'no loss on the load'}"
 
     def start_step(
@@ -133,19 +145,46 @@ class Routers:
         """This rank's part of the step: both losses and all counts, fp64 (2 + L E,), to be summed over ranks."""
         return torch.cat([self._values, self._counts.flatten()])
 
-    def summary(self, sums: Tensor) -> Tensor:
-        """Return, of the sums over ranks: both losses, each layer's largest load / mean, and its entropy, (2 + 2 L,).
+    @property
+    def num_sums(self) -> int:
+        """The length of `sums`."""
+        return 2 + len(self.layers) * self.num_experts
+
+    def loads(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return, of the sums over ranks, each expert's load / mean of its layer (L, E), and each layer's entropy (L,).
 
         The entropy is that of the layer's shares of load, relative to that of equal shares, log E.
         """
         counts = sums[2:].view(len(self.layers), -1)
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
         entropy = torch.special.entr(shares).sum(1) / math.log(max(2, self.num_experts))
-        peaks = shares.amax(1) * self.num_experts
-        return torch.cat([sums[:2], peaks, entropy])
+        return shares * self.num_experts, entropy
 
-    def _record(self, router: nn.Module, _: Any, output: Any) -> None:
-        logits, _, chosen = output
+    def hold_biases(self) -> None:
+        """Put the biases back in their places in the model: DeepSpeed casts a model's buffers."""
+        for path, bias in self.biases.items():
+            module, _, name = path.rpartition(".")
+            setattr(self._model.get_submodule(module), name, bias)
+
+    @torch.no_grad()
+    def update_biases(self, totals: Tensor, skip: Tensor | None = None) -> None:
+        """Move the biases after an update: b_e += u sign(mean load - load_e) (arXiv:2408.15664, algorithm 1).
+
+        `totals` ends with the sum of `sums` over ranks; nothing changes if `skip` (0-d) is not 0.
+        """
+        if not self.biases:
+            return
+        counts = totals[2 - self.num_sums :].view(len(self.layers), -1)
+        # integers, so that equal loads have a sign of 0
+        moves = self.bias_update * (counts.sum(1, keepdim=True) - self.num_experts * counts).sign()
+        if skip is not None:
+            moves = moves.where(~skip.bool(), 0)
+        # a list of layers as an index would make the host wait
+        for layer, bias in zip(self._biased, self.biases.values(), strict=True):
+            bias += moves[layer].view_as(bias)
+
+    def _record(self, router: nn.Module, __: Any, output: Any) -> None:
+        logits, _, chosen, *_ = output
         # an attribute of each module, as a list of all would be another graph in each compiled layer
         setattr(router, _ROUTED, (logits if self.balance_loss or self.z_loss else None, chosen))
 
@@ -157,4 +196,28 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
         block = model.get_submodule(plain_name(path).rpartition(".")[0])
         beside = [module for module in block.children() if "Router" in type(getattr(module, "base", module)).__name__]
         found += beside if len(beside) == 1 else []
+    return found
+
+
+def prepare_biases(model: nn.Module) -> None:
+    """Make the routers' correction biases buffers of at least fp32: 16 bits would swallow updates.
+
+    Some are frozen parameters, which strategies would shard.
+    """
+    for path in _bias_places(model):
+        module, _, name = path.rpartition(".")
+        owner = model.get_submodule(module)
+        bias = getattr(owner, name).detach()
+        delattr(owner, name)
+        owner.register_buffer(name, bias.to(torch.promote_types(bias.dtype, torch.float32)))
+
+
+def _bias_places(model: nn.Module) -> dict[str, int]:
+    """Return the full names of the routers' correction biases, and the indices of their layers; some have none."""
+    found = {}
+    for index, path in enumerate(experts_modules(model)):
+        name = plain_name(path).rpartition(".")[0]
+        block = model.get_submodule(name)
+        held = [own for own, _ in (*block.named_parameters(), *block.named_buffers())]
+        found.update({f"{name}.{own}": index for own in held if own.rpartition(".")[2] in _BIASES})
     return found

@@ -132,6 +132,7 @@ SHOWN_BY: dict[str, str] = {
     "model.experts": "parity/test_experts.py",
     "experts.balance_loss": "unit/trainer/test_experts_runs.py",
     "experts.z_loss": "unit/trainer/test_experts_runs.py",
+    "experts.bias_update": "unit/trainer/test_bias_update.py",
     "deterministic": "test_deterministic_runs_are_equal_to_the_bit",
     "memory": "test_more_memory_never_gives_less",
     "deepspeed": "distributed/test_deepspeed.py",

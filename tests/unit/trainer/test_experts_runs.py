@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -97,8 +99,18 @@ def test_losses_on_routers_are_the_same_in_any_micro_batches(
             assert one[name] == pytest.approx(other[name], rel=1e-9)
         assert one["expert_peak_load"] == other["expert_peak_load"]
         assert len(one["expert_entropy"]) == 2
+        assert one["expert_loads"] == other["expert_loads"]
+        for loads, peak in zip(one["expert_loads"], one["expert_peak_load"], strict=True):
+            assert sum(loads) == pytest.approx(5, abs=0.05)
+            assert max(loads) == pytest.approx(peak, abs=0.006)
         assert all(0 < entropy <= 1 for entropy in one["expert_entropy"])
         # the least, with equal loads, is the number of experts per token
         assert one["balance_loss"] > 1.9
     page = run_fragment(read_run(tmp_path / "520"))
-    assert all(title in page for title in ("Load of experts", "Unevenness of experts", "Losses of routers"))
+    titles = ("Load of experts", "Unevenness of experts", "Losses of routers", "Load of each expert")
+    assert all(title in page for title in titles)
+    shown = html.unescape(page.partition("Load of each expert")[2].partition("</figure>")[0])
+    assert "load / mean in step 3" in shown
+    for layer, loads in enumerate(records[0][-1]["expert_loads"]):
+        values = ",".join(f"{load:g}" if load % 1 else f"{load:.1f}" for load in loads)
+        assert re.search(rf'"layer {layer}".*?"y":\[{re.escape(values)}\]', shown)
