@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from flatout.errors import NumericError, PackingError, UsageError, first_line
+from flatout.models.arch_quirks import packed_hybrid
 from flatout.models.blocks import (
     TRANSFORMERS_ATTENTION,
     decoder_layers,
@@ -74,6 +75,8 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
     try:
         with torch.no_grad(), torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
             error, tolerance = _check(loaded)
+            if packed_hybrid(model.config)[1]:
+                _check_backward(loaded)
             line = f"{_kind(loaded)} = alone within {error:.1e}, no leak between documents, head loss = cross-entropy"
             windows = (getattr(model.config.get_text_config(), name, None) for name in _WINDOWS)
             known = {window for window in windows if isinstance(window, int)} | length_limits(model)
@@ -137,6 +140,28 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
             "it transforms the logits in a way that flatout does not support; choose a different model"
         )
     return error, tolerance
+
+
+def _check_backward(loaded: LoadedModel) -> None:
+    """Run a backward pass to the embeddings: libraries of recurrent kernels refuse some compilers and GPUs in it."""
+    batch = random_batch(loaded.model, _LENGTHS, row_length=sum(_LENGTHS) if loaded.rows else None)
+    embedded: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0]
+
+    hook = loaded.model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            torch.autograd.grad(packed_loss(loaded.model, batch).loss_sum, embedded)
+    except RuntimeError as error:
+        raise UsageError(
+            f"model type {loaded.model.config.model_type}: its recurrent layers cannot be trained with the packages "
+            f"installed here: {first_line(error)}"
+        ) from error
+    finally:
+        hook.remove()
 
 
 def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, tolerance: float) -> str:

@@ -60,6 +60,23 @@ def test_a_recurrence_without_its_kernel_takes_rows_and_says_what_to_install(mod
         choose_layout(tiny(model_type), "packed")
 
 
+def test_kernels_that_refuse_a_backward_pass_are_found_at_the_start(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "qwen3_5_text", CPU, "fp32", rows=True)
+    assert "rows = alone" in check_packing(loaded)
+
+    def refuse(grad: torch.Tensor) -> None:
+        raise RuntimeError("install another compiler\nas this one is wrong")
+
+    def refuse_gradients(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(refuse)
+
+    norm = next(module for module in loaded.model.modules() if type(module).__name__.endswith("RMSNorm"))
+    norm.register_forward_hook(refuse_gradients)
+    with pytest.raises(UsageError, match=r"recurrent layers cannot be trained .*: install another compiler$"):
+        check_packing(loaded)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -73,7 +90,13 @@ def test_packed_equals_rows_equals_one_by_one_on_a_gpu(
     monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
     monkeypatch.setitem(__import__("model_table").CHANGES, "qwen3_5_text", {"linear_key_head_dim": 32})
     loaded = load(tmp_path, model_type, CUDA, precision)
-    assert "no leak between documents" in check_packing(loaded)
+    try:
+        assert "no leak between documents" in check_packing(loaded)
+    except UsageError as error:
+        # fla refuses a Triton with which it computes wrong gradients on this GPU
+        if "with the packages installed here" in str(error):
+            pytest.skip(str(error))
+        raise
     rows = load(tmp_path, model_type, CUDA, precision, rows=True)
     with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
         packed = packed_loss(loaded.model, flatten_samples(documents()).to(CUDA)).loss_sum
