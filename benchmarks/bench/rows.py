@@ -62,6 +62,8 @@ def _ours(name: str, shape: str, *overrides: str, aliases: tuple[str, ...] = ())
     return Row(name, "flatout", shape, {"overrides": list(overrides)}, aliases=aliases)
 
 
+_EXPERTS = "lora.targets=[q_proj,k_proj,v_proj,o_proj,gate_up_proj,down_proj]"
+
 OURS = (
     _ours("tiny", "tiny", "batch.micro_batch_tokens=8192"),
     _ours("8b-auto", "qwen3-8b"),
@@ -79,6 +81,9 @@ OURS = (
         *("base.storage=nf4", "batch.micro_batch_tokens=2048", "recompute=offload"),
         aliases=("8b-lean",),
     ),
+    # 12 of 48 layers, which every trainer can load from a disk of 64 GB
+    _ours("30b-a3b-12l-bf16", "qwen3-30b-a3b-12-layers", "batch.micro_batch_tokens=24000", _EXPERTS),
+    _ours("30b-a3b-12l-fp8", "qwen3-30b-a3b-12-layers", "base.storage=fp8", "batch.micro_batch_tokens=24000", _EXPERTS),
     _ours("0.6b-bf16", "qwen3-0.6b", "batch.micro_batch_tokens=32768", "recompute=none"),
     _ours("0.6b-auto", "qwen3-0.6b"),
     _ours("llama-1b-bf16", "llama-3.2-1b", "batch.micro_batch_tokens=32768", "recompute=none"),

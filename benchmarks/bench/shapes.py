@@ -62,6 +62,24 @@ def _llama(
     }
 
 
+_QWEN3_30B_A3B = _qwen3(
+    2048,
+    6144,
+    48,
+    32,
+    tied=False,
+    model_type="qwen3_moe",
+    architectures=["Qwen3MoeForCausalLM"],
+    num_key_value_heads=4,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+    router_aux_loss_coef=0.001,
+)
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _qwen3(64, 128, 2, 4, num_key_value_heads=2, head_dim=32, vocab_size=1024, max_position_embeddings=4096),
     # for parity gates: as wide as 0.6b, and quick
@@ -69,23 +87,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
-    "qwen3-30b-a3b": _qwen3(
-        2048,
-        6144,
-        48,
-        32,
-        tied=False,
-        model_type="qwen3_moe",
-        architectures=["Qwen3MoeForCausalLM"],
-        num_key_value_heads=4,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        router_aux_loss_coef=0.001,
-    ),
+    "qwen3-30b-a3b": _QWEN3_30B_A3B,
+    "qwen3-30b-a3b-12-layers": {**_QWEN3_30B_A3B, "num_hidden_layers": 12},
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, head_dim=64, factor=32.0, tied=True),
     # Llama 3.3's
     "llama-70b": _llama(8192, 28672, 80, 64, head_dim=128, factor=8.0, tied=False),

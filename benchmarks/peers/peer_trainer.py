@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# PEFT's names where experts are fused; Unsloth finds them by TARGETS
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 RANK = 16
 
 
@@ -58,7 +60,10 @@ def load(job: dict[str, Any], max_tokens: int) -> tuple[Any, Any, dict[str, Any]
         **(local_device(num_processes()) or {"device_map": {"": 0} if torch.cuda.is_available() else None}),
         **options,
     )
-    adapter = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, task_type="CAUSAL_LM")
+    targets = {"target_modules": TARGETS[:4], "target_parameters": EXPERTS}
+    if not job.get("experts"):
+        targets = {"target_modules": TARGETS}
+    adapter = LoraConfig(r=RANK, lora_alpha=RANK, task_type="CAUSAL_LM", **targets)
     return model, AutoTokenizer.from_pretrained(job["model_dir"]), {"peft_config": adapter}
 
 
