@@ -5,6 +5,8 @@ One JSON line a strategy, each in fresh processes:
     python benchmarks/strategies.py --gpus 2 --shape qwen3-1.7b                            # full fine-tuning
     python benchmarks/strategies.py --gpus 2 --shape qwen3-8b --strategies zero2,fsdp
     python benchmarks/strategies.py --gpus 2 --shape qwen3-8b method=lora                  # frozen weights in bf16
+    python benchmarks/strategies.py --gpus 2 --shape qwen3-30b-a3b --strategies ddp method=lora \\
+        'lora.targets=[all-linear,experts]' experts.parallel=2                             # experts on two GPUs
 
 Samples have chat-like lengths, 32 samples a step or `--samples`; the first 3 steps are left out.
 deepspeed-1 to -3 need DeepSpeed. `held_gib` is what a GPU holds between steps once the optimizer has its state,

@@ -12,7 +12,7 @@ from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError
 from flatout.optim.adamw_8bit import AdamW8bit, block_size
 from flatout.optim.flat import owners
-from flatout.parallel.shards import is_sharded, local_shard_of
+from flatout.parallel.shards import as_global, is_sharded, local_shard_of
 from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
 
 
@@ -52,7 +52,7 @@ def optimizer_state(
                 continue
             is_part = owner is not parameter and key != "step"
             part = value[offset : offset + parameter.numel()].view(parameter.shape) if is_part else value
-            tensors[f"{name}/{key}"] = part
+            tensors[f"{name}/{key}"] = part if key == "step" else as_global(part, parameter)
     return tensors
 
 

@@ -16,7 +16,7 @@ from flatout.checkpoint.manifest import Manifest, refuse_other_save
 from flatout.checkpoint.tensor_file import DTYPES, open_tensor_file
 from flatout.errors import CheckpointError
 from flatout.io.json_file import parse_json
-from flatout.parallel.shards import local_shard_of
+from flatout.parallel.shards import as_global, local_shard_of
 
 # metadata key of a sharded file; the value is JSON: tensor name -> [global shape, offset]
 PLACES = "places"
@@ -101,13 +101,13 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
         Raises CheckpointError when the shapes differ: such a state cannot be sharded like the parameter.
         """
-        if self.shapes[name] != tuple(parameter.shape):
+        if self.shapes[name] != (shape := local_shard_of(parameter).shape):
             raise CheckpointError(
-                f"{name} has shape {self.shapes[name]}, its parameter {tuple(parameter.shape)}; such a state only "
+                f"{name} has shape {self.shapes[name]}, its parameter {shape}; such a state only "
                 "loads under a strategy that does not shard it: set strategy: ddp"
             )
         tensor = torch.empty_like(parameter.detach(), dtype=self.dtype(name))
-        self.copy_into(name, tensor)
+        self.copy_into(name, as_global(tensor, parameter))
         return tensor
 
 

@@ -85,7 +85,7 @@ class FullConfig(Section):
 
 
 class ExpertsConfig(Section):
-    """The load of routed experts; the router trains under method: full or with lora.modules_to_save."""
+    """Routed experts: their load, and ranks that share them. Routers train in full or by lora.modules_to_save."""
 
     balance_loss: float | None = Field(default=None, ge=0)
     """Factor of the load-balancing loss (arXiv:2101.03961), normalized over the step's tokens. null: the model's
@@ -95,6 +95,9 @@ class ExpertsConfig(Section):
     bias_update: float = Field(default=0.0, ge=0)
     """Speed at which the routers' correction biases even out the load without a loss (arXiv:2408.15664), for models
     that have them, such as DeepSeek-V3 (which used 0.001), and method: full. 0: they stay as they are."""
+    parallel: int = Field(default=1, ge=1)
+    """Number of consecutive ranks that share each layer's fused experts (expert parallelism): each holds and trains
+    as many of them, for the tokens of all. It divides the number of ranks and of experts."""
 
 
 class LoraConfig(Section):

@@ -52,7 +52,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "the same kernels, launched together": "cuda_graphs",
         "the same steps in different micro-batches": "memory",
         "the same activations, recomputed": "recompute",
-        "the same sums over ranks in a different order": "strategy deepspeed sharding.replicas",
+        "the same sums over ranks in a different order": "strategy deepspeed sharding.replicas experts.parallel",
         "a different kernel for the same formula": "model.attention model.experts",
         "the same updates, each as soon as its gradient is ready": "full.update",
         "the same steps in different micro-batches; lora.dropout masks change": "batch.micro_batch_tokens",

@@ -318,6 +318,36 @@ class Config(Section):
             raise ValueError(f"sharding.offload needs strategy: zero2, zero3, fsdp or hsdp; got {self.strategy}")
         return self
 
+    @model_validator(mode="after")
+    def _experts_can_be_shared(self) -> Self:
+        num_ranks = self.experts.parallel
+        if num_ranks > 1 and (why := self._reason_against_sharing_experts):
+            raise ValueError(f"experts.parallel: {num_ranks} does not work with {why}; change that or set it to 1")
+        return self
+
+    @property
+    def _reason_against_sharing_experts(self) -> str | None:
+        """The setting that needs all experts on every rank, or passes of different sizes, or None."""
+        num_gpus = len(self.gpus or ())
+        return next(
+            (
+                why
+                for why, is_given in {
+                    f"strategy: {self.strategy}": self.strategy in ("single", "hsdp", "deepspeed"),
+                    f"{num_gpus} gpus, which it does not divide": num_gpus % self.experts.parallel,
+                    "model.experts: eager": self.model.experts == "eager",
+                    "model.precision: fp16": self.model.precision == "fp16",
+                    "batch.layout: rows": self.batch.layout == "rows",
+                    "optim.name: adamw8bit": self.optim.name == "adamw8bit",
+                    "full.weights: bf16": self.full.weights == "bf16",
+                    "full.update: backward": self.full.update == "backward",
+                    "sharding.offload": self.sharding.offload,
+                }.items()
+                if is_given
+            ),
+            None,
+        )
+
     @property
     def reason_against_sharding(self) -> str | None:
         """The setting that needs unsharded weights or optimizer state on every rank, or None."""

@@ -31,17 +31,23 @@ class PackedSize(NamedTuple):
 
 
 def packed_size(
-    lengths: Sequence[int], *, size_buckets: Sequence[int] = (), row_length: int | None = None
+    lengths: Sequence[int],
+    *,
+    size_buckets: Sequence[int] = (),
+    row_length: int | None = None,
+    fill_tokens: int = 0,
 ) -> PackedSize:
     """Return the padded size for documents of these lengths in tokens; padding forms a tail document.
 
     Tokens are rounded up to a multiple of 128, then to the next of `size_buckets` (ascending), if one is large enough,
-    so that a run has few sizes; the length is rounded up to a power of two. Rows are padded to `row_length` already.
+    so that a run has few sizes; the length is rounded up to a power of two. Rows are padded to `row_length` already,
+    and other streams at least to `fill_tokens`.
     """
     if row_length is not None:
         return PackedSize(len(lengths) * row_length, 1 << (max(row_length, SMALLEST_MAX_SEQLEN) - 1).bit_length())
     num_tokens = sum(lengths)
-    filled = num_tokens + -num_tokens % TOKENS_MULTIPLE
+    filled = max(num_tokens, fill_tokens)
+    filled += -filled % TOKENS_MULTIPLE
     if (bucket := bisect_left(size_buckets, filled)) < len(size_buckets):
         filled = size_buckets[bucket]
     longest = max(*lengths, filled - num_tokens, SMALLEST_MAX_SEQLEN)
@@ -136,8 +142,9 @@ def flatten_samples(
     num_boundaries: int | None = None,
     size_buckets: Sequence[int] = (),
     row_length: int | None = None,
+    fill_tokens: int = 0,
 ) -> PackedBatch:
-    """Concatenate samples into a batch on the CPU.
+    """Concatenate samples into a batch on the CPU, of at least `fill_tokens` tokens; much padding is at position 0.
 
     With `num_boundaries` (see `padded_num_boundaries`), the stream is padded to its `packed_size` by an additional
     document without labels, and the last boundary is repeated to that number. Compiled graphs then fit every batch, and
@@ -161,10 +168,12 @@ def flatten_samples(
         ]
         lengths, max_seqlen = [row_length] * len(samples), row_length
     if num_boundaries:
-        num_tokens, max_seqlen = packed_size(lengths, size_buckets=size_buckets, row_length=row_length)
-        if tail := num_tokens - sum(lengths):
-            samples = [*samples, (np.zeros(tail, np.int64), np.zeros(tail, bool))]
-            lengths.append(tail)
+        size = packed_size(lengths, size_buckets=size_buckets, row_length=row_length, fill_tokens=fill_tokens)
+        fill_tokens, max_seqlen = size
+    if (tail := fill_tokens - sum(lengths)) > 0:
+        samples = [*samples, (np.zeros(tail, np.int64), np.zeros(tail, bool))]
+        lengths.append(tail)
+        max_seqlen = max(max_seqlen, tail)
     boundaries = np.concatenate([[0], np.cumsum(lengths)])
     token_ids = np.concatenate([ids for ids, _ in samples]).astype(np.int64)
     loss_mask = np.concatenate([marks for _, marks in samples]).astype(bool)
@@ -175,7 +184,7 @@ def flatten_samples(
         cu_seqlens = np.pad(cu_seqlens, (0, num_boundaries - len(cu_seqlens)), mode="edge")
     position_ids = np.arange(len(token_ids)) - np.repeat(boundaries[:-1], lengths)
     is_padding = position_ids >= np.repeat(np.pad(real, (0, len(lengths) - len(real))), lengths)
-    if row_length is not None:
+    if row_length is not None or tail > TOKENS_MULTIPLE:
         position_ids[is_padding] = 0
     return PackedBatch(
         token_ids=torch.from_numpy(token_ids),

@@ -16,7 +16,7 @@ from flatout.environment import STORE_SOCKET, environment, master, whole_number
 from flatout.errors import PeerLostError, ResourceError, first_line
 from flatout.io.bounded_wait import BoundedWait
 from flatout.parallel.rank import Rank
-from flatout.parallel.shards import local_part
+from flatout.parallel.shards import local_part, replicas_of
 
 # PeerWatch finds lost and stuck ranks; this timeout must outlast whatever one rank does alone, such as a slow save
 TIMEOUT = timedelta(hours=12)
@@ -97,12 +97,16 @@ def join_group(
 
 
 def share_weights(model: nn.Module) -> None:
-    """Broadcast the first rank's parameters and buffers to all ranks; tensors on the meta device are skipped."""
+    """Broadcast the first rank's parameters and buffers to all ranks; tensors on the meta device are skipped.
+
+    Slices of experts are broadcast to the ranks that hold the same ones.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             # gloo does not support float8
             data = local_part(tensor)
-            dist.broadcast(data.view(torch.uint8) if data.itemsize == 1 else data, src=0)
+            data = data.view(torch.uint8) if data.itemsize == 1 else data
+            dist.broadcast(data, group_src=0, group=replicas_of(tensor))
 
 
 def leave_group() -> None:

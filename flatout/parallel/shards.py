@@ -1,4 +1,4 @@
-"""This rank's local shard of a tensor, for FSDP2's DTensors and for plain tensors."""
+"""This rank's local shard of a tensor: of FSDP2's DTensors, of slices of experts, and of plain tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 # name -> (global shape, offset of the local shard)
 Places = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -22,13 +23,44 @@ class LocalShard(NamedTuple):
     is_copy: bool = False  # another rank holds the same shard and writes it
 
 
+def mark_slice(tensor: Tensor, mesh: Any, dim: int) -> None:
+    """Mark a plain tensor as this rank's equal slice of a larger one along `dim`, over the last dimension of `mesh`.
+
+    Slices along a mesh's first dimension are replicas. The mark is an attribute: `detach` and copies drop it.
+    """
+    tensor.flatout_slice = mesh, dim  # type: ignore[attr-defined]
+
+
+def is_slice(tensor: Tensor) -> bool:
+    """Return whether the tensor has the mark of `mark_slice`."""
+    return hasattr(tensor, "flatout_slice")
+
+
+def replicas_of(tensor: Any) -> ProcessGroup | None:
+    """Return the ranks that hold the same slice; None, all ranks, for a tensor that is not sliced."""
+    group: ProcessGroup | None = tensor.flatout_slice[0].get_group(0) if is_slice(tensor) else None
+    return group
+
+
+def as_global(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return a slice, or a tensor that is one if `like` is, as a DTensor over the same memory; others as they are."""
+    marked: Any = tensor if like is None else like
+    if not is_slice(marked):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh, dim = marked.flatout_slice
+    whole: Tensor = DTensor.from_local(tensor.detach(), mesh, (Replicate(), Shard(dim)), run_check=False)
+    return whole
+
+
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether the tensor is a DTensor."""
-    return hasattr(tensor, "to_local")
+    """Return whether the tensor is a DTensor or a slice."""
+    return hasattr(tensor, "to_local") or is_slice(tensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, sharing its memory; a plain tensor is returned whole."""
+    """Return the local shard of a DTensor, sharing its memory; a plain tensor, also a slice, is returned as it is."""
     whole: Any = tensor.detach()
     part: Tensor = whole.to_local() if is_sharded(whole) else whole
     # torchao wraps weights that are gathered in fp8; an alias of one is a plain tensor
@@ -37,7 +69,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def local_shard_of(tensor: Tensor) -> LocalShard:
     """Return this rank's shard; for a plain tensor, all of it. Raises NotImplementedError for a dim sharded twice."""
-    tensor = tensor.detach()
+    tensor = as_global(tensor).detach()
     shape = tuple(tensor.shape)
     if not is_sharded(tensor):
         return LocalShard(tensor, (0,) * len(shape), shape)
@@ -83,7 +115,7 @@ def global_tensors(
     for tensor in tensors.values():
         if id(tensor) in known:
             continue
-        whole: Any = gather(tensor) if gather else tensor.detach()
+        whole: Any = gather(tensor) if gather else as_global(tensor).detach()
         if dtype is not None and whole.is_floating_point():
             whole = whole.to(dtype)
         in_parts = gather is not None or is_sharded(whole)

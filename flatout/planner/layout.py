@@ -20,7 +20,7 @@ class ParallelLayout:
     `reshard_after_forward`: a layer's gathered weights are dropped after its forward pass. `offload`: the state is kept
     in host memory. `sums_late`: gradients are unsharded until the last micro-batch. `keeps_gradients`: their memory
     stays allocated between steps. `buffers_bytes`: the strategy's additional buffers. `compiles`: layers can be
-    compiled. `reason` is a line for the console.
+    compiled. `expert_ranks` consecutive ranks share each layer's experts. `reason` is a line for the console.
     """
 
     strategy: StrategyName = "single"
@@ -33,10 +33,16 @@ class ParallelLayout:
     keeps_gradients: bool = False
     buffers_bytes: int = 0
     compiles: bool = True
+    expert_ranks: int = 1
 
     @property
     def lockstep(self) -> bool:
         """Whether passes involve every rank, so that all must run the same number of them."""
+        return self.shards_state or self.expert_ranks > 1
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether gradients and optimizer state are sharded, by any strategy."""
         return STRATEGIES[self.strategy].shards_state
 
     @property
@@ -52,13 +58,16 @@ def resolve_layout(
     config: Config, strategy: StrategyName, *, num_ranks: int, num_nodes: int, why: str
 ) -> ParallelLayout:
     """Resolve a named strategy (not `auto`) for `num_ranks` ranks. Raises UsageError if it does not fit them."""
+    expert_ranks = config.experts.parallel
     if num_ranks == 1:
         return ParallelLayout(reason="single: one rank" + (f", so not {strategy}" if strategy != "single" else ""))
     if strategy == "single":
         raise UsageError(f"strategy: single is for one rank; got {num_ranks}; set strategy: auto or start one process")
     reason = f"{strategy} over {num_ranks} ranks: {why}"
+    if expert_ranks > 1:
+        reason += f"; {expert_ranks} ranks share each layer's experts"
     if strategy == "ddp":
-        return ParallelLayout("ddp", 1, num_ranks, reason=reason)
+        return ParallelLayout("ddp", 1, num_ranks, reason=reason, expert_ranks=expert_ranks)
     if strategy == "deepspeed":
         stage = stage_of(config.deepspeed)
         return ParallelLayout(
@@ -92,4 +101,5 @@ def resolve_layout(
         offload=config.sharding.offload,
         reason=reason,
         sums_late=traits.sums_late,
+        expert_ranks=expert_ranks,
     )

@@ -126,6 +126,41 @@ class ModelShape:
         """Whether `lora.modules_to_save` has the head, or the embedding that it is tied to."""
         return lora.saves(self.head) or (self.tied and lora.keep_tied and lora.saves(self.embedding))
 
+    @property
+    def num_expert_weights(self) -> int:
+        """The parameters of all fused experts."""
+        return sum(one.num_experts * one.num_weights for layer in self.layers for one in layer.experts)
+
+    def on_one_of(self, num_ranks: int) -> ModelShape:
+        """Return the shape of what one of `num_ranks` ranks that share the experts holds, per token of its own.
+
+        It has 1 / num_ranks of the experts. Their rows have room for all slots of all ranks, as any expert may be
+        chosen by every token, and the ranks' tokens are gathered before the experts.
+        """
+        if num_ranks == 1:
+            return self
+        layers = []
+        for layer in self.layers:
+            used = sum(one.num_used * one.num_weights for one in layer.experts) // self.hidden_size
+            used += max((2 * one.num_used * self.hidden_size for one in layer.experts), default=0)
+            gathered = num_ranks * self.hidden_size if layer.experts else 0
+            layers.append(
+                replace(
+                    layer,
+                    mlp_elements=layer.mlp_elements + (num_ranks - 1) * used + gathered,
+                    unsaved_elements=num_ranks * layer.unsaved_elements,
+                    experts=tuple(replace(one, num_experts=one.num_experts // num_ranks) for one in layer.experts),
+                )
+            )
+        num_away = self.num_expert_weights // num_ranks * (num_ranks - 1)
+        return replace(self, num_params=self.num_params - num_away, layers=tuple(layers))
+
+    @property
+    def without_experts(self) -> ModelShape:
+        """The shape without fused experts, for sizes of weights alone."""
+        layers = tuple(replace(layer, experts=()) for layer in self.layers)
+        return replace(self, num_params=self.num_params - self.num_expert_weights, layers=layers)
+
     def with_rows(self, num_rows: int) -> ModelShape:
         """Return the shape with at least so many rows in embedding and head."""
         more = max(0, num_rows - self.vocab_size)
@@ -137,6 +172,23 @@ class ModelShape:
             num_params=self.num_params + more * self.hidden_size * num_ends,
             modules=tuple((name, num + (more * self.hidden_size if name in ends else 0)) for name, num in self.modules),
         )
+
+
+def check_expert_ranks(shape: ModelShape, expert_ranks: int, num_ranks: int) -> None:
+    """Raise UsageError unless groups of `expert_ranks` (experts.parallel) can share each layer's experts."""
+    counts = {matrices.num_experts for layer in shape.layers for matrices in layer.experts}
+    if expert_ranks == 1:
+        return
+    if num_ranks % expert_ranks:
+        why = f"it must divide the number of ranks (gpus, or --ranks of flatout plan); got {num_ranks}"
+    elif not shape.groups_experts or not counts:
+        found = "has no experts" if not shape.has_experts else "computes its experts by its own code"
+        why = f"model type {shape.model_type} {found}"
+    elif odd := [count for count in counts if count % expert_ranks]:
+        why = f"it must divide the number of experts; model type {shape.model_type} has {odd[0]}"
+    else:
+        return
+    raise UsageError(f"experts.parallel: {expert_ranks}: {why}; set it to 1 or a divisor of both")
 
 
 def check_positions(shape: ModelShape, longest_sample: int, *, origin: str) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from flatout.parallel.shards import flat_offset_of, is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, connect
 from flatout.planner.memory.estimate import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
+from flatout.trainer.expert_ranks import share_experts
 from flatout.trainer.feed import Feed
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
 from flatout.trainer.planning import PlannedRun, plan_run
@@ -207,19 +208,20 @@ def load_trainable(
 
 
 def weights_wait_in_files(config: Config, planned: PlannedRun, device: torch.device) -> bool:
-    """Whether each rank reads only its shard: if weights are sharded and might not fit on one GPU unsharded.
+    """Whether each rank reads only its shard: if weights or experts are split and might not fit on one GPU whole.
 
     Always for quantized sharded weights, which are held in host memory, layer by layer. Never for float8 and DoRA
     layers, which are made from whole weights on the GPU, nor for unquantized random weights, which are drawn whole.
     """
-    if not planned.parallel_layout.shards_weights or planned.memory.recompute == "offload":
+    layout = planned.parallel_layout
+    if not (layout.shards_weights or layout.expert_ranks > 1) or planned.memory.recompute == "offload":
         return False
     if config.method == "lora" and config.base.storage != "model":
-        return not config.lora.dora
+        return layout.shards_weights and not config.lora.dora
     if config.model.init != "pretrained" or config.full.compute != "model":
         return False
     if device.type != "cuda":
-        return True
+        return layout.shards_weights
     bytes_per_weight = 4 if config.method == "full" and config.full.weights == "fp32" else 2
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     return 2 * bytes_per_weight * planned.shape.num_params > total_bytes
@@ -254,13 +256,15 @@ def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, rep
     """Fuse LoRA layers with the same input into one product, without sharded weights; full fine-tuning: fp8 layers."""
     reporter.phase("preparing layers")
     if config.full.compute != "model":
-        shards = planned.parallel_layout.lockstep
+        shards = planned.parallel_layout.shards_state
         line = convert_to_float8(loaded.model, config.full.compute, compile_mode=config.compile, shards=shards)
         reporter.stage("fp8", line)
     if config.method == "full":
         return FusedLayers([])
-    if planned.parallel_layout.lockstep:
-        reporter.stage("fused", f"off: {planned.parallel_layout.strategy} shards each layer's weights separately")
+    if planned.parallel_layout.shards_state or loaded.waiting is not None:
+        why = f"{planned.parallel_layout.strategy} shards each layer's weights separately"
+        why = why if planned.parallel_layout.shards_state else "weights are still in their files"
+        reporter.stage("fused", f"off: {why}")
         return FusedLayers([])
     fused = fuse_layers(loaded.model, fp8=config.base.computes_in_fp8, transposed=planned.memory.transposed_weights)
     reporter.stage("fused", fused.report)
@@ -290,12 +294,15 @@ def shard_state(
         reshard_after_forward=layout.reshard_after_forward,
         compute=loaded.dtype if loaded.autocast else None,
         dtype=loaded.dtype,
+        expert_ranks=layout.expert_ranks,
     )
     strategy = connect(rank, device, config, options)
+    mark_slices = share_experts(loaded, strategy, reporter)
 
     def optimizer_of_shards() -> torch.optim.Optimizer:
         if loaded.waiting is not None:
             loaded.waiting.load(local_shard_of, offload=layout.offload)
+            mark_slices()
             reporter.stage("model", "each rank read its shard of the weights")
         flat = config.method == "lora" and not layout.lockstep
         named, layer_norms = trainable_parameters(loaded.model), layer_norm_parameters(loaded.model)
@@ -306,17 +313,18 @@ def shard_state(
     wrapped, optimizer = strategy.prepare(loss, decoder_layers(loaded.model), optimizer_of_shards)
     if loss.routers:
         loss.routers.hold_biases()
-    if config.full.compute == "fp8" and layout.lockstep and not layout.offload:
+    if config.full.compute == "fp8" and layout.shards_state and not layout.offload:
         compute_scales_after_updates(loaded.model, optimizer)
     line = f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}"
-    if layout.lockstep and config.base.storage != "model":
+    if layout.shards_state and config.base.storage != "model":
         in_shards = f"in {layout.num_shards} shards, gathered layer by layer"
         where = in_shards if layout.reshard_after_forward else "whole on every rank"
         line += f"; {config.base.storage} weights are {where}"
     reporter.stage("strategy", line)
     trained = trainable_parameters(loaded.model).values()
     # DeepSpeed's stage 3 empties a weight and keeps its shape in `ds_shape`
-    num_trained = sum(torch.Size(getattr(parameter, "ds_shape", parameter.shape)).numel() for parameter in trained)
+    shapes = (getattr(parameter, "ds_shape", local_shard_of(parameter).shape) for parameter in trained)
+    num_trained = sum(torch.Size(shape).numel() for shape in shapes)
     line = f"{config.optim.name} over {num_trained:,} parameters, {config.schedule.kind} schedule"
     when = ", updates in the backward pass" if config.full.update == "backward" else ""
     reporter.stage("optimizer", line + when)

@@ -94,7 +94,11 @@ class Feed:
             num_boundaries=self.num_boundaries,
             size_buckets=self.size_buckets,
             row_length=micro_batch.row_length,
+            fill_tokens=micro_batch.fill_tokens,
         )
+        if micro_batch.is_filler:
+            # routers count each token once
+            batch.is_padding[:] = True
         if batch.num_label_tokens != micro_batch.num_label_tokens:
             # the loss is divided by the plan's count, so a different mask would rescale every gradient
             raise DataError(

@@ -90,7 +90,13 @@ def count_sizes(plan: RunPlan, rank: int, *, size_buckets: Sequence[int] = ()) -
     for step in plan.sampled_steps(NUM_STEPS_SEEN):
         for batch in step.ranks[rank]:
             lengths = plan.samples.lengths[plan.samples.indices_of(batch.sample_ids)]
-            counts[packed_size(lengths.tolist(), size_buckets=size_buckets, row_length=batch.row_length)] += 1
+            size = packed_size(
+                lengths.tolist(),
+                size_buckets=size_buckets,
+                row_length=batch.row_length,
+                fill_tokens=batch.fill_tokens,
+            )
+            counts[size] += 1
     return counts
 
 

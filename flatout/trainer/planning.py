@@ -33,7 +33,7 @@ from flatout.planner.memory.budget import (
     choose_parallel_layout,
     spend_spare_memory,
 )
-from flatout.planner.shape import ModelShape, check_positions
+from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
 from flatout.planner.steps.rows import FEWEST_PASSES, PASS_TOKENS, row_length
 from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, make_plan, split_held_out
 from flatout.planner.steps.step_plan import StepPlan
@@ -98,6 +98,7 @@ def plan_run(
     origin = f"{config.model.name}/config.json"
     reporter.phase("reading the model's configuration")
     shape = read_shape(config.model.name, config.model.revision)
+    check_expert_ranks(shape, config.experts.parallel, rank.world)
     store = open_tokens(config.data, config, reporter)
     num_tokens, num_labels = int(store.lengths.sum()), int(store.num_labels.sum())
     reporter.stage(
@@ -107,8 +108,7 @@ def plan_run(
         reporter.event(
             "rows", {**lost, "of": store.meta.counts["rows"], "listed_in": str(store.folder / "report.json")}
         )
-    if config.data.added_tokens:
-        shape = shape.with_rows(store.meta.vocabulary_size)
+    shape = shape.with_rows(store.meta.vocabulary_size) if config.data.added_tokens else shape
     num_rows, max_id = shape.vocab_size, store.meta.max_token_id
     if max_id >= num_rows:
         raise DataError(
@@ -147,6 +147,11 @@ def takes_rows(config: Config, reporter: Reporter, unpackable: str | None) -> bo
     """Choose the layout and report it; return whether each sample is a row. Raises UsageError as `choose_layout`."""
     text_config = read_text_config(config.model.name, config.model.revision)
     choice = LayoutChoice("rows", unpackable) if unpackable else choose_layout(text_config, config.batch.layout)
+    if choice.layout == "rows" and config.experts.parallel > 1:
+        raise UsageError(
+            f"experts.parallel: {config.experts.parallel} needs packed samples, but this model takes rows "
+            f"({choice.reason}); set experts.parallel: 1"
+        )
     reporter.stage("layout", f"{choice.layout}: {choice.reason}")
     return choice.layout == "rows"
 
@@ -219,10 +224,12 @@ def plan_training(
     )
     memory = choose_micro_batch(config, shape, tokens, device, parallel_layout)
     cost = make_cost(config, shape, memory.recompute)
-    plan = whole_steps.with_layout(memory.micro_batch_tokens, cost, lockstep=parallel_layout.lockstep)
+    lockstep, expert_ranks = parallel_layout.lockstep, parallel_layout.expert_ranks
+    plan = whole_steps.with_layout(memory.micro_batch_tokens, cost, lockstep=lockstep, expert_ranks=expert_ranks)
     memory = spend_spare_memory(memory, config, tokens, device, plan)
     parallel_layout = memory.model.parallel_layout if memory.model else parallel_layout
-    return plan.with_layout(memory.micro_batch_tokens, cost, lockstep=parallel_layout.lockstep), parallel_layout, memory
+    plan = plan.with_layout(memory.micro_batch_tokens, cost, lockstep=lockstep, expert_ranks=expert_ranks)
+    return plan, parallel_layout, memory
 
 
 def plan_evaluation(
@@ -254,6 +261,7 @@ def plan_evaluation(
             cost=plan.layout.cost,
             lockstep=plan.layout.lockstep,
             pass_tokens=plan.layout.pass_tokens,
+            expert_ranks=plan.layout.expert_ranks,
         )
         of_data = f"{name}: " if len(stores) > 1 else ""
         counts = f"{len(eval_plan.sample_ids):,} samples, {eval_plan.num_label_tokens:,} label tokens"

@@ -29,7 +29,7 @@ from flatout.config.schema import Config
 from flatout.errors import CheckpointError, NumericError, UsageError
 from flatout.io.json_file import validated
 from flatout.io.redact import redacted
-from flatout.parallel.shards import global_tensors, local_state
+from flatout.parallel.shards import as_global, global_tensors, local_shard_of, local_state
 from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
 from flatout.track.callback import Reporter
 from flatout.trainer.planning import PlannedRun
@@ -97,7 +97,7 @@ def take_snapshot(run: Run) -> Snapshot:
     weights = (
         global_tensors(run.named_parameters, keep=run.rank.is_first, gather=keeper.weight)
         if keeper
-        else {name: parameter.detach() for name, parameter in run.named_parameters.items()}
+        else {name: as_global(parameter).detach() for name, parameter in run.named_parameters.items()}
     )
     state = {
         "model": {**weights, **run.biases},
@@ -245,7 +245,7 @@ def restore_weights(run: Run, saved: SavedCheckpoint) -> None:
         )
     for name, parameter in trained.items():
         # DeepSpeed's stage 3 empties a weight and keeps its shape in `ds_shape`
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        shape = tuple(getattr(parameter, "ds_shape", local_shard_of(parameter).shape))
         if weights.shapes[name] != shape:
             raise CheckpointError(
                 f"{name} has shape {weights.shapes[name]} in the checkpoint of step {saved.step}, "

@@ -26,7 +26,7 @@ from flatout.io.file_lock import RunLock
 from flatout.io.redact import redacted
 from flatout.models.export import save_model
 from flatout.models.load.source import fingerprint_model
-from flatout.models.lora.adapter import adapter_parameters, read_back, save_adapter
+from flatout.models.lora.adapter import adapter_parameters, in_peft_shapes, read_back, save_adapter
 from flatout.models.objective import CROSS_ENTROPY, Objective
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
@@ -244,6 +244,7 @@ def export(run: Run, folder: Path) -> None:
         held = adapter_parameters(run.model) if is_lora else run.model.state_dict(keep_vars=True)
         group.all_gather(None)  # so that no rank waits in a GPU collective for one that is still writing
         state = global_tensors(held, keep=run.rank.is_first, dtype=None if is_lora else run.dtype, gather=gather)
+        state = in_peft_shapes(state) if is_lora else state
 
     def write(half_done: Path) -> None:
         tokenizer = tokenizer_of(run.config.data, run.config.model.name)

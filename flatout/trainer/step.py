@@ -172,7 +172,8 @@ def divisor_of(run: Run, step: StepPlan) -> float:
 def micro_batches_of(run: Run, step: StepPlan) -> Sequence[MicroBatch]:
     """Return this rank's micro-batches of a step: the plan's, or smaller ones after an out-of-memory error."""
     planned = step.ranks[run.rank.index]
-    cap_tokens = run.state.micro_batch_cap
+    # in lockstep, all ranks take the planned passes together
+    cap_tokens = None if run.plan.layout.lockstep else run.state.micro_batch_cap
     if cap_tokens is None or all(batch.num_padded_tokens <= cap_tokens for batch in planned):
         return planned
     return run.plan.resplit(step, run.rank.index, max(cap_tokens, _longest(run, planned)))

@@ -111,7 +111,7 @@ class Reference:
                     continue
                 missing.remove(name)
                 truth = file.get_tensor(name)
-                ours = torch.zeros_like(truth) if gradient is None else gradient.detach()
+                ours = torch.zeros_like(truth) if gradient is None else gradient.detach().reshape(truth.shape)
                 truth, ours = truth.to(ours.device, torch.float64), ours.double()
                 floor = max(float(truth.norm()), FLOOR_SHARE * self.norm, torch.finfo(torch.float64).tiny)
                 difference = float((ours - truth).norm()) / floor

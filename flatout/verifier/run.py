@@ -113,6 +113,8 @@ def _notes(config: Config, exact: Exact, device: torch.device) -> Iterator[str]:
         yield f"comm.compress is none here: sums in {config.comm.compress} are rounded"
     if config.experts.balance_loss or config.experts.z_loss:
         yield "experts.balance_loss and experts.z_loss are 0 here: the reference has cross-entropy only"
+    if config.experts.parallel > 1:
+        yield "experts.parallel is 1 here: it does not change the sums"
     if config.sharding.offload:
         yield "sharding.offload is false here: it does not change the sums"
     if config.base.storage == "fp8" and config.method == "lora":
@@ -122,7 +124,8 @@ def _notes(config: Config, exact: Exact, device: torch.device) -> Iterator[str]:
 def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.device, num_ranks: int) -> Iterator[Row]:
     """Yield the rows of one process, those in the run's own precision, and those of several processes."""
     # plain transformers would normalize the routers' losses by micro-batch
-    own = own.model_copy(update={"experts": own.experts.model_copy(update={"balance_loss": 0.0, "z_loss": 0.0})})
+    experts = own.experts.model_copy(update={"balance_loss": 0.0, "z_loss": 0.0, "parallel": 1})
+    own = own.model_copy(update={"experts": experts})
     config = exact_config(own, exact, folder)
     planned = plan_quietly(config, Rank())
     step = next((step for step in planned.plan.steps() if step.num_label_tokens), None)

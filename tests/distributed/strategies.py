@@ -25,7 +25,7 @@ from flatout.errors import NumericError
 from flatout.models.compile import layers as compiling
 from flatout.parallel.process_group import leave_group
 from flatout.parallel.rank import Rank
-from flatout.parallel.shards import global_tensors, local_part
+from flatout.parallel.shards import as_global, global_tensors, local_part
 from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
 from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.callback import Reporter
@@ -49,9 +49,9 @@ def build(values: dict[str, Any], folder: Path, rank: Rank) -> Run:
     return build_run(config, planned, checkpoints, None, reporter, rank)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on the CPU; every rank must call it."""
-    found = global_tensors({"it": tensor}, keep=True)
+def whole(tensor: Tensor, parameter: Tensor | None = None) -> Tensor:
+    """All of a tensor, or of a parameter's gradient, on the CPU; every rank must call it."""
+    found = global_tensors({"it": as_global(tensor, parameter)}, keep=True)
     return found["it"].cpu().clone()
 
 
@@ -92,7 +92,7 @@ def take(run: Run, num_steps: int) -> dict[str, Any]:
         if index == 0:
             named = run.named_parameters.items()
             # after the clip, which scales all alike
-            grads = {name: whole(parameter.grad) for name, parameter in named if parameter.grad is not None}
+            grads = {name: whole(parameter.grad, parameter) for name, parameter in named if parameter.grad is not None}
     total, _ = evaluate(run)
     return {
         "loss": torch.tensor(losses, dtype=torch.float64),
@@ -110,15 +110,17 @@ def take_masked(run: Run) -> dict[str, Any]:
     lengths = run.plan.samples.lengths[run.plan.samples.indices_of(first.sample_ids)].tolist()
     (kept_length, kept), (other_length, other) = sorted(zip(lengths, first.sample_ids, strict=True))[-2:]
     num_labels = int(run.plan.samples.num_labels[run.plan.samples.indices_of((kept,))].sum())
-    labelled = MicroBatch((kept,), kept_length, num_labels)
-    silent = MicroBatch((other,), other_length, 0, is_filler=True)
+    # ranks that share experts need passes of one size
+    fill = max(kept_length, other_length) if run.plan.layout.expert_ranks > 1 else 0
+    labelled = MicroBatch((kept,), kept_length, num_labels, fill_tokens=fill)
+    silent = MicroBatch((other,), other_length, 0, is_filler=True, fill_tokens=fill)
     ranks = ((labelled,), *((silent,),) * (run.rank.world - 1))
     outcome = launch_step(run, replace(first, num_label_tokens=7, ranks=ranks))()
     assert outcome is not None
     named = run.named_parameters.items()
     return {
         "loss": torch.tensor([outcome.loss], dtype=torch.float64),
-        "grads": {name: whole(parameter.grad) for name, parameter in named if parameter.grad is not None},
+        "grads": {name: whole(parameter.grad, parameter) for name, parameter in named if parameter.grad is not None},
     }
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatout.errors import UsageError
 from flatout.kernels.fp8 import quantize_rows
 from flatout.kernels.moe import Routing, grouped_linear, grouped_linear_dx, grouped_linear_fp8
 from flatout.kernels.nf4 import dequantize, register_ops
-from flatout.kernels.nf4.reference import Nf4Weight, quantize
+from flatout.kernels.nf4.reference import BLOCK, NESTED_BLOCK, Nf4Weight, quantize
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,17 @@ class FrozenExperts(nn.Module):
         """The dense weight (E, out, in) in `dtype`, dequantized at each access."""
         raise NotImplementedError
 
+    def sliceable(self, num_parts: int) -> tuple[str, ...]:
+        """Return the names of the tensors that hold all experts along their first dimension, to be cut in equal parts.
+
+        Raises UsageError if these parts do not belong to whole experts.
+        """
+        raise NotImplementedError
+
+    def set_num_experts(self, num_experts: int) -> None:
+        """Take note that the tensors hold so many experts now."""
+        self.shape = torch.Size((num_experts, *self.shape[1:]))
+
     @property
     def device(self) -> torch.device:
         """Where the weight is."""
@@ -155,6 +167,10 @@ class Fp8Experts(FrozenExperts):
         """The bytes (E, out, in), the scales and, if kept, the transposed bytes."""
         return [self.bytes, self.scale] if self.transposed is None else [self.bytes, self.scale, self.transposed]
 
+    def sliceable(self, num_parts: int) -> tuple[str, ...]:
+        """The bytes, the scales and, if kept, the transposed bytes."""
+        return ("bytes", "scale") if self.transposed is None else ("bytes", "scale", "transposed")
+
     def keep_transposed(self) -> None:
         """Keep a transposed copy of the bytes for the backward pass, with bitwise equal results."""
         self.transposed = self.bytes.detach().view(torch.uint8).transpose(1, 2).contiguous().view(torch.float8_e4m3fn)
@@ -187,6 +203,21 @@ class Nf4Experts(FrozenExperts):
         self.register_buffer("offset", stored.offset)
         num_experts, num_out, num_in = weight.shape
         self.matmul = _nf4_matmul((num_experts, num_out, num_in))
+
+    def sliceable(self, num_parts: int) -> tuple[str, ...]:
+        """The codes and the scales of both levels; UsageError if a second-level block belongs to several parts."""
+        num_values = self.shape.numel() // num_parts
+        if num_values % (BLOCK * NESTED_BLOCK):
+            raise UsageError(
+                f"base.storage: nf4 has a scale for each {BLOCK * NESTED_BLOCK:,} values, which {num_values:,} "
+                f"values a rank (experts.parallel: {num_parts}) do not fill; set base.storage: fp8 or model"
+            )
+        return "packed", "absmax", "nested_absmax"
+
+    def set_num_experts(self, num_experts: int) -> None:
+        """Take note that the tensors hold so many experts now."""
+        super().set_num_experts(num_experts)
+        self.matmul = _nf4_matmul((num_experts, self.shape[1], self.shape[2]))
 
     @property
     def storage(self) -> list[Tensor]:

@@ -20,12 +20,14 @@ from flatout.kernels.moe import (
 )
 from flatout.kernels.moe.reference import row_experts, without_expert
 from flatout.models.bases.frozen_experts import DENSE, ExpertsMatmul, FrozenExperts
+from flatout.models.experts.exchange import ExpertGroup, exchange
 from flatout.models.experts.gate import Gate, recognize_gate
 
 IMPLEMENTATION = "flatout"
 _GATE = "flatout_gate"
 # the products with an experts module's trained weights; DENSE without it
 MATMUL = "flatout_matmul"
+_GROUP = "flatout_group"
 
 
 def register_experts() -> None:
@@ -63,6 +65,11 @@ def computes_experts(model: PreTrainedModel) -> bool:
     """Whether this module computes a model's experts, and so every layer is one graph."""
     modules: Any = experts_modules(model).values()
     return any(module.config._experts_implementation == IMPLEMENTATION for module in modules)
+
+
+def compute_as_group(experts: nn.Module, group: ExpertGroup) -> None:
+    """Let an experts module, which holds the experts of one rank of the group, compute with the other ranks."""
+    setattr(experts, _GROUP, group)
 
 
 class ExpertsBlock(torch.autograd.Function):
@@ -146,17 +153,30 @@ def _experts_forward(
     device = hidden_states.device.type
     autocast = torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device) if autocast else hidden_states.dtype
-    routing = route(top_k_index, experts.num_experts)
     names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
     products = [_product(experts, name, dtype) for name in names]
     biases = [getattr(experts, f"{name}_bias").to(dtype) if experts.has_bias else None for name in names]
     factors = [own for name in names for own in (adapters[name].factors(dtype) if name in adapters else (None, None))]
     gate = getattr(experts, _GATE, None) or recognize_gate(experts)
-    with torch.autocast(device, enabled=False):
+    (up, down), storage = (matmul for matmul, _ in products), [one for _, own in products for one in own]
+
+    def compute(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        routing = route(chosen, num_experts)
         output: Tensor = ExpertsBlock.apply(
-            hidden_states.to(dtype), top_k_weights, *biases, *factors, *routing, gate,
-            *(matmul for matmul, _ in products), len(products[0][1]), *(one for _, own in products for one in own),
-        )  # fmt: skip
+            x, weights, *biases, *factors, *routing, gate, up, down, len(products[0][1]), *storage
+        )
+        return output
+
+    group: ExpertGroup | None = getattr(experts, _GROUP, None)
+    num_experts = experts.num_experts // (group.size if group else 1)
+    x = hidden_states.to(dtype)
+    with torch.autocast(device, enabled=False):
+        if group is None:
+            output = compute(x, top_k_weights, top_k_index)
+        else:
+            # quantized weights are unpacked for each product, so all tokens take one
+            num_parts = 2 if up is down is DENSE else 1
+            output = exchange(x, top_k_weights, top_k_index, group, num_experts, compute, num_parts=num_parts)
     return output.to(hidden_states.dtype)
 
 

@@ -21,7 +21,7 @@ class ExpertLora(nn.Module):
     """Adds scaling * B_e A_e to each expert's frozen matrix W_e (out, in) of one parameter (arXiv:2106.09685).
 
     `base` is the experts module, or the ExpertLora of its other parameter, as PEFT nests them. `lora_a` (E r, in) and
-    `lora_b` (out, r E), in which the expert changes fastest, are fp32 masters (fp64 over fp64); `lora_b` starts at 0.
+    `lora_b` (out, r, E), which PEFT has as (out, r E), are fp32 masters (fp64 over fp64); `lora_b` starts at 0.
     The products stay split, so nothing of the size of the weights is made.
     """
 
@@ -43,7 +43,7 @@ class ExpertLora(nn.Module):
         bound = 1 / math.sqrt(in_features)
         first = torch.empty(self.num_experts * rank, in_features).uniform_(-bound, bound, generator=generator)
         self.lora_a = nn.Parameter(first.to(weight.device, dtype))
-        zeros = torch.zeros(out_features, rank * self.num_experts, dtype=dtype, device=weight.device)
+        zeros = torch.zeros(out_features, rank, self.num_experts, dtype=dtype, device=weight.device)
         self.lora_b = nn.Parameter(zeros)
 
     @property
@@ -67,7 +67,7 @@ class ExpertLora(nn.Module):
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A (E, r, in) and scaled B (E, out, r) in a dtype, with zeros up to a multiple of 8 for r."""
         a = self.lora_a.view(self.num_experts, self.rank, -1)
-        b = (self.scaling * self.lora_b).view(-1, self.rank, self.num_experts).permute(2, 0, 1)
+        b = (self.scaling * self.lora_b).permute(2, 0, 1)
         more = -self.rank % _RANK_MULTIPLE
         return F.pad(a.to(dtype), (0, 0, 0, more)), F.pad(b.to(dtype), (0, more)).contiguous()
 
@@ -75,9 +75,8 @@ class ExpertLora(nn.Module):
     def merge(self) -> None:
         """Add the adapter to the base weight, computed in the masters' dtype, one expert at a time."""
         a = self.lora_a.view(self.num_experts, self.rank, -1)
-        b = self.lora_b.view(-1, self.rank, self.num_experts)
         for expert, weight in enumerate(self.dense_weight):
-            weight.copy_(weight.to(a.dtype) + self.scaling * (b[..., expert] @ a[expert]))
+            weight.copy_(weight.to(a.dtype) + self.scaling * (self.lora_b[..., expert] @ a[expert]))
 
     def extra_repr(self) -> str:
         return f"{self.parameter}, rank={self.rank}, scaling={self.scaling:g}"
@@ -100,7 +99,7 @@ def num_expert_tensors(model: nn.Module) -> int:
     """Count the tensors that hold all experts of a layer, as transformers keeps them; convolutions have no experts."""
     found = 0
     for module in model.modules():
-        own = [] if isinstance(module, _ConvNd) else module.parameters(recurse=False)
+        own = [] if isinstance(module, _ConvNd | ExpertLora) else module.parameters(recurse=False)
         found += 1 if isinstance(module, FrozenExperts) else sum(parameter.dim() == 3 for parameter in own)
     return found
 

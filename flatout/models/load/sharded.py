@@ -7,7 +7,7 @@ meta device, and start-up checks run on the first layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -38,6 +38,12 @@ class DeferredWeights:
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(device))
         model.config.dtype = dtype
+
+    def narrow(self, dims: Mapping[str, int], num_parts: int, index: int) -> None:
+        """Keep one of equal parts of some weights, along their dimension, as the model's parameters were cut."""
+        for name, dim in dims.items():
+            if name in self._weights:
+                self._weights[name] = self._weights[name].chunk(num_parts, dim)[index]
 
     def load(self, local_shard_of: LocalShardFn, *, offload: bool = False) -> None:
         """Load this rank's shards (FSDP2) or full tensors, once; `offload` keeps sharded ones in host memory."""

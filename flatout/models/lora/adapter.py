@@ -47,8 +47,14 @@ _READING_ERRORS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError
 
 
 def adapter_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the live adapter tensors (detached views, masters' dtype) by PEFT's tensor names."""
-    return {name: parameter.detach() for name, parameter in adapter_parameters(model).items()}
+    """Return the live adapter tensors (detached views, masters' dtype) by PEFT's tensor names, in its shapes."""
+    return in_peft_shapes({name: parameter.detach() for name, parameter in adapter_parameters(model).items()})
+
+
+def in_peft_shapes(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return views of adapter tensors in PEFT's shapes: B of experts (out, r, E) as (out, r E)."""
+    suffix = SUFFIXES["lora_b"]
+    return {name: tensor.flatten(1) if name.endswith(suffix) else tensor for name, tensor in state.items()}
 
 
 def _saved_parameters(model: PreTrainedModel) -> dict[str, tuple[nn.Parameter, torch.dtype]]:

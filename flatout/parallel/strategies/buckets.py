@@ -35,16 +35,22 @@ def into_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_
 
 
 class BucketedSum:
-    """Sums gradients of `parameters` over all ranks; with `overlap`, during the backward pass.
+    """Sums gradients of `parameters` over all ranks or those of `group`; with `overlap`, during the backward pass.
 
     In the last pass a bucket's sum starts when all of its gradients are complete. Buckets start in a fixed order, so
     that ranks match. `finish` starts the remaining ones, with zeros for missing gradients, and waits for all.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], *, compress: Literal["none", "bf16"] = "none", overlap: bool = True
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        compress: Literal["none", "bf16"] = "none",
+        overlap: bool = True,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._buckets = into_buckets(parameters)
+        self._group = group
         self._compress = torch.bfloat16 if compress == "bf16" else None
         self._bucket_of = {parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket}
         self._listening = False
@@ -88,6 +94,6 @@ class BucketedSum:
             sent, grads = grads[0], []
         else:
             sent = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
-        work = dist.all_reduce(sent, async_op=True)
+        work = dist.all_reduce(sent, group=self._group, async_op=True)
         assert work is not None
         self.sums.append((work, sent, grads))

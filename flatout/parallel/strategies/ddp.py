@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from flatout.errors import ResourceError
 from flatout.parallel.process_group import share_weights
+from flatout.parallel.shards import is_slice, replicas_of
 from flatout.parallel.strategies.buckets import BucketedSum
 from flatout.parallel.strategies.protocol import Strategy
 
@@ -21,33 +22,43 @@ class DDP(Strategy):
     With full fine-tuning this overlaps with the last backward pass; adapters' gradients are small and sent after it.
     """
 
-    _buckets: BucketedSum | None = None
+    _sums: Sequence[BucketedSum] = ()
 
     def prepare(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], Optimizer]
     ) -> tuple[nn.Module, Optimizer]:
         share_weights(model)
+        # it may load the weights
+        optimizer = make_optimizer()
         if self._config.method == "full":
-            trained = [held for held in model.parameters() if held.requires_grad]
-            self._buckets = BucketedSum(trained, compress=self._config.comm.compress)
-        return model, make_optimizer()
+            self._sums = self._make_sums([held for held in model.parameters() if held.requires_grad], overlap=True)
+        return model, optimizer
 
     @contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
-        if self._buckets is not None:
-            self._buckets.start(last=last)
+        for buckets in self._sums:
+            buckets.start(last=last)
         try:
             yield
         except torch.OutOfMemoryError as error:
-            if self._buckets is None or not self._buckets.sums:
+            if self.expert_mesh is None and not any(buckets.sums for buckets in self._sums):
                 raise
+            shared = "the gradient all-reduce" if self.expert_mesh is None else "a pass with other ranks"
             raise ResourceError(
-                f"rank {self.rank.index}: out of GPU memory during the gradient all-reduce, so the step "
+                f"rank {self.rank.index}: out of GPU memory during {shared}, so the step "
                 "cannot be repeated with smaller micro-batches; lower batch.micro_batch_tokens or memory, or set "
                 "recompute: full"
             ) from error
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        if self._buckets is None:
-            self._buckets = BucketedSum(parameters, compress=self._config.comm.compress, overlap=False)
-        self._buckets.finish()
+        self._sums = self._sums or self._make_sums(parameters, overlap=False)
+        for buckets in self._sums:
+            buckets.finish()
+
+    def _make_sums(self, parameters: Sequence[nn.Parameter], *, overlap: bool) -> list[BucketedSum]:
+        """Return the sums over all ranks and, for slices of experts, over the ranks that hold the same ones."""
+        parts = [[held for held in parameters if is_slice(held) is sliced] for sliced in (False, True)]
+        compress = self._config.comm.compress
+        return [
+            BucketedSum(part, compress=compress, overlap=overlap, group=replicas_of(part[0])) for part in parts if part
+        ]

@@ -10,6 +10,7 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from flatout.config.parallel import STRATEGIES, StrategyName
@@ -17,7 +18,7 @@ from flatout.config.schema import Config
 from flatout.errors import ResourceError
 from flatout.parallel.process_group import join_group
 from flatout.parallel.rank import Rank
-from flatout.parallel.shards import local_part
+from flatout.parallel.shards import is_slice, local_part
 
 # elements per partial norm on a CPU
 NORM_PART = 1 << 14
@@ -25,13 +26,17 @@ NORM_PART = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class StrategyOptions:
-    """The plan's decisions. `dtype` is the compute dtype; `compute` is the same if the trained weights are wider."""
+    """The plan's decisions. `dtype` is the compute dtype; `compute` is the same if the trained weights are wider.
+
+    `expert_ranks` consecutive ranks share each layer's experts.
+    """
 
     strategy: StrategyName
     num_replicas: int = 1
     reshard_after_forward: bool = True
     compute: torch.dtype | None = None
     dtype: torch.dtype = torch.float32
+    expert_ranks: int = 1
 
 
 class Strategy:
@@ -40,12 +45,20 @@ class Strategy:
     The default methods are for whole parameters on every rank, with gradients that need no sum over ranks.
 
     Every rank calls the same methods in the same order. `sum_gradients`, `grad_norm` and `sum_values` run collectives,
-    and with sharded state every forward and backward pass does too.
+    and with sharded state or experts on several ranks every forward and backward pass does too.
+
+    `expert_mesh` has the ranks that hold the same slice of the experts along its first dimension, and those that share
+    them along its second; None if every rank has all. Slices are plain parameters with a mark (`mark_slice`): no
+    strategy shards them, and their gradients are summed over the first dimension alone.
     """
 
     def __init__(self, rank: Rank, device: torch.device, config: Config, options: StrategyOptions) -> None:
         self.rank, self._device, self._config, self._options = rank, device, config, options
         join_group(rank, device)
+        self.expert_mesh: DeviceMesh | None = None
+        if options.expert_ranks > 1:
+            sizes = (rank.world // options.expert_ranks, options.expert_ranks)
+            self.expert_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "expert"))
 
     def prepare(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], Optimizer]
@@ -73,21 +86,36 @@ class Strategy:
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return the L2 norm over the gradients of all parameters and ranks, 0-d fp32 (fp64 for fp64 gradients)."""
-        grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        if not grads:
-            return torch.zeros((), device=parameters[0].device if parameters else None)
-        if grads[0].device.type == "cpu":
-            # torch's CPU norm adds fp32 squares into a few sums, and is off by 1e-4 for 5 million elements
-            grads = [part for grad in grads for part in grad.reshape(-1).split(NORM_PART)]
-        wide = torch.promote_types(grads[0].dtype, torch.float32)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0, dtype=wide)))
-        return norm
+        slices = [parameter for parameter in parameters if is_slice(parameter)]
+        norm = self.norm_of_shards([parameter for parameter in parameters if not is_slice(parameter)])
+        if self.expert_mesh is None:
+            return norm
+        square = local_norm(slices).to(self._device).double().square()
+        dist.all_reduce(square, group=self.expert_mesh.get_group("expert"))
+        return (norm.to(self._device).double().square() + square).sqrt().to(norm.dtype)
+
+    def norm_of_shards(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return `grad_norm` of parameters that are not slices of experts."""
+        return local_norm(parameters)
 
     def sum_values(self, values: Tensor) -> Tensor:
         """Sum a small tensor over ranks, element by element, in place."""
         if self.rank.world > 1:
             dist.all_reduce(values)
         return values
+
+
+def local_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return the L2 norm over the gradients, or this rank's shards of them, as `Strategy.grad_norm`."""
+    grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not grads:
+        return torch.zeros((), device=parameters[0].device if parameters else None)
+    if grads[0].device.type == "cpu":
+        # torch's CPU norm adds fp32 squares into a few sums, and is off by 1e-4 for 5 million elements
+        grads = [part for grad in grads for part in grad.reshape(-1).split(NORM_PART)]
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0, dtype=wide)))
+    return norm
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from flatout.config.parallel import STRATEGIES
 from flatout.config.schema import Config
 from flatout.parallel.process_group import share_weights
 from flatout.parallel.rank import Rank
+from flatout.parallel.shards import is_slice
+from flatout.parallel.strategies.buckets import BucketedSum
 from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, oom_as_resource_error
 
 
@@ -57,7 +59,7 @@ class Sharded(Strategy):
             offload = fsdp.CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
         # frozen parameters that are gathered once and never freed cost less if they are whole from the start
         freed = {parameter for block in blocks for parameter in block.parameters()} if frees else set()
-        ignored = {held for held in model.parameters() if not held.requires_grad and held not in freed}
+        ignored = {held for held in model.parameters() if is_slice(held) or not (held.requires_grad or held in freed)}
         common: dict[str, Any] = {"mesh": self._mesh, "offload_policy": offload, "ignored_params": ignored}
         for block in blocks:
             fsdp.fully_shard(block, reshard_after_forward=frees, mp_policy=narrow, **common)
@@ -93,8 +95,16 @@ class Sharded(Strategy):
         with oom_as_resource_error(self.rank):
             yield
 
-    def grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        norm = super().grad_norm(parameters).to(self._device)
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().sum_gradients(parameters)
+        if self.expert_mesh is not None:
+            # FSDP does not know the slices of experts
+            slices = [parameter for parameter in parameters if is_slice(parameter)]
+            compress, group = self._config.comm.compress, self.expert_mesh.get_group("replicate")
+            BucketedSum(slices, compress=compress, overlap=False, group=group).finish()
+
+    def norm_of_shards(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        norm = super().norm_of_shards(parameters).to(self._device)
         square = norm.double().square()
         # replicas hold the same shards, so one shard group covers all gradients
         dist.all_reduce(square, group=self._mesh.get_group(self._mesh.ndim - 1))

@@ -118,7 +118,7 @@ def memory_model(
     compiled = config.compile == "auto" and half and not config.deterministic
     compiled = compiled and (not shape.has_experts or (shape.groups_experts and config.model.experts == "auto"))
     compiled = compiled and parallel_layout.compiles
-    return MemoryModel(config, shape, precision, compiled, parallel_layout)
+    return MemoryModel(config, shape.on_one_of(config.experts.parallel), precision, compiled, parallel_layout)
 
 
 def choose_micro_batch(
@@ -187,7 +187,9 @@ def spend_spare_memory(
         return sum(len(rank) for step in plan.sampled_steps(NUM_STEPS_SEEN) for rank in step.ranks)
 
     kept, fits, enough = _decide(other, decision.recompute, tokens, device)
-    cut = plan.with_layout(kept.micro_batch_tokens, plan.layout.cost, lockstep=plan.layout.lockstep)
+    cut = plan.with_layout(
+        kept.micro_batch_tokens, plan.layout.cost, lockstep=plan.layout.lockstep, expert_ranks=plan.layout.expert_ranks
+    )
     if fits >= enough and num_micro_batches(cut) <= num_micro_batches(plan):
         return replace(kept, reason=f"{kept.reason}; {gain}")
     if model.transposable_bytes:
@@ -239,7 +241,7 @@ def choose_parallel_layout(
     beside = f"{enough:,} tokens on {device.name}"
     if largest_fit(model, "full", tokens, device, enough) >= enough:
         return resolve_layout(config, "ddp", **ranks, why=f"{facts}, which fits with {beside}")
-    even = num_nodes > 1 and num_ranks > num_nodes
+    even = num_nodes > 1 and num_ranks > num_nodes and config.experts.parallel == 1
     return resolve_layout(config, "hsdp" if even else "fsdp", **ranks, why=f"{facts}, which does not fit with {beside}")
 
 

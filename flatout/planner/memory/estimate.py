@@ -113,6 +113,7 @@ class MemoryModel:
     the embedding and head; gradients of two layers before they are summed, or of all layers (zero1), which replace
     activations as above. DeepSpeed's stages 1 and 3 keep their gradients' memory between steps, stage 3 also buffers.
     Frozen weights, quantized or not, are sharded if each layer's are freed after its pass, and otherwise whole.
+    With `expert_ranks` N, `shape` is that of one rank (`ModelShape.on_one_of`): 1/N of the experts, no more sharded.
 
     Attention that materializes its score matrix (model.attention: plain) is not counted.
     """
@@ -138,7 +139,7 @@ class MemoryModel:
         See `flatout.models.lora.fused` for which layers are fused.
         """
         lora, is_fp8 = self.config.lora, self.config.method == "lora" and self.config.base.storage == "fp8"
-        if not is_fp8 or self.parallel_layout.lockstep or lora.dropout or lora.dora:
+        if not is_fp8 or self.parallel_layout.shards_state or lora.dropout or lora.dora:
             return 0
         experts = (one.num_experts * one.num_weights for layer in self.shape.layers for one in self._grouped(layer))
         return sum(linear.num_weights for linear in self.shape.targeted(lora).values()) + sum(experts)
@@ -162,6 +163,8 @@ class MemoryModel:
 
     def estimate(self, size: MicroBatchSize, recompute: Recompute, *, accumulates: bool = True) -> MemoryEstimate:
         """Estimate the peak with micro-batches of this size; a step has several of them if it `accumulates`."""
+        if self.parallel_layout.shards_state and self.parallel_layout.expert_ranks > 1:
+            return self._beside_experts(size, recompute, accumulates)
         shape, width, lora = self.shape, self.widths, self.config.lora
         is_lora = self.config.method == "lora"
         num_base, num_adapter = shape.num_params, self.num_adapter if is_lora else 0
@@ -190,7 +193,22 @@ class MemoryModel:
             working_bytes=self._working_bytes(size, recompute),
             in_turn=not (is_lora or accumulates or self.parallel_layout.keeps_gradients),
         )
-        return self._cut(whole, num_adapter) if self.parallel_layout.lockstep else whole
+        return self._cut(whole, num_adapter) if self.parallel_layout.shards_state else whole
+
+    def _beside_experts(self, size: MicroBatchSize, recompute: Recompute, accumulates: bool) -> MemoryEstimate:
+        """Return the estimate where several ranks share the experts: their state is not sharded, but the rest is."""
+        rest = replace(
+            self, shape=self.shape.without_experts, parallel_layout=replace(self.parallel_layout, expert_ranks=1)
+        )
+        models = (replace(self, parallel_layout=ALONE), replace(rest, parallel_layout=ALONE), rest)
+        whole, bare, sharded = (model.estimate(size, recompute, accumulates=accumulates) for model in models)
+        return replace(
+            whole,
+            weights_bytes=sharded.weights_bytes + whole.weights_bytes - bare.weights_bytes,
+            adapter_bytes=sharded.adapter_bytes + whole.adapter_bytes - bare.adapter_bytes,
+            gradients_bytes=sharded.gradients_bytes + whole.gradients_bytes - bare.gradients_bytes,
+            optimizer_bytes=sharded.optimizer_bytes + whole.optimizer_bytes - bare.optimizer_bytes,
+        )
 
     def _cut(self, whole: MemoryEstimate, num_adapter: int) -> MemoryEstimate:
         """Return the estimate with sharded state, plus the weights and gradients that are temporarily unsharded."""

@@ -129,11 +129,13 @@ class RunPlan:
         """Return the share of a padding loader's tokens that these steps do not compute; 0 if they compute more."""
         return max(0.0, 1.0 - sum(step.num_padded_tokens for step in steps) / sum(map(self.naive_tokens, steps)))
 
-    def with_layout(self, micro_batch_tokens: int, cost: CostModel, *, lockstep: bool = False) -> RunPlan:
+    def with_layout(
+        self, micro_batch_tokens: int, cost: CostModel, *, lockstep: bool = False, expert_ranks: int = 1
+    ) -> RunPlan:
         """Return the same steps with another token budget and cost. Raises UsageError for a sample over the budget."""
         check_fits(self.samples, micro_batch_tokens)
         layout = replace(self.layout, micro_batch_tokens=micro_batch_tokens, cost=cost, lockstep=lockstep)
-        return replace(self, layout=layout)
+        return replace(self, layout=replace(layout, expert_ranks=expert_ranks))
 
     def resplit(self, step: StepPlan, rank: int, micro_batch_tokens: int) -> tuple[MicroBatch, ...]:
         """Split one rank's samples of a step into smaller micro-batches, as a plan with this token budget would.
@@ -221,15 +223,17 @@ def make_eval_plan(
     cost: CostModel = COST_BY_TOKENS,
     lockstep: bool = False,
     pass_tokens: int | None = None,
+    expert_ranks: int = 1,
 ) -> StepPlan:
     """Plan one pass over the given samples (all by default) as one step: micro-batches in the order of the ids.
 
     The micro-batches are the same for any number of ranks; ranks are balanced by cost, and in `lockstep` they get the
-    same number of micro-batches. `num_label_tokens` is the divisor of the evaluation loss. Raises UsageError and
-    DataError as `make_plan` does.
+    same number of micro-batches, of one size among `expert_ranks`. `num_label_tokens` is the divisor of the evaluation
+    loss. Raises UsageError and DataError as `make_plan` does.
     """
     samples = select_samples(lengths, num_labels, sample_ids, micro_batch_tokens)
-    return assemble_eval(samples, BatchLayout(num_ranks, micro_batch_tokens, cost, lockstep, pass_tokens))
+    layout = BatchLayout(num_ranks, micro_batch_tokens, cost, lockstep, pass_tokens, expert_ranks)
+    return assemble_eval(samples, layout)
 
 
 def split_held_out(row_keys: ArrayLike, fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

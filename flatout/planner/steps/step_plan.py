@@ -24,7 +24,7 @@ class MicroBatch:
 
     With `row_length`, each sample is a row, padded on the right to that many tokens. `num_tokens` are the real ones.
     A filler equalizes the number of micro-batches across ranks; its labels are masked because
-    its sample is already counted.
+    its sample is already counted. The stream is padded to at least `fill_tokens`, as long as those of other ranks.
     """
 
     sample_ids: tuple[int, ...]
@@ -32,11 +32,14 @@ class MicroBatch:
     num_label_tokens: int
     is_filler: bool = False
     row_length: int | None = None
+    fill_tokens: int = 0
 
     @property
     def num_padded_tokens(self) -> int:
         """The tokens that the pass computes, with the padding of its rows."""
-        return self.num_tokens if self.row_length is None else len(self.sample_ids) * self.row_length
+        if self.row_length is None:
+            return max(self.num_tokens, self.fill_tokens)
+        return len(self.sample_ids) * self.row_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ class BatchLayout:
 
     `pass_tokens` None packs samples; otherwise each is a padded row, and a pass costs as much as that many tokens more.
     `lockstep` gives all ranks of a step the same number of micro-batches, for strategies whose passes need every rank.
+    `expert_ranks` consecutive ranks, which exchange tokens in every pass, also get passes of the same size.
     """
 
     num_ranks: int
@@ -116,6 +120,7 @@ class BatchLayout:
     cost: CostModel
     lockstep: bool = False
     pass_tokens: int | None = None
+    expert_ranks: int = 1
 
     @property
     def name(self) -> Literal["packed", "rows"]:
@@ -220,6 +225,14 @@ def assemble_eval(samples: Samples, layout: BatchLayout) -> StepPlan:
     return _step(0, 0, items, *_deal([layout.micro_batch(each) for each in bins], costs, layout.num_ranks), layout)
 
 
+def _equal_sizes(ranks: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
+    """Return the ranks' micro-batches, as many on each, padded to the longest of those that run together."""
+    together = [max(batch.num_tokens for batch in batches) for batches in zip(*ranks, strict=True)]
+    return [
+        [replace(batch, fill_tokens=most) for batch, most in zip(batches, together, strict=True)] for batches in ranks
+    ]
+
+
 def check_fits(samples: Samples, micro_batch_tokens: int) -> None:
     """Raise UsageError if a sample is longer than a micro-batch may be, and DataError for impossible counts."""
 
@@ -262,6 +275,9 @@ def _step(
         filler = replace(layout.micro_batch([shortest]), num_label_tokens=0, is_filler=True)
         most = max(map(len, ranks))
         ranks = [[*batches, *[filler] * (most - len(batches))] for batches in ranks]
+    if layout.expert_ranks > 1:
+        groups = range(0, len(ranks), layout.expert_ranks)
+        ranks = [batches for start in groups for batches in _equal_sizes(ranks[start : start + layout.expert_ranks])]
     whole, by_rank = layout.micro_batch(items), tuple(map(tuple, ranks))
     balance = sum(loads) / (len(loads) * max(loads))
     return StepPlan(index, epoch, whole.sample_ids, whole.num_tokens, whole.num_label_tokens, by_rank, balance)

@@ -46,7 +46,7 @@ def test_sums_start_in_the_last_pass_only_and_in_order(group: None, monkeypatch:
     sent: list[int] = []
     monkeypatch.setattr(
         "flatout.parallel.strategies.buckets.dist.all_reduce",
-        lambda tensor, async_op: sent.append(tensor.data_ptr()) or Done(),  # type: ignore[func-returns-value]
+        lambda tensor, group, async_op: sent.append(tensor.data_ptr()) or Done(),  # type: ignore[func-returns-value]
     )
     x = torch.randn(2, 4)
     buckets.start(last=False)

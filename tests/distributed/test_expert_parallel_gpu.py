@@ -1,0 +1,46 @@
+"""Experts shared by 2 and 4 GPUs (NCCL) equal one: `pytest -m gpu tests/distributed/test_expert_parallel_gpu.py`."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_expert_parallel import add, models, shared
+from test_strategies import Cases, assert_close
+from test_strategies_gpu import LIMITS, run_near_one
+
+pytestmark = pytest.mark.gpu
+__all__ = ["models"]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gpus_that_share_experts_equal_one(
+    tiny: Any,
+    models: dict[str, str],
+    tmp_path: Path,
+    num_ranks: int,
+) -> None:
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs")
+    cases = Cases(tiny, tmp_path)
+    gpu = {"device": "cuda", "compile": "off"}
+    for precision in LIMITS:
+        for method in ("lora", "full"):
+            for strategy in ("ddp", "zero3"):
+                pair = shared(tiny, method, models["wide"], 2, precision, strategy=strategy, **gpu)
+                add(cases, f"{precision} {method} {strategy}", 8, pair)
+        again = shared(tiny, "full", models["wide"], num_ranks, precision, strategy="ddp", recompute="full", **gpu)
+        add(cases, f"{precision} full ddp recompute", 4, again)
+    for strategy in ("ddp", "zero3"):
+        compiled, alone = shared(tiny, "lora", models["wide"], num_ranks, "bf16", strategy=strategy, device="cuda")
+        add(cases, f"bf16 lora {strategy} compiled", 8, (compiled, {**alone, "compile": "off"}))
+    for storage in ("fp8", "nf4"):
+        pair = shared(tiny, "lora", models["wide"], 2, "bf16", base={"storage": storage}, strategy="ddp", **gpu)
+        add(cases, f"{storage} ddp", 2, pair)
+    report = run_near_one(cases, num_ranks)
+    assert_close(report, "nf4", LIMITS["bf16"])
+    assert_close(report, "fp8", LIMITS["bf16"])
