@@ -21,7 +21,7 @@ from flatout.models.experts.block import computes_experts
 from flatout.models.head import PackedLoss
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.layer import lora_layers, trainable_parameters
-from flatout.models.packed import PackedBatch, packed_size
+from flatout.models.packed import PackedBatch
 from flatout.models.selftest import has_experts, random_batch
 
 # two sizes, so that the graph is dynamic in tokens and documents before the first step
@@ -153,7 +153,7 @@ def _compile(
     single = [lengths[:1] for lengths in _WARM_UP_LENGTHS] if loaded.rows else []
     warm_up = [*_WARM_UP_LENGTHS, *single]
     batches = [
-        random_batch(model, lengths, num_boundaries, row_length=packed_size([max(lengths)])[0] if loaded.rows else None)
+        random_batch(model, lengths, num_boundaries, row_length=_row_length(lengths) if loaded.rows else None)
         for lengths in warm_up
     ]
     # graphs are specific to train or eval mode; without dropout both compute the same, so compare train mode's graph
@@ -194,6 +194,14 @@ def _compile(
     kept = [cosine for layer, cosine in cosines.items() if layer not in reasons]
     reason = "; ".join(dict.fromkeys(reasons.values())) or None
     return CompileOutcome(len(layers) - len(reasons), len(layers), reason, min(kept, default=1.0))
+
+
+def _row_length(lengths: Sequence[int]) -> int:
+    """Return the length of a warm-up's rows: a multiple of 16, which float8 needs, but of no larger power of two.
+
+    Widths of models are. The compiler would take a length that equals one for the same number, and compile again.
+    """
+    return max(lengths) // 32 * 32 + 48
 
 
 def _run_eagerly(layers: Iterable[nn.Module], reason: str, reasons: dict[nn.Module, str]) -> None:
