@@ -54,8 +54,8 @@ class Bug:
 BUGS = (
     Bug("mean of means", "_backward_each", "X / divisor",
         "X / max(1, batch.num_label_tokens) / len(micro_batches)", PACKED_EXACT),
-    Bug("ranks averaged", "BucketedSum._launch", "dist.all_reduce(X, async_op=True)",
-        "dist.all_reduce(X.div_(2), async_op=True)", RANKS),
+    Bug("ranks averaged", "BucketedSum._launch", "dist.all_reduce(X, group=Y, async_op=True)",
+        "dist.all_reduce(X.div_(2), group=Y, async_op=True)", RANKS),
     Bug("gradients not summed over ranks", "launch_step", "X.sum_gradients(Y)", "None", RANKS),
     Bug("documents see each other", "document_arguments", "{'cu_seq_lens_q': X.cu_seqlens, 'max_length_q': Y}",
         "{'cu_seq_lens_q': X.cu_seqlens[[0, -1]], 'max_length_q': Y}", PACKED_EXACT),
