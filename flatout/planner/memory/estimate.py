@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from flatout.config.schema import Config, Recompute
@@ -86,7 +87,7 @@ class Widths(NamedTuple):
     hidden: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for cached properties
 class MemoryModel:
     """The memory of a run as a function of its micro-batches.
 
@@ -151,7 +152,7 @@ class MemoryModel:
         is_whole = lora.saves(shape.embedding) and shape.trains_head(lora)
         return 0 if self.config.method == "full" or is_whole else len(self.config.data.added_tokens)
 
-    @property
+    @cached_property
     def num_adapter(self) -> int:
         """The parameters that LoRA trains, those of `modules_to_save` and of new tokens included."""
         rows = self.num_rows * self.shape.hidden_size * (1 if self.shape.tied else 2)
