@@ -173,7 +173,7 @@ def _compile(
         if layer in reasons:
             continue
         try:
-            cosine = _layer_cosine(loaded, trained[layer], call)
+            cosine, what = _smallest_cosine(loaded, trained[layer], call)
         except (TorchDynamoException, InductorError) as error:
             # layers of one class share their code, and trying each of them would take minutes
             same = [other for other in layers if type(other) is type(layer)]
@@ -181,7 +181,8 @@ def _compile(
             continue
         cosines[layer] = min(cosine, cosines.get(layer, 1.0))
         if not cosine >= smallest_cosine:
-            _run_eagerly([layer], f"compiled gradients differ from eager ones (cosine {cosine:.6f})", reasons)
+            where = f"{what} of layer {layers.index(layer)}"
+            _run_eagerly([layer], f"{where} differs compiled from eager (cosine {cosine:.6f})", reasons)
     model.train()
     try:
         # with dropout, this compiles another graph
@@ -264,8 +265,10 @@ def _layer_calls(
     return calls
 
 
-def _layer_cosine(loaded: LoadedModel, trained: list[nn.Parameter], call: _LayerCall) -> float:
-    """Return the smallest cosine between a compiled and an eager layer's output, input gradient and trained gradients.
+def _smallest_cosine(loaded: LoadedModel, trained: list[nn.Parameter], call: _LayerCall) -> tuple[float, str]:
+    """Compare a compiled layer's output, input gradient and trained gradients with the eager ones.
+
+    Return the smallest cosine, and the name of what has it.
 
     Each layer is compared on its own real input, as rounding accumulates over many layers until the comparison is
     meaningless. For a sharded layer, each rank compares its shard.
@@ -287,8 +290,14 @@ def _layer_cosine(loaded: LoadedModel, trained: list[nn.Parameter], call: _Layer
     with torch.compiler.set_stance("force_eager"):
         eager = run()
     pairs = [(one.double().flatten(), other.double().flatten()) for one, other in zip(eager, run(), strict=True)]
+    names = ("the output", "the input's gradient", "the gradient of trained weights")
     # an adapter's B starts at zero, and so does A's gradient
-    return min(F.cosine_similarity(one, other, dim=0).item() for one, other in pairs if one.any() or other.any())
+    return min(
+        # a comparison with NaN would be false
+        (F.cosine_similarity(one, other, dim=0).nan_to_num(nan=-1.0).item(), name)
+        for name, (one, other) in zip(names, pairs, strict=True)
+        if one.any() or other.any()
+    )
 
 
 def _gradients(
