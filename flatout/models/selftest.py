@@ -117,14 +117,15 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
             f"(limit {tolerance:.1e}) with attention {loaded.attention}; {remedy}choose a different model"
         )
     num_embeddings = model.get_input_embeddings().weight.shape[0]
-    leak = 0.0
+    leaks = []
     for parity in (0, 1):
         # change documents 1 and 3 and all padding, which must not affect 0 and 2, and vice versa
         kept = is_real & (owner % 2 == parity)
         token_ids = torch.where(kept, batch.token_ids, (batch.token_ids + 1) % num_embeddings)
         changes = (_logits(model, replace(batch, token_ids=token_ids)) - ours).abs().amax(-1)[kept]
-        leak = max(leak, float(changes.median() if experts else changes.max()))
-    if leak > (tolerance if experts else 0.0):
+        leaks.append(changes.median() if experts else changes.max())
+    leak = torch.stack(leaks).max().item()
+    if not leak <= (tolerance if experts else 0.0):
         raise PackingError(
             f"model type {kind}: one {layout} document changes the logits of another by {leak:.1e} with "
             f"attention {loaded.attention}; {remedy}choose a different model"
@@ -182,7 +183,7 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
     error = _error(ours, _exact(torch.cat(states)), has_experts(model), parts)
     # sums are longer than for short documents; in fp64, rope's float32 cosines vary at lengths off the SIMD width
     tolerance = max(3 * tolerance, 1e-6)
-    if error > tolerance:
+    if not error <= tolerance:
         raise PackingError(
             f"model type {model.config.model_type}: a {_kind(loaded)} document of {num_tokens} tokens differs from the "
             f"same document alone by {error:.1e} (limit {tolerance:.1e}) with attention {loaded.attention}; set "
@@ -283,7 +284,8 @@ def _error(ours: torch.Tensor, truth: torch.Tensor, experts: bool, lengths: Sequ
     if experts:
         return float(((ours - truth).norm(dim=-1) / truth.norm(dim=-1).clamp_min(smallest)).median())
     pairs = zip(ours.split(list(lengths)), truth.split(list(lengths)), strict=True)
-    return max(float((mine - true).norm() / true.norm().clamp_min(smallest)) for mine, true in pairs)
+    # NaN if any is
+    return torch.stack([(mine - true).norm() / true.norm().clamp_min(smallest) for mine, true in pairs]).max().item()
 
 
 def _exact(values: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,21 @@ def test_refuses_a_tiny_leak_that_the_tolerance_would_pass():
         check_packing(loaded(tiny_model("llama", torch.float32, attention="leaky"), torch.float32))
 
 
+def test_refuses_nan_that_another_document_causes():
+    exact, first = AttentionInterface()["flatout_plain"], []
+
+    def overflows(module, query, key, value, mask, **kwargs):
+        output, _ = exact(module, query, key, value, mask, **kwargs)
+        first.append(value)
+        # other tokens than in the first pass of this layer
+        is_changed = not torch.equal(value, first[module.layer_idx])
+        return output + (torch.nan if is_changed else 0.0), None
+
+    register("overflows", overflows)
+    with pytest.raises(UsageError, match="changes the logits of another by nan"):
+        check_packing(loaded(tiny_model("llama", attention="overflows")))
+
+
 def test_refuses_ignored_sinks():
     exact = AttentionInterface()["flatout_plain"]
     register("no_sinks", lambda *args, s_aux=None, **kwargs: exact(*args, **kwargs))

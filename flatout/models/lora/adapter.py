@@ -236,7 +236,7 @@ def read_back(
     if ours is not None and not problems:
         theirs, limit = _logits_of_short_text(wrapped), LOGIT_TOLERANCES[model.dtype]
         error = float(((theirs - ours).norm(dim=-1) / ours.norm(dim=-1)).median())
-        if error > limit:
+        if not error <= limit:
             problems.append(f"logits differ by {error:.1e} (limit {limit:.0e})")
         proved = f"logits within {error:.0e}"
     if problems:
