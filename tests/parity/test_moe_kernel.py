@@ -117,7 +117,7 @@ def test_narrow_outer_products_are_zero_without_rows(kind, transposed, gather):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_of_slots_leave_out_rows_of_no_expert(kind, weighted):
-    from flatout.kernels.moe.triton import sum_slots
+    from flatout.kernels.moe.triton_rows import sum_slots
 
     num_tokens, k, num_experts, width = 50, 3, 4, 72
     routing = routed(kind, num_tokens, k, num_experts)
@@ -128,24 +128,45 @@ def test_sums_of_slots_leave_out_rows_of_no_expert(kind, weighted):
     require_close(sum_slots(rows, routing, k, weights), truth)
 
 
-def test_swiglu_and_its_gradients():
-    from flatout.kernels.moe.triton import swiglu, swiglu_backward
+@pytest.mark.parametrize("kind", KINDS)
+def test_swiglu_and_its_gradients(kind):
+    from flatout.kernels.moe.triton_rows import swiglu, swiglu_backward
 
-    num_rows, width = 33, 40
-    gate_up, grad, weights = values(num_rows, 2 * width), values(num_rows, width), torch.rand(num_rows, device=DEVICE)
-    truth = reference.swiglu_backward(gate_up.double(), grad.double(), weights.double())
+    routing, width = routed(kind, 33, 2, 3), 40
+    gate_up, grad, weights = values(66, 2 * width), values(66, width), torch.rand(66, device=DEVICE)
+    truth = reference.swiglu_backward(gate_up.double(), grad.double(), weights.double(), routing)
     leaf = gate_up.double().requires_grad_()
-    (reference.swiglu(leaf) * weights[:, None] * grad).sum().backward()
+    (reference.swiglu(leaf, routing)[0] * weights[:, None] * grad).sum().backward()
     require_close(truth[1], leaf.grad)
-    require_close(swiglu(gate_up), truth[0])
-    for ours, theirs in zip(swiglu_backward(gate_up, grad, weights), truth, strict=True):
-        require_close(ours, theirs)
+    require_close(swiglu(gate_up, routing)[0], truth[0], routing)
+    for ours, theirs in zip(swiglu_backward(gate_up, grad, weights, routing), truth, strict=True):
+        require_close(ours, theirs, routing)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_swiglu_in_float8_is_its_result_quantized(kind):
+    from flatout.kernels.moe.triton_rows import quantize_rows as quantize
+    from flatout.kernels.moe.triton_rows import swiglu, swiglu_backward
+
+    num_experts, width = 3, 40
+    routing = routed(kind, 33, 2, num_experts)
+    gate_up, grad, weights = values(66, 2 * width), values(66, width), torch.rand(66, device=DEVICE)
+    scale = torch.rand(num_experts, 2 * width, device=DEVICE) + 0.5
+    end, narrow = int(routing.offsets[-1]), scale[:, :width].contiguous()
+    product, *forward = swiglu(gate_up, routing, narrow)
+    _, rows_grad, _, *backward = swiglu_backward(gate_up, grad, weights, routing, scale)
+    for found, expected in (
+        (forward, quantize(product, routing, narrow)),
+        (backward, quantize(rows_grad, routing, scale)),
+    ):
+        assert torch.equal(found[0][:end].view(torch.uint8), expected[0][:end].view(torch.uint8))
+        assert torch.equal(found[1][:end], expected[1][:end])
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_in_float8_are_multiplied_by_their_experts_scales(kind, scaled):
-    from flatout.kernels.moe.triton import quantize_rows as quantize
+    from flatout.kernels.moe.triton_rows import quantize_rows as quantize
 
     num_tokens, k, num_experts, width = 40, 2, 4, 56
     routing = routed(kind, num_tokens, k, num_experts)
@@ -158,7 +179,7 @@ def test_rows_in_float8_are_multiplied_by_their_experts_scales(kind, scaled):
 
 
 def test_transposed_bytes():
-    from flatout.kernels.moe.triton import transpose_bytes
+    from flatout.kernels.moe.triton_rows import transpose_bytes
 
     weight = values(3, 150, 272).to(torch.float8_e4m3fn)
     assert torch.equal(transpose_bytes(weight).view(torch.uint8), weight.view(torch.uint8).transpose(1, 2))

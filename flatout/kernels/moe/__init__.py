@@ -1,12 +1,13 @@
 """Products of routed tokens with experts' weights, without host synchronization where the device allows it.
 
-reference.py defines every operation and runs everywhere. triton.py is its equivalent on CUDA in 16 bits; where it does
-not fit, torch's grouped product is. The operations are opaque to torch.compile, not differentiable, and traceable after
-`register_ops`.
+reference.py defines every operation and runs everywhere. The Triton files are its equivalent on CUDA in 16 bits; where
+they do not fit, torch's grouped product is. The operations are opaque to torch.compile, not differentiable, and
+traceable after `register_ops`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -49,10 +50,11 @@ def grouped_linear_fp8(
     out_scale: Tensor | None = None,
     low: Tensor | None = None,
     low_weight: Tensor | None = None,
+    quantized: Sequence[Tensor] = (),
 ) -> Tensor:
     """Return `grouped_linear` with a float8 weight (E, N, K), contiguous or a transposed view; see `reference`."""
     result: Tensor = torch.ops.flatout.moe_linear_fp8(
-        x, weight, *routing, gather, scatter, in_scale, out_scale, low, low_weight
+        x, weight, *routing, gather, scatter, in_scale, out_scale, low, low_weight, *(quantized or (None, None))
     )
     return result
 
@@ -90,16 +92,18 @@ def combine(y: Tensor, routing: Routing, weights: Tensor) -> Tensor:
     return result
 
 
-def swiglu(rows: Tensor) -> Tensor:
-    """Return silu(gate) * up (S, I) of `rows` (S, 2 I)."""
-    result: Tensor = torch.ops.flatout.moe_swiglu(rows)
+def swiglu(rows: Tensor, routing: Routing, in_scale: Tensor | None = None) -> list[Tensor]:
+    """Return silu(gate) * up (S, I) of sorted `rows` (S, 2 I), with `in_scale` quantized as well; see `reference`."""
+    result: list[Tensor] = torch.ops.flatout.moe_swiglu(rows, *routing, in_scale)
     return result
 
 
-def swiglu_backward(rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def swiglu_backward(
+    rows: Tensor, grad: Tensor, row_weights: Tensor, routing: Routing, in_scale: Tensor | None = None
+) -> list[Tensor]:
     """Return the product again, and the gradients of rows and of their weights; see `reference.swiglu_backward`."""
-    hidden, rows_grad, weights_grad = torch.ops.flatout.moe_swiglu_backward(rows, grad, row_weights)
-    return hidden, rows_grad, weights_grad
+    result: list[Tensor] = torch.ops.flatout.moe_swiglu_backward(rows, grad, row_weights, *routing, in_scale)
+    return result
 
 
 @cache
@@ -120,16 +124,16 @@ def register_ops() -> torch.library.Library:
         (
             "linear_fp8",
             f"(Tensor x, Tensor weight, {routing}, bool gather, SymInt? scatter, Tensor? in_scale, Tensor? out_scale, "
-            f"{low}) -> Tensor",
+            f"{low}, Tensor? quantized, Tensor? row_scale) -> Tensor",
             _linear_fp8,
             _empty_linear,
         ),
         ("outer", f"(Tensor x, Tensor dy, {routing}, bool gather_x, bool gather_dy) -> Tensor", _outer, _empty_outer),
         ("combine", f"(Tensor y, {routing}, Tensor weights) -> Tensor", _combine, _empty_combine),
-        ("swiglu", "(Tensor rows) -> Tensor", _swiglu, lambda rows: rows.new_empty(rows.shape[0], rows.shape[1] // 2)),
+        ("swiglu", f"(Tensor rows, {routing}, Tensor? in_scale) -> Tensor[]", _swiglu, _empty_swiglu),
         (
             "swiglu_backward",
-            "(Tensor rows, Tensor grad, Tensor row_weights) -> (Tensor, Tensor, Tensor)",
+            f"(Tensor rows, Tensor grad, Tensor row_weights, {routing}, Tensor? in_scale) -> Tensor[]",
             _swiglu_backward,
             _empty_swiglu_backward,
         ),
@@ -193,22 +197,24 @@ def _empty_linear(
 def _linear_fp8(
     x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, inverse: Tensor, tiles: Tensor, gather: bool,
     scatter: int | None, in_scale: Tensor | None, out_scale: Tensor | None, low: Tensor | None,
-    low_weight: Tensor | None,
+    low_weight: Tensor | None, quantized: Tensor | None, row_scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
     routing = Routing(order, offsets, inverse, tiles)
+    given = () if quantized is None or row_scale is None else (quantized, row_scale)
     if not _has_kernels(x) or not has_fp8(x.device):
         return reference.grouped_linear_fp8(
             x, weight, routing, gather=gather, scatter=scatter, in_scale=in_scale, out_scale=out_scale, low=low,
-            low_weight=low_weight,
+            low_weight=low_weight, quantized=given,
         )  # fmt: skip
-    from flatout.kernels.moe.triton import grouped_product, quantize_rows, transpose_bytes
+    from flatout.kernels.moe.triton import grouped_product
+    from flatout.kernels.moe.triton_rows import quantize_rows, transpose_bytes
 
     if not weight.is_contiguous():
         # float8 products read both sides along the summed dimension; the copy is temporary
         weight = transpose_bytes(weight.transpose(1, 2))
-    quantized, scale = quantize_rows(x, routing, in_scale)
+    values, scale = given or quantize_rows(x, routing, in_scale)
     out = grouped_product(
-        quantized, weight, routing, gather=gather, row_scale=scale, column_scale=out_scale, low=low,
+        values, weight, routing, gather=gather, row_scale=scale, column_scale=out_scale, low=low,
         low_weight=low_weight, dtype=x.dtype,
     )  # fmt: skip
     return out if scatter is None else _sum_slots(out, routing, scatter)
@@ -248,27 +254,46 @@ def _empty_combine(y: Tensor, *routing_and_weights: Tensor) -> Tensor:
 def _sum_slots(y: Tensor, routing: Routing, k: int, weights: Tensor | None = None) -> Tensor:
     if not _has_kernels(y):
         return reference.sum_slots(y, routing, k, weights)
-    from flatout.kernels.moe.triton import sum_slots
+    from flatout.kernels.moe.triton_rows import sum_slots
 
     return sum_slots(y, routing, k, weights)
 
 
-def _swiglu(rows: Tensor) -> Tensor:
-    if not _has_kernels(rows):
-        return reference.swiglu(rows)
-    from flatout.kernels.moe.triton import swiglu
+def _swiglu(
+    rows: Tensor, order: Tensor, offsets: Tensor, inverse: Tensor, tiles: Tensor, in_scale: Tensor | None
+) -> list[Tensor]:
+    routing = Routing(order, offsets, inverse, tiles)
+    if not _has_kernels(rows) or not (in_scale is None or has_fp8(rows.device)):
+        return reference.swiglu(rows, routing, in_scale)
+    from flatout.kernels.moe.triton_rows import swiglu
 
-    return swiglu(rows)
-
-
-def _swiglu_backward(rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if not _has_kernels(rows, grad):
-        return reference.swiglu_backward(rows, grad, row_weights)
-    from flatout.kernels.moe.triton import swiglu_backward
-
-    return swiglu_backward(rows, grad, row_weights)
+    return swiglu(rows, routing, in_scale)
 
 
-def _empty_swiglu_backward(rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_swiglu(rows: Tensor, *routing_and_scale: Tensor | None) -> list[Tensor]:
+    hidden = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
+    return [hidden] if routing_and_scale[-1] is None else [hidden, *_empty_float8(hidden)]
+
+
+def _swiglu_backward(
+    rows: Tensor, grad: Tensor, row_weights: Tensor, order: Tensor, offsets: Tensor, inverse: Tensor, tiles: Tensor,
+    in_scale: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    routing = Routing(order, offsets, inverse, tiles)
+    if not _has_kernels(rows, grad) or not (in_scale is None or has_fp8(rows.device)):
+        return reference.swiglu_backward(rows, grad, row_weights, routing, in_scale)
+    from flatout.kernels.moe.triton_rows import swiglu_backward
+
+    return swiglu_backward(rows, grad, row_weights, routing, in_scale)
+
+
+def _empty_swiglu_backward(
+    rows: Tensor, grad: Tensor, row_weights: Tensor, *routing_and_scale: Tensor | None
+) -> list[Tensor]:
     wide = torch.promote_types(rows.dtype, torch.float32)
-    return torch.empty_like(grad), torch.empty_like(rows), grad.new_empty(grad.shape[0], dtype=wide)
+    found = [torch.empty_like(grad), torch.empty_like(rows), grad.new_empty(grad.shape[0], dtype=wide)]
+    return found if routing_and_scale[-1] is None else [*found, *_empty_float8(rows)]
+
+
+def _empty_float8(values: Tensor) -> list[Tensor]:
+    return [torch.empty_like(values, dtype=torch.float8_e4m3fn), values.new_empty(values.shape[0], dtype=torch.float32)]

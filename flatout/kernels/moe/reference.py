@@ -6,7 +6,7 @@ by expert, so that each expert's rows are consecutive. Sorted rows of no expert 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -82,24 +82,31 @@ def grouped_linear_fp8(
     out_scale: Tensor | None = None,
     low: Tensor | None = None,
     low_weight: Tensor | None = None,
+    quantized: Sequence[Tensor] = (),
 ) -> Tensor:
     """Return `grouped_linear` with a float8 weight (E, N, K), of which x is a multiple of row-wise float8, too.
 
     The weight's scales belong to its inputs, `in_scale` fp32 (E, K), or to its outputs, `out_scale` fp32 (E, N): x is
-    multiplied by the first before it is quantized, the product by the second. With `in_scale`, x is sorted.
+    multiplied by the first before it is quantized, the product by the second. With `in_scale`, x is sorted. `quantized`
+    is the result of `quantize_inputs`, if known.
     """
     exact = torch.promote_types(x.dtype, torch.float32)
-    scaled = x.to(exact)
-    if in_scale is not None:
-        scaled = scaled * in_scale.to(exact)[row_experts(routing)]
-    quantized, scale = quantize_rows(scaled)
+    values, scale = quantized or quantize_inputs(x, routing, in_scale)
     dense = weight.to(exact) if out_scale is None else weight.to(exact) * out_scale.to(exact)[..., None]
     extra = [None if side is None else side.to(exact) for side in (low, low_weight)]
     product = grouped_linear(
-        quantized.to(exact) * scale.to(exact), dense, routing, gather=gather, scatter=scatter,
+        values.to(exact) * scale.to(exact)[:, None], dense, routing, gather=gather, scatter=scatter,
         low=extra[0], low_weight=extra[1],
     )  # fmt: skip
     return product.to(x.dtype)
+
+
+def quantize_inputs(x: Tensor, routing: Routing, in_scale: Tensor | None = None) -> list[Tensor]:
+    """Return rows of x, times their expert's `in_scale` fp32 (E, K) if given, in float8 (R, K), and scales (R,)."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    scaled = x.to(exact) if in_scale is None else x.to(exact) * in_scale.to(exact)[row_experts(routing)]
+    quantized, scale = quantize_rows(scaled)
+    return [quantized, scale[:, 0]]
 
 
 def grouped_outer(
@@ -129,23 +136,32 @@ def sum_slots(y: Tensor, routing: Routing, k: int, weights: Tensor | None = None
     return total.to(y.dtype)
 
 
-def swiglu(rows: Tensor) -> Tensor:
-    """Return silu(gate) * up (S, I) of `rows` (S, 2 I): the gates, then the ups."""
+def swiglu(rows: Tensor, routing: Routing, in_scale: Tensor | None = None) -> list[Tensor]:
+    """Return h = silu(gate) * up (S, I) of sorted `rows` (S, 2 I): the gates, then the ups.
+
+    With `in_scale` (E, I), followed by `quantize_inputs(h, routing, in_scale)`.
+    """
     gate, up = rows.to(torch.promote_types(rows.dtype, torch.float32)).chunk(2, -1)
-    return (F.silu(gate) * up).to(rows.dtype)
+    hidden = (F.silu(gate) * up).to(rows.dtype)
+    return [hidden] if in_scale is None else [hidden, *quantize_inputs(hidden, routing, in_scale)]
 
 
-def swiglu_backward(rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def swiglu_backward(
+    rows: Tensor, grad: Tensor, row_weights: Tensor, routing: Routing, in_scale: Tensor | None = None
+) -> list[Tensor]:
     """Return `swiglu(rows)` again, the gradient of `rows` (S, 2 I), and that of `row_weights` (S,), in at least fp32.
 
-    `grad` (S, I) is the gradient of the weighted product, before it is multiplied by the weights.
+    `grad` (S, I) is the gradient of the weighted product, before it is multiplied by the weights. With `in_scale`
+    (E, 2 I), the gradient of `rows` follows as by `quantize_inputs`.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     gate, up = rows.to(wide).chunk(2, -1)
     sigmoid = torch.sigmoid(gate)
     hidden, weighted = gate * sigmoid * up, grad.to(wide) * row_weights.to(wide)[:, None]
     both = [weighted * up * sigmoid * (1 + gate * (1 - sigmoid)), weighted * gate * sigmoid]
-    return hidden.to(rows.dtype), torch.cat(both, -1).to(rows.dtype), (hidden * grad.to(wide)).sum(1)
+    rows_grad = torch.cat(both, -1).to(rows.dtype)
+    quantized = [] if in_scale is None else quantize_inputs(rows_grad, routing, in_scale)
+    return [hidden.to(rows.dtype), rows_grad, (hidden * grad.to(wide)).sum(1), *quantized]
 
 
 def without_expert(routing: Routing) -> Tensor:

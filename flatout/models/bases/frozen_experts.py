@@ -21,11 +21,14 @@ class ExpertsMatmul:
     """Grouped products with one weight of all experts (E, out, in), which is stored as a list of tensors.
 
     `forward(x, storage, routing, **options)` and `backward(dy, storage, routing, **options)` take the options of
-    `grouped_linear` and `grouped_linear_dx`.
+    `grouped_linear` and `grouped_linear_dx`. `input_scale(storage, in_backward)` is what sorted inputs are multiplied
+    by in a float8 product before they are quantized, fp32 (E, K); None for other products. Then `quantized` is an
+    option, see `grouped_linear_fp8`.
     """
 
     forward: Callable[..., Tensor]
     backward: Callable[..., Tensor]
+    input_scale: Callable[[Sequence[Tensor], bool], Tensor | None] = lambda storage, in_backward: None
 
 
 def _dense_forward(x: Tensor, storage: Sequence[Tensor], routing: Routing, **options: Any) -> Tensor:
@@ -59,7 +62,7 @@ def _fp8_matmul(scales_inputs: bool) -> ExpertsMatmul:
         turned = storage[2] if len(storage) > 2 else storage[0].transpose(1, 2)
         return grouped_linear_fp8(dy, turned, routing, **scales(storage, True), low_weight=low_weight, **options)
 
-    return ExpertsMatmul(forward, backward)
+    return ExpertsMatmul(forward, backward, lambda *call: scales(*call).get("in_scale"))
 
 
 def _cast_forward(x: Tensor, storage: Sequence[Tensor], routing: Routing, **options: Any) -> Tensor:

@@ -96,9 +96,9 @@ class ExpertsBlock(torch.autograd.Function):
         rows = up.forward(x, storage[:num_up], routing, gather=True, low=low_x, low_weight=up_b)
         if up_bias is not None:
             rows = rows + up_bias[row_experts(routing)]
-        hidden = gate(rows)
+        hidden, float8 = gate.forward(rows, routing, down.input_scale(storage[num_up:], False))
         low_h = None if down_a is None else grouped_linear(hidden, down_a, routing)
-        outputs = down.forward(hidden, storage[num_up:], routing, low=low_h, low_weight=down_b)
+        outputs = down.forward(hidden, storage[num_up:], routing, low=low_h, low_weight=down_b, **float8)
         if down_bias is not None:
             outputs = outputs + down_bias[row_experts(routing)]
         ctx.save_for_backward(x, weights, down_bias, up_a, up_b, down_a, down_b, *routing, rows, low_x, low_h, *storage)
@@ -119,7 +119,9 @@ class ExpertsBlock(torch.autograd.Function):
         # the second product; out_grad is not multiplied by the weights yet
         low = None if down_b is None else grouped_linear_dx(out_grad, down_b, routing, gather=True)
         hidden_grad = ctx.down.backward(out_grad, down_storage, routing, gather=True, low=low, low_weight=down_a)
-        hidden, rows_grad, by_row = ctx.gate.weighted_backward(rows, hidden_grad, row_weights[:, 0])
+        hidden, rows_grad, by_row, float8 = ctx.gate.weighted_backward(
+            rows, hidden_grad, row_weights[:, 0], routing, ctx.up.input_scale(up_storage, True)
+        )
         if wanted[1]:
             found[1] = _weights_grad(weights, routing, by_row, out_grad, down_bias)
         if wanted[-1]:
@@ -132,7 +134,7 @@ class ExpertsBlock(torch.autograd.Function):
         # the first product
         low = None if up_b is None else grouped_linear_dx(rows_grad, up_b, routing)
         if wanted[0]:
-            found[0] = ctx.up.backward(rows_grad, up_storage, routing, scatter=k, low=low, low_weight=up_a)
+            found[0] = ctx.up.backward(rows_grad, up_storage, routing, scatter=k, low=low, low_weight=up_a, **float8)
         if wanted[-2]:
             found[-2] = grouped_outer(x, rows_grad, routing, gather_x=True)
         if wanted[2]:

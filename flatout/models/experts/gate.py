@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatout.kernels.moe import swiglu, swiglu_backward
+from flatout.kernels.moe import Routing, swiglu, swiglu_backward
 
 _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 # the names that transformers' experts give to the bound of their products, and to the slope of their sigmoid
@@ -52,24 +52,36 @@ class Gate:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return h (S, I) of `rows` (S, 2 I), or (S, I) without a gate."""
-        if self.is_swiglu:
-            return swiglu(rows)
         if self.custom is not None:
             return self.custom(rows)
         gate, up = self._halves(rows)
         values = self._activate(gate)
         return (values if up is None else values * (up.clamp(-self.bound, self.bound) + self.shift)).to(rows.dtype)
 
-    def weighted_backward(self, rows: Tensor, grad: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return h again, and the gradients of `rows` and of `row_weights` (S,), where each row's h is weighted.
+    def forward(self, rows: Tensor, routing: Routing, in_scale: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
+        """Return h of sorted `rows`, and options for the product with it: h in float8, if a kernel makes that too.
 
-        `grad` (S, I) is the gradient of the weighted h, before it is multiplied by the weights.
+        `in_scale` fp32 (E, I) are the factors of h in a float8 product, if there are any.
+        """
+        if not self.is_swiglu:
+            return self(rows), {}
+        hidden, *quantized = swiglu(rows, routing, in_scale)
+        return hidden, {"quantized": quantized} if quantized else {}
+
+    def weighted_backward(
+        self, rows: Tensor, grad: Tensor, row_weights: Tensor, routing: Routing, in_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Return h again, the gradients of `rows` and of `row_weights` (S,), and options for the product with `rows`'.
+
+        `grad` (S, I) is the gradient of the weighted h, before it is multiplied by the weights; `in_scale` fp32
+        (E, 2 I) are as in `forward`, for the gradient of `rows`.
         """
         if self.is_swiglu:
-            return swiglu_backward(rows, grad, row_weights)
+            hidden, rows_grad, weights_grad, *quantized = swiglu_backward(rows, grad, row_weights, routing, in_scale)
+            return hidden, rows_grad, weights_grad, {"quantized": quantized} if quantized else {}
         hidden, wide = self(rows), torch.promote_types(rows.dtype, torch.float32)
         weights_grad = (hidden.to(wide) * grad.to(wide)).sum(1)
-        return hidden, self.backward(rows, grad * row_weights.to(grad.dtype)[:, None]), weights_grad
+        return hidden, self.backward(rows, grad * row_weights.to(grad.dtype)[:, None]), weights_grad, {}
 
     def backward(self, rows: Tensor, grad: Tensor) -> Tensor:
         """Return the gradient of `rows` from that of h, `grad` (S, I)."""

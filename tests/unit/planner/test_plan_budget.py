@@ -152,7 +152,7 @@ def decided(gib, *, parallel_layout=ALONE, **sections):
 
 
 @pytest.mark.parametrize("gib", [20, 28, 36, 44, 52, 60, 68, 79, 90, 100, 120, 139])
-def test_turned_weights_cost_no_level_and_no_micro_batch(gib):
+def test_turned_weights_cost_no_level_and_few_micro_batches(gib):
     before, after, plan, plan_after = decided(gib)
     assert not before.transposed_weights
     assert after.recompute == before.recompute
@@ -160,9 +160,10 @@ def test_turned_weights_cost_no_level_and_no_micro_batch(gib):
     assert ("fp8 weights are transposed in every pass" in after.reason) != after.transposed_weights
     if not after.transposed_weights:
         assert (after.micro_batch_tokens, after.model) == (before.micro_batch_tokens, before.model)
-    for step, step_after in zip(plan.steps(), plan_after.steps(), strict=True):
-        assert len(step.ranks[0]) == len(step_after.ranks[0])
-        for batch in step_after.ranks[0]:
+    passes, passes_after = (sum(len(step.ranks[0]) for step in one.steps()) for one in (plan, plan_after))
+    assert passes_after <= 1.125 * passes
+    for step in plan_after.steps():
+        for batch in step.ranks[0]:
             size = MicroBatchSize(batch.num_tokens, batch.num_label_tokens, len(batch.sample_ids))
             # documents count little: a typical micro-batch of the budget stands for all
             assert after.estimate(size).total_bytes <= after.budget_bytes * 1.005
