@@ -204,11 +204,15 @@ def test_the_operator_is_sound_for_the_compiler(install: Any, name: Any, with_si
     """Fake shapes, strides and dtypes are those of the real ones, also for inputs in a layout of their own."""
     install(name)
     make_flash_attention(name)
-    query, key, value = inputs(torch.float32)
-    query = query.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(True)
-    sinks = torch.randn(4, requires_grad=True) if with_sinks else None
+    query, key, value = (tensor.detach() for tensor in inputs(torch.float32))
+    query = query.transpose(0, 1).contiguous().transpose(0, 1)
+    sinks = torch.randn(4) if with_sinks else None
     arguments = (query, key, value, boundaries(LENGTHS), 16, 0.3, None, sinks)
-    torch.library.opcheck(getattr(torch.ops.flatout, name).default, arguments)
+    operator, operator_backward = (getattr(torch.ops.flatout, name + pass_) for pass_ in ("", "_backward"))
+    torch.library.opcheck(operator.default, arguments)
+    output, log_sums = operator(*arguments)
+    saved = (query, key, value, output, log_sums, *arguments[3:-1])
+    torch.library.opcheck(operator_backward.default, (query, *saved))
 
 
 @pytest.mark.parametrize("name", ["fa4", "fa3"])

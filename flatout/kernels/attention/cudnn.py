@@ -25,6 +25,7 @@ _TOKENS_MULTIPLE = 4096
 _MAX_GRAPHS = 512
 # the arguments of past layer calls, except sizes
 _layers: set[tuple[Any, ...]] = set()
+_newest_layout: dict[str, Any] = {}
 
 
 def cudnn_problem(device: torch.device) -> str | None:
@@ -131,7 +132,7 @@ class _Graph:
             for count, size, data_type in kinds
         ]
         # elements per token, to compute documents' starts
-        self._steps = torch.tensor([[count * size] for count, size, _ in kinds], device=device)
+        self._steps = tuple(count * size for count, size, _ in kinds)
         shape: dict[str, Any] = {"dim": (num_documents + 1, 1, 1, 1), "stride": (1, 1, 1, 1)}
         self._starts = [self.graph.tensor(name=f"starts_{i}", data_type=types.INT64, **shape) for i in range(3)]
         self._lengths = self.graph.tensor(
@@ -164,12 +165,31 @@ class _Graph:
 
     def run(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], cu_seqlens: Tensor) -> None:
         """Launch on the current stream. `inputs` may have any layout; `outputs` must be contiguous."""
-        starts = (cu_seqlens * self._steps).unbind()
         workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self._device)
         stream = torch.cuda.current_stream(self._device).cuda_stream
         self._cudnn.set_stream(handle=self._handle, stream=stream)
-        values = [*(tensor.contiguous() for tensor in inputs), *outputs, *starts, cu_seqlens.diff()]
+        values = [*(tensor.contiguous() for tensor in inputs), *outputs, *_ragged_layout(cu_seqlens, self._steps)]
         self.graph.execute(dict(zip(self._places, values, strict=True)), workspace, handle=self._handle)
+
+
+def _ragged_layout(cu_seqlens: Tensor, steps: tuple[int, ...]) -> list[Tensor]:
+    """Return documents' starts in elements, int64 (N+1,), for tensors of each number of elements a token, and lengths.
+
+    All layers of a pass ask with the same boundaries, so the newest result is kept.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return _compute_ragged_layout(cu_seqlens, steps)
+    key = (cu_seqlens.data_ptr(), cu_seqlens._version, cu_seqlens.shape, steps)
+    if _newest_layout.get("key") != key:
+        # as long as the boundaries are kept, nothing else can have their address
+        _newest_layout.update(key=key, of=cu_seqlens, layout=_compute_ragged_layout(cu_seqlens, steps))
+    layout: list[Tensor] = _newest_layout["layout"]
+    return layout
+
+
+def _compute_ragged_layout(cu_seqlens: Tensor, steps: tuple[int, ...]) -> list[Tensor]:
+    wide = cu_seqlens.to(torch.int64)
+    return [*(wide * step for step in steps), cu_seqlens.diff()]
 
 
 @lru_cache(_MAX_GRAPHS)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.attention.reference import packed_attention
+from flatout.kernels.operators import define_operator
 
 Attention = Callable[..., Tensor]
 
@@ -143,7 +144,6 @@ def packed_operator(
     None means all. `backward` must take its weights from the log-sum-exp, P = exp(S - lse), and its row sums from the
     output, D = rowsum(dO * O), as FlashAttention does: sinks come in through these two.
     """
-    operator_backward = _backward_operator(f"{name}_backward", backward)
 
     def by_token(log_sums: Tensor) -> Tensor:
         return log_sums if log_sums_by_token else log_sums.T
@@ -155,31 +155,48 @@ def packed_operator(
             log_sums = by_token(_add_sinks(output, by_token(log_sums), sinks)).contiguous()
         return output, log_sums
 
-    schema = f"({_INPUTS}, {_REST}, Tensor? sinks) -> (Tensor, Tensor)"
-    operator = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
-
-    @operator.register_fake
-    def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         shape = (q.shape[0], q.shape[1]) if log_sums_by_token else (q.shape[1], q.shape[0])
         return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, cu_seqlens, *ctx.settings, sinks = inputs
-        ctx.save_for_backward(q, k, v, *output, cu_seqlens, sinks)
+    def run_backward(output_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(tensor.contiguous() for tensor in backward(output_grad.contiguous(), *arguments))
 
-    def differentiate(ctx: Any, output_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, sinks = ctx.saved_tensors
-        gradients = operator_backward(output_grad, *saved, *ctx.settings)
-        *_, output, log_sums, _ = saved
-        trained = ctx.needs_input_grad[-1]
-        sinks_grad = _sinks_grad(output_grad, output, by_token(log_sums), sinks) if trained else None
-        return (*gradients, None, None, None, None, sinks_grad)
+    def fake_backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
-    operator.register_autograd(differentiate, setup_context=keep)
-    return _packed_attention(operator)
+    gradients = "(Tensor, Tensor, Tensor)"
+    schema = f"(Tensor output_grad, {_INPUTS}, Tensor output, Tensor log_sums, {_REST}) -> {gradients}"
+    operator_backward = define_operator(f"{name}_backward", schema, run_backward, fake_backward)
+    schema = f"({_INPUTS}, {_REST}, Tensor? sinks) -> (Tensor, Tensor)"
+    operator = define_operator(name, schema, run, fake)
+
+    return _differentiable(operator, operator_backward, by_token)
 
 
-def _packed_attention(operator: Callable[..., tuple[Tensor, Tensor]]) -> Attention:
+def _differentiable(
+    operator: Callable[..., Any], operator_backward: Callable[..., Any], by_token: Callable[[Tensor], Tensor]
+) -> Attention:
+    class PackedAttention(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor | None, *settings: Any
+        ) -> Tensor:
+            output: Tensor
+            output, log_sums = operator(q, k, v, cu_seqlens, *settings, sinks)
+            ctx.save_for_backward(q, k, v, output, log_sums, cu_seqlens, sinks)
+            ctx.settings = settings
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
+            *saved, sinks = ctx.saved_tensors
+            gradients = operator_backward(output_grad, *saved, *ctx.settings)
+            *_, output, log_sums, _ = saved
+            trained = ctx.needs_input_grad[4]
+            sinks_grad = _sinks_grad(output_grad, output, by_token(log_sums), sinks) if trained else None
+            return (*gradients, None, sinks_grad, None, None, None)
+
     def attention(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float,
         window: int | None = None, sinks: Tensor | None = None,
@@ -187,23 +204,10 @@ def _packed_attention(operator: Callable[..., tuple[Tensor, Tensor]]) -> Attenti
         # the kernels' window excludes the row itself, transformers' includes it
         left = None if window is None else window - 1
         sinks = None if sinks is None else sinks.to(torch.promote_types(q.dtype, torch.float32))
-        return operator(q, k, v, cu_seqlens, max_seqlen, scale, left, sinks)[0]
+        output: Tensor = PackedAttention.apply(q, k, v, cu_seqlens, sinks, max_seqlen, scale, left)
+        return output
 
     return attention
-
-
-def _backward_operator(name: str, backward: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    def run(output_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(tensor.contiguous() for tensor in backward(output_grad.contiguous(), *arguments))
-
-    schema = f"(Tensor output_grad, {_INPUTS}, Tensor output, Tensor log_sums, {_REST}) -> (Tensor, Tensor, Tensor)"
-    operator = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
-
-    @operator.register_fake
-    def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-    return operator
 
 
 def _add_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from flatout.kernels.fp8 import has_fp8
 from flatout.kernels.moe import reference
 from flatout.kernels.moe.reference import Routing as Routing
+from flatout.kernels.operators import define_operator
 
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
@@ -107,10 +108,8 @@ def swiglu_backward(
 
 
 @cache
-def register_ops() -> torch.library.Library:
-    """Register torch.ops.flatout.moe_*, which the result keeps; call before the first use of these operations."""
-    # `custom_op` would take several times as long per call, which short micro-batches cannot hide
-    library = torch.library.Library("flatout", "FRAGMENT")
+def register_ops() -> None:
+    """Register torch.ops.flatout.moe_*; call before the first use of these operations."""
     routing = "Tensor order, Tensor offsets, Tensor inverse, Tensor tiles"
     low = "Tensor? low, Tensor? low_weight"
     for name, schema, run, fake in (
@@ -138,10 +137,7 @@ def register_ops() -> torch.library.Library:
             _empty_swiglu_backward,
         ),
     ):
-        library.define(f"moe_{name}{schema}")
-        library.impl(f"moe_{name}", run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"flatout::moe_{name}", fake, lib=library)
-    return library
+        define_operator(f"flatout::moe_{name}", schema, run, fake)
 
 
 def _has_kernels(*sides: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from flatout.kernels.fp8 import has_fp8
 from flatout.kernels.nf4 import reference
 from flatout.kernels.nf4.reference import BLOCK, Nf4Weight, nf4_levels
+from flatout.kernels.operators import define_operator
 
 # Triton has no fp64 path that rounds level * absmax to fp32 first
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,8 +54,7 @@ def register_ops() -> None:
     weights = ", ".join(f"Tensor[] {name}" for name in Nf4Weight._fields)
     rest = "Tensor[] scales, int[] num_rows, int num_columns, ScalarType dtype, bool transposed, bool in_backward"
     schema = f"({weights}, {rest}) -> Tensor"
-    operator = torch.library.custom_op("flatout::nf4_dequantize", _dequantize, mutates_args=(), schema=schema)
-    operator.register_fake(_empty)
+    define_operator("flatout::nf4_dequantize", schema, _dequantize, _empty)
 
 
 def _empty(packed: list[Tensor], *arguments: Any) -> Tensor:

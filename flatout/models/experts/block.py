@@ -198,7 +198,7 @@ def _weights_grad(weights: Tensor, routing: Routing, by_row: Tensor, out_grad: T
         wide = by_row.dtype
         tokens = routing.order // weights.shape[1]
         by_row = by_row + (out_grad.to(wide) @ bias.to(wide).T)[tokens, row_experts(routing)]
-    by_slot = by_row[routing.inverse].masked_fill(without_expert(routing), 0)
+    by_slot = by_row.index_select(0, routing.inverse).masked_fill(without_expert(routing), 0)
     return by_slot.view_as(weights).to(weights.dtype)
 
 
