@@ -2,7 +2,8 @@
 
     python benchmarks/throughput.py --shape qwen3-8b --budget 24000 --steps 12 base.storage=fp8
 
-Samples have chat-like lengths, 60 % label tokens, 32 a step; the first 3 steps are left out.
+Samples have chat-like lengths, 60 % label tokens, 32 a step; the first 3 steps are left out. `--profile N` shows where
+the time of N steps goes, as `flatout train --profile` does; then the rate includes the profiler's overhead.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--budget", type=int)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--profile", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("/tmp/throughput"))
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
@@ -40,6 +42,7 @@ def main() -> None:
         "samples_per_step": SAMPLES_PER_STEP,
         "overrides": ["model.init=random", *budget, *args.overrides],
         "launched_s": launched_s,
+        "profile_steps": args.profile,
     }
     found = measure(job)
     print(

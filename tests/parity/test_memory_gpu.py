@@ -8,10 +8,11 @@ import torch
 from tiny_models import save_tiny_model, tiny_samples
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from flatout.config.schema import LoraConfig, ModelConfig
+from flatout.config.schema import ExpertsConfig, LoraConfig, ModelConfig
 from flatout.models.compile.layers import compile_layers
 from flatout.models.compile.recompute import apply_recompute, compiling_with
-from flatout.models.head import packed_loss
+from flatout.models.experts.router import Routers
+from flatout.models.head import PackedLoss, packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
 from flatout.models.packed import flatten_samples, padded_num_boundaries
@@ -65,6 +66,30 @@ def test_levels_agree_and_each_keeps_less(tmp_path, compiled):
     num_inputs_bytes = 8 * batch.num_tokens * 512 * 2
     assert kept["full"] > num_inputs_bytes
     assert kept["offload"] < kept["full"] - num_inputs_bytes / 3
+
+
+def test_recomputed_experts_compile_beside_losses_on_their_routers(tmp_path):
+    save_tiny_model(tmp_path, "qwen3_moe", **SHAPE, num_hidden_layers=2)
+    batch = flatten_samples(tiny_samples([200, 300, 150, 92]), num_boundaries=BORDERS).to(CUDA)
+    found = {}
+    for level in ("none", "full"):
+        torch._dynamo.reset()
+        loaded = load_model(ModelConfig(name=str(tmp_path)), method="full", device=CUDA, seed=0)
+        loss = PackedLoss(loaded.model)
+        routers = loss.routers = Routers(loaded.model, ExpertsConfig(balance_loss=100.0, z_loss=1.0))
+        apply_recompute(loaded.model, level)
+        outcome = compile_layers(loaded, "auto", num_boundaries=BORDERS, loss=loss)
+        assert outcome.is_complete, outcome.line
+        loaded.model.zero_grad()
+        routers.start_step(0, num_tokens=742, divisor=738.0, device=CUDA, sum_values=lambda values: values)
+        with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
+            loss_sum, _ = loss(batch)
+        loss_sum.backward()
+        router = next(parameter for name, parameter in loaded.model.named_parameters() if "mlp.gate." in name)
+        found[level] = [routers.sums, router.grad.double().flatten(), loss_sum.detach().double()[None]]
+    for one, other in zip(found["none"], found["full"], strict=True):
+        assert torch.nn.functional.cosine_similarity(one, other, dim=0) > 0.999
+        assert other.norm().item() == pytest.approx(one.norm().item(), rel=0.02)
 
 
 def test_a_compiled_step_offloads_without_recompiling(tmp_path):

@@ -219,6 +219,9 @@ def _compiler_settings() -> Iterator[None]:
     number of tokens, and recompiles in the first step above each threshold; here it always uses the fused one. Floats
     such as a norm's epsilon are constants: as inputs they would cost host-side kernels. Traced layers are cached though
     they contain our autograd functions: both passes are part of the cache key, and a wrong hit would differ from eager.
+    Where transformers recomputes inside a layer's graph, what the forward pass keeps in attributes is not kept again.
+    Products are not padded to better sizes: the decision depends on the number of tokens, and would be another graph
+    for short batches. The compiled code does not check sizes again, which guards have checked.
     """
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
@@ -227,8 +230,10 @@ def _compiler_settings() -> Iterator[None]:
     caching = "autograd_cache_allow_custom_autograd_functions"
     changes = {caching: True} if hasattr(functorch_config, caching) else {}
     fusing = "mix_order_reduction_non_strict_mode"
-    kernels = {f"triton.{fusing}": True} if hasattr(inductor_config.triton, fusing) else {}
-    with dynamo_config.patch(specialize_float=True), functorch_config.patch(changes), inductor_config.patch(kernels):
+    kernels = {"shape_padding": False, "size_asserts": False}
+    kernels |= {f"triton.{fusing}": True} if hasattr(inductor_config.triton, fusing) else {}
+    tracing = {"specialize_float": True, "skip_fwd_side_effects_in_bwd_under_checkpoint": True}
+    with dynamo_config.patch(tracing), functorch_config.patch(changes), inductor_config.patch(kernels):
         yield
 
 
