@@ -68,7 +68,7 @@ MAX_PACKAGE_LINES = {
     "optim": 645,
     "parallel": 1547,
     "planner": 2105,
-    "profile": 230,
+    "profile": 340,
     "studio": 1160,
     "track": 2150,
     "trainer": 3509,
