@@ -120,7 +120,7 @@ def _notes(config: Config, exact: Exact, device: torch.device) -> Iterator[str]:
     if config.base.storage == "fp8" and config.method == "lora":
         yield f"float8 matmuls are not exact: rows in {exact} use the weights as stored in the files"
     if config.base.backward == "fp8":
-        yield f"base.backward is same here, except in the row as in the run: float8 matmuls are not exact in {exact}"
+        yield f"float8 matmuls are not exact: rows in {exact} take base.backward: same"
 
 
 def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.device, num_ranks: int) -> Iterator[Row]:
