@@ -32,6 +32,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 # mode: base section, largest mean relative difference of the loss, least cosine of any adapter tensor's gradient
 MODES: dict[str, tuple[dict[str, str], float, float]] = {
     "bf16": ({}, 0.005, 0.999),
+    "bf16-fp8-backward": ({"backward": "fp8"}, 0.01, 0.98),
     "fp8": ({"storage": "fp8"}, 0.01, 0.98),
     "nf4": ({"storage": "nf4"}, 0.01, 0.999),
     "nf4-fp8": ({"storage": "nf4", "compute": "fp8"}, 0.01, 0.98),

@@ -68,6 +68,11 @@ OURS = (
     _ours("tiny", "tiny", "batch.micro_batch_tokens=8192"),
     _ours("8b-auto", "qwen3-8b"),
     _ours("8b-bf16", "qwen3-8b", "batch.micro_batch_tokens=24000", "recompute=none"),
+    _ours(
+        "8b-bf16-fp8-backward",
+        "qwen3-8b",
+        *("base.backward=fp8", "batch.micro_batch_tokens=24000", "recompute=none"),
+    ),
     _ours("8b-fp8", "qwen3-8b", "base.storage=fp8", "batch.micro_batch_tokens=24000", "recompute=none"),
     _ours("8b-nf4", "qwen3-8b", "base.storage=nf4", "batch.micro_batch_tokens=24000", "recompute=none"),
     _ours(
@@ -132,10 +137,11 @@ def choose(known: Sequence[Row], names: Sequence[str]) -> list[Row]:
 
 
 def mode_of(row: Row) -> str:
-    """The arithmetic that the parity gate speaks of: bf16, fp8, nf4 or nf4-fp8; the peer's own name for a peer."""
+    """The arithmetic that the parity gate speaks of, one of its modes; the peer's own name for a peer."""
     if row.system != "flatout":
         return row.system
     asked = dict(override.split("=", 1) for override in row.settings["overrides"])
     storage = asked.get("base.storage", "model")
     suffix = "-fp8" if storage == "nf4" and asked.get("base.compute") == "fp8" else ""
+    suffix = "-fp8-backward" if asked.get("base.backward") == "fp8" else suffix
     return ("bf16" if storage == "model" else storage) + suffix

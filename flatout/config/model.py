@@ -55,6 +55,10 @@ class BaseConfig(Section):
     compute: Literal["auto", "model", "fp8"] = "auto"
     """Precision of matmuls with these weights, forward and backward: model (model.precision) or fp8; auto: fp8 with
     fp8 storage, which requires it, else model."""
+    backward: Literal["same", "fp8"] = "same"
+    """Precision of the matmuls for input gradients: same (as `compute`), or fp8 beside an unchanged forward pass in
+    model.precision. fp8 needs storage: model and keeps a float8 copy of the decoder's linear layers (one more byte per
+    weight); fused experts stay in model.precision."""
 
     @model_validator(mode="after")
     def _storage_has_these_products(self) -> Self:
@@ -62,6 +66,10 @@ class BaseConfig(Section):
             raise ValueError("compute fp8 needs storage fp8 or nf4")
         if self.storage == "fp8" and self.compute == "model":
             raise ValueError("storage fp8 supports only fp8 matmuls; set compute: auto, or storage: nf4")
+        if self.storage == "fp8" and self.backward == "fp8":
+            raise ValueError("backward fp8 has no effect with storage fp8, whose matmuls are all fp8; leave it out")
+        if self.storage == "nf4" and self.backward == "fp8":
+            raise ValueError("backward fp8 needs storage model; with nf4, set compute: fp8 for both passes")
         return self
 
     @property

@@ -337,6 +337,7 @@ class Config(Section):
                     f"{num_gpus} gpus, which it does not divide": num_gpus % self.experts.parallel,
                     "model.experts: eager": self.model.experts == "eager",
                     "model.precision: fp16": self.model.precision == "fp16",
+                    "base.backward: fp8": self.base.backward == "fp8",
                     "batch.layout: rows": self.batch.layout == "rows",
                     "optim.name: adamw8bit": self.optim.name == "adamw8bit",
                     "full.weights: bf16": self.full.weights == "bf16",
@@ -355,14 +356,16 @@ class Config(Section):
             return "model.precision: fp16, whose loss scaling needs unsharded gradients"
         if self.base.storage == "nf4" and self.base.compute == "fp8":
             return "base.compute: fp8 over nf4, which fuses layers"
+        if self.base.backward == "fp8":
+            return "base.backward: fp8, which copies whole weights"
         if self.full.update == "backward":
             return "full.update: backward"
         return None
 
     @property
     def computes_in_fp8(self) -> bool:
-        """Whether the decoder layers' products run in fp8."""
-        return self.base.computes_in_fp8 or self.full.compute != "model"
+        """Whether products of the decoder layers run in fp8, of both passes or only of the backward pass."""
+        return self.base.computes_in_fp8 or self.base.backward == "fp8" or self.full.compute != "model"
 
     @property
     def wanted_device(self) -> Literal["auto", "cpu", "cuda"]:

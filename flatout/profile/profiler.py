@@ -1,4 +1,11 @@
-"""Profile a few steps, and show how their time is spent by category of kernels, and how much of it was idle."""
+"""Profile a few steps, and show how their time is spent by category of kernels, and how much of it was idle.
+
+Their energy is measured as a whole and not divided among the categories. The counter moves every 20 to 100 ms, a
+category's kernels run for microseconds, and their power differs: by shares of time, products would get too few joules
+and copies too many. Nor do watts of each category, measured once, divide a step: under a power cap the clock follows
+what ran in the milliseconds before, so a kernel's power depends on its neighbors. `benchmarks/joules.py` loops each
+operation of a step by itself instead, and prints their sum beside the energy of whole steps.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +22,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from flatout.errors import ResourceError
 from flatout.io.durable_io import DurableIO
+from flatout.profile.energy import Energy, read_joules
 from flatout.track.callback import MemoryCallback
 from flatout.track.record import RunEnd, StepRecord
 
@@ -161,12 +170,20 @@ def render(breakdown: Breakdown, usual_step_s: float | None = None) -> list[str]
 class Profiler(MemoryCallback):
     """A callback that profiles some steps after the warm-up; writes profile.json and trace.json.gz to the run folder.
 
-    See Callback for the methods. `say` prints one line.
+    See Callback for the methods. `say` prints one line. `read_joules` reads a GPU's energy counter; the profile says so
+    if it raises ResourceError, and goes on.
     """
 
-    def __init__(self, folder: Path, num_steps: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        num_steps: int,
+        say: Callable[[str], None],
+        read_joules: Callable[[], float] = read_joules,
+    ) -> None:
         super().__init__()
-        self._folder, self._num_steps, self._say = folder, num_steps, say
+        self._folder, self._num_steps, self._say, self._read_joules = folder, num_steps, say, read_joules
+        self._started_joules: float | ResourceError = ResourceError("no step was profiled")
         self._profile: torch.profiler.profile | None = None
         self._first: StepRecord | None = None
         self._started_s = 0.0
@@ -183,6 +200,7 @@ class Profiler(MemoryCallback):
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             self._profile.start()
+            self._started_joules = self._joules()
             self._started_s = time.perf_counter()
         elif self._first is not None and record.step - self._first.step >= self._num_steps:
             self._finish()
@@ -202,6 +220,7 @@ class Profiler(MemoryCallback):
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         wall_s = time.perf_counter() - self._started_s
+        joules = self._joules()
         self._profile.stop()
         profiled = [record for record in self.steps if record.step > self._first.step]
         if not profiled:
@@ -217,7 +236,29 @@ class Profiler(MemoryCallback):
             num_steps=profiled[-1].step - self._first.step,
             data_wait_s=sum(record.data_wait_s for record in profiled) / len(profiled),
         )
-        DurableIO().write_json(self._folder / "profile.json", asdict(breakdown))
+        energy = self._energy(self._started_joules, joules, wall_s, profiled)
+        measured = asdict(energy) if isinstance(energy, Energy) else None
+        DurableIO().write_json(self._folder / "profile.json", {**asdict(breakdown), "energy": measured})
         for line in render(breakdown, self._first.step_s):
             self._say(line)
+        self._say(energy.line if isinstance(energy, Energy) else f"energy: not measured: {energy}")
         self._say(f"written to {self._folder / 'profile.json'} and trace.json.gz (chrome://tracing, ui.perfetto.dev)")
+
+    def _joules(self) -> float | ResourceError:
+        """Read the counter; the error where there is none."""
+        try:
+            return self._read_joules()
+        except ResourceError as error:
+            return error
+
+    def _energy(
+        self, first: float | ResourceError, last: float | ResourceError, wall_s: float, profiled: Sequence[StepRecord]
+    ) -> Energy | ResourceError:
+        """Return the energy between two readings, for the tokens of one rank, as the counter is that of one GPU."""
+        if isinstance(first, ResourceError):
+            return first
+        if isinstance(last, ResourceError):
+            return last
+        # rates are means over the steps since the last record
+        num_tokens = sum(own.tokens_per_s * own.step_s * own.num_recorded / own.num_ranks for own in profiled)
+        return Energy(last - first, wall_s, sum(own.num_recorded for own in profiled), num_tokens)

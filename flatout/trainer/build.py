@@ -18,6 +18,7 @@ from flatout.data.tokenizer import new_token_ids
 from flatout.environment import ask_for_deterministic_cublas, keep_compiled_kernels
 from flatout.errors import PackingError
 from flatout.models.attention import prepare as prepare_attention
+from flatout.models.bases.fp8_backward import convert_backward_to_float8
 from flatout.models.bases.fp8_training import compute_scales_after_updates, convert_to_float8
 from flatout.models.bases.frozen_experts import Fp8Experts
 from flatout.models.blocks import decoder_layers
@@ -253,7 +254,10 @@ def make_trainable(loaded: LoadedModel, config: Config, reporter: Reporter, toke
 
 
 def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:
-    """Fuse LoRA layers with the same input into one product, without sharded weights; full fine-tuning: fp8 layers."""
+    """Make layers that compute in fp8, and fuse LoRA layers with the same input into one product.
+
+    Nothing is fused in full fine-tuning and with sharded weights.
+    """
     reporter.phase("preparing layers")
     if config.full.compute != "model":
         shards = planned.parallel_layout.shards_state
@@ -261,6 +265,8 @@ def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, rep
         reporter.stage("fp8", line)
     if config.method == "full":
         return FusedLayers([])
+    if config.base.backward == "fp8":
+        reporter.stage("fp8", convert_backward_to_float8(loaded.model))
     if planned.parallel_layout.shards_state or loaded.waiting is not None:
         why = f"{planned.parallel_layout.strategy} shards each layer's weights separately"
         why = why if planned.parallel_layout.shards_state else "weights are still in their files"

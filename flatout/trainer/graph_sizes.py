@@ -56,7 +56,7 @@ def plan_graphs(
     plan, peak = planned.plan, nominal_peak(torch.cuda.get_device_name(device), "bf16")
     # the FLOPs per second that a step of this run reaches at most
     flops_per_s = REACHED_SHARE * (peak.flops_per_s if peak else UNKNOWN_PEAK_FLOPS_PER_S)
-    flops_per_s *= FP8_SPEEDUP if config.base.computes_in_fp8 else 1.0
+    flops_per_s *= FP8_SPEEDUP if config.computes_in_fp8 else 1.0
     if not is_host_bound(plan, planned.shape, flops_per_s):
         return "the GPU is slower than the host", ()
     steps = list(plan.sampled_steps(32))

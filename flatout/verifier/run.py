@@ -83,7 +83,7 @@ def verify(
 
 def exact_config(config: Config, exact: Exact, folder: Path) -> Config:
     """Return the same run in wide arithmetic without dropout, so that only bugs and the last bits can differ."""
-    base = config.base
+    base = config.base.model_copy(update={"backward": "same"})
     if base.storage != "model":
         # products with fp8 storage are float8 in any precision; 4-bit weights can be dequantized for wide products
         dense = {"storage": "model", "compute": "auto"}
@@ -119,6 +119,8 @@ def _notes(config: Config, exact: Exact, device: torch.device) -> Iterator[str]:
         yield "sharding.offload is false here: it does not change the sums"
     if config.base.storage == "fp8" and config.method == "lora":
         yield f"float8 matmuls are not exact: rows in {exact} use the weights as stored in the files"
+    if config.base.backward == "fp8":
+        yield f"float8 matmuls are not exact: rows in {exact} take base.backward: same"
 
 
 def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.device, num_ranks: int) -> Iterator[Row]:

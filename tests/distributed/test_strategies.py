@@ -75,6 +75,8 @@ def add_quantized(cases: Cases, random: dict[str, str]) -> None:
             cases.add(f"{storage} fp32 {strategy}", 2, given)
         again = {**given, "recompute": "full", "model": {**random, "precision": "fp32"}}
         cases.add(f"{storage} fp32 zero3 random", 2, again)
+    given = values(cases.tiny, "lora", "fp32", strategy="ddp", base={"backward": "fp8"})
+    cases.add("fp8 backward fp32 ddp", 2, given)
 
 
 def add_low_bit(cases: Cases, strategy: str, weights: str) -> None:

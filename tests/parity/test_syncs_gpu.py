@@ -51,6 +51,8 @@ def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[R
     if has_experts:
         adapter = {"lora": {"rank": 8, "targets": ["all-linear", "experts"]}}
         adapter |= {"base": {"storage": "fp8"}} if request.param == "experts-fp8" else {}
+    if request.param == "fp8-backward":
+        adapter["base"] = {"backward": "fp8"}
     config = tiny.config(
         tmp_path / "run",
         method="full" if is_low_bit or request.param == "full" else "lora",
@@ -58,7 +60,7 @@ def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[R
         optim={"name": "adamw8bit" if is_low_bit else "adamw"},
         device="cuda",
         model={"name": str(tmp_path / "model"), "precision": "bf16"},
-        **(adapter if request.param in ("lora", "dropout") or has_experts else {}),
+        **(adapter if request.param in ("lora", "dropout", "fp8-backward") or has_experts else {}),
         batch={"samples_per_step": 6, "micro_batch_tokens": 700, "max_steps": 12},
     )
     planned = plan_run(config, Reporter(), Rank())
@@ -68,7 +70,7 @@ def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[R
     made.feed.close()
 
 
-@pytest.mark.parametrize("run", ["lora", "dropout", "full", "experts", "experts-fp8"], indirect=True)
+@pytest.mark.parametrize("run", ["lora", "dropout", "fp8-backward", "full", "experts", "experts-fp8"], indirect=True)
 def test_forward_and_backward_never_wait_nor_compile(run: Run) -> None:
     steps = run.feed.prefetching(run.plan.steps(), run.rank.index)
     compiled_s: list[float] = []

@@ -81,9 +81,6 @@ def _dense_products(
 ) -> FrozenMatmul:
     """Make a FrozenMatmul; `weight` turns the storage into (sum of N_i, K) in a dtype, for the backward pass or not."""
 
-    def forward(x: Tensor, *storage: Tensor) -> Sequence[Tensor]:
-        return _split(F.linear(x, weight(storage, x.dtype, False)), sizes)
-
     def backward(grads: Sequence[Tensor], *storage: Tensor) -> Tensor:
         weights = weight(storage, grads[0].dtype, True).split(sizes)
         total: Tensor = grads[0] @ weights[0]
@@ -91,7 +88,9 @@ def _dense_products(
             total = total + grad @ own
         return total
 
-    return FrozenMatmul(describe, forward, backward)
+    return FrozenMatmul(
+        describe, lambda x, *storage: _split(F.linear(x, weight(storage, x.dtype, False)), sizes), backward
+    )
 
 
 def _fp8_products(describe: str, sizes: list[int], weight: Callable[[Sequence[Tensor], bool], Tensor]) -> FrozenMatmul:
@@ -107,16 +106,38 @@ def _fp8_products(describe: str, sizes: list[int], weight: Callable[[Sequence[Te
         # forward's bytes: dX = (dY * row_scale) @ bytes
         transposed = weight(storage, True)
         ones = torch.ones(len(transposed), dtype=torch.float32, device=transposed.device)
-        total = None
-        for grad, own, scale in zip(grads, transposed.split(sizes, dim=1), storage[0].split(sizes), strict=True):
-            quantized, grad_scale = quantize_rows((grad * scale.to(grad.dtype)).reshape(-1, grad.shape[-1]))
-            product = scaled_product(quantized, own, grad_scale, ones, grad.dtype)
-            product = product.view(*grad.shape[:-1], len(transposed))
-            total = product if total is None else total + product
-        assert total is not None
-        return total
+        scaled = [grad * scale.to(grad.dtype) for grad, scale in zip(grads, storage[0].split(sizes), strict=True)]
+        return _fp8_input_grad(scaled, transposed.split(sizes, dim=1), [ones] * len(sizes))
 
     return FrozenMatmul(describe, forward, backward)
+
+
+def _fp8_backward_matmul(sizes: list[int]) -> FrozenMatmul:
+    """Storage: dense (sum of N_i, K), a copy e4m3 (K, N_i) of each W_i, its scales fp32 (K,), and perhaps a bias.
+
+    Only the input gradient is in float8. A scale is that of a column of W_i, so it multiplies the product, and the
+    gradient is quantized as it is.
+    """
+    copies, scales = slice(1, 1 + len(sizes)), slice(1 + len(sizes), 1 + 2 * len(sizes))
+    return FrozenMatmul(
+        "dense, float8 input gradients",
+        lambda x, *storage: _split(F.linear(x, storage[0], *storage[scales.stop :]), sizes),
+        lambda grads, *storage: _fp8_input_grad(grads, storage[copies], storage[scales]),
+    )
+
+
+def _fp8_input_grad(grads: Sequence[Tensor], transposed: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor:
+    """Return the sum of dY_i W_i (..., K) by float8 products.
+
+    Gradients dY_i (..., N_i) are quantized by row. W_i are `transposed` e4m3 (K, N_i) with `scales` fp32 (K,).
+    """
+    total = None
+    for grad, own, scale in zip(grads, transposed, scales, strict=True):
+        quantized, grad_scale = quantize_rows(grad.reshape(-1, grad.shape[-1]))
+        product = scaled_product(quantized, own, grad_scale, scale, grad.dtype).view(*grad.shape[:-1], len(own))
+        total = product if total is None else total + product
+    assert total is not None
+    return total
 
 
 def _split(output: Tensor, sizes: list[int]) -> Sequence[Tensor]:
@@ -155,6 +176,33 @@ class Fp8Linear(nn.Module):
         """Map x (..., in) to (..., out)."""
         output: Tensor = FrozenLinearFunction.apply(x, self._matmul, self.row_scale, self.bytes)
         return output if self.bias is None else output + self.bias
+
+
+class Fp8BackwardLinear(nn.Linear):
+    """A frozen linear layer with an exact forward pass, whose input gradient is a float8 product (`base.backward`).
+
+    It takes over the weight (out, in) and bias of `linear`. Beside them it keeps `transposed` e4m3 (in, out), a
+    quantized copy of the weight, and its scales, `column_scale` fp32 (in,); neither is saved.
+    """
+
+    transposed: Tensor
+    column_scale: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        transposed, scale = quantize_rows(linear.weight.detach().t().contiguous())
+        self.register_buffer("transposed", transposed, persistent=False)
+        self.register_buffer("column_scale", scale[:, 0], persistent=False)
+        self._matmul = _fp8_backward_matmul([self.out_features])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (..., in) to (..., out), bitwise as nn.Linear does; differentiable in x only."""
+        bias = () if self.bias is None else (self.bias,)
+        output: Tensor = FrozenLinearFunction.apply(
+            x, self._matmul, self.weight, self.transposed, self.column_scale, *bias
+        )
+        return output
 
 
 class Nf4Linear(nn.Module):
@@ -255,8 +303,10 @@ def fuse_bases(
                 raise ResourceError(f"base.compute: {problem}; use base.storage: nf4 with base.compute: model")
     fp8_bases = [base for base in bases if isinstance(base, Fp8Linear)]
     nf4_bases = [base for base in bases if isinstance(base, Nf4Linear)]
+    backward_bases = [base for base in bases if isinstance(base, Fp8BackwardLinear)]
     dense_bases = [base for base in bases if isinstance(base, nn.Linear)]
-    if len(bases) not in (len(fp8_bases), len(nf4_bases), len(dense_bases)):
+    num_plain = len(dense_bases) - len(backward_bases)
+    if len(bases) not in (len(fp8_bases), len(nf4_bases), len(backward_bases), num_plain):
         kinds = ", ".join(type(base).__name__ for base in bases)
         raise UsageError(f"linear layers of one input differ in storage ({kinds}); remove some from lora.targets")
     if nf4_bases:
@@ -273,4 +323,7 @@ def fuse_bases(
     whole = torch.cat([base.weight.detach() for base in dense_bases])
     for linear, part in zip(dense_bases, whole.split(sizes), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)
+    if backward_bases:
+        copies = [base.transposed for base in backward_bases] + [base.column_scale for base in backward_bases]
+        return _fp8_backward_matmul(sizes), [whole, *copies]
     return _dense_products("dense", sizes, lambda storage, dtype, in_backward: storage[0]), [whole]

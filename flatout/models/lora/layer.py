@@ -77,10 +77,8 @@ class LoraLinear(nn.Module):
         if self.magnitude is None:
             return output + low
         ratio = (self.magnitude / self._row_lengths()).to(x.dtype)
-        if dropped is x:
-            base_output = output if self.base.bias is None else output - self.base.bias
-        else:
-            base_output = F.linear(dropped, self.base.weight)
+        base_output: torch.Tensor = output if dropped is x else self.base(dropped)
+        base_output = base_output if self.base.bias is None else base_output - self.base.bias
         return output + (ratio - 1) * base_output + ratio * low
 
     @torch.no_grad()

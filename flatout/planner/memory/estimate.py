@@ -96,8 +96,9 @@ class MemoryModel:
     and layer, D the hidden size and L the number of layers:
 
         weights      lora: e per parameter, or fp8 and nf4 for the blocks' linear layers (with `transposed_weights`
-                     one more byte for fused LoRA), without an untied embedding under offload; full: m, plus e
-                     for autocast's copies when e < m (full.weights bf16: 2 and no copies)
+                     one more byte for fused LoRA, with base.backward fp8 for all of these layers), without an untied
+                     embedding under offload; full: m, plus e for autocast's copies when e < m (full.weights bf16: 2
+                     and no copies)
         adapter      m + e per adapter parameter
         gradients    as wide as the trained weights; with full.update backward, of one tensor only. In full fine-tuning
                      they replace activations, so in a step of one micro-batch only the larger of the two counts
@@ -260,7 +261,8 @@ class MemoryModel:
         """Return the bytes of LoRA's base: the blocks' linear layers quantized, or all of it in the compute dtype."""
         num_base, storage = self.shape.num_params, self.config.base.storage
         if storage == "model":
-            return num_base * self.widths.compute
+            dense = num_base * self.widths.compute
+            return dense + (self._backward_copies_bytes if self.config.base.backward == "fp8" else 0)
         linears = [linear for layer in self.shape.layers for linear in (*layer.linears, *self._grouped(layer))]
         num_linear = sum(linear.num_experts * linear.num_weights for linear in linears)
         # experts have a scale for each unit between their two products
@@ -269,6 +271,12 @@ class MemoryModel:
         stored = fp8 if storage == "fp8" else int(num_linear * NF4_BYTES)
         transposed = self.transposable_bytes if self.transposed_weights else 0
         return (num_base - num_linear) * self.widths.compute + stored + transposed
+
+    @property
+    def _backward_copies_bytes(self) -> int:
+        """Bytes of float8 copies of the decoder's linear layers, with a scale per input (`base.backward: fp8`)."""
+        linears = (linear for layer in self.shape.layers for linear in layer.linears)
+        return sum(one.num_experts * (one.num_weights + 4 * one.num_in) for one in linears)
 
     def _layer_bytes(self, num_tokens: int) -> float:
         """Return the bytes that one layer saves for its backward pass without recomputation.

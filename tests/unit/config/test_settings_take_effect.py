@@ -55,6 +55,7 @@ TRAINS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lora.keep_tied": (False, {"lora": {"modules_to_save": ["lm_head"]}}),
     "lora.dora": (True, {}),
     "base.storage": ("nf4", {}),
+    "base.backward": ("fp8", {}),
     "full.weights": ("bf16", {**FULL, "model": {"precision": "bf16"}}),
     "batch.samples_per_step": (5, {}),
     "batch.epochs": (0.1, {"batch": {"max_steps": None, "epochs": 0.2}}),

@@ -80,6 +80,7 @@ def test_what_is_asked_for_is_taken_or_refused():
     [
         ({"strategy": "fsdp", "model": {"name": "m", "precision": "fp16"}}, "fsdp does not work with model.precision"),
         ({"strategy": "zero2", "base": {"storage": "nf4", "compute": "fp8"}}, "zero2 does not work with base.compute"),
+        ({"strategy": "fsdp", "base": {"backward": "fp8"}}, "fsdp does not work with base.backward: fp8, which copies"),
         ({"strategy": "deepspeed", "method": "full", "optim": {"name": "adamw8bit"}}, "set strategy: fsdp"),
         ({"strategy": "deepspeed", "method": "full", "full": {"weights": "bf16"}}, "set strategy: fsdp"),
         ({"strategy": "deepspeed", "method": "full", "full": {"compute": "fp8_rowwise"}}, "fp8_rowwise; set fsdp"),

@@ -103,6 +103,7 @@ def test_no_utilisation_where_no_peak_is_known() -> None:
     [
         (torch.bfloat16, {}, "bf16"),
         (torch.bfloat16, {"base": {"storage": "fp8"}}, "fp8"),
+        (torch.bfloat16, {"base": {"backward": "fp8"}}, "fp8"),
         (torch.bfloat16, {"method": "full", "full": {"compute": "fp8"}}, "fp8"),
         (torch.float16, {}, "fp16"),
     ],
