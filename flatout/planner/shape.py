@@ -103,9 +103,12 @@ class ModelShape:
             and not lora.saves(name)
         }
 
-    def num_lora_params(self, lora: LoraConfig, *, used: bool = False) -> int:
-        """Count the parameters of LoRA's A (rank, in) and B (out, rank), with `used` only those that one token uses."""
-        targets = {**self.targeted(lora), **self.targeted(lora, of_experts=True)}
+    def num_lora_params(self, lora: LoraConfig, *, used: bool = False, of_experts: bool = False) -> int:
+        """Count the parameters of LoRA's A (rank, in) and B (out, rank).
+
+        With `used` only those that one token uses, with `of_experts` only those of experts.
+        """
+        targets = self.targeted(lora, of_experts=True) | ({} if of_experts else self.targeted(lora))
         return sum(
             lora.of_layer(name).rank
             * (linear.num_in + linear.num_out)

@@ -67,7 +67,7 @@ MAX_PACKAGE_LINES = {
     "models": 6315,
     "optim": 645,
     "parallel": 1547,
-    "planner": 2105,
+    "planner": 2140,
     "profile": 340,
     "studio": 1160,
     "track": 2150,

@@ -114,7 +114,8 @@ class ExpertsBlock(torch.autograd.Function):
         up_storage, down_storage = storage[: ctx.num_up], storage[ctx.num_up :]
         k = weights.shape[1]
         found: list[Tensor | None] = [None] * len(wanted)
-        row_weights = weights.flatten()[order].to(x.dtype)[:, None]
+        # unlike indexing, this takes int32 as it is
+        row_weights = weights.flatten().index_select(0, order).to(x.dtype)[:, None]
 
         # the second product; out_grad is not multiplied by the weights yet
         low = None if down_b is None else grouped_linear_dx(out_grad, down_b, routing, gather=True)

@@ -19,6 +19,7 @@ _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 #   Qwen3-8B compiled 115.7 to 116.8 GiB at 21.0 k to 21.3 k tokens; memory budget 0.5: 69.2, 0.25: 46.2 GiB
 #   at 17.4 k tokens bf16 97.9, fp8 91.4, NF4 with fp8 products 88.3 GiB; full with bf16 weights and 8-bit moments
 #   115.1 at 16.8 k; Qwen3-1.7B full at 20.8 k tokens: fp32 masters 67.5, bf16 weights 58.5, fp8 products 53.7 GiB
+#   Qwen3-30B-A3B at 17.4 k tokens 119.7 GiB, with adapters of experts 130.2; NF4, recompute full, 8-bit moments 23.1
 #   Qwen3-0.6B compiled 26.4 GiB at 19.5 k and 28.3 GiB at 21.2 k tokens; eager 34.7 GiB at 19.5 k
 # activations of eager layers, relative to compiled ones (norms and rotations in fp32, unfused products)
 EAGER_SHARE = 1.37
@@ -31,6 +32,10 @@ LAST_NORM_BYTES = 10
 # bytes per parameter: 8-bit moments with one scale per 256, and 4-bit weights with two levels of scales
 ADAM_8BIT_BYTES = 2.03
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+# values that share a scale of 8-bit moments: a divisor of the last dimension in this range (see `optim.adamw_8bit`)
+ADAM_8BIT_BLOCKS = range(64, 257)
+# hidden states per token and layer that a pass keeps beside what grouped products of experts save
+GROUPED_HIDDEN = 2
 # layer inputs on the GPU while they are copied to the host or back
 OFFLOAD_INPUTS = 3
 # cuBLAS workspaces, batch tensors
@@ -99,12 +104,13 @@ class MemoryModel:
                      one more byte for fused LoRA, with base.backward fp8 for all of these layers), without an untied
                      embedding under offload; full: m, plus e for autocast's copies when e < m (full.weights bf16: 2
                      and no copies)
-        adapter      m + e per adapter parameter
+        adapter      m + e per adapter parameter; those of experts have a copy only from forward to backward pass
         gradients    as wide as the trained weights; with full.update backward, of one tensor only. In full fine-tuning
                      they replace activations, so in a step of one micro-batch only the larger of the two counts
-        optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes per trained parameter (LoRA: as adamw)
-        activations  none: L fat per token; selective: without the norms' outputs and the MLP's product; budget: the
-                     inputs L D s and 0.47 of the rest; full: L D s; offload: 3 D s;
+        optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes per trained parameter (LoRA: as adamw for B, whose rows are
+                     shorter than a block)
+        activations  none: L fat per token (2 D e more with grouped experts); selective: without the norms' outputs and
+                     the MLP's product; budget: the inputs L D s and 0.47 of the rest; full: L D s; offload: 3 D s;
                      and always 10 D per token around the last norm
         working      the larger of: the head's `HEAD_TILE_ROWS` of logits and their gradient, label rows and their
                      gradient; and the backward pass of one layer: 0.75 fat per token, the recomputed share of it, and
@@ -159,6 +165,23 @@ class MemoryModel:
         rows = self.num_rows * self.shape.hidden_size * (1 if self.shape.tied else 2)
         return self.shape.num_lora_params(self.config.lora) + self.shape.num_saved_params(self.config.lora) + rows
 
+    @cached_property
+    def _num_8bit_adapter(self) -> int:
+        """The parameters of A, and of experts' B (out, rank, experts), whose rows are whole blocks of 8-bit moments."""
+
+        def of_blocks(count: int, row: int) -> int:
+            return count if any(row % size == 0 for size in ADAM_8BIT_BLOCKS) else 0
+
+        lora, found = self.config.lora, 0
+        for of_experts in (False, True):
+            for name, linear in self.shape.targeted(lora, of_experts=of_experts).items():
+                rank = lora.of_layer(name).rank
+                found += of_blocks(rank * linear.num_experts * linear.num_in, linear.num_in)
+                found += of_blocks(
+                    rank * linear.num_experts * linear.num_out, linear.num_experts if of_experts else rank
+                )
+        return found
+
     def inputs_bytes(self, num_tokens: int) -> int:
         """Return the bytes of all layers' inputs: `full` keeps them, and `offload` moves them to the host."""
         return self.shape.num_layers * num_tokens * self.shape.hidden_size * self.widths.hidden
@@ -182,15 +205,15 @@ class MemoryModel:
         if is_lora and recompute == "offload" and not (shape.tied or lora.saves(shape.embedding) or self.num_rows):
             # the embedding is kept on the host, unless it is tied and so also the head, or scaled (Gemma's, also tied)
             weights -= embedding * width.compute
-        moment = max(4, width.compute)
-        # rows of B are shorter than a block of 8-bit moments
-        lean = 2.0 * moment if is_lora else ADAM_8BIT_BYTES
-        optimizer = {"adamw": 2.0 * moment, "adamw8bit": lean, "sgd": moment}[self.config.optim.name]
+        moment, name = max(4, width.compute), self.config.optim.name
+        num_8bit = (self._num_8bit_adapter if is_lora else num_trained) if name == "adamw8bit" else 0
+        optimizer = num_8bit * ADAM_8BIT_BYTES + (num_trained - num_8bit) * (1 if name == "sgd" else 2) * moment
+        num_copied = num_adapter - (self.shape.num_lora_params(lora, of_experts=True) if is_lora else 0)
         whole = MemoryEstimate(
             weights_bytes=weights,
-            adapter_bytes=num_adapter * (width.trained + width.copies),
+            adapter_bytes=num_adapter * width.trained + num_copied * width.copies,
             gradients_bytes=num_gradients * width.trained,
-            optimizer_bytes=int(num_trained * optimizer),
+            optimizer_bytes=int(optimizer),
             activations_bytes=self._activations_bytes(size, recompute),
             working_bytes=self._working_bytes(size, recompute),
             in_turn=not (is_lora or accumulates or self.parallel_layout.keeps_gradients),
@@ -285,6 +308,7 @@ class MemoryModel:
         """
         shape, lora, width = self.shape, self.config.lora, self.widths
         elements = activation_elements(shape) - self._unsaved_elements
+        elements += GROUPED_HIDDEN * shape.hidden_size if self._unsaved_elements else 0
         if self.config.method == "lora" and (lora.dropout or lora.dora):
             targets = shape.targeted(lora).values()
             own = sum(linear.num_in for linear in targets) if lora.dropout else 0
@@ -298,6 +322,7 @@ class MemoryModel:
         shape = self.shape
         inputs = self.inputs_bytes(size.num_tokens)
         everything = shape.num_layers * self._layer_bytes(size.num_tokens)
+        factors = shape.num_lora_params(self.config.lora, of_experts=True) if self.config.method == "lora" else 0
         # `selective` recomputes both norms' outputs and the MLP's product (mlp_elements are gate, up and product)
         products = 0 if self._unsaved_elements else sum(layer.mlp_elements // 3 for layer in shape.layers)
         again = size.num_tokens * (products + shape.num_layers * 2 * shape.hidden_size)
@@ -308,7 +333,10 @@ class MemoryModel:
             "full": inputs,
             "offload": min(OFFLOAD_INPUTS, shape.num_layers) * inputs / shape.num_layers,
         }[recompute]
-        return int(kept) + size.num_tokens * shape.hidden_size * LAST_NORM_BYTES
+        # a layer that is computed again makes its experts' adapters anew
+        share = 1 / shape.num_layers if recompute in ("full", "offload") else 1.0
+        copies = factors * self.widths.copies * share if self.widths.copies else 0
+        return int(kept + copies) + size.num_tokens * shape.hidden_size * LAST_NORM_BYTES
 
     def _working_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
         """Return the larger of the head's temporaries and those of one layer's backward pass."""

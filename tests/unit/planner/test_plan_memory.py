@@ -20,6 +20,15 @@ SMALL = {
     "tie_word_embeddings": True,
 }
 MIDDLE = {"hidden_size": 2048, "intermediate_size": 6144}
+MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
 SHAPE = make_shape(QWEN3_8B)
 SIZE = MicroBatchSize(16384, 9000, 32)
 
@@ -28,7 +37,7 @@ def estimate(
     *, shape=SHAPE, size=SIZE, recompute="none", precision="bf16", compiled=True, parallel_layout=ALONE,
     accumulates=True, **sections,
 ):  # fmt: skip
-    config = make_config({"model": {"name": "m"}, "lora": {"rank": 16}, **sections})
+    config = make_config({"model": {"name": "m"}, "lora": {"rank": 16}} | sections)
     return MemoryModel(config, shape, precision, compiled, parallel_layout).estimate(
         size, recompute, accumulates=accumulates
     )
@@ -71,6 +80,8 @@ def test_weights_gradients_and_optimizer_are_the_real_bytes(method):
 LARGE = MicroBatchSize(17397, 10450, 32)
 LARGEST = MicroBatchSize(20750, 12464, 32)
 HALF = MicroBatchSize(10409, 6245, 16)
+ATTENTION = {"rank": 16, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+EXPERTS = {"rank": 16, "targets": [*ATTENTION["targets"], "gate_up_proj", "down_proj"]}
 MEASURED = [
     ("8b", {"size": MicroBatchSize(21021, 12626, 32)}, 116.8),
     ("8b", {"size": MicroBatchSize(21345, 12821, 32)}, 115.7),
@@ -93,6 +104,19 @@ MEASURED = [
             "optim": {"name": "adamw8bit"},
         },
         115.1,
+    ),
+    ("30b-a3b", {"size": LARGE, "lora": ATTENTION}, 119.7),
+    ("30b-a3b", {"size": LARGE, "lora": EXPERTS}, 130.2),
+    (
+        "30b-a3b",
+        {
+            "size": MicroBatchSize(1960, 1178, 4),
+            "lora": EXPERTS,
+            "base": {"storage": "nf4"},
+            "optim": {"name": "adamw8bit"},
+            "recompute": "full",
+        },
+        23.1,
     ),
 ]
 # full fine-tuning over GPUs, one micro-batch a step: tokens, GPUs and peak GiB of one
@@ -121,7 +145,7 @@ DEEPSPEED = [
 
 
 def shape_of(model):
-    return make_shape(QWEN3_8B | {"8b": {}, "1.7b": SMALL | MIDDLE, "0.6b": SMALL}[model])
+    return make_shape(QWEN3_8B | {"8b": {}, "1.7b": SMALL | MIDDLE, "0.6b": SMALL, "30b-a3b": MOE}[model])
 
 
 @pytest.mark.parametrize(("model", "settings", "measured_gib"), MEASURED)
@@ -167,16 +191,7 @@ def test_activations_per_token_of_an_8b_model():
 
 
 def test_mixture_of_experts_counts_the_tokens_experts():
-    values = QWEN3_8B | {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    }
-    shape = make_shape(values)
+    shape = make_shape(QWEN3_8B | MOE)
     assert 48 * (activation_elements(shape) * 2 + 32 * 4) == pytest.approx(7.04e6, rel=0.01)
 
 
@@ -191,8 +206,10 @@ def test_precisions_methods_and_optimizers():
     lean = estimate(method="full", full={"weights": "bf16"}, optim={"name": "adamw8bit"})
     assert (lean.weights_bytes, lean.gradients_bytes) == (2 * count, 2 * count)
     assert lean.optimizer_bytes == pytest.approx(2.03 * count, rel=1e-6)
-    shape_of_b = estimate(optim={"name": "adamw8bit"})
-    assert shape_of_b.optimizer_bytes == estimate().optimizer_bytes, "rows of 16 values have fp32 moments"
+    targeted = SHAPE.targeted(make_config({"model": {"name": "m"}, "lora": {"rank": 16}}).lora).values()
+    moments = sum(16 * (2.03 * linear.num_in + 8 * linear.num_out) for linear in targeted)
+    adapter = estimate(optim={"name": "adamw8bit"})
+    assert adapter.optimizer_bytes == pytest.approx(moments), "B has rows of 16 values, whose moments are fp32"
     one = estimate(method="full", full={"update": "backward"}, optim={"max_grad_norm": None})
     assert one.gradients_bytes == 4 * 151936 * 4096
     assert estimate(method="full", precision="fp64").weights_bytes == 8 * count
