@@ -98,7 +98,7 @@ class Feed:
         )
         if micro_batch.is_filler:
             # routers count each token once
-            batch.is_padding[:] = True
+            batch.sample_counts[:] = 0
         if batch.num_label_tokens != micro_batch.num_label_tokens:
             # the loss is divided by the plan's count, so a different mask would rescale every gradient
             raise DataError(

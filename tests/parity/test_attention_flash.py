@@ -207,7 +207,7 @@ def test_the_operator_is_sound_for_the_compiler(install: Any, name: Any, with_si
     query, key, value = inputs(torch.float32)
     query = query.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(True)
     sinks = torch.randn(4, requires_grad=True) if with_sinks else None
-    arguments = (query, key, value, boundaries(LENGTHS), 16, 0.3, None, sinks)
+    arguments = (query, key, value, boundaries(LENGTHS), 16, 0.3, None, sinks, None, None, None)
     torch.library.opcheck(getattr(torch.ops.flatout, name).default, arguments)
 
 
