@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -151,9 +152,9 @@ class PackedBatch:
 
 
 def segment_lengths(lengths: Sequence[int], shared: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the tokens of each document of a stream whose samples have these lengths; `shared` as in `flatten_samples`.
+    """Return the tokens of each document of a stream of samples of these lengths: prefixes, then what is left of each.
 
-    First the prefixes, then the rest of each sample.
+    `shared` is as in `flatten_samples`.
     """
     cut = [num_tokens for num_tokens, count in shared for _ in range(count)]
     rest = [length - num_tokens for length, num_tokens in zip(lengths, cut, strict=False)]
@@ -263,9 +264,12 @@ def _shared_prefixes(
         return None
     ends = len(shared) + np.cumsum([0, *(count for _, count in shared)])
     sizes = [num_tokens for num_tokens, _ in shared]
-    suffixes = [sum(lengths[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
-    bounds = [np.cumsum([0, *each]).astype(np.int32) for each in (sizes, suffixes)]
-    if num_boundaries is not None:
-        bounds = [np.pad(each, (0, num_boundaries - len(each)), mode="edge") for each in bounds]
+    suffixes = [sum(lengths[start:end]) for start, end in pairwise(ends)]
+
+    def boundaries_of(tokens: Sequence[int]) -> torch.Tensor:
+        bounds = np.cumsum([0, *tokens]).astype(np.int32)
+        missing = 0 if num_boundaries is None else num_boundaries - len(bounds)
+        return torch.from_numpy(np.pad(bounds, (0, missing), mode="edge"))
+
     facts = [len(shared), sum(sizes), sum(suffixes), max(suffixes, default=0), max(sizes, default=0)]
-    return SharedPrefixes(*map(torch.from_numpy, bounds), torch.tensor(facts))
+    return SharedPrefixes(boundaries_of(sizes), boundaries_of(suffixes), torch.tensor(facts))

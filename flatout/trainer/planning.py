@@ -17,7 +17,6 @@ from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError
-from flatout.models.arch_quirks import LayoutChoice, choose_layout
 from flatout.models.objective import CROSS_ENTROPY, Objective
 from flatout.optim.lr_schedule import check_warmup
 from flatout.parallel.control_group import ControlGroup
@@ -34,12 +33,14 @@ from flatout.planner.memory.budget import (
     spend_spare_memory,
 )
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
+from flatout.planner.steps.prefixes import PrefixIndex
 from flatout.planner.steps.rows import FEWEST_PASSES, PASS_TOKENS, row_length
 from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, make_plan, split_held_out
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.model_shape import read_shape, read_text_config
 from flatout.trainer.prompts import PromptSet, plan_prompts
+from flatout.trainer.sample_layout import index_prefixes, sharing_pays, takes_rows
 
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
 LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split")
@@ -66,7 +67,8 @@ class EvalSet:
 class PlannedRun:
     """Tokens and steps of a run. `fingerprints` identifies the data, the plan and the objective.
 
-    `divisors` (num_samples,) is what each sample adds to the divisor of its step; None: its label tokens.
+    `divisors` (num_samples,) is what each sample adds to the divisor of its step; None: its label tokens. `sharing`
+    says whether samples share prefixes, and why.
     """
 
     shape: ModelShape
@@ -79,6 +81,7 @@ class PlannedRun:
     fingerprints: Mapping[str, Any]
     divisors: NDArray[np.float64] | None = None
     device: Device | None = None
+    sharing: str = ""
 
 
 def plan_run(
@@ -88,11 +91,13 @@ def plan_run(
     device_of: Callable[[], Device | None] = lambda: None,
     objective: Objective = CROSS_ENTROPY,
     unpackable: str | None = None,
+    unsharable: str | None = None,
 ) -> PlannedRun:
     """Open or build the token store, choose a micro-batch that fits in device memory, and plan every step.
 
     `device_of` is called after tokenizing and returns the GPU (as `gpu_of` does), or None for the CPU. `unpackable`
-    says why `batch.layout: auto` must not pack a model that its config would allow to pack.
+    says why `batch.layout: auto` must not pack a model that its config would allow to pack, `unsharable` why
+    `batch.share_prefix: auto` must not share prefixes.
     Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
     """
     origin = f"{config.model.name}/config.json"
@@ -118,12 +123,21 @@ def plan_run(
     if beyond := check_positions(shape, int(store.lengths.max()), origin=origin):
         reporter.event("positions", beyond)
     reporter.phase("planning")
-    rows = takes_rows(config, reporter, unpackable)
+    text_config = read_text_config(config.model.name, config.model.revision)
+    rows = takes_rows(config, text_config, reporter, unpackable)
     train_ids = eval_ids = None
     if config.eval.fraction:
         train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed)
+    reporter.phase("looking for shared prefixes")
+    prefixes, sharing = index_prefixes(config, text_config, store, train_ids, objective, rows=rows, inexact=unsharable)
     device = device_of()
-    plan, parallel_layout, memory = plan_training(config, shape, store, train_ids, rank, device, rows=rows)
+    run = (config, shape, store, train_ids, rank, device)
+    plan, parallel_layout, memory = plan_training(*run, rows=rows, prefixes=prefixes)
+    if prefixes is not None:
+        pays, sharing = sharing_pays(config, plan, shape, parallel_layout, device)
+        if not pays:
+            plan, parallel_layout, memory = plan_training(*run, rows=rows)
+    reporter.stage("prefixes", sharing)
     check_warmup(config.schedule, plan.num_steps)
     reporter.stage("strategy", parallel_layout.reason)
     reporter.stage("memory", memory.reason)
@@ -140,20 +154,8 @@ def plan_run(
         fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
     if divisors is not None:
         fingerprints["objective"] = {"name": objective.name, "divisors": xxh3_64_hexdigest(divisors.tobytes())}
-    return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, fingerprints, divisors, device)
-
-
-def takes_rows(config: Config, reporter: Reporter, unpackable: str | None) -> bool:
-    """Choose the layout and report it; return whether each sample is a row. Raises UsageError as `choose_layout`."""
-    text_config = read_text_config(config.model.name, config.model.revision)
-    choice = LayoutChoice("rows", unpackable) if unpackable else choose_layout(text_config, config.batch.layout)
-    if choice.layout == "rows" and config.experts.parallel > 1:
-        raise UsageError(
-            f"experts.parallel: {config.experts.parallel} needs packed samples, but this model takes rows "
-            f"({choice.reason}); set experts.parallel: 1"
-        )
-    reporter.stage("layout", f"{choice.layout}: {choice.reason}")
-    return choice.layout == "rows"
+    sizes = (shape, store, plan, eval_sets, prompts, parallel_layout, memory)
+    return PlannedRun(*sizes, fingerprints, divisors, device, sharing)
 
 
 def sample_divisors(objective: Objective, store: TokenStore, reporter: Reporter) -> NDArray[np.float64] | None:
@@ -203,6 +205,7 @@ def plan_training(
     device: Device | None,
     *,
     rows: bool = False,
+    prefixes: PrefixIndex | None = None,
 ) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
     """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
     # an update in the backward pass needs a step in one pass
@@ -217,6 +220,7 @@ def plan_training(
         cost=make_cost(config, shape),
         sample_ids=train_ids,
         pass_tokens=pass_tokens if rows else None,
+        prefixes=prefixes,
     )
     tokens = TokenStatistics.of(whole_steps)
     parallel_layout = choose_parallel_layout(
@@ -352,6 +356,7 @@ def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -
     layout, memory, prompts = planned.parallel_layout, planned.memory, planned.prompts
     split = [
         planned.plan.layout.name,
+        planned.plan.layout.prefixes is not None,
         layout.strategy,
         memory.micro_batch_tokens,
         memory.recompute,

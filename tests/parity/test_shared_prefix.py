@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from test_attention_forms import boundaries, inputs
 from test_models_packed import relative
 from tiny_models import VOCAB_SIZE, tiny_model, use_rotary_table
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from flatout.kernels.attention.flash import make_varlen_attention, packed_operator
 from flatout.kernels.attention.reference import masked_attention, plain_attention, sdpa_attention
@@ -146,9 +147,7 @@ def prefix_backward(output_grad: Any, q: Any, k: Any, v: Any, output: Any, log_s
     weights = (scores - log_sums[..., None]).exp()
     weight_grad = torch.einsum("thd,shd->hts", output_grad, v)
     score_grad = weights * (weight_grad - (output_grad * output).sum(-1).T[..., None]) * rest[-1]
-    key_grad, value_grad = (
-        torch.einsum("hts,thd->shd", a, b) for a, b in ((score_grad, q), (weights, output_grad))
-    )
+    key_grad, value_grad = (torch.einsum("hts,thd->shd", a, b) for a, b in ((score_grad, q), (weights, output_grad)))
     summed = (grad.unflatten(1, (-1, groups)).sum(2) for grad in (key_grad, value_grad))
     return torch.einsum("hts,shd->thd", score_grad, k), *summed
 
@@ -158,7 +157,7 @@ def causal_passes(by_token: bool) -> Any:
 
     def documents(cu_seqlens: Any) -> Any:
         bounds = cu_seqlens.unique().tolist()
-        return [slice(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+        return [slice(start, end) for start, end in pairwise(bounds)]
 
     def forward(q: Any, k: Any, v: Any, cu_seqlens: Any, _: int, scale: float, __: Any) -> Any:
         outputs, log_sums = torch.empty_like(q), q.new_empty(q.shape[:2])
