@@ -171,9 +171,7 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
         max_length_q: int | None = None,
         row_cu_seqlens: Tensor | None = None,
         max_row_length: int | None = None,
-        shared_prefix_cu_seqlens: Tensor | None = None,
-        shared_suffix_cu_seqlens: Tensor | None = None,
-        shared_sizes: Tensor | None = None,
+        shared_prefixes: SharedPrefixes | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         num_rows, row_length = query.shape[0], query.shape[2]
@@ -196,18 +194,16 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
                 "model with sdpa; in training, its layers do not pass the boundaries on: choose a different model"
             )
         given = {"softcap": softcap, "sinks": s_aux, "dropout": dropout or None}
-        options: dict[str, Any] = {variant: setting for variant, setting in given.items() if setting is not None}
+        options = {variant: setting for variant, setting in given.items() if setting is not None}
         if missing := [variant for variant in options if variant not in variants]:
             # not visible in the config when the attention was chosen
             raise UsageError(f"packed attention: {name} lacks {', '.join(missing)}; set model.attention: plain")
-        if shared_prefix_cu_seqlens is not None and shared_suffix_cu_seqlens is not None and shared_sizes is not None:
-            options["shared"] = SharedPrefixes(shared_prefix_cu_seqlens, shared_suffix_cu_seqlens, shared_sizes)
         lower = torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64
         dtype = torch.get_autocast_dtype(query.device.type) if lower else value.dtype
         tensors = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
         documents = (cu_seq_lens_q, max_length_q) if name in KERNELS else (cu_seq_lens_q,)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output = form(*tensors, *documents, scale=scale, window=sliding_window, **options)
+        output = form(*tensors, *documents, scale=scale, window=sliding_window, shared=shared_prefixes, **options)
         return output.unflatten(0, (num_rows, row_length)), None
 
     return attention

@@ -149,7 +149,7 @@ def document_arguments(batch: PackedBatch) -> dict[str, Any]:
         return {"row_cu_seqlens": batch.cu_seqlens, "max_row_length": batch.max_seqlen}
     given: dict[str, Any] = {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
     if batch.shared is not None:
-        given |= {f"shared_{name}": tensor for name, tensor in batch.shared._asdict().items()}
+        given["shared_prefixes"] = batch.shared
     # kernels for the delta rule then count their chunks without waiting for the GPU
     return given if batch.cu_seqlens_cpu is None else {**given, "cu_seqlens_cpu": batch.cu_seqlens_cpu}
 

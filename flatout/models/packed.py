@@ -184,18 +184,11 @@ def flatten_samples(
     Raises ValueError for no samples, an empty one, one longer than a row, arrays of different lengths, more
     documents than fit in `num_boundaries`, or a prefix that samples do not share or that predicts a label.
     """
-    if not samples:
-        raise ValueError("a micro-batch needs at least one sample")
-    for index, (ids, loss_mask) in enumerate(samples):
-        if len(ids) == 0 or len(ids) != len(loss_mask):
-            raise ValueError(f"sample {index} has {len(ids)} token ids and a loss mask of {len(loss_mask)}")
     samples, starts, counts = _cut_prefixes(samples, shared)
     lengths = [len(ids) for ids, _ in samples]
     max_seqlen, real = max(lengths), np.array(lengths)
     if row_length is not None:
-        samples = [
-            (np.pad(ids, (0, row_length - len(ids))), np.pad(mask, (0, row_length - len(ids)))) for ids, mask in samples
-        ]
+        samples = [(_padded(ids, row_length), _padded(mask, row_length)) for ids, mask in samples]
         lengths, max_seqlen = [row_length] * len(samples), row_length
     if num_boundaries:
         size = packed_size(lengths, size_buckets=size_buckets, row_length=row_length, fill_tokens=fill_tokens)
@@ -204,21 +197,17 @@ def flatten_samples(
         samples = [*samples, (np.zeros(tail, np.int64), np.zeros(tail, bool))]
         lengths.append(tail)
         max_seqlen = max(max_seqlen, tail)
-    boundaries = np.concatenate([[0], np.cumsum(lengths)])
+    cu_seqlens = _boundaries(lengths, num_boundaries)
+    first = cu_seqlens[: len(lengths)]
     token_ids = np.concatenate([ids for ids, _ in samples]).astype(np.int64)
     loss_mask = np.concatenate([marks for _, marks in samples]).astype(bool)
-    loss_mask[boundaries[:-1]] = False
+    loss_mask[first] = False
     label_positions = np.flatnonzero(loss_mask)
-    cu_seqlens = boundaries.astype(np.int32)
-    if num_boundaries:
-        cu_seqlens = np.pad(cu_seqlens, (0, num_boundaries - len(cu_seqlens)), mode="edge")
-
-    def by_token(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return np.repeat(np.pad(values, (0, len(lengths) - len(values))), lengths)
-
-    within = np.arange(len(token_ids)) - np.repeat(boundaries[:-1], lengths)
-    is_padding = within >= by_token(real)
-    position_ids = within + by_token(starts)
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    real, starts, counts = (np.pad(values, (0, len(lengths) - len(values))) for values in (real, starts, counts))
+    position_ids = np.arange(len(token_ids)) - first[document]
+    is_padding = position_ids >= real[document]
+    position_ids += starts[document]
     if row_length is not None or tail > TOKENS_MULTIPLE:
         position_ids[is_padding] = 0
     return PackedBatch(
@@ -228,16 +217,31 @@ def flatten_samples(
         max_seqlen=max_seqlen,
         label_rows=torch.from_numpy(label_positions - 1),
         label_ids=torch.from_numpy(token_ids[label_positions]),
-        sample_counts=torch.from_numpy(np.where(is_padding, 0, by_token(counts))),
+        sample_counts=torch.from_numpy(np.where(is_padding, 0, counts[document])),
         row_length=row_length,
         shared=_shared_prefixes(shared, lengths, num_shared_boundaries),
     )
+
+
+def _boundaries(lengths: Sequence[int], num_boundaries: int | None) -> npt.NDArray[np.int32]:
+    """Return the boundaries of documents of these lengths, with the last one repeated to `num_boundaries`."""
+    found = np.cumsum([0, *lengths]).astype(np.int32)
+    return np.pad(found, (0, num_boundaries - len(found) if num_boundaries else 0), mode="edge")
+
+
+def _padded(values: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+    return np.pad(values, (0, length - len(values)))
 
 
 def _cut_prefixes(
     samples: Samples, shared: Sequence[tuple[int, int]]
 ) -> tuple[Samples, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the documents of a stream, and of each the position of its first token and how many samples have it."""
+    if not samples:
+        raise ValueError("a micro-batch needs at least one sample")
+    for index, (ids, loss_mask) in enumerate(samples):
+        if len(ids) == 0 or len(ids) != len(loss_mask):
+            raise ValueError(f"sample {index} has {len(ids)} token ids and a loss mask of {len(loss_mask)}")
     prefixes, rest, starts, first = [], [], [], 0
     for num_tokens, count in shared:
         members = samples[first : first + count]
@@ -265,11 +269,6 @@ def _shared_prefixes(
     ends = len(shared) + np.cumsum([0, *(count for _, count in shared)])
     sizes = [num_tokens for num_tokens, _ in shared]
     suffixes = [sum(lengths[start:end]) for start, end in pairwise(ends)]
-
-    def boundaries_of(tokens: Sequence[int]) -> torch.Tensor:
-        bounds = np.cumsum([0, *tokens]).astype(np.int32)
-        missing = 0 if num_boundaries is None else num_boundaries - len(bounds)
-        return torch.from_numpy(np.pad(bounds, (0, missing), mode="edge"))
-
     facts = [len(shared), sum(sizes), sum(suffixes), max(suffixes, default=0), max(sizes, default=0)]
-    return SharedPrefixes(boundaries_of(sizes), boundaries_of(suffixes), torch.tensor(facts))
+    bounds = (torch.from_numpy(_boundaries(each, num_boundaries)) for each in (sizes, suffixes))
+    return SharedPrefixes(next(bounds), next(bounds), torch.tensor(facts))

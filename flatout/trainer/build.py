@@ -69,8 +69,7 @@ def build_run(
     loaded, planned = load_or_replan(config, planned, checkpoints.group, reporter, rank, objective)
     fused = replace_layers(loaded, config, planned, reporter)
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
-    bounds = {"max_documents": planned.plan.max_documents, "max_prefixes": planned.plan.max_prefixes}
-    feed = Feed(planned.store, device, size_buckets=size_buckets, **bounds)
+    feed = Feed(planned.store, device, size_buckets=size_buckets, **planned.plan.batch_bounds)
     eval_feeds = tuple(Feed(each.store, device, max_documents=each.max_documents) for each in planned.eval_sets)
     loss = make_loss(loaded, planned, config, objective, reporter)
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
@@ -188,8 +187,7 @@ def load_trainable(
 
     def prove(loaded: LoadedModel) -> tuple[LoadedModel, str]:
         found: list[tuple[LoadedModel, str]] = []
-        free, shares = config.model.attention == "auto", planned.plan.layout.prefixes is not None
-        options = {"any_attention": free, "shares_prefixes": shares}
+        options = {"any_attention": config.model.attention == "auto", "shares_prefixes": planned.plan.shares_prefixes}
         # if it fails on one rank, all must plan again
         group.run_on_all_ranks(lambda: found.append(prove_layout(loaded, longest=longest, **options)))
         return found[0]
@@ -204,9 +202,8 @@ def load_trainable(
     if waits:
         loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype))
         with loaded.present():
-            num_layers = len(decoder_layers(loaded.model))
             loaded, line = prove(loaded)
-            reporter.stage("self-test", f"first {num_layers} layers: {line}")
+            reporter.stage("self-test", f"first {len(decoder_layers(loaded.model))} layers: {line}")
     if importing is not None:
         # before anything else is imported: concurrent imports can see partially initialized modules
         importing.join()

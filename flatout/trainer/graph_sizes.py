@@ -41,7 +41,7 @@ def plan_graphs(
         return reads, ()
     if planned.plan.layout.name == "rows":
         return "rows have too many sizes", ()
-    if planned.plan.layout.prefixes is not None:
+    if planned.plan.shares_prefixes:
         return "where prefixes are shared, the host reads how many in every pass", ()
     if config.lora.dropout or planned.memory.recompute not in ("none", "selective"):
         return "dropout and recompute need the host", ()

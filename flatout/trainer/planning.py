@@ -22,25 +22,19 @@ from flatout.optim.lr_schedule import check_warmup
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
-from flatout.planner.cost import make_cost
 from flatout.planner.devices import CONTEXT_BYTES, Device, weakest
 from flatout.planner.layout import ParallelLayout
 from flatout.planner.memory.budget import (
     MemoryDecision,
-    TokenStatistics,
-    choose_micro_batch,
-    choose_parallel_layout,
-    spend_spare_memory,
 )
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
-from flatout.planner.steps.prefixes import PrefixIndex
-from flatout.planner.steps.rows import FEWEST_PASSES, PASS_TOKENS, row_length
-from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, make_plan, split_held_out
+from flatout.planner.steps.rows import row_length
+from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, split_held_out
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
-from flatout.trainer.model_shape import read_shape, read_text_config
+from flatout.trainer.model_shape import read_shape
+from flatout.trainer.plan_steps import plan_layout
 from flatout.trainer.prompts import PromptSet, plan_prompts
-from flatout.trainer.sample_layout import index_prefixes, sharing_pays, takes_rows
 
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
 LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split")
@@ -95,12 +89,10 @@ def plan_run(
 ) -> PlannedRun:
     """Open or build the token store, choose a micro-batch that fits in device memory, and plan every step.
 
-    `device_of` is called after tokenizing and returns the GPU (as `gpu_of` does), or None for the CPU. `unpackable`
-    says why `batch.layout: auto` must not pack a model that its config would allow to pack, `unsharable` why
-    `batch.share_prefix: auto` must not share prefixes.
+    `device_of` is called after tokenizing and returns the GPU (as `gpu_of` does), or None for the CPU. `unpackable` and
+    `unsharable` say why a model that its config would allow to pack, and to share prefixes, must not with `auto`.
     Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
     """
-    origin = f"{config.model.name}/config.json"
     reporter.phase("reading the model's configuration")
     shape = read_shape(config.model.name, config.model.revision)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
@@ -120,24 +112,14 @@ def plan_run(
             f"the data has token ids {num_rows}..{max_id}, but the model has {num_rows} embedding rows "
             f"(0..{num_rows - 1}); rebuild the data with this model's tokenizer, or resize the model"
         )
-    if beyond := check_positions(shape, int(store.lengths.max()), origin=origin):
+    if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
         reporter.event("positions", beyond)
-    reporter.phase("planning")
-    text_config = read_text_config(config.model.name, config.model.revision)
-    rows = takes_rows(config, text_config, reporter, unpackable)
     train_ids = eval_ids = None
     if config.eval.fraction:
         train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed)
-    reporter.phase("looking for shared prefixes")
-    prefixes, sharing = index_prefixes(config, text_config, store, train_ids, objective, rows=rows, inexact=unsharable)
     device = device_of()
-    run = (config, shape, store, train_ids, rank, device)
-    plan, parallel_layout, memory = plan_training(*run, rows=rows, prefixes=prefixes)
-    if prefixes is not None:
-        pays, sharing = sharing_pays(config, plan, shape, parallel_layout, device)
-        if not pays:
-            plan, parallel_layout, memory = plan_training(*run, rows=rows)
-    reporter.stage("prefixes", sharing)
+    given = (config, shape, (store, train_ids), rank, device, reporter, objective)
+    plan, parallel_layout, memory, sharing = plan_layout(*given, problems=(unpackable, unsharable))
     check_warmup(config.schedule, plan.num_steps)
     reporter.stage("strategy", parallel_layout.reason)
     reporter.stage("memory", memory.reason)
@@ -194,46 +176,6 @@ def open_tokens(data: DataConfig, config: Config, reporter: Reporter) -> TokenSt
         progress=lambda done, total: reporter.phase("tokenizing row", done, total or 0),
         log=lambda text: reporter.stage("tokens", text),
     )
-
-
-def plan_training(
-    config: Config,
-    shape: ModelShape,
-    store: TokenStore,
-    train_ids: NDArray[np.int64] | None,
-    rank: Rank,
-    device: Device | None,
-    *,
-    rows: bool = False,
-    prefixes: PrefixIndex | None = None,
-) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
-    """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
-    # an update in the backward pass needs a step in one pass
-    pass_tokens = FEWEST_PASSES if config.full.update == "backward" else PASS_TOKENS
-    whole_steps = make_plan(
-        store.lengths,
-        store.num_labels,
-        config.batch,
-        micro_batch_tokens=row_length(int(store.lengths.max())) * config.batch.samples_per_step,
-        seed=config.seed,
-        num_ranks=rank.world,
-        cost=make_cost(config, shape),
-        sample_ids=train_ids,
-        pass_tokens=pass_tokens if rows else None,
-        prefixes=prefixes,
-    )
-    tokens = TokenStatistics.of(whole_steps)
-    parallel_layout = choose_parallel_layout(
-        config, shape, tokens, device, num_ranks=rank.world, num_nodes=rank.num_nodes
-    )
-    memory = choose_micro_batch(config, shape, tokens, device, parallel_layout)
-    cost = make_cost(config, shape, memory.recompute)
-    lockstep, expert_ranks = parallel_layout.lockstep, parallel_layout.expert_ranks
-    plan = whole_steps.with_layout(memory.micro_batch_tokens, cost, lockstep=lockstep, expert_ranks=expert_ranks)
-    memory = spend_spare_memory(memory, config, tokens, device, plan)
-    parallel_layout = memory.model.parallel_layout if memory.model else parallel_layout
-    plan = plan.with_layout(memory.micro_batch_tokens, cost, lockstep=lockstep, expert_ranks=expert_ranks)
-    return plan, parallel_layout, memory
 
 
 def plan_evaluation(
@@ -356,7 +298,7 @@ def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -
     layout, memory, prompts = planned.parallel_layout, planned.memory, planned.prompts
     split = [
         planned.plan.layout.name,
-        planned.plan.layout.prefixes is not None,
+        planned.plan.shares_prefixes,
         layout.strategy,
         memory.micro_batch_tokens,
         memory.recompute,

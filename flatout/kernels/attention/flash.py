@@ -39,6 +39,8 @@ _PROOF_LENGTHS = (1, 130, 2, 67, 300, 1, 11, 0, 0)
 _INPUTS = "Tensor q, Tensor k, Tensor v"
 _REST = "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt? left"
 _SHARED = "Tensor? prefix_cu_seqlens, Tensor? suffix_cu_seqlens, Tensor? shared_sizes"
+# the last of them: sinks and those of shared prefixes
+_NUM_OPTIONS = 4
 _COMPARED = ("values", "query gradients", "key gradients", "value gradients", "sink gradients")
 
 
@@ -168,18 +170,7 @@ def packed_operator(
             log_sums = by_token(_add_sinks(output, by_token(log_sums), sinks)).contiguous()
         return output, log_sums
 
-    def run_backward(output_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        *given, prefix_cu_seqlens, suffix_cu_seqlens, sizes = arguments
-        output_grad = output_grad.contiguous()
-        gradients = tuple(tensor.contiguous() for tensor in backward(output_grad, *given))
-        if sizes is not None:
-            q, k, v, output, log_sums, _, _, scale, _ = given
-            shared = SharedPrefixes(prefix_cu_seqlens, suffix_cu_seqlens, sizes)
-            merged = (output, by_token(log_sums), scale, shared, prefix_passes())
-            add_prefix_gradients(gradients, output_grad, (q, k, v), *merged)
-        return gradients
-
-    operator_backward = _backward_operator(f"{name}_backward", run_backward)
+    operator_backward = _backward_operator(f"{name}_backward", backward, by_token, prefix_passes)
     schema = f"({_INPUTS}, {_REST}, Tensor? sinks, {_SHARED}) -> (Tensor, Tensor)"
     operator = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
 
@@ -189,16 +180,14 @@ def packed_operator(
         return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, cu_seqlens, *ctx.settings, sinks, prefix_cu_seqlens, suffix_cu_seqlens, sizes = inputs
-        shared = (prefix_cu_seqlens, suffix_cu_seqlens, sizes)
-        ctx.save_for_backward(q, k, v, *output, cu_seqlens, sinks, *shared)
+        q, k, v, cu_seqlens, *ctx.settings = inputs[:-_NUM_OPTIONS]
+        ctx.save_for_backward(q, k, v, *output, cu_seqlens, *inputs[-_NUM_OPTIONS:])
 
     def differentiate(ctx: Any, output_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, sinks, prefix_cu_seqlens, suffix_cu_seqlens, sizes = ctx.saved_tensors
-        shared = (prefix_cu_seqlens, suffix_cu_seqlens, sizes)
+        saved, (sinks, *shared) = ctx.saved_tensors[:-_NUM_OPTIONS], ctx.saved_tensors[-_NUM_OPTIONS:]
         gradients = operator_backward(output_grad, *saved, *ctx.settings, *shared)
         *_, output, log_sums, _ = saved
-        trained = ctx.needs_input_grad[7]
+        trained = ctx.needs_input_grad[-_NUM_OPTIONS]
         sinks_grad = _sinks_grad(output_grad, output, by_token(log_sums), sinks) if trained else None
         return (*gradients, None, None, None, None, sinks_grad, None, None, None)
 
@@ -219,9 +208,25 @@ def _packed_attention(operator: Callable[..., tuple[Tensor, Tensor]]) -> Attenti
     return attention
 
 
-def _backward_operator(name: str, backward: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+def _backward_operator(
+    name: str,
+    backward: Callable[..., tuple[Tensor, ...]],
+    by_token: Callable[[Tensor], Tensor],
+    prefix_passes: Callable[[], Passes],
+) -> Callable[..., tuple[Tensor, ...]]:
+    def run(output_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        *given, prefix_cu_seqlens, suffix_cu_seqlens, sizes = arguments
+        output_grad = output_grad.contiguous()
+        gradients = tuple(tensor.contiguous() for tensor in backward(output_grad, *given))
+        if sizes is not None:
+            q, k, v, output, log_sums, _, _, scale, _ = given
+            shared = SharedPrefixes(prefix_cu_seqlens, suffix_cu_seqlens, sizes)
+            merged = (output, by_token(log_sums), scale, shared, prefix_passes())
+            add_prefix_gradients(gradients, output_grad, (q, k, v), *merged)
+        return gradients
+
     schema = f"(Tensor output_grad, {_INPUTS}, Tensor output, Tensor log_sums, {_REST}, {_SHARED})"
-    operator = torch.library.custom_op(name, backward, mutates_args=(), schema=f"{schema} -> (Tensor, Tensor, Tensor)")
+    operator = torch.library.custom_op(name, run, mutates_args=(), schema=f"{schema} -> (Tensor, Tensor, Tensor)")
 
     @operator.register_fake
     def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:

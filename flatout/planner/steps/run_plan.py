@@ -57,17 +57,19 @@ class RunPlan:
         return len(self.samples)
 
     @property
-    def max_documents(self) -> int:
-        """An upper bound on the samples of a micro-batch."""
-        if self.layout.prefixes is not None:
-            return min(self.batch.samples_per_step, self.num_samples)
-        shortest = int(self.samples.lengths.min())
-        return min(self.batch.samples_per_step, self.layout.micro_batch_tokens // shortest)
+    def shares_prefixes(self) -> bool:
+        """Whether samples of a micro-batch share their common prefixes."""
+        return self.layout.prefixes is not None
 
     @property
-    def max_prefixes(self) -> int:
-        """An upper bound on the prefixes that samples of a micro-batch share: two samples at least have each."""
-        return self.max_documents // 2 if self.layout.prefixes is not None else 0
+    def batch_bounds(self) -> dict[str, int]:
+        """Upper bounds on what a micro-batch holds: `max_documents` samples, and `max_prefixes` that they share."""
+        if self.shares_prefixes:
+            num_samples = min(self.batch.samples_per_step, self.num_samples)
+            # two samples at least have each
+            return {"max_documents": num_samples, "max_prefixes": num_samples // 2}
+        most = self.layout.micro_batch_tokens // int(self.samples.lengths.min())
+        return {"max_documents": min(self.batch.samples_per_step, most), "max_prefixes": 0}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -145,7 +147,7 @@ class RunPlan:
     @property
     def shared_share(self) -> float:
         """The share of the samples' tokens that no pass computes, as samples share them; from sampled steps."""
-        if self.layout.prefixes is None:
+        if not self.shares_prefixes:
             return 0.0
         steps = list(self.sampled_steps(NUM_SHARED_STEPS))
         return sum(step.num_shared_tokens for step in steps) / sum(step.num_tokens for step in steps)
