@@ -75,7 +75,9 @@ def test_groups_share_what_they_say_and_save_no_less_than_one_group(samples: lis
     assert len(members) == len(set(members))
     for num_tokens, own in groups:
         assert len(own) >= 2
-        assert all(common(samples[ids[a]], samples[ids[b]]) >= num_tokens >= MIN_PREFIX_TOKENS for a, b in pairwise(own))
+        assert all(
+            common(samples[ids[a]], samples[ids[b]]) >= num_tokens >= MIN_PREFIX_TOKENS for a, b in pairwise(own)
+        )
     saved = sum(num_tokens * (len(own) - 1) for num_tokens, own in groups)
     for one, other in combinations(ids, 2):
         shared = common(samples[one], samples[other])
@@ -147,7 +149,8 @@ def test_a_longer_prefix_of_fewer_wins_where_it_saves_more() -> None:
     system, document = random.integers(0, 1000, 100), random.integers(0, 1000, 1000)
     texts = [random.integers(0, 1000, 50) for _ in range(10)]
     starts = [np.concatenate([system, document]) if place < 3 else system for place in range(10)]
-    samples = [(np.concatenate([start, text]), np.zeros(len(start) + 50, bool)) for start, text in zip(starts, texts)]
+    whole = [np.concatenate(parts) for parts in zip(starts, texts, strict=True)]
+    samples = [(ids, np.zeros(len(ids), bool)) for ids in whole]
     groups = sorted(tuple(group) for group in index_of(samples).groups(range(10)))
     assert groups == [(100, [3, 4, 5, 6, 7, 8, 9]), (1100, [0, 1, 2])]
 

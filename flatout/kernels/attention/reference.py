@@ -98,11 +98,13 @@ def sdpa_attention(
     """Call torch's scaled_dot_product_attention document by document; shapes and `shared` as in `plain_attention`."""
     outputs = []
     for q, k, v in _documents(query, key, value, cu_seqlens, shared):
-        masked, value_size = len(k) > len(q) or (window is not None and window < len(q)), v.shape[-1]
+        # `is_causal` aligns queries with the first keys: those of a suffix get the prefix's place before them
+        before, value_size = len(k) - len(q), v.shape[-1]
+        q = F.pad(q, (0, 0, 0, 0, before, 0)) if before else q
+        windowed = window is not None and window < len(q)
         if sinks is not None:
             q, k, v = _with_sink_token(q, k, v, sinks / scale)
-        # `is_causal` would align a suffix with the start of its keys
-        mask = _causal_mask(q, k, window) if masked else None
+        mask = _causal_mask(q, k, window) if windowed else None
         if mask is not None and sinks is not None:
             mask[:, 0] = True
         output = F.scaled_dot_product_attention(
@@ -110,12 +112,12 @@ def sdpa_attention(
             k.transpose(0, 1)[None],
             v.transpose(0, 1)[None],
             attn_mask=mask,
-            is_causal=not masked,
+            is_causal=not windowed,
             dropout_p=dropout,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        outputs.append(output[0].transpose(0, 1)[int(sinks is not None) :, :, :value_size])
+        outputs.append(output[0].transpose(0, 1)[before + int(sinks is not None) :, :, :value_size])
     return torch.cat(outputs)
 
 

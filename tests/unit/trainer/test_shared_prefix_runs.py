@@ -1,4 +1,4 @@
-"""Whole runs that share a system prompt: said at the start, the same losses as unshared, on ranks and after a resume."""
+"""Whole runs that share a system prompt: said at the start, the same losses as unshared, the same bits resumed."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ def saved(folder: Path, step: int = 4) -> dict[str, torch.Tensor]:
     return load_file(folder / f"checkpoints/step-{step}/model.safetensors")
 
 
-def test_as_typed(
-    tiny: Any, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], metrics_of: Any
-) -> None:
+def test_as_typed(tiny: Any, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], metrics_of: Any) -> None:
     """The plan tells the gain, the run says it shares, and its records and its report have the share."""
     config = run_of(tiny, chats, tmp_path / "run", eval={"fraction": 0.1})
     (tmp_path / "run.yaml").write_text(dump_config(config))
@@ -122,9 +120,7 @@ def test_sharing_changes_no_step_and_resumes_to_the_bit(
         ({"batch": {"layout": "rows"}}, "each sample is a row of its own"),
     ],
 )
-def test_what_cannot_share_says_why(
-    tiny: Any, chats: Path, tmp_path: Path, sections: dict[str, Any], why: str
-) -> None:
+def test_what_cannot_share_says_why(tiny: Any, chats: Path, tmp_path: Path, sections: dict[str, Any], why: str) -> None:
     batch = {"max_steps": 1, **sections.pop("batch", {})}
     train(run_of(tiny, chats, tmp_path / "auto", batch=batch, **sections))
     assert said(tmp_path / "auto", "prefixes") == [f"not shared: {why}"]
@@ -166,9 +162,7 @@ def test_an_objective_that_may_read_whole_samples_shares_nothing(tiny: Any, chat
 
 def test_data_without_a_common_start_shares_nothing(tiny: Any, tmp_path: Path) -> None:
     train(tiny.config(tmp_path / "run", batch={"max_steps": 1, "share_prefix": "on"}))
-    assert said(tmp_path / "run", "prefixes") == [
-        "not shared: no samples begin with the same 64 unlabelled tokens"
-    ]
+    assert said(tmp_path / "run", "prefixes") == ["not shared: no samples begin with the same 64 unlabelled tokens"]
 
 
 def test_a_small_gain_is_left_unless_asked_for(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
