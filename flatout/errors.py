@@ -27,6 +27,10 @@ class PackingError(UsageError):
     """Packing is not exact for a model, which only its start-up can find out; batch.layout: auto then takes rows."""
 
 
+class SharedPrefixError(PackingError):
+    """Shared prefixes are not exact for a model; batch.share_prefix: auto then shares none."""
+
+
 class DataError(FlatoutError):
     """Bad or missing training data."""
 

@@ -60,6 +60,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any] | None:
         "flops_per_token": sum(s.flops_per_s * s.step_s for s in timed) / sum(s.num_tokens for s in timed),
         "mfu": timed[-1].mfu,
         **balance_of(timed),
+        "shared_share": sum(step.shared_share for step in timed) / len(timed),
         "num_micro_batches": [step.num_micro_batches for step in steps],
         "losses": [step.loss for step in steps],
         "digest": digest(store.token_ids, store.loss_mask),

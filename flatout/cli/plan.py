@@ -88,7 +88,9 @@ def step_lines(step: StepPlan) -> Iterator[str]:
         tokens = sum(micro_batch.num_tokens for micro_batch in rank)
         yield f"  rank {index}: {tokens:,} tokens in {len(rank):,} micro-batch{'' if len(rank) == 1 else 'es'}"
         for micro_batch in rank:
-            filler = ", a filler" if micro_batch.is_filler else ""
-            yield f"    {micro_batch.num_tokens:,} tokens, {micro_batch.num_label_tokens:,} labels{filler}"
+            note = ", a filler" if micro_batch.is_filler else ""
+            if micro_batch.shared:
+                note += f", {micro_batch.num_shared_tokens:,} tokens in shared prefixes not computed again"
+            yield f"    {micro_batch.num_tokens:,} tokens, {micro_batch.num_label_tokens:,} labels{note}"
             ids = " ".join(map(str, micro_batch.sample_ids))
             yield from textwrap.wrap(ids, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)

@@ -57,6 +57,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "the same updates, each as soon as its gradient is ready": "full.update",
         "the same steps in different micro-batches; lora.dropout masks change": "batch.micro_batch_tokens",
         "the same steps, packed or padded; lora.dropout masks change": "batch.layout",
+        "the same steps, shared prefixes computed once or for each sample": "batch.share_prefix",
         "the same weights, gathered at different times": "sharding.reshard_after_forward sharding.prefetch",
         "the same updates, computed on the host": "sharding.offload",
     },

@@ -50,12 +50,22 @@ class BatchConfig(Section):
     """packed: the samples of a micro-batch share one stream of tokens, without padding; rows: each is a row of its own,
     padded to the longest of a few samples of similar length, which is exact for every model. auto: packed where it is
     proved to be exact, otherwise rows."""
+    share_prefix: Literal["auto", "on", "off"] = "auto"
+    """Compute tokens that samples of one pass begin with, such as a system prompt, once for all of them, from 64
+    tokens on and without labels; the numerics do not change. auto: on if this saves 5 % of the tokens or more and the
+    model, the layout and the objective allow it; on: an error where they do not."""
     epochs: float = Field(default=1.0, gt=0)
     """Passes over the data."""
     max_steps: int | None = Field(default=None, ge=1, le=10_000_000)
     """Stop after this many optimizer steps; overrides `epochs` and repeats the data as often as needed."""
     shuffle: bool = True
     """Shuffle samples in each epoch; the order depends only on (seed, epoch)."""
+
+    @field_validator("share_prefix", mode="before")
+    @classmethod
+    def _yaml_on_off(cls, value: object) -> object:
+        # YAML reads a bare `on` as true, `off` as false
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class EvalConfig(Section):

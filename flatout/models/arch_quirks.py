@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
@@ -43,6 +44,9 @@ _LOGITS_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 # vision-language models that do not scale their logits, though the config of their text part says so
 UNSCALED_LOGITS = frozenset({"aya_vision", "cohere2_vision"})
+
+# fields of a config that limit how far back a token attends
+WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
 
 # names of layer kinds in a config's `layer_types` that keep a state; full, sliding and chunked attention do not
 _STATEFUL_LAYERS = ("linear", "mamba", "conv", "recurrent", "lightning", "kda", "delta")
@@ -90,6 +94,34 @@ def packing_problem(config: Any) -> str | None:
     if stateful:
         return f"its {', '.join(stateful)} layers carry state from one packed document into the next"
     return None
+
+
+def sharing_problem(config: Any, longest: int) -> str | None:
+    """Return why samples of up to `longest` tokens cannot share the rows of a common prefix; None if they can.
+
+    A layer must see of a sample's earlier tokens what it would see of them in one document.
+    """
+    if packed_hybrid(config) != (0, ()) or packing_problem(config):
+        return "its layers carry a recurrent or convolution state"
+    for name in WINDOW_FIELDS:
+        window = getattr(config, name, None)
+        if isinstance(window, int) and 0 < window < longest:
+            return f"{name} is {window:,}, and samples have up to {longest:,} tokens"
+    if kinds := sorted(kind for kind in _rope_kinds(config) if kind == "longrope" or "dynamic" in kind):
+        return f"rope {kinds[0]} depends on a document's length"
+    values = config.to_dict()
+    # a classifier's dropout is not in a causal model
+    drops = [name for name in values if re.search("dropout|pdrop", name) and not name.startswith("classifier")]
+    if used := [name for name in drops if isinstance(values[name], float) and values[name]]:
+        return f"{used[0]} draws another mask for each row"
+    return None
+
+
+def _rope_kinds(config: Any) -> set[str]:
+    """Return the kinds of rotary embeddings, one for all layers or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    layers = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return {str(layer["rope_type"]) for layer in layers if layer.get("rope_type")}
 
 
 def packed_hybrid(config: Any) -> tuple[int, tuple[str, ...]]:

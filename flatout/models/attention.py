@@ -18,6 +18,7 @@ from flatout.kernels.attention.flash import (
     varlen_problem,
 )
 from flatout.kernels.attention.reference import plain_attention, sdpa_attention
+from flatout.kernels.attention.shared_prefix import SharedPrefixes
 from flatout.models.blocks import layer_configs
 
 # from the fastest to the reference
@@ -170,6 +171,7 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
         max_length_q: int | None = None,
         row_cu_seqlens: Tensor | None = None,
         max_row_length: int | None = None,
+        shared_prefixes: SharedPrefixes | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         num_rows, row_length = query.shape[0], query.shape[2]
@@ -201,7 +203,7 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
         tensors = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
         documents = (cu_seq_lens_q, max_length_q) if name in KERNELS else (cu_seq_lens_q,)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output = form(*tensors, *documents, scale=scale, window=sliding_window, **options)
+        output = form(*tensors, *documents, scale=scale, window=sliding_window, shared=shared_prefixes, **options)
         return output.unflatten(0, (num_rows, row_length)), None
 
     return attention

@@ -67,13 +67,13 @@ class PackedLoss(nn.Module):
             return next_logits(self.model, batch)
         if self.routers is not None and self.routers.is_counting:
             nothing = hidden_states(self.model, batch).new_zeros(())
-            self.routers.count(batch.is_padding)
+            self.routers.count(batch.sample_counts)
             return nothing, nothing
         loss_sum, num_correct = packed_loss(
             self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows, objective=self.objective
         )
         if self.routers is not None and torch.is_grad_enabled():
-            loss_sum = self.routers.add_losses(loss_sum, batch.is_padding)
+            loss_sum = self.routers.add_losses(loss_sum, batch.sample_counts)
         return loss_sum, num_correct
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +13,16 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from flatout.kernels.attention.shared_prefix import SharedPrefixes
+
 TOKENS_MULTIPLE = 128
 BOUNDARIES_MULTIPLE = 64
-_TENSORS = ("token_ids", "position_ids", "cu_seqlens", "label_rows", "label_ids", "is_padding")
+_TENSORS = ("token_ids", "position_ids", "cu_seqlens", "label_rows", "label_ids", "sample_counts")
 SMALLEST_MAX_SEQLEN = 128
+
+
+Samples = Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+"""Token ids (n,) and loss mask (n,) of each sample."""
 
 
 def padded_num_boundaries(max_documents: int) -> int:
@@ -60,9 +67,11 @@ class PackedBatch:
 
     `token_ids` and `position_ids` int64 (T,), with positions restarting at 0 in each document; `cu_seqlens` int32
     (D+1,) the documents' boundaries; `max_seqlen` an upper bound on document length in tokens; `label_rows` int64 (L,)
-    the rows whose next token has loss and `label_ids` int64 (L,) those next tokens; `is_padding` bool (T,) the tokens
-    of no sample. With `row_length`, each document is padded on the right to that many tokens, at position 0, and its
-    boundaries are those of its row. `cu_seqlens_cpu` is `cu_seqlens` on the CPU, for a batch that was copied to a GPU.
+    the rows whose next token has loss and `label_ids` int64 (L,) those next tokens; `sample_counts` int64 (T,) how many
+    samples a token belongs to, 0 for padding. With `row_length`, each document is padded on the right to that many
+    tokens, at position 0, and its boundaries are those of its row. `cu_seqlens_cpu` is `cu_seqlens` on the CPU, for a
+    batch that was copied to a GPU. With `shared`, prefixes of several samples are documents of their own, at the start
+    of the stream; the rest of each of these samples is another, whose positions go on after the prefix.
     """
 
     token_ids: torch.Tensor
@@ -71,9 +80,10 @@ class PackedBatch:
     max_seqlen: int
     label_rows: torch.Tensor
     label_ids: torch.Tensor
-    is_padding: torch.Tensor
+    sample_counts: torch.Tensor
     row_length: int | None = None
     cu_seqlens_cpu: torch.Tensor | None = None
+    shared: SharedPrefixes | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -91,12 +101,16 @@ class PackedBatch:
     def to(self, device: torch.device) -> PackedBatch:
         """Return the batch on `device`. Copies to a GPU are from pinned memory and non-blocking."""
         pin = device.type == "cuda" and self.token_ids.device.type == "cpu"
-        moved: dict[str, Any] = {}
-        for name in _TENSORS:
-            own = getattr(self, name)
-            moved[name] = (own.pin_memory() if pin else own).to(device, non_blocking=True)
+
+        def copy(own: torch.Tensor) -> torch.Tensor:
+            return (own.pin_memory() if pin else own).to(device, non_blocking=True)
+
+        moved: dict[str, Any] = {name: copy(getattr(self, name)) for name in _TENSORS}
         if pin:
             moved["cu_seqlens_cpu"] = self.cu_seqlens
+        if self.shared is not None:
+            prefixes, suffixes, sizes = self.shared
+            moved["shared"] = SharedPrefixes(copy(prefixes), copy(suffixes), sizes)
         return replace(self, **moved)
 
     @property
@@ -132,17 +146,30 @@ class PackedBatch:
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
         """Keep the allocator from reusing these tensors' memory, once freed, before the work queued on `stream`."""
-        for name in _TENSORS:
-            getattr(self, name).record_stream(stream)
+        shared = [] if self.shared is None else self.shared[:2]
+        for tensor in (*(getattr(self, name) for name in _TENSORS), *shared):
+            tensor.record_stream(stream)
+
+
+def segment_lengths(lengths: Sequence[int], shared: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the tokens of each document of a stream of samples of these lengths: prefixes, then what is left of each.
+
+    `shared` is as in `flatten_samples`.
+    """
+    cut = [num_tokens for num_tokens, count in shared for _ in range(count)]
+    rest = [length - num_tokens for length, num_tokens in zip(lengths, cut, strict=False)]
+    return [*(num_tokens for num_tokens, _ in shared), *rest, *lengths[len(cut) :]]
 
 
 def flatten_samples(
-    samples: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
+    samples: Samples,
     *,
     num_boundaries: int | None = None,
     size_buckets: Sequence[int] = (),
     row_length: int | None = None,
     fill_tokens: int = 0,
+    shared: Sequence[tuple[int, int]] = (),
+    num_shared_boundaries: int | None = None,
 ) -> PackedBatch:
     """Concatenate samples into a batch on the CPU, of at least `fill_tokens` tokens; much padding is at position 0.
 
@@ -152,20 +179,16 @@ def flatten_samples(
 
     Each sample is (token ids (n,), loss mask (n,)): `loss_mask[i]` says whether token i has loss. A document's first
     token is never predicted, so it never has loss. With `row_length`, each sample is padded to a row of that length.
-    Raises ValueError for no samples, an empty one, one longer than a row, arrays of different lengths, or more
-    documents than fit in `num_boundaries`.
+    `shared` are prefixes (tokens, samples) of the first samples in their order, which are stored once; with
+    `num_shared_boundaries`, their boundaries are padded to that number, also without any.
+    Raises ValueError for no samples, an empty one, one longer than a row, arrays of different lengths, more
+    documents than fit in `num_boundaries`, or a prefix that samples do not share or that predicts a label.
     """
-    if not samples:
-        raise ValueError("a micro-batch needs at least one sample")
-    for index, (ids, loss_mask) in enumerate(samples):
-        if len(ids) == 0 or len(ids) != len(loss_mask):
-            raise ValueError(f"sample {index} has {len(ids)} token ids and a loss mask of {len(loss_mask)}")
+    samples, starts, counts = _cut_prefixes(samples, shared)
     lengths = [len(ids) for ids, _ in samples]
     max_seqlen, real = max(lengths), np.array(lengths)
     if row_length is not None:
-        samples = [
-            (np.pad(ids, (0, row_length - len(ids))), np.pad(mask, (0, row_length - len(ids)))) for ids, mask in samples
-        ]
+        samples = [(_padded(ids, row_length), _padded(mask, row_length)) for ids, mask in samples]
         lengths, max_seqlen = [row_length] * len(samples), row_length
     if num_boundaries:
         size = packed_size(lengths, size_buckets=size_buckets, row_length=row_length, fill_tokens=fill_tokens)
@@ -174,16 +197,17 @@ def flatten_samples(
         samples = [*samples, (np.zeros(tail, np.int64), np.zeros(tail, bool))]
         lengths.append(tail)
         max_seqlen = max(max_seqlen, tail)
-    boundaries = np.concatenate([[0], np.cumsum(lengths)])
+    cu_seqlens = _boundaries(lengths, num_boundaries)
+    first = cu_seqlens[: len(lengths)]
     token_ids = np.concatenate([ids for ids, _ in samples]).astype(np.int64)
     loss_mask = np.concatenate([marks for _, marks in samples]).astype(bool)
-    loss_mask[boundaries[:-1]] = False
+    loss_mask[first] = False
     label_positions = np.flatnonzero(loss_mask)
-    cu_seqlens = boundaries.astype(np.int32)
-    if num_boundaries:
-        cu_seqlens = np.pad(cu_seqlens, (0, num_boundaries - len(cu_seqlens)), mode="edge")
-    position_ids = np.arange(len(token_ids)) - np.repeat(boundaries[:-1], lengths)
-    is_padding = position_ids >= np.repeat(np.pad(real, (0, len(lengths) - len(real))), lengths)
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    real, starts, counts = (np.pad(values, (0, len(lengths) - len(values))) for values in (real, starts, counts))
+    position_ids = np.arange(len(token_ids)) - first[document]
+    is_padding = position_ids >= real[document]
+    position_ids += starts[document]
     if row_length is not None or tail > TOKENS_MULTIPLE:
         position_ids[is_padding] = 0
     return PackedBatch(
@@ -193,6 +217,58 @@ def flatten_samples(
         max_seqlen=max_seqlen,
         label_rows=torch.from_numpy(label_positions - 1),
         label_ids=torch.from_numpy(token_ids[label_positions]),
-        is_padding=torch.from_numpy(is_padding),
+        sample_counts=torch.from_numpy(np.where(is_padding, 0, counts[document])),
         row_length=row_length,
+        shared=_shared_prefixes(shared, lengths, num_shared_boundaries),
     )
+
+
+def _boundaries(lengths: Sequence[int], num_boundaries: int | None) -> npt.NDArray[np.int32]:
+    """Return the boundaries of documents of these lengths, with the last one repeated to `num_boundaries`."""
+    found = np.cumsum([0, *lengths]).astype(np.int32)
+    return np.pad(found, (0, num_boundaries - len(found) if num_boundaries else 0), mode="edge")
+
+
+def _padded(values: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+    return np.pad(values, (0, length - len(values)))
+
+
+def _cut_prefixes(
+    samples: Samples, shared: Sequence[tuple[int, int]]
+) -> tuple[Samples, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the documents of a stream, and of each the position of its first token and how many samples have it."""
+    if not samples:
+        raise ValueError("a micro-batch needs at least one sample")
+    for index, (ids, loss_mask) in enumerate(samples):
+        if len(ids) == 0 or len(ids) != len(loss_mask):
+            raise ValueError(f"sample {index} has {len(ids)} token ids and a loss mask of {len(loss_mask)}")
+    prefixes, rest, starts, first = [], [], [], 0
+    for num_tokens, count in shared:
+        members = samples[first : first + count]
+        ids, loss_mask = members[0][0][:num_tokens], members[0][1][:num_tokens]
+        for own_ids, own_mask in members:
+            if len(own_ids) <= num_tokens or not np.array_equal(own_ids[:num_tokens], ids):
+                raise ValueError(f"samples {first} to {first + count - 1} do not share {num_tokens} tokens")
+            if own_mask[1 : num_tokens + 1].any():
+                raise ValueError(f"samples {first} to {first + count - 1} have labels in {num_tokens} shared tokens")
+            rest.append((own_ids[num_tokens:], own_mask[num_tokens:]))
+        prefixes.append((ids, loss_mask))
+        starts += [num_tokens] * count
+        first += count
+    counts = [count for _, count in shared] + [1] * len(samples)
+    offsets = [0] * len(shared) + starts + [0] * (len(samples) - first)
+    return [*prefixes, *rest, *samples[first:]], np.array(offsets), np.array(counts)
+
+
+def _shared_prefixes(
+    shared: Sequence[tuple[int, int]], lengths: Sequence[int], num_boundaries: int | None
+) -> SharedPrefixes | None:
+    """Return the boundaries of prefixes and of their suffixes in a stream of documents of these lengths."""
+    if not shared and num_boundaries is None:
+        return None
+    ends = len(shared) + np.cumsum([0, *(count for _, count in shared)])
+    sizes = [num_tokens for num_tokens, _ in shared]
+    suffixes = [sum(lengths[start:end]) for start, end in pairwise(ends)]
+    facts = [len(shared), sum(sizes), sum(suffixes), max(suffixes, default=0), max(sizes, default=0)]
+    bounds = (torch.from_numpy(_boundaries(each, num_boundaries)) for each in (sizes, suffixes))
+    return SharedPrefixes(next(bounds), next(bounds), torch.tensor(facts))

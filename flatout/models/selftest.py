@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from flatout.errors import NumericError, PackingError, UsageError, first_line
-from flatout.models.arch_quirks import packed_hybrid
+from flatout.errors import NumericError, PackingError, SharedPrefixError, UsageError, first_line
+from flatout.models.arch_quirks import WINDOW_FIELDS, packed_hybrid
 from flatout.models.blocks import (
     TRANSFORMERS_ATTENTION,
     decoder_layers,
@@ -31,19 +31,24 @@ _LENGTHS = (8, 19, 3, 2)
 # transformers' eager attention computes its softmax in float32 for every dtype
 _TOLERANCES = {("sdpa", torch.float64): 1e-10, ("eager", torch.float64): 1e-5}
 _FLOAT32_TOLERANCE = 1e-4
-# config fields that limit how far back a token attends
-_WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
 # eager attention's memory is quadratic in the length of this document
 _MAX_LONG_TOKENS = 16384
+# tokens of a prefix (0: none), and what follows in each of its samples
+_PREFIXES = ((8, (6, 3, 11)), (5, (2, 9)), (0, (6,)))
+_PREFIX_TOKENS = sum(prefix_tokens + sum(lengths) for prefix_tokens, lengths in _PREFIXES)
 
 
-def prove_layout(loaded: LoadedModel, *, longest: int, any_attention: bool) -> tuple[LoadedModel, str]:
+def prove_layout(
+    loaded: LoadedModel, *, longest: int, any_attention: bool, shares_prefixes: bool = False
+) -> tuple[LoadedModel, str]:
     """Prove the model's layout as `check_packing` does; return the model to train and a line for the console.
 
-    If rows fail with our attention, and `any_attention` will do, they are proved with transformers' own.
+    With `shares_prefixes`, `check_shared_prefixes` follows. If rows fail with our attention, and `any_attention` will
+    do, they are proved with transformers' own.
     """
     try:
-        return loaded, check_packing(loaded, longest=longest)
+        line = check_packing(loaded, longest=longest)
+        return loaded, line + (check_shared_prefixes(loaded) if shares_prefixes else "")
     except PackingError:
         if not (loaded.rows and any_attention) or loaded.attention == "transformers":
             raise
@@ -78,7 +83,7 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
             if packed_hybrid(model.config)[1]:
                 _check_backward(loaded)
             line = f"{_kind(loaded)} = alone within {error:.1e}, no leak between documents, head loss = cross-entropy"
-            windows = (getattr(model.config.get_text_config(), name, None) for name in _WINDOWS)
+            windows = (getattr(model.config.get_text_config(), name, None) for name in WINDOW_FIELDS)
             known = {window for window in windows if isinstance(window, int)} | length_limits(model)
             limits = sorted(limit for limit in known if 0 < limit < min(longest, _MAX_LONG_TOKENS))
             if limits:
@@ -143,6 +148,76 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
     return error, tolerance
 
 
+def check_shared_prefixes(loaded: LoadedModel) -> str:
+    """Check that samples that share prefixes have the loss and the gradients that they have without; return a line.
+
+    Compares the hidden states that predict labels, and the loss's gradients with respect to the embedded tokens, added
+    up over a token's copies: within 1e-6 (fp64, as norms compute in fp32), 1e-4 (fp32) or 0.1 (16 bit, where rounding
+    reaches 0.03). Raises SharedPrefixError.
+    """
+    model, was_training = loaded.model, loaded.model.training
+    model.eval()
+    try:
+        with torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
+            shared, apart = (_states_and_gradient(model, batch) for batch in _prefix_batches(model))
+        experts, limit = has_experts(model), {torch.float64: 1e-6, torch.float32: 1e-4}.get(loaded.dtype, 0.1)
+        errors = [_error(mine, true, experts, [len(true)]) for mine, true in zip(shared, apart, strict=True)]
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise SharedPrefixError(
+            f"model type {model.config.model_type} fails on shared prefixes ({type(error).__name__}: "
+            f"{first_line(error)}); set batch.share_prefix: off"
+        ) from error
+    finally:
+        model.train(was_training)
+    if not max(errors) <= limit:
+        raise SharedPrefixError(
+            f"model type {model.config.model_type}: shared prefixes change hidden states by {errors[0]:.1e} and "
+            f"gradients by {errors[1]:.1e} (limit {limit:.1e}) with attention {loaded.attention}; set "
+            "batch.share_prefix: off"
+        )
+    return f"; shared prefixes = unshared within {errors[0]:.1e}, gradients {errors[1]:.1e}"
+
+
+def _prefix_batches(model: PreTrainedModel) -> tuple[PackedBatch, PackedBatch]:
+    """Return the same samples with shared prefixes and without; tokens differ, but for padding and copies."""
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    token_ids = np.random.default_rng(0).permutation(num_embeddings - 1)[:_PREFIX_TOKENS] + 1
+    samples, start = [], 0
+    for prefix_tokens, lengths in _PREFIXES:
+        prefix, start = token_ids[start : start + prefix_tokens], start + prefix_tokens
+        for length in lengths:
+            ids, start = np.concatenate([prefix, token_ids[start : start + length]]), start + length
+            samples.append((ids, np.arange(len(ids)) > prefix_tokens))
+    shared = [(prefix_tokens, len(own)) for prefix_tokens, own in _PREFIXES if prefix_tokens]
+    # both of a multiple of the SIMD width
+    batches = (flatten_samples(samples, fill_tokens=128, shared=own) for own in (shared, ()))
+    one, other = (batch.to(model.device) for batch in batches)
+    return one, other
+
+
+def _states_and_gradient(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the hidden states of the label rows (L, D), and the loss's gradient by token id (unique ids, D)."""
+    embedded: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0]
+
+    hook = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            states = hidden_states(model, batch)
+            loss = packed_loss(model, batch, decoder=lambda _: states).loss_sum
+            (gradient,) = torch.autograd.grad(loss, embedded)
+    finally:
+        hook.remove()
+    ids, places = batch.token_ids.unique(return_inverse=True)
+    by_token = _exact(gradient.new_zeros(len(ids), gradient.shape[-1])).index_add(0, places, _exact(gradient[0]))
+    return _exact(states.detach()[batch.label_rows]), by_token
+
+
 def _check_backward(loaded: LoadedModel) -> None:
     """Run a backward pass to the embeddings: libraries of recurrent kernels refuse some compilers and GPUs in it."""
     batch = random_batch(loaded.model, _LENGTHS, row_length=sum(_LENGTHS) if loaded.rows else None)
@@ -199,13 +274,31 @@ def has_experts(model: PreTrainedModel) -> bool:
 
 
 def random_batch(
-    model: PreTrainedModel, lengths: Sequence[int], num_boundaries: int | None = None, row_length: int | None = None
+    model: PreTrainedModel,
+    lengths: Sequence[int],
+    *,
+    num_boundaries: int | None = None,
+    num_shared_boundaries: int | None = None,
+    row_length: int | None = None,
 ) -> PackedBatch:
-    """Return documents of these lengths on the model's device, all tokens labels; the same at every call."""
+    """Return documents of these lengths on the model's device, all tokens labels; the same at every call.
+
+    With `num_shared_boundaries`, the first two share half of the shorter one, which has no labels.
+    """
     num_embeddings = model.get_input_embeddings().weight.shape[0]
     token_ids = np.random.default_rng(0).integers(0, num_embeddings, sum(lengths))
     documents = [(ids, np.ones(len(ids), bool)) for ids in np.split(token_ids, np.cumsum(lengths)[:-1])]
-    return flatten_samples(documents, num_boundaries=num_boundaries, row_length=row_length).to(model.device)
+    half = min(lengths[:2]) // 2 if num_shared_boundaries and len(lengths) > 1 else 0
+    for ids, loss_mask in documents[:2] if half else ():
+        ids[:half] = documents[0][0][:half]
+        loss_mask[: half + 1] = False
+    return flatten_samples(
+        documents,
+        num_boundaries=num_boundaries,
+        row_length=row_length,
+        shared=((half, 2),) if half else (),
+        num_shared_boundaries=num_shared_boundaries,
+    ).to(model.device)
 
 
 def _logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:

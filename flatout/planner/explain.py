@@ -26,10 +26,10 @@ class PlanReport:
     """What a run will do. Counts are over the whole run, but `num_samples` is the size of the data set.
 
     `num_naive_tokens` is what a padding loader would compute for the same steps, `padding_avoided` the share of them
-    that is padding and not computed here, `padding_share` that of
-    the computed tokens that is padding; `time_s` is None unless the throughput
-    is known. Everything is exact except the balance at other numbers of ranks, taken from `NUM_BALANCE_STEPS` steps,
-    and the memory, which is estimated.
+    that is padding and not computed here, `padding_share` that of the computed tokens that is padding. `num_tokens` are
+    those of all samples; `num_shared_tokens` of them are not computed again, as samples of one micro-batch share them.
+    `time_s` is None unless the throughput is known. Everything is exact except the balance at other numbers of ranks,
+    taken from `NUM_BALANCE_STEPS` steps, and the memory, which is estimated.
     """
 
     num_ranks: int
@@ -52,6 +52,7 @@ class PlanReport:
     label_share: float
     padding_avoided: float
     padding_share: float
+    num_shared_tokens: int = 0
 
 
 def explain(
@@ -66,7 +67,7 @@ def explain(
 
     `memory_of` maps the largest micro-batch to its memory; `tokens_per_s` counts real tokens over all ranks.
     """
-    num_tokens = num_labels = num_micro_batches = num_naive = num_padded = 0
+    num_tokens = num_labels = num_micro_batches = num_naive = num_padded = num_shared = 0
     largest = MicroBatchSize(0, 0, 0)
     flops = epochs = 0.0
     balances: list[float] = []
@@ -75,6 +76,7 @@ def explain(
         num_labels += step.num_label_tokens
         num_naive += plan.naive_tokens(step)
         num_padded += step.num_padded_tokens
+        num_shared += step.num_shared_tokens
         flops += plan.flops(step)
         epochs = plan.epoch_after(step)
         balances.append(step.balance)
@@ -108,8 +110,9 @@ def explain(
         time_s=num_tokens / tokens_per_s if tokens_per_s else None,
         fingerprint=plan.fingerprint,
         label_share=num_labels / num_tokens,
-        padding_avoided=max(0.0, 1.0 - num_padded / num_naive),
-        padding_share=1.0 - num_tokens / num_padded,
+        padding_avoided=max(0.0, 1.0 - (num_padded + num_shared) / num_naive),
+        padding_share=1.0 - (num_tokens - num_shared) / num_padded,
+        num_shared_tokens=num_shared,
     )
 
 
@@ -126,6 +129,9 @@ def report_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield "padding avoided", f"{report.padding_avoided:.1%} of the {naive} at the same budget"
     if report.padding_share:
         yield "padding", f"{report.padding_share:.1%} of the tokens computed, as each sample is a padded row"
+    if report.num_shared_tokens:
+        share = report.num_shared_tokens / report.num_tokens
+        yield "prefixes", f"shared: {report.num_shared_tokens:,} tokens, {share:.1%}, are not computed again"
     for balance in report.balances:
         mark = " (this run)" if balance.num_ranks == report.num_ranks else ""
         text = f"mean {balance.mean:.3f}, worst step {balance.worst:.3f} of planned FLOPs{mark}"

@@ -16,10 +16,11 @@ class StepRecord:
 
     `loss` is the mean over label tokens of the global step, `grad_norm` the global L2 norm before clipping,
     `num_tokens` real tokens without padding, `padding_avoided` the share of what a naive loader would have made that is
-    padding and was not computed, `padding_share` the share of padding in what was (rows). `flops_per_s` are achieved
-    over all ranks: real tokens, attention by document, the head on label tokens only, no gradient of frozen weights, no
-    recomputation; `mfu` is their share of the devices' nominal peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix
-    B), None if no peak is known. `balance` is mean / max of the ranks' planned FLOPs.
+    padding and was not computed, `padding_share` the share of padding in what was (rows), `shared_share` the share of
+    `num_tokens` that was not computed again, as samples share it. `flops_per_s` are achieved over all ranks: real
+    tokens, those that samples share once, attention by document, the head on label tokens only, no gradient of frozen
+    weights, no recomputation; `mfu` is their share of the devices' nominal peak (Chowdhery et al. 2022,
+    arXiv:2204.02311, appendix B), None if no peak is known. `balance` is mean / max of the ranks' planned FLOPs.
 
     Rates (`*_per_s`) and times (`*_s`) are means per step over the `num_recorded` steps since the last record.
     Processed tokens include filler tokens. Each part of a step is the mean over ranks, without those that had no pass
@@ -80,6 +81,7 @@ class StepRecord:
     expert_entropy: tuple[float, ...] = ()
     expert_loads: tuple[tuple[float, ...], ...] = ()
     padding_share: float = 0.0
+    shared_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,8 @@ class PlanFacts:
     """What the plan promises. Counts are over the whole run; `padding_avoided` and `balance` are from sampled steps.
 
     `length_edges` (n + 1,) and `length_counts` (n,) are the histogram of sample lengths in tokens. `packing` holds the
-    first steps: for each step, for each rank, for each micro-batch the lengths of its samples; `padded` has the batches
+    first steps: for each step, for each rank, for each micro-batch the lengths of its samples, or of a prefix that they
+    share and of what is left of each; `shared_share` is the share of tokens that this saves. `padded` has the batches
     of a padding loader for the same steps. `layout` is packed or rows; `padding_share` is of the tokens computed.
     `memory_bytes` is the planned peak of one rank, None on a CPU.
     """
@@ -165,6 +168,7 @@ class PlanFacts:
     padded: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = ()
     layout: str = "packed"
     padding_share: float = 0.0
+    shared_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

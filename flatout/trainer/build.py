@@ -16,7 +16,7 @@ from flatout.checkpoint.write_async import Saver, available_host_bytes, choose_s
 from flatout.config.schema import Config
 from flatout.data.tokenizer import new_token_ids
 from flatout.environment import ask_for_deterministic_cublas, keep_compiled_kernels
-from flatout.errors import PackingError
+from flatout.errors import PackingError, SharedPrefixError
 from flatout.models.attention import prepare as prepare_attention
 from flatout.models.bases.fp8_backward import convert_backward_to_float8
 from flatout.models.bases.fp8_training import compute_scales_after_updates, convert_to_float8
@@ -70,7 +70,7 @@ def build_run(
     loaded, planned = load_or_replan(config, planned, checkpoints.group, reporter, rank, objective)
     fused = replace_layers(loaded, config, planned, reporter)
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
-    feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, size_buckets=size_buckets)
+    feed = Feed(planned.store, device, size_buckets=size_buckets, **planned.plan.batch_bounds)
     eval_feeds = tuple(Feed(each.store, device, max_documents=each.max_documents) for each in planned.eval_sets)
     loss = make_loss(loaded, planned, config, objective, reporter)
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
@@ -129,19 +129,22 @@ def make_loss(
 def load_or_replan(
     config: Config, planned: PlannedRun, group: ControlGroup, reporter: Reporter, rank: Rank, objective: Objective
 ) -> tuple[LoadedModel, PlannedRun]:
-    """Load the model; return it with its plan, which is made again with rows if packing turns out to be inexact."""
+    """Load the model; return it with its plan, which is made again if shared prefixes or packing are inexact."""
     device = choose_device(config.wanted_device, rank)
     try:
         return load_trainable(config, planned, device, reporter, group), planned
     except PackingError as error:
-        if config.batch.layout != "auto" or planned.plan.layout.name == "rows":
+        shared = isinstance(error, SharedPrefixError)
+        setting = config.batch.share_prefix if shared else config.batch.layout
+        if setting != "auto" or planned.plan.layout.name == "rows":
             raise
-        unpackable = str(error).partition("; ")[0]
+        found = str(error).partition("; ")[0]
     # here no frame of the failed check holds the model any more
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    again = plan_run(config, reporter, rank, lambda: planned.device, objective, unpackable)
+    problems = (None, found) if shared else (found, None)
+    again = plan_run(config, reporter, rank, lambda: planned.device, objective, *problems)
     again = replace(again, fingerprints=planned.fingerprints)
     return load_trainable(config, again, device, reporter, group), again
 
@@ -185,8 +188,9 @@ def load_trainable(
 
     def prove(loaded: LoadedModel) -> tuple[LoadedModel, str]:
         found: list[tuple[LoadedModel, str]] = []
-        free = config.model.attention == "auto"  # if it fails on one rank, all must take rows
-        group.run_on_all_ranks(lambda: found.append(prove_layout(loaded, longest=longest, any_attention=free)))
+        options = {"any_attention": config.model.attention == "auto", "shares_prefixes": planned.plan.shares_prefixes}
+        # if it fails on one rank, all must plan again
+        group.run_on_all_ranks(lambda: found.append(prove_layout(loaded, longest=longest, **options)))
         return found[0]
 
     if not waits:
@@ -199,9 +203,8 @@ def load_trainable(
     if waits:
         loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype))
         with loaded.present():
-            num_layers = len(decoder_layers(loaded.model))
             loaded, line = prove(loaded)
-            reporter.stage("self-test", f"first {num_layers} layers: {line}")
+            reporter.stage("self-test", f"first {len(decoder_layers(loaded.model))} layers: {line}")
     if importing is not None:
         # before anything else is imported: concurrent imports can see partially initialized modules
         importing.join()
@@ -380,9 +383,8 @@ def compile_model(
     recompute = planned.memory.recompute
     mode = config.compile if planned.parallel_layout.compiles else "off"
     with compiling_with(recompute):
-        compiled = compile_layers(
-            loaded, mode, num_boundaries=feed.num_boundaries, fp8=config.computes_in_fp8, loss=loss, wrapper=wrapper
-        )
+        boundaries = {"num_boundaries": feed.num_boundaries, "num_shared_boundaries": feed.num_shared_boundaries}
+        compiled = compile_layers(loaded, mode, **boundaries, fp8=config.computes_in_fp8, loss=loss, wrapper=wrapper)
     reporter.stage("compile", compiled.line)
     if feed.num_boundaries is not None and compiled.num_compiled:
         sizes = count_sizes(planned.plan, rank.index, size_buckets=feed.size_buckets)

@@ -31,13 +31,24 @@ class Feed:
     """
 
     def __init__(
-        self, store: TokenStore, device: torch.device, *, max_documents: int, size_buckets: Sequence[int] = ()
+        self,
+        store: TokenStore,
+        device: torch.device,
+        *,
+        max_documents: int,
+        size_buckets: Sequence[int] = (),
+        max_prefixes: int = 0,
     ) -> None:
-        """`max_documents` is the most samples that a micro-batch holds; `size_buckets` as in `packed_size`."""
+        """`max_documents` is the most samples that a micro-batch holds, and `max_prefixes` the most prefixes.
+
+        `size_buckets` are as in `packed_size`.
+        """
         self.store = store
         self._device = device
         # one number of boundaries for the whole run, to avoid recompilation
-        self.num_boundaries = padded_num_boundaries(max_documents) if device.type == "cuda" else None
+        is_cuda = device.type == "cuda"
+        self.num_boundaries = padded_num_boundaries(max_documents + max_prefixes) if is_cuda else None
+        self.num_shared_boundaries = padded_num_boundaries(max_prefixes) if is_cuda and max_prefixes else None
         self.wait_s = 0.0
         self.size_buckets = size_buckets
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flatout-feed")
@@ -95,10 +106,12 @@ class Feed:
             size_buckets=self.size_buckets,
             row_length=micro_batch.row_length,
             fill_tokens=micro_batch.fill_tokens,
+            shared=micro_batch.shared,
+            num_shared_boundaries=self.num_shared_boundaries,
         )
         if micro_batch.is_filler:
             # routers count each token once
-            batch.is_padding[:] = True
+            batch.sample_counts[:] = 0
         if batch.num_label_tokens != micro_batch.num_label_tokens:
             # the loss is divided by the plan's count, so a different mask would rescale every gradient
             raise DataError(

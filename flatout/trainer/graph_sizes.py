@@ -14,21 +14,13 @@ from flatout.config.schema import Config
 from flatout.models.arch_quirks import packed_hybrid
 from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.experts.block import experts_modules
-from flatout.models.packed import PackedSize, packed_size
+from flatout.models.packed import PackedSize, packed_size, segment_lengths
 from flatout.models.rope import DocumentRope
-from flatout.planner.devices import nominal_peak
-from flatout.planner.shape import ModelShape
+from flatout.planner.host_bound import is_host_bound, reachable_flops_per_s
 from flatout.planner.steps.run_plan import RunPlan
 from flatout.trainer.planning import PlannedRun
 from flatout.trainer.state import Run
 
-# host time to launch one compiled layer, forward and backward: 5.5 ms measured on an H200's host
-HOST_S_PER_LAYER = 5e-3
-# the share of a GPU's nominal bf16 peak that matrix products reach at most, and float8's speed-up of a whole step
-REACHED_SHARE = 0.7
-FP8_SPEEDUP = 1.5
-# assumed for a GPU whose peak is unknown
-UNKNOWN_PEAK_FLOPS_PER_S = 400e12
 # each recording holds memory and takes 0.3 s, measured on an H200
 MIN_RECORDINGS, MAX_RECORDINGS, RECORD_S = 16, 40, 0.3
 NUM_STEPS_SEEN = 400
@@ -49,14 +41,13 @@ def plan_graphs(
         return reads, ()
     if planned.plan.layout.name == "rows":
         return "rows have too many sizes", ()
+    if planned.plan.shares_prefixes:
+        return "where prefixes are shared, the host reads how many in every pass", ()
     if config.lora.dropout or planned.memory.recompute not in ("none", "selective"):
         return "dropout and recompute need the host", ()
     if config.compile == "off" or config.deterministic:
         return NOT_COMPILED, ()
-    plan, peak = planned.plan, nominal_peak(torch.cuda.get_device_name(device), "bf16")
-    # the FLOPs per second that a step of this run reaches at most
-    flops_per_s = REACHED_SHARE * (peak.flops_per_s if peak else UNKNOWN_PEAK_FLOPS_PER_S)
-    flops_per_s *= FP8_SPEEDUP if config.computes_in_fp8 else 1.0
+    plan, flops_per_s = planned.plan, reachable_flops_per_s(config, torch.cuda.get_device_name(device))
     if not is_host_bound(plan, planned.shape, flops_per_s):
         return "the GPU is slower than the host", ()
     steps = list(plan.sampled_steps(32))
@@ -76,14 +67,6 @@ def _host_reads(model: PreTrainedModel) -> str | None:
     return None
 
 
-def is_host_bound(plan: RunPlan, shape: ModelShape, flops_per_s: float) -> bool:
-    """Whether the host needs longer to launch a micro-batch's kernels than a GPU of that speed to run them."""
-    steps = list(plan.sampled_steps(32))
-    num_micro_batches = sum(len(rank) for step in steps for rank in step.ranks)
-    gpu_s = sum(plan.flops(step) for step in steps) / num_micro_batches / flops_per_s
-    return gpu_s < shape.num_layers * HOST_S_PER_LAYER
-
-
 def count_sizes(plan: RunPlan, rank: int, *, size_buckets: Sequence[int] = ()) -> Counter[PackedSize]:
     """Count how often each size occurs in one rank's micro-batches, over steps sampled across the run."""
     counts: Counter[PackedSize] = Counter()
@@ -91,7 +74,7 @@ def count_sizes(plan: RunPlan, rank: int, *, size_buckets: Sequence[int] = ()) -
         for batch in step.ranks[rank]:
             lengths = plan.samples.lengths[plan.samples.indices_of(batch.sample_ids)]
             size = packed_size(
-                lengths.tolist(),
+                segment_lengths(lengths.tolist(), batch.shared),
                 size_buckets=size_buckets,
                 row_length=batch.row_length,
                 fill_tokens=batch.fill_tokens,

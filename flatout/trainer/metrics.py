@@ -86,7 +86,8 @@ class Meter:
             flops_per_s=flops_per_s,
             mfu=None if self._peak is None else flops_per_s / (self._peak.flops_per_s * run.rank.world),
             padding_avoided=run.plan.padding_avoided([step]),
-            padding_share=1.0 - step.num_tokens / step.num_padded_tokens,
+            padding_share=1.0 - step.num_real_tokens / step.num_padded_tokens,
+            shared_share=step.num_shared_tokens / step.num_tokens,
             balance=step.balance,
             peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in latest)),
             elapsed_s=run.progress.elapsed_s,
@@ -191,12 +192,16 @@ def is_due(num_completed: int, every: float | None, num_steps: int) -> bool:
 
 
 def useful_flops(run: Run, step: StepPlan) -> float:
-    """Return the FLOPs that a step needs over all ranks, by the plan's cost model without recomputation."""
+    """Return the FLOPs that a step needs over all ranks, by the plan's cost model without recomputation.
+
+    Tokens that samples share count once.
+    """
     if step.num_label_tokens == 0:
         return 0.0  # such a step computes nothing
-    cost, samples = run.plan.layout.cost, run.plan.samples
+    cost, samples = run.plan.layout.cost.useful or run.plan.layout.cost, run.plan.samples
     places = samples.indices_of(step.sample_ids)
-    return float((cost.useful or cost).flops(samples.lengths[places], samples.num_labels[places]).sum())
+    every = float(cost.flops(samples.lengths[places], samples.num_labels[places]).sum())
+    return every - step.shared_flops(cost)
 
 
 def device_peak(run: Run) -> Peak | None:

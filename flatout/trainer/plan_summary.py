@@ -22,6 +22,7 @@ class PlanSummary:
     decision: MemoryDecision
     device: Device | None
     longest_document_tokens: int | None
+    sharing: str
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<18} {text}" for name, text in self.rows(()))
@@ -29,6 +30,8 @@ class PlanSummary:
     def rows(self, events: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, str]]:
         """Yield the summary and what planning reported as pairs of name and text."""
         yield from report_rows(self.report)
+        if not self.report.num_shared_tokens:
+            yield "prefixes", self.sharing
         if self.report.num_ranks > 1:
             yield "strategy", self.strategy
         if self.device:
@@ -53,4 +56,4 @@ def summarize_plan(
     longest = None
     if device is not None:
         longest = longest_document_tokens(config, planned.shape, device, report.label_share, layout)
-    return PlanSummary(report, layout.reason, decision, device, longest)
+    return PlanSummary(report, layout.reason, decision, device, longest, planned.sharing)

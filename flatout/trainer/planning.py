@@ -17,28 +17,23 @@ from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError
-from flatout.models.arch_quirks import LayoutChoice, choose_layout
 from flatout.models.objective import CROSS_ENTROPY, Objective
 from flatout.optim.lr_schedule import check_warmup
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
-from flatout.planner.cost import make_cost
 from flatout.planner.devices import CONTEXT_BYTES, Device, weakest
 from flatout.planner.layout import ParallelLayout
 from flatout.planner.memory.budget import (
     MemoryDecision,
-    TokenStatistics,
-    choose_micro_batch,
-    choose_parallel_layout,
-    spend_spare_memory,
 )
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
-from flatout.planner.steps.rows import FEWEST_PASSES, PASS_TOKENS, row_length
-from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, make_plan, split_held_out
+from flatout.planner.steps.rows import row_length
+from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, split_held_out
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
-from flatout.trainer.model_shape import read_shape, read_text_config
+from flatout.trainer.model_shape import read_shape
+from flatout.trainer.plan_steps import plan_layout
 from flatout.trainer.prompts import PromptSet, plan_prompts
 
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
@@ -66,7 +61,8 @@ class EvalSet:
 class PlannedRun:
     """Tokens and steps of a run. `fingerprints` identifies the data, the plan and the objective.
 
-    `divisors` (num_samples,) is what each sample adds to the divisor of its step; None: its label tokens.
+    `divisors` (num_samples,) is what each sample adds to the divisor of its step; None: its label tokens. `sharing`
+    says whether samples share prefixes, and why.
     """
 
     shape: ModelShape
@@ -79,6 +75,7 @@ class PlannedRun:
     fingerprints: Mapping[str, Any]
     divisors: NDArray[np.float64] | None = None
     device: Device | None = None
+    sharing: str = ""
 
 
 def plan_run(
@@ -88,14 +85,14 @@ def plan_run(
     device_of: Callable[[], Device | None] = lambda: None,
     objective: Objective = CROSS_ENTROPY,
     unpackable: str | None = None,
+    unsharable: str | None = None,
 ) -> PlannedRun:
     """Open or build the token store, choose a micro-batch that fits in device memory, and plan every step.
 
-    `device_of` is called after tokenizing and returns the GPU (as `gpu_of` does), or None for the CPU. `unpackable`
-    says why `batch.layout: auto` must not pack a model that its config would allow to pack.
+    `device_of` is called after tokenizing and returns the GPU (as `gpu_of` does), or None for the CPU. `unpackable` and
+    `unsharable` say why a model that its config would allow to pack, and to share prefixes, must not with `auto`.
     Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
     """
-    origin = f"{config.model.name}/config.json"
     reporter.phase("reading the model's configuration")
     shape = read_shape(config.model.name, config.model.revision)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
@@ -115,15 +112,14 @@ def plan_run(
             f"the data has token ids {num_rows}..{max_id}, but the model has {num_rows} embedding rows "
             f"(0..{num_rows - 1}); rebuild the data with this model's tokenizer, or resize the model"
         )
-    if beyond := check_positions(shape, int(store.lengths.max()), origin=origin):
+    if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
         reporter.event("positions", beyond)
-    reporter.phase("planning")
-    rows = takes_rows(config, reporter, unpackable)
     train_ids = eval_ids = None
     if config.eval.fraction:
         train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed)
     device = device_of()
-    plan, parallel_layout, memory = plan_training(config, shape, store, train_ids, rank, device, rows=rows)
+    given = (config, shape, (store, train_ids), rank, device, reporter, objective)
+    plan, parallel_layout, memory, sharing = plan_layout(*given, problems=(unpackable, unsharable))
     check_warmup(config.schedule, plan.num_steps)
     reporter.stage("strategy", parallel_layout.reason)
     reporter.stage("memory", memory.reason)
@@ -140,20 +136,8 @@ def plan_run(
         fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
     if divisors is not None:
         fingerprints["objective"] = {"name": objective.name, "divisors": xxh3_64_hexdigest(divisors.tobytes())}
-    return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, fingerprints, divisors, device)
-
-
-def takes_rows(config: Config, reporter: Reporter, unpackable: str | None) -> bool:
-    """Choose the layout and report it; return whether each sample is a row. Raises UsageError as `choose_layout`."""
-    text_config = read_text_config(config.model.name, config.model.revision)
-    choice = LayoutChoice("rows", unpackable) if unpackable else choose_layout(text_config, config.batch.layout)
-    if choice.layout == "rows" and config.experts.parallel > 1:
-        raise UsageError(
-            f"experts.parallel: {config.experts.parallel} needs packed samples, but this model takes rows "
-            f"({choice.reason}); set experts.parallel: 1"
-        )
-    reporter.stage("layout", f"{choice.layout}: {choice.reason}")
-    return choice.layout == "rows"
+    sizes = (shape, store, plan, eval_sets, prompts, parallel_layout, memory)
+    return PlannedRun(*sizes, fingerprints, divisors, device, sharing)
 
 
 def sample_divisors(objective: Objective, store: TokenStore, reporter: Reporter) -> NDArray[np.float64] | None:
@@ -192,44 +176,6 @@ def open_tokens(data: DataConfig, config: Config, reporter: Reporter) -> TokenSt
         progress=lambda done, total: reporter.phase("tokenizing row", done, total or 0),
         log=lambda text: reporter.stage("tokens", text),
     )
-
-
-def plan_training(
-    config: Config,
-    shape: ModelShape,
-    store: TokenStore,
-    train_ids: NDArray[np.int64] | None,
-    rank: Rank,
-    device: Device | None,
-    *,
-    rows: bool = False,
-) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
-    """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
-    # an update in the backward pass needs a step in one pass
-    pass_tokens = FEWEST_PASSES if config.full.update == "backward" else PASS_TOKENS
-    whole_steps = make_plan(
-        store.lengths,
-        store.num_labels,
-        config.batch,
-        micro_batch_tokens=row_length(int(store.lengths.max())) * config.batch.samples_per_step,
-        seed=config.seed,
-        num_ranks=rank.world,
-        cost=make_cost(config, shape),
-        sample_ids=train_ids,
-        pass_tokens=pass_tokens if rows else None,
-    )
-    tokens = TokenStatistics.of(whole_steps)
-    parallel_layout = choose_parallel_layout(
-        config, shape, tokens, device, num_ranks=rank.world, num_nodes=rank.num_nodes
-    )
-    memory = choose_micro_batch(config, shape, tokens, device, parallel_layout)
-    cost = make_cost(config, shape, memory.recompute)
-    lockstep, expert_ranks = parallel_layout.lockstep, parallel_layout.expert_ranks
-    plan = whole_steps.with_layout(memory.micro_batch_tokens, cost, lockstep=lockstep, expert_ranks=expert_ranks)
-    memory = spend_spare_memory(memory, config, tokens, device, plan)
-    parallel_layout = memory.model.parallel_layout if memory.model else parallel_layout
-    plan = plan.with_layout(memory.micro_batch_tokens, cost, lockstep=lockstep, expert_ranks=expert_ranks)
-    return plan, parallel_layout, memory
 
 
 def plan_evaluation(
@@ -352,6 +298,7 @@ def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -
     layout, memory, prompts = planned.parallel_layout, planned.memory, planned.prompts
     split = [
         planned.plan.layout.name,
+        planned.plan.shares_prefixes,
         layout.strategy,
         memory.micro_batch_tokens,
         memory.recompute,

@@ -15,8 +15,10 @@ from flatout.config.read import flatten
 from flatout.config.schema import Config
 from flatout.errors import DataError
 from flatout.io.redact import redacted
+from flatout.models.packed import segment_lengths
 from flatout.planner.memory.estimate import MicroBatchSize
 from flatout.planner.steps.run_plan import RunPlan
+from flatout.planner.steps.step_plan import MicroBatch, padding_share
 from flatout.track.record import GpuFacts, PlanFacts, RunStart
 from flatout.track.run_log import read_start
 from flatout.trainer.planning import PlannedRun
@@ -106,13 +108,14 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
         num_label_tokens=round(int(plan.samples.num_labels.sum()) * epochs),
         padding_avoided=plan.padding_avoided(sampled),
         layout=plan.layout.name,
-        padding_share=1.0 - sum(step.num_tokens for step in sampled) / sum(step.num_padded_tokens for step in sampled),
+        padding_share=padding_share(sampled),
+        shared_share=plan.shared_share,
         balance=sum(step.balance for step in sampled) / len(sampled),
         memory_bytes=None if estimate is None else estimate.total_bytes,
         length_edges=tuple(edges.tolist()),
         length_counts=tuple(np.histogram(lengths, edges)[0].tolist()),
         packing=tuple(
-            tuple(tuple(_lengths(plan, batch.sample_ids) for batch in rank) for rank in plan.step(index).ranks)
+            tuple(tuple(_lengths(plan, batch) for batch in rank) for rank in plan.step(index).ranks)
             for index in range(min(NUM_PACKED_STEPS, plan.num_steps))
         ),
         padded=tuple(
@@ -122,5 +125,6 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
     )
 
 
-def _lengths(plan: RunPlan, sample_ids: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(plan.samples.lengths[plan.samples.indices_of(sample_ids)].tolist())
+def _lengths(plan: RunPlan, batch: MicroBatch) -> tuple[int, ...]:
+    lengths = plan.samples.lengths[plan.samples.indices_of(batch.sample_ids)].tolist()
+    return tuple(segment_lengths(lengths, batch.shared))

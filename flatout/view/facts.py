@@ -60,6 +60,7 @@ def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
     naive = sum(r.num_tokens * r.num_recorded / max(1e-9, 1.0 - r.padding_avoided) for r in steps)
     padded = sum(r.num_tokens * r.num_recorded / (1.0 - r.padding_share) for r in steps)
     padding = 1.0 - tokens / padded if padded else 0.0
+    shared = sum(r.num_tokens * r.num_recorded * r.shared_share for r in steps) / max(1, tokens)
     balance = sum(record.balance for record in steps) / len(steps) if steps else 0.0
     found = [one for record in steps if (one := measured_balance(record)) is not None]
     measured = f", {sum(found) / len(found):.1%} measured" if found else ""
@@ -71,6 +72,7 @@ def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
         ("label tokens", short_count(plan.num_label_tokens), short_count(labels)),
         ("padding avoided", f"{plan.padding_avoided:.1%}", f"{1.0 - tokens / naive:.1%}" if naive else NONE),
         *([("padding", f"{plan.padding_share:.1%}", f"{padding:.1%}")] if plan.layout == "rows" else ()),
+        *([("shared prefixes", f"{plan.shared_share:.1%}", f"{shared:.1%}")] if plan.shared_share else ()),
         ("balance of ranks", f"{plan.balance:.1%}", f"{balance:.1%}{measured}" if steps else NONE),
         ("memory of a rank", gib(plan.memory_bytes or 0), gib(peak)),
     ]

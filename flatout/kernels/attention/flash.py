@@ -17,6 +17,13 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.attention.reference import packed_attention
+from flatout.kernels.attention.shared_prefix import (
+    Passes,
+    SharedPrefixes,
+    add_prefix_gradients,
+    attend_to_prefixes,
+    varlen_prefix_passes,
+)
 from flatout.kernels.operators import define_operator
 
 Attention = Callable[..., Tensor]
@@ -32,6 +39,9 @@ _PROOF_LENGTHS = (1, 130, 2, 67, 300, 1, 11, 0, 0)
 # the operators' arguments
 _INPUTS = "Tensor q, Tensor k, Tensor v"
 _REST = "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt? left"
+_SHARED = "Tensor? prefix_cu_seqlens, Tensor? suffix_cu_seqlens, Tensor? shared_sizes"
+# sinks, and the tensors of shared prefixes
+_NUM_OPTIONS = 4
 _COMPARED = ("values", "query gradients", "key gradients", "value gradients", "sink gradients")
 
 
@@ -131,26 +141,32 @@ def packed_operator(
     backward: Callable[..., tuple[Tensor, ...]],
     *,
     log_sums_by_token: bool = False,
+    prefix_passes: Callable[[], Passes] = varlen_prefix_passes,
 ) -> Attention:
     """Register an attention kernel as an operator with a backward, and return it as a function.
 
     The function takes q (T, H, D), k and v (T, K, D) in bf16 or fp16, cu_seqlens int32 (N+1,) and max_seqlen, with
-    keywords scale, window and sinks (H,), and returns (T, H, D). Its backward is only deterministic under
-    torch.use_deterministic_algorithms.
+    keywords scale, window, sinks (H,) and shared (`SharedPrefixes`), and returns (T, H, D). With shared prefixes no
+    window may reach the end of one; `prefix_passes` attend to them, whatever the kernel. The backward is only
+    deterministic under torch.use_deterministic_algorithms.
 
     `forward` takes (q, k, v, cu_seqlens, max_seqlen, scale, left) and returns the output and its log-sum-exp, fp32
     (H, T), or (T, H) with `log_sums_by_token`; `backward` takes the output's gradient, q, k, v, output, log-sum-exp and
     the arguments from cu_seqlens on, and returns the three gradients. A row attends to `left` tokens before its own;
     None means all. `backward` must take its weights from the log-sum-exp, P = exp(S - lse), and its row sums from the
-    output, D = rowsum(dO * O), as FlashAttention does: sinks come in through these two.
+    output, D = rowsum(dO * O), as FlashAttention does: sinks and shared prefixes come in through these two.
     """
 
     def by_token(log_sums: Tensor) -> Tensor:
         return log_sums if log_sums_by_token else log_sums.T
 
     def run(*arguments: Any) -> tuple[Tensor, ...]:
-        *given, sinks = arguments
+        *given, sinks, prefix_cu_seqlens, suffix_cu_seqlens, sizes = arguments
         output, log_sums = (tensor.contiguous() for tensor in forward(*given))
+        if sizes is not None:
+            q, k, v, _, _, scale, _ = given
+            shared = SharedPrefixes(prefix_cu_seqlens, suffix_cu_seqlens, sizes)
+            attend_to_prefixes(q, k, v, output, by_token(log_sums), scale, shared, prefix_passes())
         if sinks is not None:
             log_sums = by_token(_add_sinks(output, by_token(log_sums), sinks)).contiguous()
         return output, log_sums
@@ -160,17 +176,24 @@ def packed_operator(
         return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
 
     def run_backward(output_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(tensor.contiguous() for tensor in backward(output_grad.contiguous(), *arguments))
+        *given, prefix_cu_seqlens, suffix_cu_seqlens, sizes = arguments
+        output_grad = output_grad.contiguous()
+        gradients = tuple(tensor.contiguous() for tensor in backward(output_grad, *given))
+        if sizes is not None:
+            q, k, v, output, log_sums, _, _, scale, _ = given
+            shared = SharedPrefixes(prefix_cu_seqlens, suffix_cu_seqlens, sizes)
+            merged = (output, by_token(log_sums), scale, shared, prefix_passes())
+            add_prefix_gradients(gradients, output_grad, (q, k, v), *merged)
+        return gradients
 
     def fake_backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     gradients = "(Tensor, Tensor, Tensor)"
-    schema = f"(Tensor output_grad, {_INPUTS}, Tensor output, Tensor log_sums, {_REST}) -> {gradients}"
+    schema = f"(Tensor output_grad, {_INPUTS}, Tensor output, Tensor log_sums, {_REST}, {_SHARED}) -> {gradients}"
     operator_backward = define_operator(f"{name}_backward", schema, run_backward, fake_backward)
-    schema = f"({_INPUTS}, {_REST}, Tensor? sinks) -> (Tensor, Tensor)"
+    schema = f"({_INPUTS}, {_REST}, Tensor? sinks, {_SHARED}) -> (Tensor, Tensor)"
     operator = define_operator(name, schema, run, fake)
-
     return _differentiable(operator, operator_backward, by_token)
 
 
@@ -179,32 +202,33 @@ def _differentiable(
 ) -> Attention:
     class PackedAttention(torch.autograd.Function):
         @staticmethod
-        def forward(
-            ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor | None, *settings: Any
-        ) -> Tensor:
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *options: Any) -> Tensor:
+            (sinks, *shared), settings = options[:_NUM_OPTIONS], options[_NUM_OPTIONS:]
             output: Tensor
-            output, log_sums = operator(q, k, v, cu_seqlens, *settings, sinks)
-            ctx.save_for_backward(q, k, v, output, log_sums, cu_seqlens, sinks)
+            output, log_sums = operator(q, k, v, cu_seqlens, *settings, sinks, *shared)
+            ctx.save_for_backward(q, k, v, output, log_sums, cu_seqlens, sinks, *shared)
             ctx.settings = settings
             return output
 
         @staticmethod
         def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
-            *saved, sinks = ctx.saved_tensors
-            gradients = operator_backward(output_grad, *saved, *ctx.settings)
+            saved, (sinks, *shared) = ctx.saved_tensors[:-_NUM_OPTIONS], ctx.saved_tensors[-_NUM_OPTIONS:]
+            gradients = operator_backward(output_grad, *saved, *ctx.settings, *shared)
             *_, output, log_sums, _ = saved
             trained = ctx.needs_input_grad[4]
             sinks_grad = _sinks_grad(output_grad, output, by_token(log_sums), sinks) if trained else None
-            return (*gradients, None, sinks_grad, None, None, None)
+            return (*gradients, None, sinks_grad, None, None, None, None, None, None)
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float,
-        window: int | None = None, sinks: Tensor | None = None,
+        window: int | None = None, sinks: Tensor | None = None, shared: SharedPrefixes | None = None,
     ) -> Tensor:  # fmt: skip
         # the kernels' window excludes the row itself, transformers' includes it
         left = None if window is None else window - 1
         sinks = None if sinks is None else sinks.to(torch.promote_types(q.dtype, torch.float32))
-        output: Tensor = PackedAttention.apply(q, k, v, cu_seqlens, sinks, max_seqlen, scale, left)
+        output: Tensor = PackedAttention.apply(
+            q, k, v, cu_seqlens, sinks, *(shared or (None, None, None)), max_seqlen, scale, left
+        )
         return output
 
     return attention

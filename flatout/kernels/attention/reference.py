@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flatout.kernels.attention.shared_prefix import SharedPrefixes
+
 
 def document_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None = None) -> Tensor:
     """Return the mask, bool (T, T): row i attends to j <= i of its own document, with a window only if i - j < window.
@@ -34,7 +36,7 @@ def masked_attention(
 ) -> Tensor:
     """Compute masked softmax attention: softmax(softcap * tanh(scale * q k^T / softcap)) v, softmax in fp32 or fp64.
 
-    query (T, H, D), key (T, K, D), value (T, K, E), K divides H (grouped heads, arXiv:2305.13245), mask bool (T, T).
+    query (T, H, D), key (S, K, D), value (S, K, E), K divides H (grouped heads, arXiv:2305.13245), mask bool (T, S).
     `sinks` (H,) add one logit per head that takes probability but has no value (gpt-oss). Returns (T, H, E).
     """
     groups = query.shape[1] // key.shape[1]
@@ -64,11 +66,21 @@ def packed_attention(
 
 
 def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, window: int | None = None, **settings: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    window: int | None = None,
+    shared: SharedPrefixes | None = None,
+    **settings: Any,
 ) -> Tensor:
-    """Compute `packed_attention` document by document, with the memory of one document's mask."""
-    documents = _documents(query, key, value, cu_seqlens)
-    return torch.cat([masked_attention(q, k, v, _causal_mask(q, window), **settings) for q, k, v in documents])
+    """Compute `packed_attention` document by document, with the memory of one document's mask.
+
+    With `shared`, a suffix attends to its prefix and itself, as in one document.
+    """
+    documents = _documents(query, key, value, cu_seqlens, shared)
+    return torch.cat([masked_attention(q, k, v, _causal_mask(q, k, window), **settings) for q, k, v in documents])
 
 
 def sdpa_attention(
@@ -81,14 +93,18 @@ def sdpa_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
+    shared: SharedPrefixes | None = None,
 ) -> Tensor:
-    """Call torch's scaled_dot_product_attention document by document; shapes as in `packed_attention`."""
+    """Call torch's scaled_dot_product_attention document by document; shapes and `shared` as in `plain_attention`."""
     outputs = []
-    for q, k, v in _documents(query, key, value, cu_seqlens):
-        windowed, value_size = window is not None and window < len(q), v.shape[-1]
+    for q, k, v in _documents(query, key, value, cu_seqlens, shared):
+        # `is_causal` aligns queries with the first keys: those of a suffix get the prefix's place before them
+        before, value_size = len(k) - len(q), v.shape[-1]
+        q = F.pad(q, (0, 0, 0, 0, before, 0)) if before else q
+        windowed = window is not None and window < len(q)
         if sinks is not None:
             q, k, v = _with_sink_token(q, k, v, sinks / scale)
-        mask = _causal_mask(q, window) if windowed else None
+        mask = _causal_mask(q, k, window) if windowed else None
         if mask is not None and sinks is not None:
             mask[:, 0] = True
         output = F.scaled_dot_product_attention(
@@ -101,7 +117,7 @@ def sdpa_attention(
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        outputs.append(output[0].transpose(0, 1)[int(sinks is not None) :, :, :value_size])
+        outputs.append(output[0].transpose(0, 1)[before + int(sinks is not None) :, :, :value_size])
     return torch.cat(outputs)
 
 
@@ -119,12 +135,24 @@ def _with_sink_token(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Te
 
 
 def _documents(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, shared: SharedPrefixes | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     # reading the boundaries synchronizes with a GPU, where the varlen form is the fast one
     lengths = cu_seqlens.diff().tolist()
-    return zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+    documents = list(zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True))
+    num_prefixes, row, prefix = 0 if shared is None else int(shared.sizes[0]), 0, 0
+    ends = [] if shared is None else shared.suffix_cu_seqlens[1 : num_prefixes + 1].tolist()
+    for index, (q, k, v) in enumerate(documents):
+        if index >= num_prefixes and prefix < num_prefixes:
+            _, prefix_key, prefix_value = documents[prefix]
+            k, v = torch.cat([prefix_key, k]), torch.cat([prefix_value, v])
+            row += len(q)
+            prefix += row == ends[prefix]
+        yield q, k, v
 
 
-def _causal_mask(query: Tensor, window: int | None) -> Tensor:
-    return document_mask(torch.tensor([0, len(query)], device=query.device), len(query), window)
+def _causal_mask(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    """Return the mask, bool (T, S), of queries that are the last T of S tokens."""
+    columns = torch.arange(len(key), device=query.device)
+    distance = columns[len(key) - len(query) :, None] - columns
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -108,16 +108,18 @@ def compile_layers(
     mode: Literal["auto", "off"],
     *,
     num_boundaries: int | None,
+    num_shared_boundaries: int | None = None,
     fp8: bool = False,
     loss: _Forward | None = None,
     wrapper: _Forward | None = None,
 ) -> CompileOutcome:
     """Compile every decoder layer, compare each with eager on two small batches, and warm up the whole model.
 
-    `num_boundaries` is that of every batch of the run (`padded_num_boundaries`); None on the CPU. `fp8` means that
-    products are in float8. `loss` must already be sharded: sharding changes a layer's class and the dtype of its
-    weights, which would trigger recompilation. `wrapper` is what training calls, if not `loss`; one pass without
-    gradients records how it calls the layers. All ranks must make the same call.
+    `num_boundaries` is that of every batch of the run (`padded_num_boundaries`); None on the CPU. So is
+    `num_shared_boundaries`, in a run that shares prefixes. `fp8` means that products are in float8. `loss` must already
+    be sharded: sharding changes a layer's class and the dtype of its weights, which would trigger recompilation.
+    `wrapper` is what training calls, if not `loss`; one pass without gradients records how it calls the layers. All
+    ranks must make the same call.
     Off on the CPU, in fp64 and for transformers' own experts, whose routing is not a static graph. A layer whose
     gradients differ runs eagerly, and so do all layers of a class that does not compile; nothing else in the process
     changes. With dropout, the comparison runs without it, and the graph with dropout is compiled as well, so that no
@@ -132,13 +134,14 @@ def compile_layers(
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []), _compiler_settings():
         smallest = _SMALLEST_FP8_COSINE if fp8 else _SMALLEST_COSINE[loaded.dtype]
         loss = loss or PackedLoss(loaded.model)
-        outcome = _compile(loaded, num_boundaries, smallest, loss, wrapper or loss)
+        boundaries = {"num_boundaries": num_boundaries, "num_shared_boundaries": num_shared_boundaries}
+        outcome = _compile(loaded, boundaries, smallest, loss, wrapper or loss)
     model.train(was_training)
     return outcome
 
 
 def _compile(
-    loaded: LoadedModel, num_boundaries: int, smallest_cosine: float, loss: _Forward, wrapper: _Forward
+    loaded: LoadedModel, boundaries: Mapping[str, int | None], smallest_cosine: float, loss: _Forward, wrapper: _Forward
 ) -> CompileOutcome:
     # importing the compiler takes a second, and only runs on a GPU need it
     from torch._dynamo.exc import TorchDynamoException
@@ -153,7 +156,7 @@ def _compile(
     single = [lengths[:1] for lengths in _WARM_UP_LENGTHS] if loaded.rows else []
     warm_up = [*_WARM_UP_LENGTHS, *single]
     batches = [
-        random_batch(model, lengths, num_boundaries, row_length=_row_length(lengths) if loaded.rows else None)
+        random_batch(model, lengths, **boundaries, row_length=_row_length(lengths) if loaded.rows else None)
         for lengths in warm_up
     ]
     # graphs are specific to train or eval mode; without dropout both compute the same, so compare train mode's graph

@@ -106,31 +106,31 @@ class Routers:
         if self._shares is None:
             self._shares = self._sum(self._counts.sum(0)) / (len(self.layers) * self._num_tokens)
 
-    def count(self, is_padding: Tensor) -> None:
-        """Count the last pass's choices of tokens, without those that are padding (T,)."""
+    def count(self, sample_counts: Tensor) -> None:
+        """Count the last pass's choices of tokens, each as often as samples have it, (T,)."""
         chosen = torch.stack([getattr(router, _ROUTED)[1] for router in self.layers])
-        counted = (~is_padding).to(torch.float64)[:, None].expand(-1, chosen.shape[-1]).flatten()
-        # sums of ones are exact in any order
+        counted = sample_counts.to(torch.float64)[:, None].expand(-1, chosen.shape[-1]).flatten()
+        # sums of integers are exact in any order
         self._counts.scatter_add_(1, chosen.flatten(1).long(), counted.expand(len(chosen), -1))
 
-    def add_losses(self, loss_sum: Tensor, is_padding: Tensor) -> Tensor:
+    def add_losses(self, loss_sum: Tensor, sample_counts: Tensor) -> Tensor:
         """Return a micro-batch's loss with the gradients of the routers' losses; its value is the same."""
         if not self._num_tokens:
             return loss_sum
-        self.count(is_padding)
+        self.count(sample_counts)
         if self.balance_loss:
             self._set_shares()
         if not (self.balance_loss or self.z_loss):
             return loss_sum
         wide = torch.promote_types(loss_sum.dtype, torch.float32)
-        is_token = (~is_padding).to(wide)
+        weights = sample_counts.to(wide)
         balance = squares = torch.zeros((), dtype=wide, device=loss_sum.device)
         for router in self.layers:
             logits = getattr(router, _ROUTED)[0].to(wide)
             if self._shares is not None:
-                balance = balance + (is_token @ logits.softmax(-1)) @ self._shares.to(wide)
+                balance = balance + (weights @ logits.softmax(-1)) @ self._shares.to(wide)
             if self.z_loss:
-                squares = squares + (is_token * logits.logsumexp(-1).square()).sum()
+                squares = squares + (weights * logits.logsumexp(-1).square()).sum()
         rows = len(self.layers) * self._num_tokens
         values = torch.stack([balance * (self.num_experts / rows), squares / rows])
         self._values += values.detach()

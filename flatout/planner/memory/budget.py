@@ -33,7 +33,8 @@ LONGEST_TOKENS = 1 << 24
 class TokenStatistics:
     """A run's token counts: the longest sample, the maximum of one step on one rank, label share and mean length.
 
-    The first two count the padding of rows, whose largest pass without a budget has `largest_row_pass` tokens.
+    The first two count the padding of rows, whose largest pass without a budget has `largest_row_pass` tokens. Tokens
+    are those computed, so prefixes that samples share raise the share of labels and lower the mean length.
     """
 
     longest_sample: int
@@ -60,9 +61,10 @@ class TokenStatistics:
         if plan.layout.pass_tokens is not None:
             longest = row_length(longest)
             row_pass = max(longest, *(max(rank, default=0) for rank in ranks))
-        label_share = int(plan.samples.num_labels.sum()) / num_tokens
+        num_computed = num_tokens * (1.0 - plan.shared_share)
+        label_share = int(plan.samples.num_labels.sum()) / num_computed
         # the sampled steps may not include the longest sample
-        return cls(longest, max(largest, longest), label_share, num_tokens / len(plan.samples), row_pass)
+        return cls(longest, max(largest, longest), label_share, num_computed / len(plan.samples), row_pass)
 
     def micro_batch(self, num_tokens: int) -> MicroBatchSize:
         """Return the size of a typical micro-batch of `num_tokens` tokens."""

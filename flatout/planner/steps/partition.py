@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # parts this close in weight are level enough; finer exchanges cost planning time and gain nothing
 LEVEL_TOLERANCE = 0.002
@@ -81,19 +81,31 @@ def _best_exchange(
     return best
 
 
-def bin_pack(lengths: Sequence[int], budget_tokens: int, *, at_least: int = 1) -> list[list[int]]:
+def bin_pack(
+    lengths: Sequence[int],
+    budget_tokens: int,
+    *,
+    at_least: int = 1,
+    size_of: Callable[[list[int]], int] | None = None,
+) -> list[list[int]]:
     """Pack indices of `lengths` into micro-batches of at most `budget_tokens`, ascending in each, largest batch first.
 
     Makes few, equal micro-batches: 19 k tokens with a budget of 16 k become 2 x 9.5 k, not 16 + 3. Few: each count
     from ceil(sum / budget) up is tried with longest-processing-time-first and exchanges, then with best-fit decreasing
     (Johnson 1974), whose 11/9 bound holds for the result. Equal: within one longest sample of each other. The largest
     comes first, so that a budget too large for memory fails at once. Makes at least `at_least` micro-batches, if there
-    are enough lengths.
+    are enough lengths. `size_of` returns the tokens of a micro-batch, at most the sum of its lengths, if that is not
+    the sum.
     Raises ValueError for a length over the budget; `run_plan` checks the whole data set beforehand.
     """
     if not lengths:
         return []
-    longest, total = max(lengths), sum(lengths)
+
+    def sum_of(part: list[int]) -> int:
+        return sum(lengths[item] for item in part)
+
+    size_of = size_of or sum_of
+    longest, total = max(lengths), size_of(list(range(len(lengths))))
     if longest > budget_tokens:
         raise ValueError(f"a sample of {longest} tokens does not fit in {budget_tokens}")
     at_least = min(at_least, len(lengths))
@@ -103,7 +115,7 @@ def bin_pack(lengths: Sequence[int], budget_tokens: int, *, at_least: int = 1) -
     num_parts = max(at_least, -(-total // budget_tokens))
     while True:
         parts = partition(lengths, num_parts)
-        if max(sum(lengths[item] for item in part) for part in parts) <= budget_tokens:
+        if max(map(size_of, parts)) <= budget_tokens:
             break
         fitted = fitted or _best_fit_decreasing(lengths, budget_tokens)
         if len(fitted) <= num_parts:
@@ -113,7 +125,7 @@ def bin_pack(lengths: Sequence[int], budget_tokens: int, *, at_least: int = 1) -
         num_parts += 1
     for part in parts:
         part.sort()
-    return sorted(parts, key=lambda part: (-sum(lengths[item] for item in part), part))
+    return sorted(parts, key=lambda part: (-size_of(part), part))
 
 
 def _best_fit_decreasing(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ from flatout.config.schema import BatchConfig
 from flatout.errors import DataError, UsageError
 from flatout.planner.cost import COST_BY_TOKENS, CostModel
 from flatout.planner.steps.order import permute
+from flatout.planner.steps.prefixes import PrefixIndex
 from flatout.planner.steps.step_plan import (
     BatchLayout,
     MicroBatch,
@@ -24,12 +25,15 @@ from flatout.planner.steps.step_plan import (
     assemble,
     assemble_eval,
     check_fits,
+    padding_share,
 )
 
 # part of every fingerprint: raise it when the order or the split into steps changes
 PLAN_VERSION = 1
 # samples read from the arrays at once when iterating over steps
 BLOCK_SAMPLES = 1 << 14
+# steps, evenly spaced over the run, that the share of shared tokens is estimated from
+NUM_SHARED_STEPS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +57,19 @@ class RunPlan:
         return len(self.samples)
 
     @property
-    def max_documents(self) -> int:
-        """An upper bound on the samples of a micro-batch."""
-        shortest = int(self.samples.lengths.min())
-        return min(self.batch.samples_per_step, self.layout.micro_batch_tokens // shortest)
+    def shares_prefixes(self) -> bool:
+        """Whether samples of a micro-batch share their common prefixes."""
+        return self.layout.prefixes is not None
+
+    @property
+    def batch_bounds(self) -> dict[str, int]:
+        """Upper bounds on what a micro-batch holds: `max_documents` samples, and `max_prefixes` that they share."""
+        if self.shares_prefixes:
+            num_samples = min(self.batch.samples_per_step, self.num_samples)
+            # two samples at least have each
+            return {"max_documents": num_samples, "max_prefixes": num_samples // 2}
+        most = self.layout.micro_batch_tokens // int(self.samples.lengths.min())
+        return {"max_documents": min(self.batch.samples_per_step, most), "max_prefixes": 0}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -123,11 +136,21 @@ class RunPlan:
         if self.layout.pass_tokens is not None:
             batches = [batch for rank in step.ranks for batch in rank if not batch.is_filler]
             lengths = np.concatenate([[batch.row_length] * len(batch.sample_ids) for batch in batches])
-        return float(cost.flops(lengths, 0).sum()) + cost.per_label * step.num_label_tokens
+        every = float(cost.flops(lengths, 0).sum()) + cost.per_label * step.num_label_tokens
+        return every - step.shared_flops(cost)
 
     def padding_avoided(self, steps: Sequence[StepPlan]) -> float:
-        """Return the share of a padding loader's tokens that these steps do not compute; 0 if they compute more."""
-        return max(0.0, 1.0 - sum(step.num_padded_tokens for step in steps) / sum(map(self.naive_tokens, steps)))
+        """Return the share of a padding loader's tokens that are padding and not computed; 0 if steps compute more."""
+        without = sum(step.num_padded_tokens + step.num_shared_tokens for step in steps)
+        return max(0.0, 1.0 - without / sum(map(self.naive_tokens, steps)))
+
+    @property
+    def shared_share(self) -> float:
+        """The share of the samples' tokens that no pass computes, as samples share them; from sampled steps."""
+        if not self.shares_prefixes:
+            return 0.0
+        steps = list(self.sampled_steps(NUM_SHARED_STEPS))
+        return sum(step.num_shared_tokens for step in steps) / sum(step.num_tokens for step in steps)
 
     def with_layout(
         self, micro_batch_tokens: int, cost: CostModel, *, lockstep: bool = False, expert_ranks: int = 1
@@ -151,7 +174,7 @@ class RunPlan:
         """Describe the plan in one line; balance and padding come from a sample of its steps."""
         steps = list(self.sampled_steps(32))
         balance = sum(step.balance for step in steps) / len(steps)
-        padding = 1.0 - sum(step.num_tokens for step in steps) / sum(step.num_padded_tokens for step in steps)
+        padding = padding_share(steps)
         epochs = self.epoch_after(self.step(self.num_steps - 1))
         return (
             f"{self.num_steps:,} steps of {self.batch.samples_per_step} samples, {epochs:.4g} epochs of "
@@ -196,17 +219,18 @@ def make_plan(
     cost: CostModel = COST_BY_TOKENS,
     sample_ids: ArrayLike | None = None,
     pass_tokens: int | None = None,
+    prefixes: PrefixIndex | None = None,
 ) -> RunPlan:
     """Plan a run from integer arrays (n,): tokens and label tokens of every sample; memory-mapped arrays stay on disk.
 
     `micro_batch_tokens` is batch.micro_batch_tokens, or the chosen value if that is null. `sample_ids` (ascending,
-    unique) restricts the plan to these samples; `pass_tokens` is as in `BatchLayout`. `batch.max_steps` overrides
-    `batch.epochs`; a fraction of an epoch is rounded up to whole steps. Raises UsageError for a sample longer than
-    `micro_batch_tokens`, and DataError for empty or damaged data and data without label tokens. A single step without
-    label tokens is planned; the run skips it.
+    unique) restricts the plan to these samples; `pass_tokens` and `prefixes` are as in `BatchLayout`.
+    `batch.max_steps` overrides `batch.epochs`; a fraction of an epoch is rounded up to whole steps. Raises UsageError
+    for a sample longer than `micro_batch_tokens`, and DataError for empty or damaged data and data without label
+    tokens. A single step without label tokens is planned; the run skips it.
     """
     samples = select_samples(lengths, num_labels, sample_ids, micro_batch_tokens)
-    layout = BatchLayout(num_ranks, micro_batch_tokens, cost, pass_tokens=pass_tokens)
+    layout = BatchLayout(num_ranks, micro_batch_tokens, cost, pass_tokens=pass_tokens, prefixes=prefixes)
     epoch = RunPlan(samples, batch, seed, layout, num_steps=0)
     # exact: in floating point, 1.1 epochs of 10 steps are 11.000000000000002, which would round up to 12
     num_steps = batch.max_steps or -int(-Fraction(str(batch.epochs)) * epoch.steps_per_epoch // 1)

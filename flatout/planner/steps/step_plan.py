@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from flatout.errors import DataError, UsageError
 from flatout.planner.cost import CostModel
 from flatout.planner.steps.partition import bin_pack, partition
+from flatout.planner.steps.prefixes import Bundle, PrefixIndex, make_bundles, tokens_together
 from flatout.planner.steps.rows import cut_rows, row_length
 
 # a step of rows is cut into about 1 to 4 micro-batches a rank, with some slack, and the most even cut is taken
@@ -25,6 +26,8 @@ class MicroBatch:
     With `row_length`, each sample is a row, padded on the right to that many tokens. `num_tokens` are the real ones.
     A filler equalizes the number of micro-batches across ranks; its labels are masked because
     its sample is already counted. The stream is padded to at least `fill_tokens`, as long as those of other ranks.
+    `shared` are prefixes (tokens, samples) that the first samples share, in their order; `num_tokens` counts them for
+    each sample, though the pass computes them once.
     """
 
     sample_ids: tuple[int, ...]
@@ -33,12 +36,18 @@ class MicroBatch:
     is_filler: bool = False
     row_length: int | None = None
     fill_tokens: int = 0
+    shared: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """The tokens that the pass does not compute again, as samples share them."""
+        return sum(num_tokens * (count - 1) for num_tokens, count in self.shared)
 
     @property
     def num_padded_tokens(self) -> int:
         """The tokens that the pass computes, with the padding of its rows."""
         if self.row_length is None:
-            return max(self.num_tokens, self.fill_tokens)
+            return max(self.num_tokens - self.num_shared_tokens, self.fill_tokens)
         return len(self.sample_ids) * self.row_length
 
 
@@ -64,6 +73,30 @@ class StepPlan:
     def num_padded_tokens(self) -> int:
         """The tokens that all passes compute, with padding and without fillers."""
         return sum(batch.num_padded_tokens for rank in self.ranks for batch in rank if not batch.is_filler)
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """The tokens that no pass computes, as samples share them."""
+        return sum(batch.num_shared_tokens for rank in self.ranks for batch in rank)
+
+    @property
+    def num_real_tokens(self) -> int:
+        """The tokens that all passes compute, without padding and fillers."""
+        return self.num_tokens - self.num_shared_tokens
+
+    def shared_flops(self, cost: CostModel) -> float:
+        """Return the FLOPs, by `cost`, that no pass computes, as samples share tokens."""
+        return sum(shared_flops(batch, cost) for rank in self.ranks for batch in rank)
+
+
+def padding_share(steps: Sequence[StepPlan]) -> float:
+    """Return the share of padding in the tokens that the passes of these steps compute, without fillers."""
+    return 1.0 - sum(step.num_real_tokens for step in steps) / sum(step.num_padded_tokens for step in steps)
+
+
+def shared_flops(batch: MicroBatch, cost: CostModel) -> float:
+    """Return the FLOPs, by `cost`, of the tokens that a pass does not compute again."""
+    return sum((count - 1) * float(cost.flops(num_tokens, 0)) for num_tokens, count in batch.shared)
 
 
 Integers = NDArray[np.integer]
@@ -112,7 +145,8 @@ class BatchLayout:
 
     `pass_tokens` None packs samples; otherwise each is a padded row, and a pass costs as much as that many tokens more.
     `lockstep` gives all ranks of a step the same number of micro-batches, for strategies whose passes need every rank.
-    `expert_ranks` consecutive ranks, which exchange tokens in every pass, also get passes of the same size.
+    `expert_ranks` consecutive ranks, which exchange tokens in every pass, also get passes of the same size. `prefixes`
+    finds the prefixes that packed samples share; None: nothing is shared.
     """
 
     num_ranks: int
@@ -121,6 +155,7 @@ class BatchLayout:
     lockstep: bool = False
     pass_tokens: int | None = None
     expert_ranks: int = 1
+    prefixes: PrefixIndex | None = None
 
     @property
     def name(self) -> Literal["packed", "rows"]:
@@ -132,6 +167,8 @@ class BatchLayout:
     ) -> list[MicroBatch]:
         """Split one rank's samples into micro-batches within the budget or `max_tokens`, largest first."""
         lengths, budget = [item.length for item in items], max_tokens or self.micro_batch_tokens
+        if self.prefixes is not None:
+            return self._shared_batches(items, budget, at_least)
         if self.pass_tokens is None:
             parts = bin_pack(lengths, budget, at_least=at_least)
         else:
@@ -146,6 +183,53 @@ class BatchLayout:
             sum([item.num_labels for item in items]),
             row_length=None if self.pass_tokens is None else row_length(max([item.length for item in items])),
         )
+
+    def deal(self, items: Sequence[Item]) -> list[list[Item]]:
+        """Deal packed samples to the ranks, balanced by cost; samples with a common prefix stay together if they can.
+
+        No bundle is larger than a rank's share of the tokens.
+        """
+        if self.num_ranks == 1:
+            return [list(items)]
+        groups = [] if self.prefixes is None else self.prefixes.groups([item.sample_id for item in items])
+        if not groups:
+            alone = partition([item.cost for item in items], self.num_ranks)
+            return [[items[index] for index in share] for share in alone]
+        total = sum([item.length for item in items]) - sum(each * (len(own) - 1) for each, own in groups)
+        bundles = make_bundles(groups, [item.length for item in items], total // self.num_ranks)
+        costs = [sum([items[index].cost for index in bundle.members]) for bundle in bundles]
+        for index, bundle in enumerate(bundles):
+            if (num_again := len(bundle.members) - 1) > 0:
+                costs[index] -= num_again * float(self.cost.flops(bundle.prefix_tokens, 0))
+        shares = [[bundles[index] for index in share] for share in partition(costs, self.num_ranks)]
+        return [[items[index] for index in sorted(i for own in share for i in own.members)] for share in shares]
+
+    def _shared_batches(self, items: Sequence[Item], budget: int, at_least: int) -> list[MicroBatch]:
+        """Split one rank's samples into micro-batches within the budget, in which common prefixes count once."""
+        assert self.prefixes is not None
+        groups = self.prefixes.groups([item.sample_id for item in items])
+        bundles = make_bundles(groups, [item.length for item in items], budget)
+        sizes = [bundle.num_tokens for bundle in bundles]
+        parts = bin_pack(
+            sizes,
+            budget,
+            at_least=at_least,
+            size_of=lambda part: tokens_together([bundles[index] for index in part]),
+        )
+        return [self._shared_batch(items, [bundles[index] for index in part]) for part in parts]
+
+    def _shared_batch(self, items: Sequence[Item], bundles: Sequence[Bundle]) -> MicroBatch:
+        """Return bundles of these samples as one micro-batch: first each group of samples, then samples alone."""
+        groups: dict[int, tuple[int, list[int]]] = {}
+        alone = [index for bundle in bundles if bundle.group < 0 for index in bundle.members]
+        for bundle in bundles:
+            if bundle.group >= 0:
+                groups.setdefault(bundle.group, (bundle.prefix_tokens, []))[1].extend(bundle.members)
+        alone += [own[0] for _, own in groups.values() if len(own) == 1]
+        kept = [(prefix_tokens, sorted(own)) for prefix_tokens, own in groups.values() if len(own) > 1]
+        order = [index for _, own in kept for index in own] + sorted(alone)
+        batch = self.micro_batch([items[index] for index in order])
+        return replace(batch, shared=tuple((prefix_tokens, len(own)) for prefix_tokens, own in kept))
 
     def load(self, batch: MicroBatch) -> float:
         """Return what a micro-batch of rows costs: FLOPs with padding, and the fixed cost of a pass."""
@@ -167,10 +251,10 @@ def assemble(
     for offset, start in enumerate(range(0, len(items), samples_per_step)):
         group = items[start : start + samples_per_step]
         if layout.pass_tokens is None:
-            dealt = partition([item.cost for item in group], layout.num_ranks)
-            shares = [[group[index] for index in share] for share in dealt]
-            loads = [sum([item.cost for item in share]) for share in shares]
+            shares = layout.deal(group)
             ranks = [layout.micro_batches(share) for share in shares]
+            saved = [sum(shared_flops(batch, layout.cost) for batch in rank) for rank in ranks]
+            loads = [sum([item.cost for item in share]) - less for share, less in zip(shares, saved, strict=True)]
         else:
             ranks, loads = _deal_rows(group, layout)
         if layout.lockstep:
@@ -227,7 +311,7 @@ def assemble_eval(samples: Samples, layout: BatchLayout) -> StepPlan:
 
 def _equal_sizes(ranks: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
     """Return the ranks' micro-batches, as many on each, padded to the longest of those that run together."""
-    together = [max(batch.num_tokens for batch in batches) for batches in zip(*ranks, strict=True)]
+    together = [max(batch.num_padded_tokens for batch in batches) for batches in zip(*ranks, strict=True)]
     return [
         [replace(batch, fill_tokens=most) for batch, most in zip(batches, together, strict=True)] for batches in ranks
     ]

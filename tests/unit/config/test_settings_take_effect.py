@@ -137,6 +137,7 @@ SHOWN_BY: dict[str, str] = {
     "experts.parallel": "distributed/test_expert_parallel.py",
     "deterministic": "test_deterministic_runs_are_equal_to_the_bit",
     "memory": "test_more_memory_never_gives_less",
+    "batch.share_prefix": "unit/trainer/test_shared_prefix_runs.py",
     "deepspeed": "distributed/test_deepspeed.py",
     "data.on_bad_row": "unit/data/test_build.py",
     "data.num_procs": "test_processes_change_nothing",

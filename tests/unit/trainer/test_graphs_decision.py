@@ -10,14 +10,9 @@ from flatout.config.read import make_config
 from flatout.config.schema import BatchConfig
 from flatout.models.packed import PackedSize, packed_size
 from flatout.planner.cost import make_cost
+from flatout.planner.host_bound import HOST_S_PER_LAYER, is_host_bound
 from flatout.planner.steps.run_plan import RunPlan, make_plan
-from flatout.trainer.graph_sizes import (
-    HOST_S_PER_LAYER,
-    best_size_buckets,
-    count_sizes,
-    is_host_bound,
-    make_size_buckets,
-)
+from flatout.trainer.graph_sizes import best_size_buckets, count_sizes, make_size_buckets
 from flatout.trainer.model_shape import make_shape
 
 SIZES: dict[str, Any] = {

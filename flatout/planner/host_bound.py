@@ -1,0 +1,31 @@
+"""Whether a GPU waits for the host, which launches its kernels: decided from the plan and the GPU's name."""
+
+from __future__ import annotations
+
+from flatout.config.schema import Config
+from flatout.planner.devices import nominal_peak
+from flatout.planner.shape import ModelShape
+from flatout.planner.steps.run_plan import RunPlan
+
+# host time to launch one compiled layer, forward and backward: 5.5 ms measured on an H200's host
+HOST_S_PER_LAYER = 5e-3
+# the share of a GPU's nominal bf16 peak that matrix products reach at most, and float8's speed-up of a whole step
+REACHED_SHARE = 0.7
+FP8_SPEEDUP = 1.5
+# assumed for a GPU whose peak is unknown
+UNKNOWN_PEAK_FLOPS_PER_S = 400e12
+
+
+def reachable_flops_per_s(config: Config, device_name: str) -> float:
+    """Return the FLOPs per second that a step of this run reaches at most on a GPU of this name."""
+    peak = nominal_peak(device_name, "bf16")
+    flops_per_s = REACHED_SHARE * (peak.flops_per_s if peak else UNKNOWN_PEAK_FLOPS_PER_S)
+    return flops_per_s * (FP8_SPEEDUP if config.computes_in_fp8 else 1.0)
+
+
+def is_host_bound(plan: RunPlan, shape: ModelShape, flops_per_s: float) -> bool:
+    """Whether the host needs longer to launch a micro-batch's kernels than a GPU of that speed to run them."""
+    steps = list(plan.sampled_steps(32))
+    num_micro_batches = sum(len(rank) for step in steps for rank in step.ranks)
+    gpu_s = sum(plan.flops(step) for step in steps) / num_micro_batches / flops_per_s
+    return gpu_s < shape.num_layers * HOST_S_PER_LAYER

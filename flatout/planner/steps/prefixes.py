@@ -1,0 +1,218 @@
+"""Prefixes that samples share: found in the tokens once, before step 0, and grouped again in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# a shorter prefix costs more in attention's second part than it saves
+MIN_PREFIX_TOKENS = 64
+# samples are compared in blocks of at most so many tokens together, and of a width between these
+_BLOCK_TOKENS, _MIN_WIDTH, _MAX_WIDTH = 1 << 22, 16, 4096
+# tokens that are copied at once to make a block
+_COPIED_TOKENS = 1 << 20
+# a group is cut into parts whose tokens are at least so many times its prefix, so that little is computed again
+_LEAST_PART = 5
+# places that one entry of the table of minima covers
+_ROW = 32
+
+Integers = NDArray[np.integer]
+
+
+class PrefixGroup(NamedTuple):
+    """Items of a list, by their indices, whose first `num_tokens` tokens are the same and predict no label."""
+
+    num_tokens: int
+    members: list[int]
+
+
+class Bundle(NamedTuple):
+    """Items of a list, by their indices, that are placed together; `num_tokens` counts their prefix once.
+
+    `group` is the number of their group, -1 for an item alone. Bundles of one group that end up in one micro-batch
+    share its prefix, too.
+    """
+
+    members: list[int]
+    num_tokens: int
+    prefix_tokens: int = 0
+    group: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixIndex:
+    """Samples sorted by their tokens, so that what any of them share is a minimum over neighbours.
+
+    `places` int64 (N,) is each sample's place in that order, or -1 if it shares with none; `shared` int32 (M,) the
+    tokens that the sample at a place shares with the one before it, 0 below MIN_PREFIX_TOKENS.
+    """
+
+    places: NDArray[np.int64]
+    shared: NDArray[np.int32]
+
+    def groups(self, sample_ids: Sequence[int]) -> list[PrefixGroup]:
+        """Group those of these samples that share a prefix; each is in at most one group, of at least two.
+
+        Neighbours are joined from the longest common prefix to the shortest. A group of n samples saves (n - 1) P of
+        its P shared tokens; it is dissolved into one with a shorter prefix where that saves more.
+        """
+        places = self.places[np.asarray(sample_ids, dtype=np.int64)]
+        order = np.argsort(places, kind="stable")
+        order = order[np.searchsorted(places[order], 0) :]
+        if len(order) < 2:
+            return []
+        common = self._common(places[order[:-1]], places[order[1:]])
+        # clusters of neighbours, each with what it shares with the next one, which increases
+        stack: list[tuple[_Cluster, int]] = []
+        for item, with_next in zip(order.tolist(), [*common.tolist(), 0], strict=True):
+            cluster = _Cluster([item], [])
+            while stack and stack[-1][1] >= with_next:
+                before, with_this = stack.pop()
+                cluster = _join(before, cluster, with_this)
+            stack.append((cluster, with_next))
+        return [PrefixGroup(num_tokens, sorted(members)) for num_tokens, members in stack[0][0].groups]
+
+    def _common(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the tokens that all samples from `first` to `last` share, as arrays of places, first < last."""
+        rows, minima = self._minima
+        start, end = first + 1, last
+        start_row, end_row = start // _ROW, end // _ROW
+        columns = np.arange(_ROW)
+        infinite = np.iinfo(np.int32).max
+
+        def least(row: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64]) -> NDArray[np.int32]:
+            inside = (columns >= low[:, None]) & (columns <= high[:, None])
+            return np.asarray(np.where(inside, rows[row], infinite).min(axis=1))
+
+        is_one = start_row == end_row
+        found = least(start_row, start % _ROW, np.where(is_one, end % _ROW, _ROW))
+        found = np.minimum(found, least(end_row, np.where(is_one, start % _ROW, 0), end % _ROW))
+        between = end_row - start_row - 1
+        level = np.log2(np.maximum(between, 1)).astype(np.int64)
+        inner = [minima[level, row % len(rows)] for row in (start_row + 1, end_row - (1 << level))]
+        return np.asarray(np.minimum(found, np.where(between > 0, np.minimum(*inner), infinite)))
+
+    @cached_property
+    def _minima(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return `shared` in rows, and the minima of 1, 2, 4, ... consecutive rows (a sparse table)."""
+        rows = np.pad(self.shared, (0, -len(self.shared) % _ROW)).reshape(-1, _ROW)
+        minima = [rows.min(axis=1)]
+        for level in range((len(rows) - 1).bit_length()):
+            ahead = np.roll(minima[-1], -(1 << level))
+            minima.append(np.minimum(minima[-1], ahead))
+        return rows, np.stack(minima)
+
+
+class _Cluster(NamedTuple):
+    """Neighbours: those in no group, and groups as (tokens, members)."""
+
+    loose: list[int]
+    groups: list[tuple[int, list[int]]]
+
+
+def _join(one: _Cluster, other: _Cluster, num_tokens: int) -> _Cluster:
+    """Join two clusters that share `num_tokens` tokens: as one more group, where that saves tokens."""
+    loose, groups = one.loose + other.loose, one.groups + other.groups
+    if not num_tokens:
+        return _Cluster([], groups)
+    dissolved = [group for group in groups if len(group[1]) * num_tokens > (len(group[1]) - 1) * group[0]]
+    gain = (len(loose) - 1) * num_tokens
+    gain += sum(len(members) * num_tokens - (len(members) - 1) * own for own, members in dissolved)
+    if gain <= 0:
+        return _Cluster(loose, groups)
+    kept = [group for group in groups if group not in dissolved]
+    members = loose + [member for _, own in dissolved for member in own]
+    return _Cluster([], [*kept, (num_tokens, members)])
+
+
+def make_bundles(groups: Sequence[PrefixGroup], lengths: Sequence[int], most_tokens: int) -> list[Bundle]:
+    """Cut groups of items of these lengths into bundles of about `most_tokens`; other items are bundles of one."""
+    bundles, alone = [], set(range(len(lengths)))
+    for number, (prefix_tokens, members) in enumerate(groups):
+        alone -= set(members)
+        limit, own, num_tokens = min(most_tokens, _LEAST_PART * prefix_tokens), [members[0]], lengths[members[0]]
+        for member in members[1:]:
+            more = lengths[member] - prefix_tokens
+            if num_tokens + more > limit:
+                bundles.append(Bundle(own, num_tokens, prefix_tokens, number))
+                own, num_tokens = [], prefix_tokens
+            own.append(member)
+            num_tokens += more
+        bundles.append(Bundle(own, num_tokens, prefix_tokens, number))
+    bundles += [Bundle([item], lengths[item]) for item in alone]
+    return sorted(bundles, key=lambda bundle: bundle.members[0])
+
+
+def tokens_together(bundles: Sequence[Bundle]) -> int:
+    """Return the tokens of bundles in one micro-batch, with each group's prefix once."""
+    prefixes = {bundle.group: bundle.prefix_tokens for bundle in bundles}
+    return sum([bundle.num_tokens - bundle.prefix_tokens for bundle in bundles]) + sum(prefixes.values())
+
+
+def find_prefixes(
+    token_ids: NDArray[Any], loss_mask: NDArray[Any], offsets: Integers, sample_ids: Integers | None = None
+) -> PrefixIndex:
+    """Sort samples by the tokens that they could share; those are all before the last one ahead of the first label.
+
+    `token_ids` and `loss_mask` (T,) hold sample i at [offsets[i], offsets[i + 1]); memory-mapped arrays stay on disk.
+    Reads a few tokens of every sample, and more only of samples that share all tokens so far with another. A million
+    samples that share 200 tokens take about 10 s, and samples that share nothing 1 s.
+    """
+    token_ids, loss_mask = np.asarray(token_ids), np.asarray(loss_mask)
+    order = np.arange(len(offsets) - 1) if sample_ids is None else np.array(sample_ids, dtype=np.int64)
+    shared = np.zeros(len(order), np.int32)
+    # places still to be compared; samples of one class share all tokens before `start`
+    places, classes, start = np.arange(len(order)), np.zeros(len(order), np.int32), 0
+    while len(places) > 1:
+        width = int(np.clip(_BLOCK_TOKENS // len(places), _MIN_WIDTH, _MAX_WIDTH))
+        block = _block(token_ids, loss_mask, offsets, order[places], start, width)
+        is_same_class = classes[1:] == classes[:-1]
+        differs = is_same_class & (block[1:] != block[:-1]).any(axis=1)
+        mixed = np.isin(classes, classes[1:][differs])
+        if mixed.any():
+            by_tokens = _argsort(classes[mixed], block[mixed])
+            order[places[mixed]] = order[places[mixed]][by_tokens]
+            block[mixed] = block[mixed][by_tokens]
+        agrees = (block[1:] == block[:-1]) & (block[1:] >= 0)
+        count = np.where(agrees.all(axis=1), width, agrees.argmin(axis=1))
+        shared[places[1:][is_same_class]] = start + count[is_same_class]
+        goes_on = is_same_class & (count == width)
+        kept = np.pad(goes_on, (1, 0)) | np.pad(goes_on, (0, 1))
+        classes = np.cumsum(~np.pad(goes_on, (1, 0)), dtype=np.int32)[kept]
+        places, start = places[kept], start + width
+    shared[shared < MIN_PREFIX_TOKENS] = 0
+    is_member = (shared > 0) | np.pad(shared[1:] > 0, (0, min(1, len(shared))))
+    placed = np.full(len(offsets) - 1, -1, np.int64)
+    placed[order[is_member]] = np.arange(np.count_nonzero(is_member))
+    return PrefixIndex(placed, shared[is_member])
+
+
+def _block(
+    token_ids: NDArray[Any], loss_mask: NDArray[Any], offsets: Integers, ids: NDArray[np.int64], start: int, width: int
+) -> NDArray[np.int32]:
+    """Return tokens [start, start + width) of each sample, int32 (n, width), with -1 from where it can share no more.
+
+    A token can be shared if the next one exists and no token up to the next one has a label.
+    """
+    block = np.empty((len(ids), width), np.int32)
+    rows = max(1, _COPIED_TOKENS // width)
+    for first in range(0, len(ids), rows):
+        own = ids[first : first + rows]
+        at = offsets[own][:, None] + np.arange(start, start + width + 1)
+        can_share = at < offsets[own + 1][:, None]
+        at = np.minimum(at, len(token_ids) - 1)
+        can_share &= ~loss_mask[at]
+        can_share = np.logical_and.accumulate(can_share, axis=1)[:, 1:]
+        block[first : first + rows] = np.where(can_share, token_ids[at[:, :-1]], -1)
+    return block
+
+
+def _argsort(classes: NDArray[np.int32], block: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return the order of rows by class, then by the bytes of their tokens; equal rows keep theirs."""
+    keys = np.column_stack([classes.astype(">i4").view(np.int32), block])
+    return np.argsort(keys.view(np.dtype((np.void, keys.itemsize * keys.shape[1]))).ravel(), kind="stable")

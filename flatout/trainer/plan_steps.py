@@ -1,0 +1,170 @@
+"""Plan a run's steps: how samples share a micro-batch, the strategy, and the token budget that fits in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatout.config.schema import Config
+from flatout.data.token_store import TokenStore
+from flatout.errors import UsageError
+from flatout.models.arch_quirks import LayoutChoice, choose_layout, sharing_problem
+from flatout.models.objective import CROSS_ENTROPY, Objective
+from flatout.parallel.rank import Rank
+from flatout.planner.cost import make_cost
+from flatout.planner.devices import Device
+from flatout.planner.host_bound import is_host_bound, reachable_flops_per_s
+from flatout.planner.layout import ParallelLayout
+from flatout.planner.memory.budget import (
+    MemoryDecision,
+    TokenStatistics,
+    choose_micro_batch,
+    choose_parallel_layout,
+    spend_spare_memory,
+)
+from flatout.planner.shape import ModelShape
+from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, PrefixIndex, find_prefixes
+from flatout.planner.steps.rows import FEWEST_PASSES, PASS_TOKENS, row_length
+from flatout.planner.steps.run_plan import RunPlan, make_plan
+from flatout.track.callback import Reporter
+from flatout.trainer.model_shape import read_text_config
+
+# batch.share_prefix: auto shares from this share of all tokens on, as attention then takes two passes for each layer
+MIN_SHARED_SHARE = 0.05
+
+
+def plan_layout(
+    config: Config,
+    shape: ModelShape,
+    data: tuple[TokenStore, NDArray[np.int64] | None],
+    rank: Rank,
+    device: Device | None,
+    reporter: Reporter,
+    objective: Objective,
+    *,
+    problems: tuple[str | None, str | None],
+) -> tuple[RunPlan, ParallelLayout, MemoryDecision, str]:
+    """Plan with rows or packed samples, with shared prefixes where they pay; also return a line about these.
+
+    `data` is the store and the samples to train on, `problems` why samples must not be packed and must not share.
+    """
+    (store, train_ids), (unpackable, unsharable) = data, problems
+    text_config = read_text_config(config.model.name, config.model.revision)
+    rows = takes_rows(config, text_config, reporter, unpackable)
+    reporter.phase("looking for shared prefixes")
+    prefixes, sharing = index_prefixes(config, text_config, store, train_ids, objective, rows=rows, inexact=unsharable)
+    reporter.phase("planning")
+    run = (config, shape, store, train_ids, rank, device)
+    plan, parallel_layout, memory = plan_training(*run, rows=rows, prefixes=prefixes)
+    if prefixes is not None:
+        pays, sharing = sharing_pays(config, plan, shape, parallel_layout, device)
+        if not pays:
+            plan, parallel_layout, memory = plan_training(*run, rows=rows)
+    reporter.stage("prefixes", sharing)
+    return plan, parallel_layout, memory, sharing
+
+
+def plan_training(
+    config: Config,
+    shape: ModelShape,
+    store: TokenStore,
+    train_ids: NDArray[np.int64] | None,
+    rank: Rank,
+    device: Device | None,
+    *,
+    rows: bool = False,
+    prefixes: PrefixIndex | None = None,
+) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
+    """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
+    # an update in the backward pass needs a step in one pass
+    pass_tokens = FEWEST_PASSES if config.full.update == "backward" else PASS_TOKENS
+    whole_steps = make_plan(
+        store.lengths,
+        store.num_labels,
+        config.batch,
+        micro_batch_tokens=row_length(int(store.lengths.max())) * config.batch.samples_per_step,
+        seed=config.seed,
+        num_ranks=rank.world,
+        cost=make_cost(config, shape),
+        sample_ids=train_ids,
+        pass_tokens=pass_tokens if rows else None,
+        prefixes=prefixes,
+    )
+    tokens = TokenStatistics.of(whole_steps)
+    parallel_layout = choose_parallel_layout(
+        config, shape, tokens, device, num_ranks=rank.world, num_nodes=rank.num_nodes
+    )
+    memory = choose_micro_batch(config, shape, tokens, device, parallel_layout)
+    cost = make_cost(config, shape, memory.recompute)
+    lockstep, expert_ranks = parallel_layout.lockstep, parallel_layout.expert_ranks
+    plan = whole_steps.with_layout(memory.micro_batch_tokens, cost, lockstep=lockstep, expert_ranks=expert_ranks)
+    memory = spend_spare_memory(memory, config, tokens, device, plan)
+    parallel_layout = memory.model.parallel_layout if memory.model else parallel_layout
+    plan = plan.with_layout(memory.micro_batch_tokens, cost, lockstep=lockstep, expert_ranks=expert_ranks)
+    return plan, parallel_layout, memory
+
+
+def takes_rows(config: Config, text_config: Any, reporter: Reporter, unpackable: str | None) -> bool:
+    """Choose the layout and report it; return whether each sample is a row. Raises UsageError as `choose_layout`."""
+    choice = LayoutChoice("rows", unpackable) if unpackable else choose_layout(text_config, config.batch.layout)
+    if choice.layout == "rows" and config.experts.parallel > 1:
+        raise UsageError(
+            f"experts.parallel: {config.experts.parallel} needs packed samples, but this model takes rows "
+            f"({choice.reason}); set experts.parallel: 1"
+        )
+    reporter.stage("layout", f"{choice.layout}: {choice.reason}")
+    return choice.layout == "rows"
+
+
+def index_prefixes(
+    config: Config,
+    text_config: Any,
+    store: TokenStore,
+    train_ids: NDArray[np.int64] | None,
+    objective: Objective,
+    *,
+    rows: bool,
+    inexact: str | None,
+) -> tuple[PrefixIndex | None, str]:
+    """Return where samples share prefixes; None, and why, if they do not or must not.
+
+    `rows` is the layout, `inexact` what an earlier self-test found. Raises UsageError if batch.share_prefix: on cannot
+    be exact.
+    """
+    wanted = config.batch.share_prefix
+    if wanted == "off":
+        return None, "not shared: as configured"
+    lengths = store.lengths if train_ids is None else store.lengths[train_ids]
+    problem = inexact or ("each sample is a row of its own" if rows else None)
+    if objective is not CROSS_ENTROPY:
+        problem = problem or f"objective {objective.name} may read whole samples"
+    if config.lora.dropout:
+        problem = problem or "lora.dropout draws another mask for each row"
+    problem = problem or sharing_problem(text_config, int(lengths.max()))
+    if problem:
+        if wanted == "on":
+            raise UsageError(f"batch.share_prefix: on does not work here: {problem}; set batch.share_prefix: auto")
+        return None, f"not shared: {problem}"
+    index = find_prefixes(store.token_ids, store.loss_mask, store.offsets, train_ids)
+    if not len(index.shared):
+        return None, f"not shared: no samples begin with the same {MIN_PREFIX_TOKENS} unlabelled tokens"
+    return index, ""
+
+
+def sharing_pays(
+    config: Config, plan: RunPlan, shape: ModelShape, layout: ParallelLayout, device: Device | None
+) -> tuple[bool, str]:
+    """Decide whether the steps of a plan that shares prefixes pay off, and say why."""
+    share, is_auto = plan.shared_share, config.batch.share_prefix == "auto"
+    if not share:
+        return False, "not shared: no samples of one micro-batch begin with the same tokens"
+    if is_auto and share < MIN_SHARED_SHARE:
+        return False, f"not shared: this would save {share:.1%} of the tokens, less than {MIN_SHARED_SHARE:.0%}"
+    # recorded graphs need the number of prefixes before a pass
+    records = config.cuda_graphs == "auto" and config.method == "lora" and not layout.lockstep
+    device = device if is_auto and records else None
+    if device is not None and is_host_bound(plan, shape, reachable_flops_per_s(config, device.name)):
+        return False, "not shared: launching kernels takes longest here, which recorded CUDA graphs shorten"
+    return True, f"shared: {share:.1%} of the tokens are not computed again"
