@@ -13,11 +13,13 @@ from flatout.errors import UsageError
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 # set by `flatout train` for the ranks it starts: where they log, the parent process, the secret that authenticates
-# ranks to each other (set by the user for several nodes and other launchers), and rank 0's listening store socket
+# ranks to each other (set by the user for several nodes and other launchers), rank 0's listening store socket, and
+# the Unix time at which this attempt began
 LOGS = "FLATOUT_LOGS"
 PARENT = "FLATOUT_PARENT"
 SECRET = "FLATOUT_SECRET"
 STORE_SOCKET = "FLATOUT_STORE_SOCKET"
+LAUNCHED = "FLATOUT_LAUNCHED"
 MIN_SECRET = 16
 # the variables by which torch launchers identify a process within a run
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

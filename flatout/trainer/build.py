@@ -106,8 +106,10 @@ def build_run(
         routers=loss.routers,
     )
     if saved is not None:
+        reporter.phase("restoring the checkpoint")
         restore(run, saved)
     run.model.train()
+    reporter.phase("recording graphs")
     reporter.stage("graphs", record_graphs(run, no_graphs or (None if compiled.is_complete else NOT_COMPILED)))
     run.saver.reserve(sizes)
     return run
@@ -234,6 +236,7 @@ def make_trainable(loaded: LoadedModel, config: Config, reporter: Reporter, toke
     """
     model = loaded.model
     if config.method == "lora":
+        reporter.phase("adding adapters")
         for line in add_lora(model, config.lora, seed=config.seed, rows=rows_of_tokens(model, config.lora, token_ids)):
             reporter.stage("lora", line)
         # refuse an adapter that PEFT cannot read now, not after the last step

@@ -117,12 +117,13 @@ def plan_run(
         )
     if beyond := check_positions(shape, int(store.lengths.max()), origin=origin):
         reporter.event("positions", beyond)
-    reporter.phase("planning")
     rows = takes_rows(config, reporter, unpackable)
     train_ids = eval_ids = None
     if config.eval.fraction:
         train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed)
+    reporter.phase("opening the device")
     device = device_of()
+    reporter.phase("planning")
     plan, parallel_layout, memory = plan_training(config, shape, store, train_ids, rank, device, rows=rows)
     check_warmup(config.schedule, plan.num_steps)
     reporter.stage("strategy", parallel_layout.reason)

@@ -38,6 +38,7 @@ from flatout.track.callback import Callback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.record import RunEnd
 from flatout.track.run_folder import RunFolderWriter
+from flatout.track.start_up import StartUpClock
 from flatout.track.tracker_process import TrackerProcess
 from flatout.track.trackers import require_installed
 from flatout.trainer.build import build_run
@@ -80,10 +81,12 @@ def train(
     console: ConsoleCallback | None = None,
     on_peer_lost: OnPeerLost | None = None,
     objective: Objective = CROSS_ENTROPY,
+    start_up: StartUpClock | None = None,
 ) -> Result:
     """Train a configuration to the end; `callbacks` are called on the first rank, after the console and run folder.
 
-    `console` is one that the caller has entered; by default, a new one prints to standard output.
+    `console` is one that the caller has entered; by default, a new one prints to standard output. `start_up` has counted
+    the seconds since the launch of the process; by default, a start begins with this call.
 
     Raises a FlatoutError; PreemptedError means saved and resumable. `on_peer_lost` is called in a thread of its own
     as soon as a rank is lost. The error is then raised, unless this rank is blocked in a collective: then end.json is
@@ -95,6 +98,8 @@ def train(
             f"gpus: {config.gpus} needs one process per GPU, but train() runs in one process; use "
             "`flatout train`, which starts them, or set gpus to one GPU"
         )
+    start_up = start_up or StartUpClock()
+    start_up.begin("opening the run folder")
     require_installed(config.track.to)
     # taking the lock also detects a folder that is not writable, before anything slow happens
     with ExitStack() as stack:
@@ -106,7 +111,7 @@ def train(
             folder = RunFolderWriter(config.folder, lambda text: shown.on_event("log", {"why": text}), lock.keep)
             # after the run folder, whose files its process reads
             trackers = TrackerProcess(config.folder, config.track.to, partial(shown.on_stage, "track"))
-            reporter = Reporter(shown, folder, *([trackers] if config.track.to else ()), *callbacks)
+            reporter = Reporter(shown, folder, *([trackers] if config.track.to else ()), *callbacks, start_up=start_up)
             # a collective may hold the main thread until the watch ends this process
             peer_lost_calls += [lambda error: folder.write_end(ended_by(error)), lambda error: shown.close()]
         watch = PeerWatch(
@@ -184,6 +189,7 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, obj
         reporter.event("restarted", {"step": 0})
     run = build_run(config, planned, checkpoints, checkpoint, reporter, rank, watch, objective)
     del checkpoint  # its open files would keep deleted checkpoints on disk
+    reporter.phase("starting the loop")
     gpus = gather_gpus(run)
     if rank.is_first:
         reporter.start(run_start(run, gpus))
