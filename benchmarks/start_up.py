@@ -46,16 +46,20 @@ def main() -> None:
             print(f"{name}: {starts[name]['measured_s']:.1f} s", flush=True)
         imported = start(Path(folder), run_yaml, args.overrides, imports=True)["imports"]
     warm = {name: found for name, found in starts.items() if name != "cold"}
-    lines = table(starts["cold"], list(warm.values())) + ["", *imports_table(imported)]
+    lines = [*table(starts["cold"], list(warm.values())), "", *imports_table(imported)]
     print("\n".join(lines))
     if args.out:
-        args.out.write_text(json.dumps({"args": vars(args), "starts": starts, "imports": imported}, default=str, indent=1))
+        args.out.write_text(
+            json.dumps({"args": vars(args), "starts": starts, "imports": imported}, default=str, indent=1)
+        )
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-0.6b", choices=sorted(SHAPES))
-    parser.add_argument("--width", type=int, default=16, metavar="N", help="divide the shape's width by N (16; 1: whole)")
+    parser.add_argument(
+        "--width", type=int, default=16, metavar="N", help="divide the shape's width by N (16; 1: whole)"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--samples", type=int, default=4992, help="samples of the data set (4,992)")
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer of the model (a tiny one is made)")

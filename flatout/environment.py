@@ -21,6 +21,13 @@ SECRET = "FLATOUT_SECRET"
 STORE_SOCKET = "FLATOUT_STORE_SOCKET"
 LAUNCHED = "FLATOUT_LAUNCHED"
 MIN_SECRET = 16
+# set by the user: start-up checks everything anew, whatever earlier starts have proved
+CHECK_AGAIN = "FLATOUT_CHECK_AGAIN"
+# variables that can change what libraries compute, and those among them that only name places or what to print
+_NUMERIC = (
+    "CUBLAS", "CUDA", "CUDNN", "FLA_", "FLASH", "MKL", "NVIDIA", "NVTE", "PYTORCH", "TORCH", "TRITON", "TRANSFORMERS",
+)  # fmt: skip
+_NOT_NUMERIC = ("CACHE", "DIR", "HOME", "LOGS", "PATH", "VISIBLE")
 # the variables by which torch launchers identify a process within a run
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -95,6 +102,17 @@ def expandable_segments_env(env: Mapping[str, str]) -> dict[str, str]:
 def cache_folder() -> Path:
     """Return flatout's folder in the user's cache directory; it need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flatout"
+
+
+def checks_again() -> bool:
+    """Whether the user asks start-up to check everything anew: CHECK_AGAIN is set, and not to 0."""
+    return os.environ.get(CHECK_AGAIN, "0") not in ("", "0")
+
+
+def numeric_environment() -> dict[str, str]:
+    """Return the variables that can change what torch, CUDA and the kernels' packages compute."""
+    names = (name for name in os.environ if name.startswith(_NUMERIC))
+    return {name: os.environ[name] for name in names if not any(part in name for part in _NOT_NUMERIC)}
 
 
 def keep_compiled_kernels() -> str:

@@ -38,7 +38,11 @@ from flatout.track.start_up import StartUpClock, process_launch
 from flatout.track.summary import next_commands, summarize, summary_lines
 
 # modules that take long to import, by package
-HEAVY_IMPORTS = (("torch", "torch"), ("transformers", "transformers.modeling_utils"), ("flatout", "flatout.trainer.run"))
+HEAVY_IMPORTS = {
+    "torch": "torch",
+    "transformers": "transformers.modeling_utils",
+    "flatout": "flatout.trainer.run",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(place, SpawnRanks):
             return start_ranks(config, place, words, launched_at=own_launch)
         set_environment({**expandable_segments_env(environment()), **place.environment})
-        _train_here(config, args.profile, start_up)
+        # a .py configuration may change anything in this process
+        _train_here(config, args.profile, start_up, recalls=args.config.suffix != ".py")
         return 0
     finally:
         # whoever started the ranks prints it once, after the last restart
@@ -125,7 +130,7 @@ def _start_in_tmux(config: Config, place: RunHere | SpawnRanks, name: str, words
     print(f"started; watch it with `tmux attach -t {name}` or `tmux attach -t {name}_gpu_0`")
 
 
-def _train_here(config: Config, profile_steps: int | None, start_up: StartUpClock) -> None:
+def _train_here(config: Config, profile_steps: int | None, start_up: StartUpClock, *, recalls: bool) -> None:
     """Train in this process, alone or as one rank."""
     folder = environment().get(LOGS)
     report = RankReport(Rank.from_env().index, os.getpid(), time.time())
@@ -142,7 +147,7 @@ def _train_here(config: Config, profile_steps: int | None, start_up: StartUpCloc
     try:
         with ConsoleCallback(every_record=config.log_every_steps != 1) as console:
             # import torch only after the configuration is checked, and what takes long one by one, to time it
-            for package, module in HEAVY_IMPORTS:
+            for package, module in HEAVY_IMPORTS.items():
                 start_up.begin(f"importing {package}")
                 if Rank.from_env().is_first:
                     console.on_phase(f"importing {package}")
@@ -160,6 +165,7 @@ def _train_here(config: Config, profile_steps: int | None, start_up: StartUpCloc
                 console=console,
                 on_peer_lost=lambda error: end(error.exit_code, error),
                 start_up=start_up,
+                recalls=recalls,
             )
     except BaseException as error:
         unnamed = SIGNAL_EXIT_CODE + signal.SIGINT if isinstance(error, KeyboardInterrupt) else UNCAUGHT_EXIT_CODE

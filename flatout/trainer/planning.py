@@ -67,6 +67,7 @@ class PlannedRun:
     """Tokens and steps of a run. `fingerprints` identifies the data, the plan and the objective.
 
     `divisors` (num_samples,) is what each sample adds to the divisor of its step; None: its label tokens.
+    `recalls` is explained in `trainer/proofs.py`.
     """
 
     shape: ModelShape
@@ -79,6 +80,7 @@ class PlannedRun:
     fingerprints: Mapping[str, Any]
     divisors: NDArray[np.float64] | None = None
     device: Device | None = None
+    recalls: bool = False
 
 
 def plan_run(
@@ -121,7 +123,6 @@ def plan_run(
     train_ids = eval_ids = None
     if config.eval.fraction:
         train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed)
-    reporter.phase("opening the device")
     device = device_of()
     reporter.phase("planning")
     plan, parallel_layout, memory = plan_training(config, shape, store, train_ids, rank, device, rows=rows)
