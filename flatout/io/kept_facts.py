@@ -5,6 +5,7 @@ Facts are found again only under an equal key, so a key must hold everything tha
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ import xxhash
 from flatout.environment import cache_folder
 from flatout.errors import CheckpointError, ResourceError
 from flatout.io.durable_io import DurableIO, digest
-from flatout.io.json_file import encode_json, now_utc, read_json
+from flatout.io.json_file import now_utc, read_json
 
 PACKAGE = Path(__file__).parents[1]
 # files of this package that decide what it computes
@@ -52,7 +53,7 @@ def find_facts(kind: str, key: Mapping[str, Any]) -> KeptFacts | None:
     if expected != _hash(content):
         raise CheckpointError(f"{path}: the content does not match its hash")
     # of two keys with one hash, the other's facts do not count
-    return found if encode_json(own_key) == encode_json(key) else None
+    return found if _text(own_key) == _text(key) else None
 
 
 def keep_facts(kind: str, key: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -71,8 +72,12 @@ def _path(kind: str, key: Mapping[str, Any]) -> Path:
     return cache_folder() / "checks" / f"{kind}-{_hash(key)}.json"
 
 
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, allow_nan=False)
+
+
 def _hash(value: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(encode_json(value))
+    return xxhash.xxh3_128_hexdigest(_text(value).encode())
 
 
 @cache
