@@ -29,6 +29,7 @@ from flatout.environment import (
 from flatout.errors import FlatoutError, ResourceError, UsageError
 from flatout.launch import tmux
 from flatout.launch.attempt import SIGNAL_EXIT_CODE, UNCAUGHT_EXIT_CODE, RankReport
+from flatout.launch.gpu_driver import open_gpu
 from flatout.launch.launch_mode import RunHere, SpawnRanks, choose_launch_mode, parse_nodes
 from flatout.launch.ranks import MODULE, end_with_parent
 from flatout.parallel.rank import Rank
@@ -146,6 +147,8 @@ def _train_here(config: Config, profile_steps: int | None, start_up: StartUpCloc
         report.write(Path(folder))
     try:
         with ConsoleCallback(every_record=config.log_every_steps != 1) as console:
+            if config.wanted_device != "cpu":
+                open_gpu(Rank.from_env().local_index)
             # import torch only after the configuration is checked, and what takes long one by one, to time it
             for package, module in HEAVY_IMPORTS.items():
                 start_up.begin(f"importing {package}")
