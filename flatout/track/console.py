@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, RLock, Thread
 from typing import Any, Self, TextIO, cast
@@ -191,14 +192,14 @@ class ConsoleCallback(Callback):
         return line
 
 
+@dataclass
 class PhaseCallback(Callback):
     """Shows on a console only what a run does while it is silent, for a verb that prints its results itself."""
 
-    def __init__(self, console: ConsoleCallback) -> None:
-        self._console = console
+    console: ConsoleCallback
 
     def on_phase(self, name: str, done: int = 0, total: int = 0) -> None:
-        self._console.on_phase(name, done, total)
+        self.console.on_phase(name, done, total)
 
 
 class RankOutput:

@@ -29,28 +29,24 @@ class StartUpClock:
         self._stage: str | None = stage
         self._seconds: dict[str, float] = {}
 
-    def begin(self, stage: str, at: float | None = None) -> None:
-        """End the current stage and begin another, or continue an earlier one; `at` is when. Nothing after `finish`."""
+    def begin(self, stage: str | None, at: float | None = None) -> None:
+        """End the current stage and begin another, or continue an earlier one, `at` a time; None: the start is over."""
         with self._lock:
-            if self._stage not in (None, stage):
-                self._add(self._clock() if at is None else at)
-                self._stage = stage
+            if self._stage is None or self._stage == stage:
+                return
+            now = self._clock() if at is None else at
+            # a clock that was set back must not make a stage negative
+            seconds = max(0.0, now - self._since)
+            self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + seconds
+            self._stage, self._since = stage, now
 
     def finish(self) -> dict[str, Any] | None:
         """End the first step: return `total_s` and the seconds of all `stages` in their order; None if called again."""
-        with self._lock:
-            if self._stage is None:
-                return None
-            self._add(self._clock())
-            self._stage = None
-            stages = {name: round(seconds, 3) for name, seconds in self._seconds.items()}
-            return {"total_s": round(sum(self._seconds.values()), 3), "stages": stages}
-
-    def _add(self, now: float) -> None:
-        assert self._stage is not None
-        # the clock of another process, or a clock that was set back, must not make a stage negative
-        self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + max(0.0, now - self._since)
-        self._since = now
+        if self._stage is None:
+            return None
+        self.begin(None)
+        stages = {name: round(seconds, 3) for name, seconds in self._seconds.items()}
+        return {"total_s": round(sum(self._seconds.values()), 3), "stages": stages}
 
 
 def process_launch() -> float:

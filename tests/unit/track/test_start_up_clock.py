@@ -1,10 +1,13 @@
 """Every second of a start belongs to one stage."""
 
 import time
+from pathlib import Path
 
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.record import describe_event
+from flatout.track.run_log import RunLog
 from flatout.track.start_up import EVENT, StartUpClock, process_launch, stages_of
+from flatout.view.facts import start_rows
 
 
 class Clock:
@@ -67,3 +70,11 @@ def test_a_damaged_event_has_no_stages() -> None:
     assert stages_of({"stages": "gone"}) == {}
     assert stages_of({"stages": {"planning": "long", "step": 2}}) == {"step": 2.0}
     assert describe_event(EVENT, {}) == "0.0 s from launch to the end of the first step: "
+
+
+def test_a_report_lists_the_stages_of_the_last_start_and_their_sum() -> None:
+    earlier = {"kind": EVENT, "stages": {"planning": 9.0}}
+    last = {"kind": EVENT, "stages": {"planning": 1.5, "step": 2.0}}
+    rows = start_rows(RunLog(Path("run"), events=[earlier, {"kind": "saved"}, last]))
+    assert rows == [("planning", "1.50"), ("step", "2.00"), ("launch to the end of the first step", "3.50")]
+    assert start_rows(RunLog(Path("run"))) == []
