@@ -23,11 +23,6 @@ LAUNCHED = "FLATOUT_LAUNCHED"
 MIN_SECRET = 16
 # set by the user: start-up checks everything anew, whatever earlier starts have proved
 CHECK_AGAIN = "FLATOUT_CHECK_AGAIN"
-# variables that can change what libraries compute, and those among them that only name places or what to print
-_NUMERIC = (
-    "CUBLAS", "CUDA", "CUDNN", "FLA_", "FLASH", "MKL", "NVIDIA", "NVTE", "PYTORCH", "TORCH", "TRITON", "TRANSFORMERS",
-)  # fmt: skip
-_NOT_NUMERIC = ("CACHE", "DIR", "HOME", "LOGS", "PATH", "VISIBLE")
 # the variables by which torch launchers identify a process within a run
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -111,8 +106,14 @@ def checks_again() -> bool:
 
 def numeric_environment() -> dict[str, str]:
     """Return the variables that can change what torch, CUDA and the kernels' packages compute."""
-    names = (name for name in os.environ if name.startswith(_NUMERIC))
-    return {name: os.environ[name] for name in names if not any(part in name for part in _NOT_NUMERIC)}
+    prefixes = (
+        "CUBLAS", "CUDA", "CUDNN", "FLA_", "FLASH", "MKL", "NVIDIA", "NVTE", "PYTORCH", "TORCH", "TRITON",
+        "TRANSFORMERS",
+    )  # fmt: skip
+    # variables that only name places, devices of one kind, or what to print
+    others = ("CACHE", "DIR", "HOME", "LOGS", "PATH", "VISIBLE")
+    names = (name for name in os.environ if name.startswith(prefixes) and not any(part in name for part in others))
+    return {name: os.environ[name] for name in names}
 
 
 def keep_compiled_kernels() -> str:

@@ -80,11 +80,6 @@ class TokenizerFacts:
     num_tokens: int
     chat_template: Any
 
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenizerFacts:
-        """Return the facts of a loaded tokenizer."""
-        return cls(tokenizer_digest(tokenizer), len(tokenizer), tokenizer.chat_template)
-
 
 def tokenizer_facts(
     name: str, *, added: Mapping[str, bool] | None = None, log: Callable[[str], None] = lambda text: None
@@ -101,7 +96,8 @@ def tokenizer_facts(
             return TokenizerFacts(**known.facts)
     except (CheckpointError, TypeError) as error:
         log(f"{error}: it is ignored, and the tokenizer is loaded")
-    facts = TokenizerFacts.of(load_tokenizer(name, added=added))
+    tokenizer = load_tokenizer(name, added=added)
+    facts = TokenizerFacts(tokenizer_digest(tokenizer), len(tokenizer), tokenizer.chat_template)
     try:
         if files:
             keep_facts("tokenizer", key, asdict(facts))

@@ -34,13 +34,18 @@ class KeptFacts:
     facts: Mapping[str, Any]
     when: str
 
+    @property
+    def since(self) -> str:
+        """Words for a line: when this was found out."""
+        return f"proved {self.when.replace('T', ' ').replace('+00:00', ' UTC')} by an equal start"
+
 
 def find_facts(kind: str, key: Mapping[str, Any]) -> KeptFacts | None:
     """Return the facts of a kind that were kept under an equal key; None if there are none.
 
     Raises CheckpointError, with the file, if it is damaged or not what `keep_facts` wrote.
     """
-    path = _path(kind, key)
+    path = cache_folder() / "checks" / f"{kind}-{_hash(key)}.json"
     if not path.exists():
         return None
     held = read_json(path)
@@ -53,13 +58,13 @@ def find_facts(kind: str, key: Mapping[str, Any]) -> KeptFacts | None:
     if expected != _hash(content):
         raise CheckpointError(f"{path}: the content does not match its hash")
     # of two keys with one hash, the other's facts do not count
-    return found if _text(own_key) == _text(key) else None
+    return found if own_key == json.loads(json.dumps(key)) else None
 
 
 def keep_facts(kind: str, key: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     """Keep facts under a key. Raises ResourceError if the cache folder is not writable, ValueError for NaN."""
     content = {"key": key, "facts": facts, "when": now_utc()}
-    path, durable_io = _path(kind, key), DurableIO()
+    path, durable_io = cache_folder() / "checks" / f"{kind}-{_hash(key)}.json", DurableIO()
     if not path.parent.exists():
         durable_io.make_dir(path.parent)
         # private: whoever can write here could make this user skip a check
@@ -68,16 +73,8 @@ def keep_facts(kind: str, key: Mapping[str, Any], facts: Mapping[str, Any]) -> N
     durable_io.write_json(path, {"content": content, "xxh3": _hash(content)})
 
 
-def _path(kind: str, key: Mapping[str, Any]) -> Path:
-    return cache_folder() / "checks" / f"{kind}-{_hash(key)}.json"
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, allow_nan=False)
-
-
 def _hash(value: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(_text(value).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, allow_nan=False).encode())
 
 
 @cache

@@ -41,7 +41,7 @@ from flatout.trainer.feed import Feed
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
 from flatout.trainer.load import load_trainable
 from flatout.trainer.planning import PlannedRun, plan_run
-from flatout.trainer.proofs import Proofs, since
+from flatout.trainer.proofs import Proofs
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.resume import restore
 from flatout.trainer.state import Run
@@ -283,7 +283,7 @@ def compile_model(
         )
     if compiled.num_compared is None and compiled.is_complete:
         proofs.keep("compiled layers", {"smallest_cosine": compiled.smallest_cosine})
-    earlier = f"; the others {since(known)}" if known and compiled.num_compared else ""
+    earlier = f"; the others {known.since}" if known and compiled.num_compared else ""
     reporter.stage("compile", compiled.line + earlier)
     if feed.num_boundaries is not None and compiled.num_compiled:
         sizes = count_sizes(planned.plan, rank.index, size_buckets=feed.size_buckets)

@@ -64,7 +64,7 @@ class Proofs:
     def prove_layout(self, loaded: LoadedModel) -> tuple[LoadedModel, str]:
         """Prove the model's layout on all ranks as `models/selftest.py` does; return the model and a line about it."""
         if known := self.find("self-test"):
-            return loaded, f"{known.facts['line']}; {since(known)}"
+            return loaded, f"{known.facts['line']}; {known.since}"
         found: list[tuple[LoadedModel, str]] = []
         free = self._config.model.attention == "auto"  # if it fails on one rank, all must take rows
         longest = self._longest
@@ -110,8 +110,3 @@ class Proofs:
             keep_facts(kind, self._key, facts)
         except ResourceError as error:
             self._reporter.stage("checks", f"{error}; the next start makes the check again")
-
-
-def since(known: KeptFacts) -> str:
-    """Return words for a line: when this was proved."""
-    return f"proved {known.when.replace('T', ' ').replace('+00:00', ' UTC')} by an equal start"
