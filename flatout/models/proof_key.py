@@ -30,8 +30,8 @@ def proof_key(loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
     return {
         **code_identity(),
         "sources": hashes_of({name: path for name, path in sources.items() if not name.startswith("torch.")}),
-        # what a configuration holds beside JSON's types, such as dtypes, counts by its name
-        "model": json.loads(json.dumps(model.config.to_dict(), default=str, sort_keys=True)),
+        # as text: a configuration can hold infinity and dtypes, which JSON does not have
+        "model": json.dumps(model.config.to_dict(), default=str, sort_keys=True),
         "attention": loaded.attention,
         "layout": "rows" if loaded.rows else "packed",
         "dtype": [str(loaded.dtype), str(model.dtype), loaded.autocast],

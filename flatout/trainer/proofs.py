@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,10 @@ from flatout.track.callback import Reporter
 from flatout.trainer.planning import PlannedRun
 
 # the settings that the checks depend on
-SETTINGS = {"method", "deterministic", "freeze", "compile", "recompute", "model", "lora", "base", "full", "experts"}
+SETTINGS = {
+    "method", "device", "deterministic", "freeze", "compile", "recompute", "strategy", "deepspeed", "model", "lora",
+    "base", "full", "experts", "sharding", "comm",
+}  # fmt: skip
 
 
 class Proofs:
@@ -46,7 +50,7 @@ class Proofs:
         if self._recalls:
             self._key = {
                 **proof_key(loaded, device),
-                "settings": config.model_dump(mode="json", include=SETTINGS),
+                "settings": json.dumps(config.model_dump(mode="json", include=SETTINGS)),
                 "new_tokens": list(config.data.added_tokens),
                 "seed": config.seed if config.model.init == "random" else None,
                 "weights": dict(planned.fingerprints["model"]),
