@@ -72,6 +72,7 @@ def load_trainable(
             loaded, line = proofs.prove_layout(loaded)
             reporter.stage("self-test", f"first {num_layers} layers: {line}")
     if importing is not None:
+        reporter.phase("importing the compiler")
         # before anything else is imported: concurrent imports can see partially initialized modules
         importing.join()
     return loaded

@@ -71,7 +71,7 @@ MAX_PACKAGE_LINES = {
     "profile": 230,
     "studio": 1160,
     "track": 2229,
-    "trainer": 3676,
+    "trainer": 3677,
     "verifier": 740,
     "view": 1235,
 }
