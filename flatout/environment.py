@@ -13,12 +13,16 @@ from flatout.errors import UsageError
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 # set by `flatout train` for the ranks it starts: where they log, the parent process, the secret that authenticates
-# ranks to each other (set by the user for several nodes and other launchers), and rank 0's listening store socket
+# ranks to each other (set by the user for several nodes and other launchers), rank 0's listening store socket, and
+# the Unix time at which this attempt began
 LOGS = "FLATOUT_LOGS"
 PARENT = "FLATOUT_PARENT"
 SECRET = "FLATOUT_SECRET"
 STORE_SOCKET = "FLATOUT_STORE_SOCKET"
+LAUNCHED = "FLATOUT_LAUNCHED"
 MIN_SECRET = 16
+# set by the user: start-up checks everything anew, whatever earlier starts have proved
+CHECK_AGAIN = "FLATOUT_CHECK_AGAIN"
 # the variables by which torch launchers identify a process within a run
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -93,6 +97,23 @@ def expandable_segments_env(env: Mapping[str, str]) -> dict[str, str]:
 def cache_folder() -> Path:
     """Return flatout's folder in the user's cache directory; it need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flatout"
+
+
+def checks_again() -> bool:
+    """Whether the user asks start-up to check everything anew: CHECK_AGAIN is set, and not to 0."""
+    return os.environ.get(CHECK_AGAIN, "0") not in ("", "0")
+
+
+def numeric_environment() -> dict[str, str]:
+    """Return the variables that can change what torch, CUDA and the kernels' packages compute."""
+    prefixes = (
+        "CUBLAS", "CUDA", "CUDNN", "FLA_", "FLASH", "MKL", "NVIDIA", "NVTE", "PYTORCH", "TORCH", "TRITON",
+        "TRANSFORMERS",
+    )  # fmt: skip
+    # variables that only name places, devices of one kind, or what to print
+    others = ("CACHE", "DIR", "HOME", "LOGS", "PATH", "VISIBLE")
+    names = (name for name in os.environ if name.startswith(prefixes) and not any(part in name for part in others))
+    return {name: os.environ[name] for name in names}
 
 
 def keep_compiled_kernels() -> str:

@@ -20,7 +20,7 @@ from flatout.api.run import Run
 from flatout.config.read import dump_config, load_values, make_config
 from flatout.config.schema import Config, DataConfig, ModelConfig
 from flatout.config.shortcuts import expand, long_forms
-from flatout.environment import environment, expandable_segments_env, secret_of_nodes, set_environment
+from flatout.environment import LAUNCHED, environment, expandable_segments_env, secret_of_nodes, set_environment
 from flatout.errors import FlatoutError, ResourceError, UsageError
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO
@@ -149,9 +149,13 @@ def _error_of(exit_code: int, why: str) -> FlatoutError:
     return kinds.get(exit_code, FlatoutError)(why)
 
 
-def start_ranks(config: Config, start: SpawnRanks, words: list[str]) -> int:
-    """Start the ranks of this node and supervise them until the run ends; `words` follow `flatout`."""
-    nodes, faults, env = start.nodes, config.faults, environment()
+def start_ranks(config: Config, start: SpawnRanks, words: list[str], *, launched_at: float | None = None) -> int:
+    """Start the ranks of this node and supervise them until the run ends; `words` follow `flatout`.
+
+    The run's start counts from the Unix time `launched_at`; by default, from this call.
+    """
+    nodes, faults = start.nodes, config.faults
+    env = environment() | {LAUNCHED: str(launched_at or time.time())}
     logs = launcher_folder(config.folder)
     rendezvous: Rendezvous
     with ExitStack() as stack:

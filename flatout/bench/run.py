@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ def measure(config: Config, launched_s: float) -> dict[str, Any] | None:
     """Take all steps of the configuration and return the figures; None on every rank but the first."""
     recorder = MemoryCallback()
     is_first = Rank.from_env().is_first
-    run = take_steps(config, Reporter(*((ConsoleCallback(), recorder) if is_first else ())))
+    with ConsoleCallback() if is_first else nullcontext() as console:
+        run = take_steps(config, Reporter(*((console, recorder) if console else ())))
     if not is_first:
         return None
     timed = recorder.steps[WARMUP_STEPS:]

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from flatout.cli.screen import quiet_transformers
 
+# a demo is watched, so a step is shown this often
+STEP_LINE_S = 3.0
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
@@ -21,20 +24,27 @@ def run(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from flatout.demo.settings import demo_config
-    from flatout.demo.write import write_demo
+    from flatout.track.console import ConsoleCallback
 
     started = time.perf_counter()
     console = Console(highlight=False)
     config = demo_config(args.out, args.seed)
     console.print(f"Writing conversations, a tokenizer and a tiny Qwen3-shaped model to {args.out}/")
-    write_demo(args.out, args.seed)
-    # torch is imported here, after the data is written
-    from flatout.demo.job import answer_held_out, loss_halved, train_demo
+    with ConsoleCallback(step_line_s=STEP_LINE_S) as shown:
+        shown.on_phase("importing transformers")
+        from flatout.demo.write import write_demo
 
-    quiet_transformers()
-    result = train_demo(config, args.out)
+        shown.on_phase("writing conversations")
+        write_demo(args.out, args.seed)
+        # torch is imported here, after the data is written
+        shown.on_phase("importing torch")
+        from flatout.demo.job import answer_held_out, loss_halved, train_demo
+
+        quiet_transformers()
+        result = train_demo(config, args.out, shown)
+        shown.on_phase("answering prompts")
+        marked = answer_held_out(result.folder, args.seed)
     console.print("\nThree prompts that are not in the training data:")
-    marked = answer_held_out(result.folder, args.seed)
     for item in marked:
         for message in item.prompt:
             console.print(f"  {message['role']:>9}: {message['content']}", markup=False)

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from flatout.cli.screen import WIDTH, rows
 from flatout.config.read import load_config
 from flatout.errors import UsageError
@@ -18,6 +20,7 @@ from flatout.parallel.rank import Rank
 from flatout.planner.devices import DEVICES
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import MemoryCallback, Reporter
+from flatout.track.console import ConsoleCallback, PhaseCallback
 
 if TYPE_CHECKING:
     from flatout.trainer.plan_summary import PlanSummary
@@ -38,9 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Returns 0; raises FlatoutError for a configuration or data that cannot be planned."""
-    from flatout.trainer.plan_summary import summarize_plan
-    from flatout.trainer.planning import plan_run
-
     if not 1 <= args.ranks <= MAX_RANKS:
         raise UsageError(f"--ranks is {args.ranks:,}; expected 1 to {MAX_RANKS:,}")
     if args.tokens_per_s is not None and not 0 < args.tokens_per_s < math.inf:
@@ -49,7 +49,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--device is {args.device}; expected one of {', '.join(DEVICES)}")
     device = DEVICES[args.device.lower()] if args.device is not None else None
     config, recorder = load_config(args.config, args.overrides), MemoryCallback()
-    planned = plan_run(config, Reporter(recorder), Rank(0, args.ranks), lambda: device)
+    with ConsoleCallback(Console(stderr=True)) as console:
+        console.on_phase("importing torch and transformers")
+        from flatout.trainer.plan_summary import summarize_plan
+        from flatout.trainer.planning import plan_run
+
+        reporter = Reporter(recorder, PhaseCallback(console))
+        planned = plan_run(config, reporter, Rank(0, args.ranks), lambda: device)
     plan = planned.plan
     if args.step is not None:
         if not 0 <= args.step < plan.num_steps:

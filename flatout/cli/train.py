@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from flatout.api.start import start_ranks
@@ -17,6 +18,7 @@ from flatout.cli.screen import quiet_transformers
 from flatout.config.read import load_config
 from flatout.config.schema import Config
 from flatout.environment import (
+    LAUNCHED,
     LOGS,
     PARENT,
     environment,
@@ -27,12 +29,21 @@ from flatout.environment import (
 from flatout.errors import FlatoutError, ResourceError, UsageError
 from flatout.launch import tmux
 from flatout.launch.attempt import SIGNAL_EXIT_CODE, UNCAUGHT_EXIT_CODE, RankReport
+from flatout.launch.gpu_driver import open_gpu
 from flatout.launch.launch_mode import RunHere, SpawnRanks, choose_launch_mode, parse_nodes
 from flatout.launch.ranks import MODULE, end_with_parent
 from flatout.parallel.rank import Rank
 from flatout.track.console import ConsoleCallback
 from flatout.track.run_log import read_run
+from flatout.track.start_up import StartUpClock, process_launch
 from flatout.track.summary import next_commands, summarize, summary_lines
+
+# modules that take long to import, by package
+HEAVY_IMPORTS = {
+    "torch": "torch",
+    "transformers": "transformers.modeling_utils",
+    "flatout": "flatout.trainer.run",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train. Returns 0 if the run is complete, 75 if it was stopped and saved, else the failing rank's exit code."""
+    own_launch = first_launch = process_launch()
     if PARENT in environment():
         # before torch is imported, which is slow, so that a killed launcher leaves no rank behind
         end_with_parent(whole_number(environment(), PARENT))
+        first_launch = float(environment().get(LAUNCHED, own_launch))
+    start_up = StartUpClock(first_launch, "starting Python" if first_launch == own_launch else "starting the launcher")
+    start_up.begin("starting Python", at=own_launch)
+    start_up.begin("reading the settings")
     if args.profile is not None and args.profile < 1:
         raise UsageError(f"--profile is {args.profile}; expected at least 1 step")
     if args.device_map is not None:
@@ -79,9 +95,10 @@ def run(args: argparse.Namespace) -> int:
     started_at = time.time()
     try:
         if isinstance(place, SpawnRanks):
-            return start_ranks(config, place, words)
+            return start_ranks(config, place, words, launched_at=own_launch)
         set_environment({**expandable_segments_env(environment()), **place.environment})
-        _train_here(config, args.profile)
+        # a .py configuration may change anything in this process
+        _train_here(config, args.profile, start_up, recalls=args.config.suffix != ".py")
         return 0
     finally:
         # whoever started the ranks prints it once, after the last restart
@@ -114,7 +131,7 @@ def _start_in_tmux(config: Config, place: RunHere | SpawnRanks, name: str, words
     print(f"started; watch it with `tmux attach -t {name}` or `tmux attach -t {name}_gpu_0`")
 
 
-def _train_here(config: Config, profile_steps: int | None) -> None:
+def _train_here(config: Config, profile_steps: int | None, start_up: StartUpClock, *, recalls: bool) -> None:
     """Train in this process, alone or as one rank."""
     folder = environment().get(LOGS)
     report = RankReport(Rank.from_env().index, os.getpid(), time.time())
@@ -130,9 +147,14 @@ def _train_here(config: Config, profile_steps: int | None) -> None:
         report.write(Path(folder))
     try:
         with ConsoleCallback(every_record=config.log_every_steps != 1) as console:
-            if Rank.from_env().is_first:
-                console.on_phase("importing torch")
-            # import torch only after the configuration is checked
+            if config.wanted_device != "cpu":
+                open_gpu(Rank.from_env().local_index)
+            # import torch only after the configuration is checked, and what takes long one by one, to time it
+            for package, module in HEAVY_IMPORTS.items():
+                start_up.begin(f"importing {package}")
+                if Rank.from_env().is_first:
+                    console.on_phase(f"importing {package}")
+                import_module(module)
             from flatout.profile.profiler import Profiler
             from flatout.trainer.run import train
 
@@ -145,6 +167,8 @@ def _train_here(config: Config, profile_steps: int | None) -> None:
                 callbacks=profilers,
                 console=console,
                 on_peer_lost=lambda error: end(error.exit_code, error),
+                start_up=start_up,
+                recalls=recalls,
             )
     except BaseException as error:
         unnamed = SIGNAL_EXIT_CODE + signal.SIGINT if isinstance(error, KeyboardInterrupt) else UNCAUGHT_EXIT_CODE

@@ -26,7 +26,7 @@ from flatout.data.sampling import copies_of_rows
 from flatout.data.templates.template import template_text
 from flatout.data.token_store import VERSION, StoreMeta, StoreWriter, TokenStore, new_store
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
-from flatout.data.tokenizer import load_tokenizer, tokenizer_digest, tokenizer_of
+from flatout.data.tokenizer import TokenizerFacts, load_tokenizer, tokenizer_facts, tokenizer_of
 from flatout.data.workers import ROWS_PER_CHUNK, Chunk, TokenizedChunk, tokenize_chunks, usable_procs
 from flatout.errors import DataError, UsageError
 from flatout.io.file_lock import locked
@@ -65,15 +65,15 @@ def open_or_build(
     """
     name = config.tokenizer or tokenizer_name
     if not config.sources:
-        return _open_built(config, name)
-    tokenizer = tokenizer_of(config, tokenizer_name)
+        return _open_built(config, name, log)
+    facts = tokenizer_facts(name, added=config.added_tokens, log=log)
     if config.added_tokens:
         known = load_tokenizer(name).get_vocab()
         old = [text for text in config.added_tokens if text in known]
-        told = f"{len(config.added_tokens) - len(old)} new tokens; the tokenizer has {len(tokenizer):,}"
+        told = f"{len(config.added_tokens) - len(old)} new tokens; the tokenizer has {facts.num_tokens:,}"
         log(told + (f"; not added, as they exist: {', '.join(map(repr, old))}" if old else ""))
     sources = [open_source(source) for source in config.sources]
-    meta = _describe(config, name, tokenizer, sources)
+    meta = _describe(config, name, facts, sources)
     folder = registry.built_dir(config.root, config.name)
     with locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}", log):
         store = None
@@ -92,7 +92,7 @@ def open_or_build(
             reused = f"Reusing {folder}: same content, tokenizer, template and settings"
             log(reused if store else f"Rebuilding {config.name!r}: {change}")
         if store is None:
-            _build(config, sources, tokenizer, meta, folder, progress, log)
+            _build(config, sources, tokenizer_of(config, tokenizer_name), meta, folder, progress, log)
             store = TokenStore.open(folder, verify=False)
         entry = registry.Entry(
             name=config.name,
@@ -109,20 +109,18 @@ def open_or_build(
         return store
 
 
-def _describe(
-    config: DataConfig, name: str, tokenizer: PreTrainedTokenizerBase, sources: Sequence[RowSource]
-) -> StoreMeta:
+def _describe(config: DataConfig, name: str, tokenizer: TokenizerFacts, sources: Sequence[RowSource]) -> StoreMeta:
     """Return what the store will be made from. The fingerprint is xxh3 over what decides its content, without names."""
     template = text = ""
     if config.template is not None or tokenizer.chat_template is not None:
         template, text = template_text(tokenizer, config.template, name)
-    digest, settings = tokenizer_digest(tokenizer), _settings(config, set(SETTINGS))
+    settings = _settings(config, set(SETTINGS))
     where = {"path", "hub", "split", "subset", "revision"}
     content = {
         "version": VERSION,
         "content": [list(source.files.values()) for source in sources],
         "formats": [source.model_dump(exclude=where) for source in config.sources],
-        "tokenizer": digest,
+        "tokenizer": tokenizer.digest,
         "template": text,
         "settings": settings,
     }
@@ -130,11 +128,11 @@ def _describe(
         name=config.name,
         fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode()),
         tokenizer=name,
-        tokenizer_digest=digest,
+        tokenizer_digest=tokenizer.digest,
         template=template,
         template_text=text,
         settings=settings,
-        vocabulary_size=len(tokenizer),
+        vocabulary_size=tokenizer.num_tokens,
         sources=tuple(redacted(source.path) for source in config.sources),
     )
 
@@ -145,16 +143,16 @@ def _settings(config: DataConfig, names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value or name in names}
 
 
-def _open_built(config: DataConfig, name: str) -> TokenStore:
+def _open_built(config: DataConfig, name: str, log: Log) -> TokenStore:
     """Open a data set by its name in the registry, and check that it fits the settings that are given."""
     store = TokenStore.open(registry.entry_dir(config.root, registry.find(config.root, config.name)))
-    tokenizer, template, text = load_tokenizer(name, added=config.added_tokens), "", ""
+    tokenizer, template, text = tokenizer_facts(name, added=config.added_tokens, log=log), "", ""
     if config.template is not None:
         template, text = template_text(tokenizer, config.template, name)
     wanted = replace(
         store.meta,
         tokenizer=name,
-        tokenizer_digest=tokenizer_digest(tokenizer),
+        tokenizer_digest=tokenizer.digest,
         template=template,
         template_text=text or store.meta.template_text,
         settings=_settings(config, config.model_fields_set & set(SETTINGS)),

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import xxhash
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from flatout.config.data import DataConfig
-from flatout.errors import DataError, FlatoutError, reason_of
-from flatout.io.hub import hub_errors, hub_source
+from flatout.environment import checks_again
+from flatout.errors import CheckpointError, DataError, FlatoutError, ResourceError, reason_of
+from flatout.io.hub import hub_errors, hub_file, hub_source, is_folder
+from flatout.io.kept_facts import code_identity, find_facts, hashes_of, keep_facts
 
 # Tags that templates and models use inside a turn: structure, even if a tokenizer calls them special.
 _MARKUP = re.compile(r"</?(think|tool_call|tool_calls|tool_response|tools)>")
+# the files that tokenizers are read from
+_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
 
 def tokenizer_of(data: DataConfig, model_name: str) -> PreTrainedTokenizerBase:
@@ -63,6 +70,50 @@ def load_tokenizer(
         if text not in known:
             tokenizer.add_tokens([AddedToken(text, normalized=False, special=is_special)], special_tokens=is_special)
     return tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """What a data set records of a tokenizer: its digest, its number of tokens, and its own chat template."""
+
+    digest: str
+    num_tokens: int
+    chat_template: Any
+
+
+def tokenizer_facts(
+    name: str, *, added: Mapping[str, bool] | None = None, log: Callable[[str], None] = lambda text: None
+) -> TokenizerFacts:
+    """Return the facts of a tokenizer; it is loaded only if its files are not those of an earlier call.
+
+    Loading takes a second or more: a vocabulary of 150,000 entries is read, and written again for the digest. Raises
+    like `load_tokenizer`. `log` gets a line about kept facts that are damaged, or cannot be kept.
+    """
+    files = _files_of(name)
+    key = {**code_identity(), "added": list((added or {}).items()), "files": files}
+    try:
+        if files and not checks_again() and (known := find_facts("tokenizer", key)):
+            return TokenizerFacts(**known.facts)
+    except (CheckpointError, TypeError) as error:
+        log(f"{error}: it is ignored, and the tokenizer is loaded")
+    tokenizer = load_tokenizer(name, added=added)
+    facts = TokenizerFacts(tokenizer_digest(tokenizer), len(tokenizer), tokenizer.chat_template)
+    try:
+        if files:
+            keep_facts("tokenizer", key, asdict(facts))
+    except ResourceError as error:
+        log(f"{error}; the next start loads the tokenizer again")
+    return facts
+
+
+def _files_of(name: str) -> dict[str, str]:
+    """Return what identifies a tokenizer's files: hashes of those in a folder, or a hub id's commit; else nothing."""
+    if is_folder(name):
+        folders = (Path(name), Path(name, "additional_chat_templates"))
+        files = [path for folder in folders if folder.is_dir() for path in folder.iterdir() if path.suffix in _SUFFIXES]
+        return hashes_of({str(path.relative_to(name)): path for path in files if path.is_file()})
+    path = hub_file(name, "tokenizer_config.json", None)
+    return {} if path is None else {"commit": path.parent.name}
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

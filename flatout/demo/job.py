@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from flatout.demo.conversations import ChatMessage, held_out_prompts
 from flatout.demo.settings import held_out_data
 from flatout.models.generate import answer
 from flatout.models.load.inference import load_trained, resolve_model_paths
+from flatout.track.console import ConsoleCallback
 from flatout.trainer.run import Result, train
 
 MAX_ANSWER_TOKENS = 64
@@ -27,16 +29,17 @@ class Marked:
     right: bool
 
 
-def train_demo(config: Config, folder: Path) -> Result:
+def train_demo(config: Config, folder: Path, console: ConsoleCallback) -> Result:
     """Build both data sets and train, or resume where an interrupted demo stopped. Raises FlatoutError."""
     for data in (config.data, held_out_data(config, folder)):
-        open_or_build(data, config.model.name)
+        console.on_phase(f"tokenizing {data.name}")
+        open_or_build(data, config.model.name, progress=partial(console.on_phase, f"tokenizing {data.name}, row"))
     # With matrices this small, a second CPU thread makes the run at most 1.4 times faster, and on a busy machine 5
     # times slower. One thread also sums in the same order on any number of cores, so the result is the same.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return train(config)
+        return train(config, console=console)
     finally:
         torch.set_num_threads(before)
 

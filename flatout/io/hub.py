@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 from flatout.errors import ResourceError, UsageError
 
 # whether a model's name is an existing folder; unlike Path.is_dir, False for a name too long for a path
 is_folder = os.path.isdir
+# what was found out about the hub counts for at most so long
+ASK_EVERY_S = 60.0
 
 
 def hub_source(name: str, revision: str | None) -> tuple[str, str | None]:
     """Return a model's folder or hub id and its revision unchanged, or its cached folder if the hub does not answer.
 
-    The hub is tried once, for HF_HUB_ETAG_TIMEOUT seconds (10); its own client tries six times and waits for minutes.
+    The hub is tried once a minute, for HF_HUB_ETAG_TIMEOUT seconds (10); its client tries six times and waits minutes.
     Raises UsageError for a folder with an unreadable file, and as `hub_errors` if the model is not cached either.
     """
     if is_folder(name):
@@ -25,16 +29,26 @@ def hub_source(name: str, revision: str | None) -> tuple[str, str | None]:
             # transformers would silently ignore such a file
             raise UsageError(f"{odd[0]} is a folder or a broken link; download or copy it again")
         return name, revision
-    from huggingface_hub import constants, get_session, snapshot_download
+    from huggingface_hub import constants, snapshot_download
+
+    if _answers(constants.ENDPOINT, int(time.monotonic() // ASK_EVERY_S)):
+        return name, revision
+    with hub_errors(name):
+        return snapshot_download(name, revision=revision, local_files_only=True), None
+
+
+@lru_cache(maxsize=1)
+def _answers(endpoint: str, period: int) -> bool:
+    """Ask once in each period of ASK_EVERY_S whether the hub answers: a start asks for a dozen files and more."""
+    from huggingface_hub import constants, get_session
     from huggingface_hub.errors import OfflineModeIsEnabled
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # the version that this client uses
 
     try:
-        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        return name, revision
+        get_session().head(endpoint, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except (httpx.HTTPError, httpx.InvalidURL, OfflineModeIsEnabled):
-        with hub_errors(name):
-            return snapshot_download(name, revision=revision, local_files_only=True), None
+        return False
+    return True
 
 
 def hub_file(name: str, file: str, revision: str | None) -> Path | None:

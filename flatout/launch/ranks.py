@@ -22,7 +22,7 @@ from flatout.launch.rendezvous import LOOPBACK, RendezvousInfo
 # -P: modules of the working folder are not imported, as by the `flatout` command
 MODULE = ("-P", "-m", "flatout")
 PR_SET_PDEATHSIG = 1
-COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
+COUNT_GPUS = "from flatout.launch.gpu_driver import count_gpus; print(count_gpus())"
 # files with a count of out-of-memory kills, narrowest scope first: cgroup v2, cgroup v1, host
 OOM_COUNTS = ("sys/fs/cgroup{2}/memory.events", "sys/fs/cgroup/memory{1}/memory.oom_control", "proc/vmstat")
 
@@ -88,7 +88,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def count_gpus(limit_s: float, setting: str) -> int:
-    """Count the GPUs that torch sees, in a child process. Raises ResourceError for none, or no answer in `limit_s`."""
+    """Count the GPUs of the driver in a child process. Raises ResourceError for none, or no answer in `limit_s`."""
     wait = BoundedWait(limit_s, setting, error=ResourceError)
     command = [sys.executable, "-P", "-c", COUNT_GPUS]
     asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from flatout.config.parallel import FaultsConfig
+from flatout.environment import LAUNCHED
 from flatout.errors import PeerLostError, PreemptedError
 from flatout.io.bounded_wait import POLL_S, BoundedWait
 from flatout.io.stop_signals import StopSignals
@@ -120,6 +121,7 @@ class Supervisor:
         finally:
             for process in self._ranks.values():
                 kill(process)
+        self._env = {**self._env, LAUNCHED: str(time.time())}
         reports = {report.rank: report for report in RankReport.read_all(folder)}
         for rank, process in self._ranks.items():
             report, code = reports.get(rank, RankReport(rank, process.pid, 0.0)), process.wait()

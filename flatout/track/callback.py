@@ -14,6 +14,8 @@ from typing import Any
 
 from flatout.io.redact import redacted
 from flatout.track.record import AnswersRecord, EvalRecord, Record, RunEnd, RunStart, StepRecord
+from flatout.track.start_up import EVENT as START_UP
+from flatout.track.start_up import StartUpClock
 
 
 class Callback:
@@ -59,11 +61,12 @@ class Reporter:
     """Calls every callback with what the run reports, in their order; safe to use from several threads.
 
     Passwords in addresses are removed before any callback gets the text. A reporter without callbacks, as on all ranks
-    but the first, does nothing.
+    but the first, does nothing. The phases are the stages of `start_up`.
     """
 
-    def __init__(self, *callbacks: Callback) -> None:
+    def __init__(self, *callbacks: Callback, start_up: StartUpClock | None = None) -> None:
         self._callbacks = callbacks
+        self._start_up = start_up or StartUpClock()
         self._lock = RLock()
         self._posted: deque[tuple[str, Mapping[str, Any]]] = deque()
         self._poster = ThreadPoolExecutor(1, "posted-events")
@@ -76,6 +79,7 @@ class Reporter:
         self._each(lambda callback: callback.on_stage(name, redacted(text)))
 
     def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        self._start_up.begin(name)
         self._each(lambda callback: callback.on_phase(name, done, total))
 
     def record(self, record: Record) -> None:
@@ -83,6 +87,11 @@ class Reporter:
 
     def event(self, kind: str, facts: Mapping[str, Any]) -> None:
         self._each(lambda callback: callback.on_event(kind, redacted(facts)))
+
+    def stepped(self) -> None:
+        """Report the seconds of the start as an event, at the end of the first step; later steps change nothing."""
+        if facts := self._start_up.finish():
+            self.event(START_UP, facts)
 
     def post(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Report an event without waiting for callbacks; the next report comes after it, and raises what one raised."""

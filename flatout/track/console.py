@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, RLock, Thread
 from typing import Any, Self, TextIO, cast
@@ -25,7 +26,7 @@ from flatout.track.tolerant_stream import TolerantStream
 
 # without a terminal, at least this many steps of a run are printed, and the next step after so many seconds
 PLAIN_LINES, STEP_LINE_S = 20, 20.0
-# after so many seconds without a line, one says what the run does; the longer time applies during steps
+# after so many seconds without a line, one says what the run does, again and again; the longer time is for steps
 SILENT_S, SILENT_STEPS_S = 4.0, 29.0
 TICK_S = 0.5
 # columns of a line's name with a space, and of the bar
@@ -41,7 +42,7 @@ class ConsoleCallback(Callback):
     """See Callback for the methods. Use it as a context manager, so that a long phase never passes in silence.
 
     Without a terminal about PLAIN_LINES steps of a run are printed, or with `every_record` each step that is recorded;
-    in any case one every 30 s. `clock` is in seconds.
+    in any case one every 30 s. `step_line_s` prints a step at least that often instead. `clock` is in seconds.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ConsoleCallback(Callback):
         console: Console | None = None,
         *,
         every_record: bool = False,
+        step_line_s: float = STEP_LINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if console is None and sys.stdout is not None:
@@ -63,7 +65,7 @@ class ConsoleCallback(Callback):
         self._lock, self._closing, self._thread = RLock(), Event(), Thread(target=self._keep_ticking, daemon=True)
         self._live: Live | None = None
         self._record: StepRecord | None = None
-        self._shown_step, self._step_line_s = 0, -STEP_LINE_S
+        self._shown_step, self._shown_at_s, self._step_line_s = 0, -step_line_s, step_line_s
         self._phase, self._done, self._total = "", 0, 0
         self._phase_began_s = self._recorded_s = clock()
         self._due_s = self._phase_began_s + SILENT_S
@@ -114,9 +116,9 @@ class ConsoleCallback(Callback):
                 or is_last
                 or self._shown_step == 0
                 or record.step - self._shown_step >= record.num_steps / PLAIN_LINES
-                or self._recorded_s - self._step_line_s >= STEP_LINE_S
+                or self._recorded_s - self._shown_at_s >= self._step_line_s
             ):
-                self._shown_step, self._step_line_s = record.step, self._recorded_s
+                self._shown_step, self._shown_at_s = record.step, self._recorded_s
                 self.on_stage("step", fit(step_figures(record, record.eta_s), self._console.width - INDENT))
 
     def on_end(self, end: RunEnd) -> None:
@@ -148,7 +150,6 @@ class ConsoleCallback(Callback):
                     self._refresh()
             elif is_due:
                 self.on_stage("...", f"{self._phase_text()} {self._clock() - self._phase_began_s:.0f} s", "dim")
-                self._due_s = self._clock() + SILENT_STEPS_S
 
     def _keep_ticking(self) -> None:
         while not self._closing.wait(TICK_S):
@@ -189,6 +190,16 @@ class ConsoleCallback(Callback):
         bar: list[RenderableType] = [ProgressBar(total, done, width=BAR_WIDTH)] if total else []
         line.add_row(*bar, Text(fit(parts, self._console.width - BAR_WIDTH - 2), no_wrap=True, overflow="ellipsis"))
         return line
+
+
+@dataclass
+class PhaseCallback(Callback):
+    """Shows on a console only what a run does while it is silent, for a verb that prints its results itself."""
+
+    console: ConsoleCallback
+
+    def on_phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        self.console.on_phase(name, done, total)
 
 
 class RankOutput:

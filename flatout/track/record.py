@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from flatout.track.start_up import EVENT as START_UP
+from flatout.track.start_up import describe_start
+
 # all loads of 48 layers with 128 experts are 30 kB
 MAX_EXPERT_MAPS = 16
 
@@ -236,5 +239,7 @@ def describe_record(record: Record) -> tuple[str, str]:
 
 def describe_event(kind: str, facts: Mapping[str, Any]) -> str:
     """Return an event as a readable line; figures that only matter for a study of saves are left to events.jsonl."""
+    if kind == START_UP:
+        return describe_start(facts)
     hidden = ("staged_s", "copied_s", "step") if kind == "saved" else ()
     return "  ".join(f"{name} {value}" for name, value in facts.items() if name not in hidden)

@@ -17,7 +17,7 @@ WIDTH = 80
 # steps after each start that allocate, compile and fill caches; rates leave them out
 WARM_UP_STEPS = 3
 # events of every healthy run; all others are counted in the summary
-ROUTINE_EVENTS = {"saved", "compiled", "changed", "stopped", "removed", "kept", "rows"}
+ROUTINE_EVENTS = {"saved", "compiled", "changed", "stopped", "removed", "kept", "rows", "start_up"}
 # losses of single steps are noisy: compare means of this share of the records, at least MIN_COMPARED
 COMPARED_SHARE, MIN_COMPARED = 0.1, 3
 # an evaluation counts as worse if it lost more than this share of what training had gained

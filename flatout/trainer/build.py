@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -14,26 +14,20 @@ from flatout.checkpoint.read import SavedCheckpoint
 from flatout.checkpoint.write import Checkpoints
 from flatout.checkpoint.write_async import Saver, available_host_bytes, choose_saver
 from flatout.config.schema import Config
-from flatout.data.tokenizer import new_token_ids
-from flatout.environment import ask_for_deterministic_cublas, keep_compiled_kernels
 from flatout.errors import PackingError, SharedPrefixError
 from flatout.models.attention import prepare as prepare_attention
 from flatout.models.bases.fp8_backward import convert_backward_to_float8
 from flatout.models.bases.fp8_training import compute_scales_after_updates, convert_to_float8
 from flatout.models.bases.frozen_experts import Fp8Experts
 from flatout.models.blocks import decoder_layers
-from flatout.models.compile.layers import CompileOutcome, compile_layers, import_compiler
+from flatout.models.compile.layers import CompileOutcome, compile_layers
 from flatout.models.compile.recompute import apply_recompute, compiling_with
-from flatout.models.experts.router import Routers, prepare_biases
+from flatout.models.experts.router import Routers
 from flatout.models.head import PackedLoss, prepare_head
-from flatout.models.load.model import LoadedModel, load_model, weight_dtype_of
-from flatout.models.load.sharded import DeferredWeights
-from flatout.models.lora.adapter import adapter_config, load_adapter
+from flatout.models.load.model import LoadedModel
 from flatout.models.lora.fused import FusedLayers, fuse_layers
-from flatout.models.lora.layer import add_lora, freeze, freeze_unreached, trainable_parameters
-from flatout.models.lora.saved import rows_of_tokens
+from flatout.models.lora.layer import trainable_parameters
 from flatout.models.objective import CROSS_ENTROPY, Objective
-from flatout.models.selftest import prove_layout
 from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
@@ -46,7 +40,9 @@ from flatout.track.callback import Reporter
 from flatout.trainer.expert_ranks import share_experts
 from flatout.trainer.feed import Feed
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
+from flatout.trainer.load import load_trainable
 from flatout.trainer.planning import PlannedRun, plan_run
+from flatout.trainer.proofs import Proofs
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.resume import restore
 from flatout.trainer.state import Run
@@ -63,18 +59,17 @@ def build_run(
     objective: Objective = CROSS_ENTROPY,
 ) -> Run:
     """Build model, strategy, optimizer and feed, and restore what was `saved`. Raises a FlatoutError.
-
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
     """
     device = choose_device(config.wanted_device, rank)
-    loaded, planned = load_or_replan(config, planned, checkpoints.group, reporter, rank, objective)
+    loaded, planned, proofs = load_or_replan(config, planned, checkpoints.group, reporter, rank, objective)
     fused = replace_layers(loaded, config, planned, reporter)
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     feed = Feed(planned.store, device, size_buckets=size_buckets, **planned.plan.batch_bounds)
     eval_feeds = tuple(Feed(each.store, device, max_documents=each.max_documents) for each in planned.eval_sets)
     loss = make_loss(loaded, planned, config, objective, reporter)
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
-    compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, reporter)
+    compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, reporter, proofs)
     named = trainable_parameters(loaded.model)
     saver, sizes = make_saver(config, checkpoints, reporter, rank, device, named)
     run = Run(
@@ -109,6 +104,7 @@ def build_run(
     if saved is not None:
         restore(run, saved)
     run.model.train()
+    reporter.phase("recording graphs")
     reporter.stage("graphs", record_graphs(run, no_graphs or (None if compiled.is_complete else NOT_COMPILED)))
     run.saver.reserve(sizes)
     return run
@@ -127,12 +123,18 @@ def make_loss(
 
 
 def load_or_replan(
-    config: Config, planned: PlannedRun, group: ControlGroup, reporter: Reporter, rank: Rank, objective: Objective
-) -> tuple[LoadedModel, PlannedRun]:
+    config: Config,
+    planned: PlannedRun,
+    group: ControlGroup,
+    reporter: Reporter,
+    rank: Rank,
+    objective: Objective,
+) -> tuple[LoadedModel, PlannedRun, Proofs]:
     """Load the model; return it with its plan, which is made again if shared prefixes or packing are inexact."""
     device = choose_device(config.wanted_device, rank)
     try:
-        return load_trainable(config, planned, device, reporter, group), planned
+        proofs = Proofs(config, planned, group, reporter)
+        return load_trainable(config, planned, device, reporter, proofs), planned, proofs
     except PackingError as error:
         shared = isinstance(error, SharedPrefixError)
         setting = config.batch.share_prefix if shared else config.batch.layout
@@ -145,115 +147,9 @@ def load_or_replan(
         torch.cuda.empty_cache()
     problems = (None, found) if shared else (found, None)
     again = plan_run(config, reporter, rank, lambda: planned.device, objective, *problems)
-    again = replace(again, fingerprints=planned.fingerprints)
-    return load_trainable(config, again, device, reporter, group), again
-
-
-def load_trainable(
-    config: Config, planned: PlannedRun, device: torch.device, reporter: Reporter, group: ControlGroup
-) -> LoadedModel:
-    """Load the model, check that its layout is exact on it, and set up its trained parameters.
-
-    If ranks load only their shards, the weights stay in their files and the check runs on the first layers. With
-    `deterministic`, CUDA kernels that are not bitwise reproducible are replaced or refused; the CPU's always are.
-    """
-    if is_deterministic := config.deterministic and device.type == "cuda":
-        ask_for_deterministic_cublas()
-    torch.use_deterministic_algorithms(is_deterministic)
-    importing = None
-    if device.type == "cuda" and config.compile != "off":
-        reporter.stage("compile", f"kernels are cached in {keep_compiled_kernels()}")
-        importing = import_compiler()
-    waits = weights_wait_in_files(config, planned, device)
-    reporter.phase("loading weights")
-    token_ids, num_rows = new_token_ids(config.data, config.model.name)
-    loaded = load_model(
-        config.model,
-        method=config.method,
-        device=device,
-        seed=config.seed,
-        full=config.full,
-        base=config.base,
-        on_host=waits,
-        rows=planned.plan.layout.name == "rows",
-        num_rows=num_rows,
-        keep_dense=config.lora.modules_to_save,
-    )
-    for line in loaded.report:
-        reporter.stage("model", line)
-    stores = [planned.store, *(each.store for each in planned.eval_sets)]
-    longest = max(int(store.lengths.max()) for store in stores)
-    dtype = weight_dtype_of(config.method, config.full, loaded.dtype)
-    reporter.phase("self-test")
-
-    def prove(loaded: LoadedModel) -> tuple[LoadedModel, str]:
-        found: list[tuple[LoadedModel, str]] = []
-        options = {"any_attention": config.model.attention == "auto", "shares_prefixes": planned.plan.shares_prefixes}
-        # if it fails on one rank, all must plan again
-        group.run_on_all_ranks(lambda: found.append(prove_layout(loaded, longest=longest, **options)))
-        return found[0]
-
-    if not waits:
-        loaded, line = prove(loaded)
-        reporter.stage("self-test", line)
-    elif config.method == "lora" and loaded.model.dtype != dtype:
-        # adapters take the base's dtype
-        loaded.model.to(dtype)
-    make_trainable(loaded, config, reporter, token_ids)
-    if waits:
-        loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype))
-        with loaded.present():
-            loaded, line = prove(loaded)
-            reporter.stage("self-test", f"first {len(decoder_layers(loaded.model))} layers: {line}")
-    if importing is not None:
-        # before anything else is imported: concurrent imports can see partially initialized modules
-        importing.join()
-    return loaded
-
-
-def weights_wait_in_files(config: Config, planned: PlannedRun, device: torch.device) -> bool:
-    """Whether each rank reads only its shard: if weights or experts are split and might not fit on one GPU whole.
-
-    Always for quantized sharded weights, which are held in host memory, layer by layer. Never for float8 and DoRA
-    layers, which are made from whole weights on the GPU, nor for unquantized random weights, which are drawn whole.
-    """
-    layout = planned.parallel_layout
-    if not (layout.shards_weights or layout.expert_ranks > 1) or planned.memory.recompute == "offload":
-        return False
-    if config.method == "lora" and config.base.storage != "model":
-        return layout.shards_weights and not config.lora.dora
-    if config.model.init != "pretrained" or config.full.compute != "model":
-        return False
-    if device.type != "cuda":
-        return layout.shards_weights
-    bytes_per_weight = 4 if config.method == "full" and config.full.weights == "fp32" else 2
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    return 2 * bytes_per_weight * planned.shape.num_params > total_bytes
-
-
-def make_trainable(loaded: LoadedModel, config: Config, reporter: Reporter, token_ids: Sequence[int]) -> None:
-    """Add LoRA adapters, or freeze parameters for full fine-tuning.
-
-    LoRA also trains the rows of `token_ids`, new tokens. Parameters that text-only inputs do not use are frozen, too.
-    """
-    model = loaded.model
-    if config.method == "lora":
-        for line in add_lora(model, config.lora, seed=config.seed, rows=rows_of_tokens(model, config.lora, token_ids)):
-            reporter.stage("lora", line)
-        # refuse an adapter that PEFT cannot read now, not after the last step
-        spelled = adapter_config(model, config.lora, base_name=config.model.name)
-        if by_weight := spelled["target_parameters"]:
-            text = f"{len(by_weight)} layers are exported as target_parameters, which PEFT needs for this model"
-            reporter.stage("lora", text)
-        if config.lora.continue_from is not None:
-            load_adapter(model, config.lora.continue_from)
-            reporter.stage("lora", f"continues from {config.lora.continue_from}")
-    elif config.freeze:
-        reporter.stage("freeze", freeze(model, config.freeze))
-    if config.experts.bias_update:
-        prepare_biases(model)
-    if unreached := freeze_unreached(model):
-        reporter.stage("freeze", unreached)
+    again = replace(again, fingerprints=planned.fingerprints, recalls=planned.recalls)
+    proofs = Proofs(config, again, group, reporter)
+    return load_trainable(config, again, device, reporter, proofs), again, proofs
 
 
 def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:
@@ -374,6 +270,7 @@ def compile_model(
     feed: Feed,
     rank: Rank,
     reporter: Reporter,
+    proofs: Proofs,
 ) -> CompileOutcome:
     """Compile the layers after sharding; unless all compile, `selective` and `budget` recompute fall back to `full`.
 
@@ -382,10 +279,22 @@ def compile_model(
     reporter.phase("compiling")
     recompute = planned.memory.recompute
     mode = config.compile if planned.parallel_layout.compiles else "off"
+    known = proofs.find("compiled layers")
     with compiling_with(recompute):
-        boundaries = {"num_boundaries": feed.num_boundaries, "num_shared_boundaries": feed.num_shared_boundaries}
-        compiled = compile_layers(loaded, mode, **boundaries, fp8=config.computes_in_fp8, loss=loss, wrapper=wrapper)
-    reporter.stage("compile", compiled.line)
+        compiled = compile_layers(
+            loaded,
+            mode,
+            num_boundaries=feed.num_boundaries,
+            num_shared_boundaries=feed.num_shared_boundaries,
+            fp8=config.computes_in_fp8,
+            loss=loss,
+            wrapper=wrapper,
+            proved=known is not None,
+        )
+    if compiled.num_compared is None and compiled.is_complete:
+        proofs.keep("compiled layers", {"smallest_cosine": compiled.smallest_cosine})
+    earlier = f"; the others {known.since}" if known and compiled.num_compared else ""
+    reporter.stage("compile", compiled.line + earlier)
     if feed.num_boundaries is not None and compiled.num_compiled:
         sizes = count_sizes(planned.plan, rank.index, size_buckets=feed.size_buckets)
         if num_graphs := prepare_attention(loaded.attention, sizes, feed.num_boundaries):

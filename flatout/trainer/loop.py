@@ -74,6 +74,7 @@ def gc_frozen(device: torch.device) -> Iterator[None]:
 def finish_step(run: Run, meter: Meter, step: StepPlan, pending: Pending) -> None:
     """Wait for a launched step and count it. Raises PreemptedError after saving, and NumericError."""
     outcome = pending()
+    run.reporter.stepped()
     if outcome is None:
         save(run, required=True)
         raise PreemptedError(f"stop requested: saved at step {run.progress.step}; run the same command to resume")

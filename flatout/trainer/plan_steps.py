@@ -43,7 +43,6 @@ def plan_layout(
     device: Device | None,
     reporter: Reporter,
     objective: Objective,
-    *,
     problems: tuple[str | None, str | None],
 ) -> tuple[RunPlan, ParallelLayout, MemoryDecision, str]:
     """Plan with rows or packed samples, with shared prefixes where they pay; also return a line about these.

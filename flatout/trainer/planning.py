@@ -62,7 +62,7 @@ class PlannedRun:
     """Tokens and steps of a run. `fingerprints` identifies the data, the plan and the objective.
 
     `divisors` (num_samples,) is what each sample adds to the divisor of its step; None: its label tokens. `sharing`
-    says whether samples share prefixes, and why.
+    says whether samples share prefixes, and why. `recalls` is explained in `trainer/proofs.py`.
     """
 
     shape: ModelShape
@@ -76,6 +76,7 @@ class PlannedRun:
     divisors: NDArray[np.float64] | None = None
     device: Device | None = None
     sharing: str = ""
+    recalls: bool = False
 
 
 def plan_run(
@@ -97,10 +98,8 @@ def plan_run(
     shape = read_shape(config.model.name, config.model.revision)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
     store = open_tokens(config.data, config, reporter)
-    num_tokens, num_labels = int(store.lengths.sum()), int(store.num_labels.sum())
-    reporter.stage(
-        "tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {num_labels / num_tokens:.0%} label"
-    )
+    num_tokens, share = int(store.lengths.sum()), int(store.num_labels.sum()) / int(store.lengths.sum())
+    reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {share:.0%} label")
     if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
         reporter.event(
             "rows", {**lost, "of": store.meta.counts["rows"], "listed_in": str(store.folder / "report.json")}
@@ -118,8 +117,10 @@ def plan_run(
     if config.eval.fraction:
         train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed)
     device = device_of()
-    given = (config, shape, (store, train_ids), rank, device, reporter, objective)
-    plan, parallel_layout, memory, sharing = plan_layout(*given, problems=(unpackable, unsharable))
+    reporter.phase("planning")
+    plan, parallel_layout, memory, sharing = plan_layout(
+        config, shape, (store, train_ids), rank, device, reporter, objective, (unpackable, unsharable)
+    )
     check_warmup(config.schedule, plan.num_steps)
     reporter.stage("strategy", parallel_layout.reason)
     reporter.stage("memory", memory.reason)
@@ -136,8 +137,8 @@ def plan_run(
         fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
     if divisors is not None:
         fingerprints["objective"] = {"name": objective.name, "divisors": xxh3_64_hexdigest(divisors.tobytes())}
-    sizes = (shape, store, plan, eval_sets, prompts, parallel_layout, memory)
-    return PlannedRun(*sizes, fingerprints, divisors, device, sharing)
+    facts = (fingerprints, divisors, device, sharing)
+    return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, *facts)
 
 
 def sample_divisors(objective: Objective, store: TokenStore, reporter: Reporter) -> NDArray[np.float64] | None:

@@ -34,10 +34,12 @@ from flatout.parallel.process_group import choose_device, leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors, is_sharded
 from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
+from flatout.planner.devices import Device
 from flatout.track.callback import Callback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.record import RunEnd
 from flatout.track.run_folder import RunFolderWriter
+from flatout.track.start_up import StartUpClock
 from flatout.track.tracker_process import TrackerProcess
 from flatout.track.trackers import require_installed
 from flatout.trainer.build import build_run
@@ -80,35 +82,32 @@ def train(
     console: ConsoleCallback | None = None,
     on_peer_lost: OnPeerLost | None = None,
     objective: Objective = CROSS_ENTROPY,
+    start_up: StartUpClock | None = None,
+    recalls: bool = False,
 ) -> Result:
     """Train a configuration to the end; `callbacks` are called on the first rank, after the console and run folder.
 
-    `console` is one that the caller has entered; by default, a new one prints to standard output.
+    `console` is one that the caller has entered; by default, a new one prints to standard output. `start_up` counts the
+    seconds since the launch of the process; by default, a start begins with this call. `recalls` is as in `Proofs`.
 
     Raises a FlatoutError; PreemptedError means saved and resumable. `on_peer_lost` is called in a thread of its own
     as soon as a rank is lost. The error is then raised, unless this rank is blocked in a collective: then end.json is
     written, and this process exits with code 7.
     """
-    rank = Rank.from_env()
+    rank, start_up = Rank.from_env(), start_up or StartUpClock()
     if rank == Rank() and len(config.gpus or ()) > 1:
         raise UsageError(
             f"gpus: {config.gpus} needs one process per GPU, but train() runs in one process; use "
             "`flatout train`, which starts them, or set gpus to one GPU"
         )
+    start_up.begin("opening the run folder")
     require_installed(config.track.to)
     # taking the lock also detects a folder that is not writable, before anything slow happens
     with ExitStack() as stack:
-        reporter = Reporter()
-        peer_lost_calls = [on_peer_lost] if on_peer_lost else []
+        reporter, peer_lost_calls = Reporter(), [on_peer_lost] if on_peer_lost else []
         if rank.is_first:
-            lock = stack.enter_context(RunLock(config.folder))
-            shown = console or stack.enter_context(ConsoleCallback(every_record=config.log_every_steps != 1))
-            folder = RunFolderWriter(config.folder, lambda text: shown.on_event("log", {"why": text}), lock.keep)
-            # after the run folder, whose files its process reads
-            trackers = TrackerProcess(config.folder, config.track.to, partial(shown.on_stage, "track"))
-            reporter = Reporter(shown, folder, *([trackers] if config.track.to else ()), *callbacks)
-            # a collective may hold the main thread until the watch ends this process
-            peer_lost_calls += [lambda error: folder.write_end(ended_by(error)), lambda error: shown.close()]
+            reporter, on_lost = open_run(config, stack, console, callbacks, start_up)
+            peer_lost_calls += on_lost
         watch = PeerWatch(
             config.faults,
             reporter.post,
@@ -117,7 +116,7 @@ def train(
         )
         try:
             with watch.guard():
-                result = _train(config, reporter, rank, watch, objective)
+                result = _train(config, reporter, rank, watch, objective, recalls)
             leave_group()
         except BaseException as error:
             # after any other error the group is not destroyed: a clean shutdown would wait for the lost rank
@@ -133,6 +132,24 @@ def train(
         final_dir = str(result.final_dir)
         reporter.end(RunEnd("complete", 0, time.time(), final_dir=final_dir))
         return result
+
+
+def open_run(
+    config: Config,
+    stack: ExitStack,
+    console: ConsoleCallback | None,
+    callbacks: Sequence[Callback],
+    start_up: StartUpClock,
+) -> tuple[Reporter, list[OnPeerLost]]:
+    """Lock the run folder within `stack`; return the first rank's reporter, and what to call once a peer is lost."""
+    lock = stack.enter_context(RunLock(config.folder))
+    shown = console or stack.enter_context(ConsoleCallback(every_record=config.log_every_steps != 1))
+    folder = RunFolderWriter(config.folder, lambda text: shown.on_event("log", {"why": text}), lock.keep)
+    # after the run folder, whose files its process reads
+    trackers = TrackerProcess(config.folder, config.track.to, partial(shown.on_stage, "track"))
+    reporter = Reporter(shown, folder, *([trackers] if config.track.to else ()), *callbacks, start_up=start_up)
+    # a collective may hold the main thread until the watch ends this process
+    return reporter, [lambda error: folder.write_end(ended_by(error)), lambda error: shown.close()]
 
 
 @contextmanager
@@ -154,7 +171,9 @@ def ended_by(error: BaseException) -> RunEnd:
     return RunEnd("failed", 1, time.time(), redacted(f"{type(error).__name__}: {error}"))
 
 
-def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, objective: Objective) -> Result:
+def _train(
+    config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, objective: Objective, recalls: bool
+) -> Result:
     method = f"{config.method} at lr {config.optim.lr:g}"
     reporter.stage("config", f"{config.name}: {method} on {config.model.name}, folder {config.folder}")
 
@@ -163,10 +182,15 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, obj
             reporter.phase("waiting for all ranks")
         return watch.join(rank, choose_device(config.wanted_device, rank))
 
+    def find_device() -> Device | None:
+        reporter.phase("opening the device")
+        return weakest_gpu(config, rank, meet)
+
     # tokenizing may take long, so it comes before ranks connect, which has a timeout
-    planned = plan_run(config, reporter, rank, lambda: weakest_gpu(config, rank, meet), objective)
+    planned = plan_run(config, reporter, rank, find_device, objective)
     reporter.phase("reading the model's fingerprint")
-    planned = replace(planned, fingerprints={**planned.fingerprints, "model": fingerprint_model(config.model)})
+    fingerprints = {**planned.fingerprints, "model": fingerprint_model(config.model)}
+    planned = replace(planned, fingerprints=fingerprints, recalls=recalls)
     group, keep = meet(), config.checkpoint.keep
     require_same_run(config, planned, group)
     reporter.phase("verifying checkpoints")
@@ -184,6 +208,7 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, obj
         reporter.event("restarted", {"step": 0})
     run = build_run(config, planned, checkpoints, checkpoint, reporter, rank, watch, objective)
     del checkpoint  # its open files would keep deleted checkpoints on disk
+    reporter.phase("starting the loop")
     gpus = gather_gpus(run)
     if rank.is_first:
         reporter.start(run_start(run, gpus))

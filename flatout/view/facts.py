@@ -13,6 +13,8 @@ from flatout.errors import FlatoutError
 from flatout.io.redact import redacted
 from flatout.track.record import StepRecord
 from flatout.track.run_log import RunLog
+from flatout.track.start_up import EVENT as START_UP
+from flatout.track.start_up import stages_of
 from flatout.track.summary import RunSummary, short_count, short_time
 
 NONE = "–"
@@ -76,6 +78,14 @@ def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
         ("balance of ranks", f"{plan.balance:.1%}", f"{balance:.1%}{measured}" if steps else NONE),
         ("memory of a rank", gib(plan.memory_bytes or 0), gib(peak)),
     ]
+
+
+def start_rows(log: RunLog) -> list[tuple[str, str]]:
+    """Return the seconds of each stage of the last start, and their sum; none before its first step."""
+    starts = [event for event in log.events if event.get("kind") == START_UP]
+    stages = stages_of(starts[-1]) if starts else {}
+    rows = [(name, f"{seconds:.2f}") for name, seconds in stages.items()]
+    return [*rows, ("launch to the end of the first step", f"{sum(stages.values()):.2f}")] if rows else []
 
 
 def measured_balance(record: StepRecord) -> float | None:

@@ -12,7 +12,16 @@ from flatout.io.json_file import encode_json
 from flatout.io.redact import printable
 from flatout.track.run_log import RunLog
 from flatout.track.summary import summarize
-from flatout.view.facts import changed_settings, different_settings, headline, plan_rows, results, settings_of, show
+from flatout.view.facts import (
+    changed_settings,
+    different_settings,
+    headline,
+    plan_rows,
+    results,
+    settings_of,
+    show,
+    start_rows,
+)
 
 _RUN = TypeAdapter(RunLog)
 
@@ -31,6 +40,8 @@ def markdown_report(logs: Mapping[str, RunLog]) -> str:
     parts += [f"> {printable(note)}" for note in (summary.why, *summary.warnings) if note]
     if planned := plan_rows(log):
         parts += ["## Plan and run", table(["", "planned", "actual"], planned)]
+    if started := start_rows(log):
+        parts += ["## Start-up", table(["stage", "s"], started)]
     if log.evals:
         losses = [
             (f"{e.step:,}", f"{e.eval_loss:.4f}", f"{e.eval_token_accuracy:.1%}", "best" if e.is_best else "")

@@ -12,7 +12,16 @@ from flatout.track.run_log import RunLog
 from flatout.track.summary import short_count, summarize
 from flatout.view.charts import bar_plot, figure
 from flatout.view.curves import curves
-from flatout.view.facts import changed_settings, different_settings, headline, plan_rows, results, settings_of, show
+from flatout.view.facts import (
+    changed_settings,
+    different_settings,
+    headline,
+    plan_rows,
+    results,
+    settings_of,
+    show,
+    start_rows,
+)
 from flatout.view.packing import draw_packing
 from flatout.view.page import render
 
@@ -40,6 +49,7 @@ def run_fragment(log: RunLog) -> str:
         headline=headline(summary),
         charts=curves({summary.name: log}),
         plan_rows=plan_rows(log),
+        start_rows=start_rows(log),
         lengths=lengths,
         packing=packing,
         answers=list(_answers(log)),

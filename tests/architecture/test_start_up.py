@@ -1,13 +1,22 @@
 """Importing does nothing and the command line answers at once."""
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout.config.read import dump_config
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "datasets", "peft")
+# what transformers and others would import, and a LoRA run on tokens that are built does not need
+UNNEEDED = ("datasets", "pandas", "pyarrow", "scipy", "sklearn", "tensorflow", "torchao", "torchaudio", "torchvision")
 
 
-def modules_after(code: str) -> set[str]:
-    script = f"{code}\nimport sys\nprint(*sorted(m for m in {HEAVY!r} if m in sys.modules))"
+def modules_after(code: str, names: tuple[str, ...] = HEAVY) -> set[str]:
+    script = f"{code}\nimport sys\nprint(*sorted(m for m in {names!r} if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return set(done.stdout.splitlines()[-1].split())
 
@@ -29,3 +38,34 @@ def test_a_wrong_config_is_told_before_torch_is_imported() -> None:
         "assert main(['train', str(path)]) == 2\nprint()"
     )
     assert modules_after(code) <= {"pydantic", "numpy"}
+
+
+def test_a_lora_run_imports_nothing_that_it_does_not_need(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.config(tmp_path / "run", batch={"max_steps": 1})
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    code = f"from flatout.cli.main import main\nassert main(['train', {str(tmp_path / 'run.yaml')!r}]) == 0"
+    assert modules_after(code, UNNEEDED) == set()
+
+
+def test_a_warm_lora_run_reaches_its_first_step_without_peft(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An equal start has proved that PEFT reads the adapter."""
+    monkeypatch.delenv("FLATOUT_CHECK_AGAIN")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = tiny.config(tmp_path / "run", batch={"max_steps": 1})
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    code = (
+        "import shutil, sys\n"
+        "import flatout.trainer.loop as loop\n"
+        "from flatout.cli.main import main\n"
+        "take, seen = loop.run_steps, []\n"
+        "import flatout.trainer.run as run\n"
+        "run.run_steps = lambda it: (seen.append('peft' in sys.modules), take(it))\n"
+        f"assert main(['train', {str(tmp_path / 'run.yaml')!r}]) == 0\n"
+        "sys.modules.pop('peft') if seen == [False] else None"
+    )
+    assert modules_after(code, ("peft",)) == {"peft"}
+    for path in (tmp_path / "run").iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert modules_after(code, ("peft",)) == set()

@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from flatout.data.conversation import Message, ToolCall
+from flatout.data.tokenizer import TokenizerFacts
 from flatout.errors import DataError, reason_of
 
 OURS = ("chatml", "llama-3", "qwen3", "gemma", "mistral", "phi", "zephyr", "alpaca", "plain")
@@ -115,7 +116,9 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, template: str | None, to
     return ChatTemplate.checked(name, source, tokenizer)
 
 
-def template_text(tokenizer: PreTrainedTokenizerBase, template: str | None, tokenizer_name: str) -> tuple[str, str]:
+def template_text(
+    tokenizer: PreTrainedTokenizerBase | TokenizerFacts, template: str | None, tokenizer_name: str
+) -> tuple[str, str]:
     """Return name (for messages) and text of the template to use. Raises DataError if there is none."""
     if template is None:
         own = tokenizer.chat_template

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from flatout.errors import first_line
 from flatout.models.blocks import decoder_layers
@@ -80,12 +81,16 @@ def report_compilations(log: Callable[[float], None]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class CompileOutcome:
-    """How many decoder layers run compiled, why the others do not, and how close compiled gradients are to eager."""
+    """How many decoder layers run compiled, why the others do not, and how close compiled gradients are to eager.
+
+    `num_compared` layers were compared with eager ones; None: all that compile.
+    """
 
     num_compiled: int
     num_layers: int
     reason: str | None = None
     smallest_cosine: float = 1.0
+    num_compared: int | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -96,7 +101,8 @@ class CompileOutcome:
         """One line for the console."""
         if not self.num_compiled:
             return f"off: {self.reason}"
-        proof = f"gradients equal eager ones (smallest cosine {self.smallest_cosine:.6f})"
+        of = "" if self.num_compared is None else f" of {self.num_compared} layers"
+        proof = f"gradients equal eager ones (smallest cosine {self.smallest_cosine:.6f}{of})"
         if self.is_complete:
             return f"{self.num_layers} layers as one graph; {proof}"
         num_eager = self.num_layers - self.num_compiled
@@ -112,6 +118,7 @@ def compile_layers(
     fp8: bool = False,
     loss: _Forward | None = None,
     wrapper: _Forward | None = None,
+    proved: bool = False,
 ) -> CompileOutcome:
     """Compile every decoder layer, compare each with eager on two small batches, and warm up the whole model.
 
@@ -119,7 +126,8 @@ def compile_layers(
     `num_shared_boundaries`, in a run that shares prefixes. `fp8` means that products are in float8. `loss` must already
     be sharded: sharding changes a layer's class and the dtype of its weights, which would trigger recompilation.
     `wrapper` is what training calls, if not `loss`; one pass without gradients records how it calls the layers. All
-    ranks must make the same call.
+    ranks must make the same call. `proved` says that an equal process has compared all layers: then only the first and
+    last of each kind are compared, and all if one of these differs.
     Off on the CPU, in fp64 and for transformers' own experts, whose routing is not a static graph. A layer whose
     gradients differ runs eagerly, and so do all layers of a class that does not compile; nothing else in the process
     changes. With dropout, the comparison runs without it, and the graph with dropout is compiled as well, so that no
@@ -135,13 +143,18 @@ def compile_layers(
         smallest = _SMALLEST_FP8_COSINE if fp8 else _SMALLEST_COSINE[loaded.dtype]
         loss = loss or PackedLoss(loaded.model)
         boundaries = {"num_boundaries": num_boundaries, "num_shared_boundaries": num_shared_boundaries}
-        outcome = _compile(loaded, boundaries, smallest, loss, wrapper or loss)
+        outcome = _compile(loaded, boundaries, smallest, loss, wrapper or loss, proved)
     model.train(was_training)
     return outcome
 
 
 def _compile(
-    loaded: LoadedModel, boundaries: Mapping[str, int | None], smallest_cosine: float, loss: _Forward, wrapper: _Forward
+    loaded: LoadedModel,
+    boundaries: Mapping[str, int | None],
+    smallest_cosine: float,
+    loss: _Forward,
+    wrapper: _Forward,
+    proved: bool = False,
 ) -> CompileOutcome:
     # importing the compiler takes a second, and only runs on a GPU need it
     from torch._dynamo.exc import TorchDynamoException
@@ -170,6 +183,40 @@ def _compile(
     for layer in layers:
         layer.compile(fullgraph=True, dynamic=True)
     reasons: dict[nn.Module, str] = {}
+    ends = _ends_of_kinds(layers, model) if proved else set(layers)
+    cosines = _compare(loaded, trained, [call for call in calls if call[0] in ends], smallest_cosine, reasons)
+    num_compared = len(ends) if len(ends) < len(layers) and not reasons else None
+    if num_compared is None:
+        cosines |= _compare(loaded, trained, [call for call in calls if call[0] not in ends], smallest_cosine, reasons)
+    model.train()
+    try:
+        # with dropout, this compiles another graph
+        for batch in batches:
+            with _autocast(loaded, calls[0][-1]):
+                loss_sum, _ = loss(batch)
+            _gradients(loss_sum, every, None)
+    except (TorchDynamoException, InductorError) as error:
+        _run_eagerly(layers, f"the layers do not compile for training ({first_line(error)})", reasons)
+    kept = [cosine for layer, cosine in cosines.items() if layer not in reasons]
+    reason = "; ".join(dict.fromkeys(reasons.values())) or None
+    return CompileOutcome(len(layers) - len(reasons), len(layers), reason, min(kept, default=1.0), num_compared)
+
+
+def _compare(
+    loaded: LoadedModel,
+    trained: Mapping[nn.Module, list[nn.Parameter]],
+    calls: Iterable[_LayerCall],
+    smallest_cosine: float,
+    reasons: dict[nn.Module, str],
+) -> dict[nn.Module, float]:
+    """Return the smallest cosine of each layer that was compared; those that must run eagerly are added to `reasons`.
+
+    A layer that does not compile has none.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    layers = list(trained)
     cosines: dict[nn.Module, float] = {}
     for call in calls:
         layer = call[0]
@@ -186,18 +233,19 @@ def _compile(
         if not cosine >= smallest_cosine:
             where = f"{what} of layer {layers.index(layer)}"
             _run_eagerly([layer], f"{where} differs compiled from eager (cosine {cosine:.6f})", reasons)
-    model.train()
-    try:
-        # with dropout, this compiles another graph
-        for batch in batches:
-            with _autocast(loaded, calls[0][-1]):
-                loss_sum, _ = loss(batch)
-            _gradients(loss_sum, every, None)
-    except (TorchDynamoException, InductorError) as error:
-        _run_eagerly(layers, f"the layers do not compile for training ({first_line(error)})", reasons)
-    kept = [cosine for layer, cosine in cosines.items() if layer not in reasons]
-    reason = "; ".join(dict.fromkeys(reasons.values())) or None
-    return CompileOutcome(len(layers) - len(reasons), len(layers), reason, min(kept, default=1.0))
+    return cosines
+
+
+def _ends_of_kinds(layers: Sequence[nn.Module], model: PreTrainedModel) -> set[nn.Module]:
+    """Return the first and the last layer of each kind: of the same modules, shapes and type of attention."""
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    kinds: dict[Any, list[nn.Module]] = {}
+    for index, layer in enumerate(layers):
+        modules = [(name, type(module)) for name, module in layer.named_modules()]
+        shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in layer.named_parameters()]
+        kind = (types[index] if len(types) == len(layers) else None, tuple(modules), tuple(shapes))
+        kinds.setdefault(kind, []).append(layer)
+    return {layer for same in kinds.values() for layer in (same[0], same[-1])}
 
 
 def _row_length(lengths: Sequence[int]) -> int:

@@ -340,7 +340,8 @@ def _target_names(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
     # modules inside those that are trained in full get no adapter in PEFT either
     inner = tuple(f"{name}.{part}" for name in adapted_modules(model) for part in ("base", "trained"))
     names = [name for name, _ in model.named_modules() if not name.startswith(inner)]
-    selected = {name for name in names if name.rpartition(".")[2] in leaves and name not in saved_modules(model)}
+    beside = saved_modules(model)
+    selected = {name for name in names if name.rpartition(".")[2] in leaves and name not in beside}
     return sorted(leaves) if selected == wanted else sorted(wanted)
 
 

@@ -100,6 +100,8 @@ def test_a_cached_model_loads_though_the_hub_is_silent(tiny: Any, tmp_path: Path
     shutil.copytree(tiny.model_dir, repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
-    with hub("silent") as (address, _):
+    with hub("silent") as (address, connections):
         done = flatout(address, tmp_path, "chat", "org/tiny", "--prompt", "a", "--max-new-tokens", "2")
     assert done.returncode == 0, done.stderr
+    # all of its files wait for the hub once
+    assert len(connections) <= 2

@@ -67,9 +67,9 @@ def batch():
     return flatten_samples([(np.arange(9), np.ones(9, bool))], num_boundaries=64)
 
 
-def compile_on_the_cpu(loaded):
+def compile_on_the_cpu(loaded, proved=False):
     loss = PackedLoss(loaded.model)
-    return compiling._compile(loaded, 64, 0.99, loss, loss)
+    return compiling._compile(loaded, 64, 0.99, loss, loss, proved)
 
 
 def compiles_elsewhere():
@@ -114,6 +114,17 @@ def test_layers_that_compile_are_told_with_their_proof(compilable, runs):
     assert num_compiled == 3
 
 
+def test_of_layers_that_were_all_compared_before_only_the_ends_of_each_kind_are(compilable, runs):
+    layers = decoder_layers(compilable.model)
+    outcome = compile_on_the_cpu(compilable, proved=True)
+    assert outcome.is_complete
+    assert outcome.line.endswith("(smallest cosine 1.000000 of 2 layers)")
+    assert compiling._ends_of_kinds(layers, compilable.model) == {layers[0], layers[2]}
+    assert loss_and_runs(compilable, runs)[1] == 3
+    compilable.model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
+    assert compiling._ends_of_kinds(layers, compilable.model) == set(layers)
+
+
 def test_one_class_that_does_not_compile_leaves_the_others_compiled(compilable, runs):
     layers = decoder_layers(compilable.model)
 
@@ -145,8 +156,9 @@ class NoGradient(torch.autograd.Function):
         return grad * torch.nan
 
 
+@pytest.mark.parametrize("proved", [False, True])
 @pytest.mark.parametrize("spoil", [torch.neg, NoGradient.apply], ids=["negated", "nan"])
-def test_a_layer_that_differs_compiled_runs_eagerly(compilable, runs, monkeypatch, spoil):
+def test_a_layer_that_differs_compiled_runs_eagerly(compilable, runs, monkeypatch, spoil, proved):
     layers = decoder_layers(compilable.model)
     compile_module = nn.Module.compile
 
@@ -158,8 +170,9 @@ def test_a_layer_that_differs_compiled_runs_eagerly(compilable, runs, monkeypatc
 
     monkeypatch.setattr(nn.Module, "compile", compile_wrongly)
     before = packed_loss(compilable.model, batch()).loss_sum
-    outcome = compile_on_the_cpu(compilable)
-    assert (outcome.num_compiled, outcome.num_layers) == (2, 3)
+    outcome = compile_on_the_cpu(compilable, proved)
+    # also if an earlier start found all layers equal: now all are compared again
+    assert (outcome.num_compiled, outcome.num_layers, outcome.num_compared) == (2, 3, None)
     assert "1 run eagerly: the gradient of trained weights of layer 2 differs compiled from eager" in outcome.line
     after, num_compiled = loss_and_runs(compilable, runs)
     assert torch.allclose(after, before)

@@ -1,0 +1,107 @@
+"""What one process found out and a later one need not find out again, as JSON in the user's cache folder.
+
+Facts are found again only under an equal key, so a key must hold everything that they depend on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from flatout.environment import cache_folder
+from flatout.errors import CheckpointError, ResourceError
+from flatout.io.durable_io import DurableIO, digest
+from flatout.io.json_file import now_utc, read_json
+
+PACKAGE = Path(__file__).parents[1]
+# files of this package that decide what it computes
+_CODE = (".py", ".jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFacts:
+    """A JSON object of facts, and when they were found out (ISO 8601, UTC)."""
+
+    facts: Mapping[str, Any]
+    when: str
+
+    @property
+    def since(self) -> str:
+        """Words for a line: when this was found out."""
+        return f"proved {self.when.replace('T', ' ').replace('+00:00', ' UTC')} by an equal start"
+
+
+def find_facts(kind: str, key: Mapping[str, Any]) -> KeptFacts | None:
+    """Return the facts of a kind that were kept under an equal key; None if there are none.
+
+    Raises CheckpointError, with the file, if it is damaged or not what `keep_facts` wrote.
+    """
+    path = cache_folder() / "checks" / f"{kind}-{_hash(key)}.json"
+    if not path.exists():
+        return None
+    held = read_json(path)
+    try:
+        content, expected = held["content"], held["xxh3"]
+        found = KeptFacts(dict(content["facts"]), str(content["when"]))
+        own_key = content["key"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: fields are missing") from error
+    if expected != _hash(content):
+        raise CheckpointError(f"{path}: the content does not match its hash")
+    # of two keys with one hash, the other's facts do not count
+    return found if own_key == json.loads(json.dumps(key)) else None
+
+
+def keep_facts(kind: str, key: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Keep facts under a key. Raises ResourceError if the cache folder is not writable, ValueError for NaN."""
+    content = {"key": key, "facts": facts, "when": now_utc()}
+    path, durable_io = cache_folder() / "checks" / f"{kind}-{_hash(key)}.json", DurableIO()
+    if not path.parent.exists():
+        durable_io.make_dir(path.parent)
+        # private: whoever can write here could make this user skip a check
+        with durable_io.resource_errors("make private", path.parent):
+            path.parent.chmod(0o700)
+    durable_io.write_json(path, {"content": content, "xxh3": _hash(content)})
+
+
+def _hash(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, allow_nan=False).encode())
+
+
+@cache
+def code_identity() -> Mapping[str, str]:
+    """Return hashes that change with flatout's own code, and with any package that is installed, removed or updated.
+
+    A package counts by the name of its metadata folder, which has its version, and by when that was written. Files of a
+    package that are edited in place do not count.
+    """
+    own = xxhash.xxh3_128()
+    for path in sorted(path for path in PACKAGE.rglob("*") if path.suffix in _CODE):
+        own.update(f"{path.relative_to(PACKAGE)}\0".encode())
+        own.update(path.read_bytes())
+    packages = []
+    for folder in map(Path, dict.fromkeys(sys.path)):
+        with suppress(OSError), os.scandir(folder) as entries:
+            named = [entry for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))]
+            packages += [(str(folder), entry.name, entry.stat().st_mtime_ns) for entry in named]
+    return {"flatout": own.hexdigest(), "packages": _hash(sorted(packages)), "python": sys.version}
+
+
+def hashes_of(files: Mapping[str, Path]) -> dict[str, str]:
+    """Return the xxh3 hash of each file by its name. Raises ResourceError for an unreadable one."""
+    found = {}
+    for name, path in sorted(files.items()):
+        try:
+            found[name] = digest(path).xxh3
+        except OSError as error:
+            raise ResourceError(f"{path}: cannot be read: {error.strerror}; check its permissions") from error
+    return found

@@ -1,0 +1,123 @@
+"""Load a run's model, prove it, and set up what is trained; each stage prints one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from flatout.config.schema import Config
+from flatout.data.tokenizer import new_token_ids
+from flatout.environment import ask_for_deterministic_cublas, keep_compiled_kernels
+from flatout.models.blocks import decoder_layers
+from flatout.models.compile.layers import import_compiler
+from flatout.models.experts.router import prepare_biases
+from flatout.models.load.model import LoadedModel, load_model, weight_dtype_of
+from flatout.models.load.sharded import DeferredWeights
+from flatout.models.lora.adapter import load_adapter
+from flatout.models.lora.layer import add_lora, freeze, freeze_unreached
+from flatout.models.lora.saved import rows_of_tokens
+from flatout.track.callback import Reporter
+from flatout.trainer.planning import PlannedRun
+from flatout.trainer.proofs import Proofs
+
+
+def load_trainable(
+    config: Config, planned: PlannedRun, device: torch.device, reporter: Reporter, proofs: Proofs
+) -> LoadedModel:
+    """Load the model, check that its layout is exact on it, and set up its trained parameters.
+
+    If ranks load only their shards, the weights stay in their files and the check runs on the first layers. With
+    `deterministic`, CUDA kernels that are not bitwise reproducible are replaced or refused; the CPU's always are.
+    """
+    if is_deterministic := config.deterministic and device.type == "cuda":
+        ask_for_deterministic_cublas()
+    torch.use_deterministic_algorithms(is_deterministic)
+    importing = None
+    if device.type == "cuda" and config.compile != "off":
+        reporter.stage("compile", f"kernels are cached in {keep_compiled_kernels()}")
+        importing = import_compiler()
+    waits = weights_wait_in_files(config, planned, device)
+    reporter.phase("loading weights")
+    token_ids, num_rows = new_token_ids(config.data, config.model.name)
+    loaded = load_model(
+        config.model,
+        method=config.method,
+        device=device,
+        seed=config.seed,
+        full=config.full,
+        base=config.base,
+        on_host=waits,
+        rows=planned.plan.layout.name == "rows",
+        num_rows=num_rows,
+        keep_dense=config.lora.modules_to_save,
+    )
+    proofs.identify(loaded, device)
+    for line in loaded.report:
+        reporter.stage("model", line)
+    dtype = weight_dtype_of(config.method, config.full, loaded.dtype)
+    reporter.phase("self-test")
+    if not waits:
+        loaded, line = proofs.prove_layout(loaded)
+        reporter.stage("self-test", line)
+    elif config.method == "lora" and loaded.model.dtype != dtype:
+        # adapters take the base's dtype
+        loaded.model.to(dtype)
+    make_trainable(loaded, config, reporter, token_ids, proofs)
+    if waits:
+        loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype))
+        with loaded.present():
+            num_layers = len(decoder_layers(loaded.model))
+            loaded, line = proofs.prove_layout(loaded)
+            reporter.stage("self-test", f"first {num_layers} layers: {line}")
+    if importing is not None:
+        reporter.phase("importing the compiler")
+        # before anything else is imported: concurrent imports can see partially initialized modules
+        importing.join()
+    return loaded
+
+
+def weights_wait_in_files(config: Config, planned: PlannedRun, device: torch.device) -> bool:
+    """Whether each rank reads only its shard: if weights or experts are split and might not fit on one GPU whole.
+
+    Always for quantized sharded weights, which are held in host memory, layer by layer. Never for float8 and DoRA
+    layers, which are made from whole weights on the GPU, nor for unquantized random weights, which are drawn whole.
+    """
+    layout = planned.parallel_layout
+    if not (layout.shards_weights or layout.expert_ranks > 1) or planned.memory.recompute == "offload":
+        return False
+    if config.method == "lora" and config.base.storage != "model":
+        return layout.shards_weights and not config.lora.dora
+    if config.model.init != "pretrained" or config.full.compute != "model":
+        return False
+    if device.type != "cuda":
+        return layout.shards_weights
+    bytes_per_weight = 4 if config.method == "full" and config.full.weights == "fp32" else 2
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    return 2 * bytes_per_weight * planned.shape.num_params > total_bytes
+
+
+def make_trainable(
+    loaded: LoadedModel, config: Config, reporter: Reporter, token_ids: Sequence[int], proofs: Proofs
+) -> None:
+    """Add LoRA adapters, or freeze parameters for full fine-tuning.
+
+    LoRA also trains the rows of `token_ids`, new tokens. Parameters that text-only inputs do not use are frozen, too.
+    """
+    model = loaded.model
+    if config.method == "lora":
+        reporter.phase("adding adapters")
+        for line in add_lora(model, config.lora, seed=config.seed, rows=rows_of_tokens(model, config.lora, token_ids)):
+            reporter.stage("lora", line)
+        if text := proofs.prove_adapter(loaded):
+            reporter.stage("lora", text)
+        if config.lora.continue_from is not None:
+            load_adapter(model, config.lora.continue_from)
+            reporter.stage("lora", f"continues from {config.lora.continue_from}")
+    elif config.freeze:
+        reporter.stage("freeze", freeze(model, config.freeze))
+    if config.experts.bias_update:
+        prepare_biases(model)
+    if unreached := freeze_unreached(model):
+        reporter.stage("freeze", unreached)

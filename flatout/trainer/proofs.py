@@ -1,0 +1,120 @@
+"""What start-up proves about a run's model, and what an equal earlier start has proved already."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flatout.config.schema import Config
+from flatout.environment import CHECK_AGAIN, checks_again
+from flatout.errors import CheckpointError, ResourceError
+from flatout.io.kept_facts import KeptFacts, find_facts, keep_facts
+from flatout.models.load.model import LoadedModel
+from flatout.models.lora.adapter import adapter_config
+from flatout.models.proof_key import proof_key
+from flatout.models.selftest import prove_layout
+from flatout.parallel.control_group import ControlGroup
+from flatout.track.callback import Reporter
+from flatout.trainer.planning import PlannedRun
+
+# the settings that the checks depend on
+SETTINGS = {
+    "method", "device", "deterministic", "freeze", "compile", "recompute", "strategy", "deepspeed", "model", "lora",
+    "base", "full", "experts", "sharding", "comm",
+}  # fmt: skip
+
+
+class Proofs:
+    """Keeps what was proved, and finds it again; all methods are collective, and all ranks find the same.
+
+    With `planned.recalls`, a check is left out or shortened if an earlier start proved it with an equal key: the same
+    code and packages, weights, model, settings, split over ranks, device and environment. Only a process that runs
+    nothing but flatout's own code may recall, as code of others may have changed something that no key holds.
+    """
+
+    def __init__(self, config: Config, planned: PlannedRun, group: ControlGroup, reporter: Reporter) -> None:
+        self._config, self._planned, self._group, self._reporter = config, planned, group, reporter
+        self._key: Mapping[str, Any] | None = None
+        if planned.recalls and checks_again():
+            reporter.stage("checks", f"all are made anew, as {CHECK_AGAIN} is set")
+        # without a fingerprint the weights are not known
+        recalls = planned.recalls and not checks_again() and "model" in planned.fingerprints
+        self._recalls = all(group.all_gather(recalls))
+
+    def identify(self, loaded: LoadedModel, device: torch.device) -> None:
+        """Take the loaded model, still without adapters, and the run's device into the key; call it before the rest."""
+        config, planned, layout = self._config, self._planned, self._planned.parallel_layout
+        if self._recalls:
+            self._key = {
+                **proof_key(loaded, device),
+                "settings": json.dumps(config.model_dump(mode="json", include=SETTINGS)),
+                "new_tokens": list(config.data.added_tokens),
+                "seed": config.seed if config.model.init == "random" else None,
+                "weights": dict(planned.fingerprints["model"]),
+                "longest": self._longest,
+                "batch": dict(planned.plan.batch_bounds),
+                "memory": [planned.memory.recompute, planned.memory.transposed_weights],
+                "split": [layout.strategy, self._group.rank.world, layout.num_replicas, layout.expert_ranks],
+            }
+
+    @property
+    def _longest(self) -> int:
+        stores = [self._planned.store, *(each.store for each in self._planned.eval_sets)]
+        return max(int(store.lengths.max()) for store in stores)
+
+    def prove_layout(self, loaded: LoadedModel) -> tuple[LoadedModel, str]:
+        """Prove the model's layout on all ranks as `models/selftest.py` does; return the model and a line about it."""
+        if known := self.find("self-test"):
+            return loaded, f"{known.facts['line']}; {known.since}"
+        found: list[tuple[LoadedModel, str]] = []
+        options: dict[str, Any] = {
+            "longest": self._longest,
+            "any_attention": self._config.model.attention == "auto",
+            "shares_prefixes": self._planned.plan.shares_prefixes,
+        }
+        # if it fails on one rank, all must plan again
+        self._group.run_on_all_ranks(lambda: found.append(prove_layout(loaded, **options)))
+        proved, line = found[0]
+        # a model that had to change is proved every time
+        if proved is loaded:
+            self.keep("self-test", {"line": line})
+        return proved, line
+
+    def prove_adapter(self, loaded: LoadedModel) -> str | None:
+        """Prove that PEFT will read the adapter, now and not after the last step; return a line if there is one to say.
+
+        Raises UsageError as `adapter_config` does.
+        """
+        known = self.find("adapter")
+        if known is None:
+            spelled = adapter_config(loaded.model, self._config.lora, base_name=self._config.model.name)
+            known = KeptFacts({"num_by_weight": len(spelled["target_parameters"] or ())}, "")
+            self.keep("adapter", known.facts)
+        if by_weight := known.facts["num_by_weight"]:
+            return f"{by_weight} layers are exported as target_parameters, which PEFT needs for this model"
+        return None
+
+    def find(self, kind: str) -> KeptFacts | None:
+        """Return what was proved; None on all ranks unless all have found it."""
+        if not self._recalls:
+            return None
+        found: KeptFacts | None = None
+        assert self._key is not None
+        try:
+            found = find_facts(kind, self._key)
+        except CheckpointError as error:
+            self._reporter.stage("checks", f"{error}: it is ignored, and the check is made again")
+        return found if all(self._group.all_gather(found is not None)) else None
+
+    def keep(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Keep what was proved by these facts for an equal start."""
+        if not self._recalls:
+            return
+        assert self._key is not None
+        try:
+            keep_facts(kind, self._key, facts)
+        except ResourceError as error:
+            self._reporter.stage("checks", f"{error}; the next start makes the check again")

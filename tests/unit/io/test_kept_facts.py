@@ -1,0 +1,120 @@
+"""Facts are found again under an equal key only, and damage is told."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flatout.errors import CheckpointError, ResourceError
+from flatout.io.kept_facts import PACKAGE, find_facts, hashes_of, keep_facts
+
+KEY = {"flatout": "1", "device": ["cuda", 9, 0], "settings": {"rank": 16, "dropout": 0.0}}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "flatout" / "checks"
+
+
+def test_facts_are_found_under_an_equal_key_and_kind_only() -> None:
+    assert find_facts("self-test", KEY) is None
+    keep_facts("self-test", KEY, {"line": "exact"})
+    for equal in (KEY, dict(reversed(KEY.items()))):
+        found = find_facts("self-test", equal)
+        assert found is not None
+        assert found.facts == {"line": "exact"}
+    assert find_facts("compiled layers", KEY) is None
+    for changed in (
+        {"flatout": "2"},
+        {"device": ["cuda", 9, 1]},
+        {"settings": {"rank": 16, "dropout": 0.1}},
+        {"new": 1},
+    ):
+        assert find_facts("self-test", {**KEY, **changed}) is None
+
+
+def test_the_folder_is_private(cache: Path) -> None:
+    keep_facts("self-test", KEY, {})
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace("exact", "other"),
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace('"exact"', "NaN"),
+        lambda text: "[]",
+        lambda text: "",
+    ],
+)
+def test_damage_is_told_with_the_file(cache: Path, damage: object) -> None:
+    keep_facts("self-test", KEY, {"line": "exact"})
+    (file,) = cache.iterdir()
+    file.write_text(damage(file.read_text()))  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match=r"self-test-.*\.json"):
+        find_facts("self-test", KEY)
+
+
+def test_the_facts_of_another_key_in_the_place_of_this_one_do_not_count(cache: Path) -> None:
+    keep_facts("self-test", KEY, {"line": "mine"})
+    (mine,) = cache.iterdir()
+    keep_facts("self-test", {**KEY, "flatout": "2"}, {"line": "another's"})
+    (other,) = set(cache.iterdir()) - {mine}
+    other.replace(mine)
+    assert find_facts("self-test", KEY) is None
+
+
+def test_nan_is_not_kept() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        keep_facts("compiled layers", KEY, {"smallest_cosine": float("nan")})
+
+
+def test_a_folder_that_cannot_be_written_is_told(cache: Path) -> None:
+    cache.parent.mkdir()
+    cache.write_text("a file")
+    with pytest.raises(ResourceError, match="checks"):
+        keep_facts("self-test", KEY, {})
+
+
+def identity_of(package: Path, **env: str) -> dict[str, str]:
+    """What a process that imports flatout from this folder says of its code and packages."""
+    code = "import json\nfrom flatout.io.kept_facts import code_identity\nprint(json.dumps(dict(code_identity())))"
+    env = {**os.environ, "PYTHONPATH": str(package.parent), **env}
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def test_a_changed_line_of_flatout_or_another_package_changes_the_identity(tmp_path: Path) -> None:
+    package = tmp_path / "src" / "flatout"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    before = identity_of(package)
+    assert identity_of(package) == before
+    with (package / "models" / "packed.py").open("a") as file:
+        file.write("# changed\n")
+    changed = identity_of(package)
+    assert changed["flatout"] != before["flatout"]
+    assert changed["packages"] == before["packages"]
+    site = tmp_path / "site"
+    (site / "kernels-1.0.dist-info").mkdir(parents=True)
+    installed = identity_of(package, PYTHONPATH=f"{package.parent}:{site}")
+    assert installed["flatout"] == changed["flatout"]
+    assert installed["packages"] != changed["packages"]
+    (site / "kernels-1.0.dist-info").rename(site / "kernels-1.1.dist-info")
+    assert identity_of(package, PYTHONPATH=f"{package.parent}:{site}")["packages"] != installed["packages"]
+
+
+def test_hashes_are_of_the_content(tmp_path: Path) -> None:
+    file = tmp_path / "modeling.py"
+    file.write_text("a")
+    before = hashes_of({"modeling": file})
+    file.write_text("b")
+    assert hashes_of({"modeling": file}) != before
+    with pytest.raises(ResourceError, match="gone"):
+        hashes_of({"gone": tmp_path / "gone"})

@@ -1,0 +1,80 @@
+"""Every second of a start belongs to one stage."""
+
+import time
+from pathlib import Path
+
+from flatout.track.callback import MemoryCallback, Reporter
+from flatout.track.record import describe_event
+from flatout.track.run_log import RunLog
+from flatout.track.start_up import EVENT, StartUpClock, process_launch, stages_of
+from flatout.view.facts import start_rows
+
+
+class Clock:
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_stages_add_up_to_the_time_since_the_launch() -> None:
+    clock, heard = Clock(), MemoryCallback()
+    start_up = StartUpClock(97.0, "starting the launcher", clock)
+    start_up.begin("starting Python", at=98.5)
+    start_up.begin("reading the settings")
+    reporter = Reporter(heard, start_up=start_up)
+    for seconds, phase in ((0.25, "planning"), (2.0, "self-test"), (1.0, "planning"), (4.0, "step")):
+        clock.now += seconds
+        reporter.phase(phase)
+        reporter.phase(phase, 5, 10)
+    clock.now += 0.5
+    reporter.stepped()
+    clock.now += 50.0
+    reporter.phase("step", 2)
+    reporter.stepped()
+    assert heard.events == [
+        (
+            EVENT,
+            {
+                "total_s": 10.75,
+                "stages": {
+                    "starting the launcher": 1.5,
+                    "starting Python": 1.5,
+                    "reading the settings": 0.25,
+                    "planning": 6.0,
+                    "self-test": 1.0,
+                    "step": 0.5,
+                },
+            },
+        )
+    ]
+    line = describe_event(*heard.events[0])
+    assert line.startswith("10.8 s from launch to the end of the first step: planning 6.0, starting the launcher 1.5")
+
+
+def test_a_clock_that_is_set_back_makes_no_stage_negative() -> None:
+    clock = Clock()
+    start_up = StartUpClock(clock=clock)
+    clock.now = 50.0
+    start_up.begin("planning")
+    clock.now = 51.0
+    assert start_up.finish() == {"total_s": 1.0, "stages": {"starting": 0.0, "planning": 1.0}}
+
+
+def test_the_launch_of_this_process_is_before_now() -> None:
+    assert time.time() - 86_400 < process_launch() <= time.time()
+
+
+def test_a_damaged_event_has_no_stages() -> None:
+    assert stages_of({"stages": "gone"}) == {}
+    assert stages_of({"stages": {"planning": "long", "step": 2}}) == {"step": 2.0}
+    assert describe_event(EVENT, {}) == "0.0 s from launch to the end of the first step: "
+
+
+def test_a_report_lists_the_stages_of_the_last_start_and_their_sum() -> None:
+    earlier = {"kind": EVENT, "stages": {"planning": 9.0}}
+    last = {"kind": EVENT, "stages": {"planning": 1.5, "step": 2.0}}
+    rows = start_rows(RunLog(Path("run"), events=[earlier, {"kind": "saved"}, last]))
+    assert rows == [("planning", "1.50"), ("step", "2.00"), ("launch to the end of the first step", "3.50")]
+    assert start_rows(RunLog(Path("run"))) == []
