@@ -212,7 +212,9 @@ def _differentiable(
 
         @staticmethod
         def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
-            saved, (sinks, *shared) = ctx.saved_tensors[:-_NUM_OPTIONS], ctx.saved_tensors[-_NUM_OPTIONS:]
+            # checkpointing lets them be read once
+            tensors = ctx.saved_tensors
+            saved, (sinks, *shared) = tensors[:-_NUM_OPTIONS], tensors[-_NUM_OPTIONS:]
             gradients = operator_backward(output_grad, *saved, *ctx.settings, *shared)
             *_, output, log_sums, _ = saved
             trained = ctx.needs_input_grad[4]

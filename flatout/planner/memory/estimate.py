@@ -19,7 +19,7 @@ _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 #   Qwen3-8B compiled 115.7 to 116.8 GiB at 21.0 k to 21.3 k tokens; memory budget 0.5: 69.2, 0.25: 46.2 GiB
 #   at 17.4 k tokens bf16 97.9, fp8 91.4, NF4 with fp8 products 88.3 GiB; full with bf16 weights and 8-bit moments
 #   115.1 at 16.8 k; Qwen3-1.7B full at 20.8 k tokens: fp32 masters 67.5, bf16 weights 58.5, fp8 products 53.7 GiB
-#   Qwen3-30B-A3B at 17.4 k tokens 119.7 GiB, with adapters of experts 130.2; NF4, recompute full, 8-bit moments 23.1
+#   Qwen3-30B-A3B at 20.8 k tokens 119.7 GiB, with adapters of experts 130.2; NF4, recompute full, 8-bit moments 23.1
 #   Qwen3-0.6B compiled 26.4 GiB at 19.5 k and 28.3 GiB at 21.2 k tokens; eager 34.7 GiB at 19.5 k
 # activations of eager layers, relative to compiled ones (norms and rotations in fp32, unfused products)
 EAGER_SHARE = 1.37
@@ -34,8 +34,6 @@ ADAM_8BIT_BYTES = 2.03
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 # values that share a scale of 8-bit moments: a divisor of the last dimension in this range (see `optim.adamw_8bit`)
 ADAM_8BIT_BLOCKS = range(64, 257)
-# hidden states per token and layer that a pass keeps beside what grouped products of experts save
-GROUPED_HIDDEN = 2
 # layer inputs on the GPU while they are copied to the host or back
 OFFLOAD_INPUTS = 3
 # cuBLAS workspaces, batch tensors
@@ -109,8 +107,8 @@ class MemoryModel:
                      they replace activations, so in a step of one micro-batch only the larger of the two counts
         optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes per trained parameter (LoRA: as adamw for B, whose rows are
                      shorter than a block)
-        activations  none: L fat per token (2 D e more with grouped experts); selective: without the norms' outputs and
-                     the MLP's product; budget: the inputs L D s and 0.47 of the rest; full: L D s; offload: 3 D s;
+        activations  none: L fat per token; selective: without the norms' outputs and the MLP's product; budget: the
+                     inputs L D s and 0.47 of the rest; full: L D s; offload: 3 D s;
                      and always 10 D per token around the last norm
         working      the larger of: the head's `HEAD_TILE_ROWS` of logits and their gradient, label rows and their
                      gradient; and the backward pass of one layer: 0.75 fat per token, the recomputed share of it, and
@@ -308,7 +306,6 @@ class MemoryModel:
         """
         shape, lora, width = self.shape, self.config.lora, self.widths
         elements = activation_elements(shape) - self._unsaved_elements
-        elements += GROUPED_HIDDEN * shape.hidden_size if self._unsaved_elements else 0
         if self.config.method == "lora" and (lora.dropout or lora.dora):
             targets = shape.targeted(lora).values()
             own = sum(linear.num_in for linear in targets) if lora.dropout else 0

@@ -105,8 +105,9 @@ MEASURED = [
         },
         115.1,
     ),
-    ("30b-a3b", {"size": LARGE, "lora": ATTENTION}, 119.7),
-    ("30b-a3b", {"size": LARGE, "lora": EXPERTS}, 130.2),
+    ("30b-a3b", {"size": LARGEST, "lora": ATTENTION}, 119.7),
+    ("30b-a3b", {"size": LARGEST, "lora": EXPERTS}, 130.2),
+    ("30b-a3b", {"size": LARGE, "lora": EXPERTS, "base": {"storage": "fp8"}}, 94.3),
     (
         "30b-a3b",
         {
