@@ -67,9 +67,10 @@ def batch():
     return flatten_samples([(np.arange(9), np.ones(9, bool))], num_boundaries=64)
 
 
-def compile_on_the_cpu(loaded, proved=False):
+def compile_on_the_cpu(loaded, num_shared_boundaries=None, proved=False):
     loss = PackedLoss(loaded.model)
-    return compiling._compile(loaded, 64, 0.99, loss, loss, proved)
+    boundaries = {"num_boundaries": 64, "num_shared_boundaries": num_shared_boundaries}
+    return compiling._compile(loaded, boundaries, 0.99, loss, loss, proved)
 
 
 def compiles_elsewhere():
@@ -123,6 +124,21 @@ def test_of_layers_that_were_all_compared_before_only_the_ends_of_each_kind_are(
     assert loss_and_runs(compilable, runs)[1] == 3
     compilable.model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
     assert compiling._ends_of_kinds(layers, compilable.model) == set(layers)
+
+
+def test_batches_with_and_without_shared_prefixes_run_by_one_graph(compilable, runs):
+    """What layers are called with; that the operator merges both parts compiled is in parity/test_shared_prefix.py."""
+    assert compile_on_the_cpu(compilable, num_shared_boundaries=9).is_complete
+    texts = [np.arange(40) % 7, np.append(np.arange(30) % 7, [9, 8, 7]), np.arange(50)]
+    samples = [(ids, np.arange(len(ids)) > 30) for ids in texts]
+    for shared in (((30, 2),), (), ((29, 2),)):
+        prefixes = flatten_samples(samples, num_boundaries=64, shared=shared, num_shared_boundaries=9)
+        runs.clear()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            after = packed_loss(compilable.model, prefixes).loss_sum
+        assert len(runs) == 3
+        with torch.compiler.set_stance("force_eager"):
+            assert torch.allclose(after, packed_loss(compilable.model, prefixes).loss_sum)
 
 
 def test_one_class_that_does_not_compile_leaves_the_others_compiled(compilable, runs):
