@@ -186,7 +186,7 @@ def test_a_layer_that_differs_compiled_runs_eagerly(compilable, runs, monkeypatc
 
     monkeypatch.setattr(nn.Module, "compile", compile_wrongly)
     before = packed_loss(compilable.model, batch()).loss_sum
-    outcome = compile_on_the_cpu(compilable, proved)
+    outcome = compile_on_the_cpu(compilable, proved=proved)
     # also if an earlier start found all layers equal: now all are compared again
     assert (outcome.num_compiled, outcome.num_layers, outcome.num_compared) == (2, 3, None)
     assert "1 run eagerly: the gradient of trained weights of layer 2 differs compiled from eager" in outcome.line
