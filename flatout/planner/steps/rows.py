@@ -11,8 +11,8 @@ from flatout.planner.cost import CostModel
 # rows are this multiple of tokens long, so that a run has few sizes, which float8 products also need
 ROW_MULTIPLE = 16
 # what a pass costs besides its tokens: more padding and fewer passes with a larger value. Chat lengths (lognormal, mean
-# of logs 6.0, sigma 0.8), 32 samples on one rank: 128 pads 5 % in 10.8 passes, 256 7.4 % in 8.3, 512 10.9 % in 6.3
-PASS_TOKENS = 256
+# of logs 6.0, sigma 0.8), 32 samples on one rank: 128 pads 5 % in 10.8 passes, 280 7.5 % in 8.1, 512 10.9 % in 6.3
+PASS_TOKENS = 280
 # makes every pass as large as the budget allows
 FEWEST_PASSES = 1 << 40
 
