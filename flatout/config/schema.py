@@ -14,7 +14,15 @@ from flatout.config import deepspeed
 from flatout.config.data import NAME_PATTERN, DataConfig, Name, SourceConfig
 from flatout.config.model import BaseConfig, ExpertsConfig, FullConfig, LoraConfig, ModelConfig
 from flatout.config.optim import LR_OF_METHOD, OptimConfig, ScheduleConfig
-from flatout.config.parallel import STRATEGIES, CommConfig, FaultsConfig, ShardingConfig, StrategyName
+from flatout.config.parallel import (
+    STRATEGIES,
+    CommConfig,
+    ContextConfig,
+    FaultsConfig,
+    ShardingConfig,
+    StrategyName,
+    check_context,
+)
 from flatout.config.resume_effects import RESUME_EFFECTS
 from flatout.config.section import PathText, Section, refuse_unused, short_form
 from flatout.config.shortcuts import expand
@@ -182,6 +190,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     sharding: ShardingConfig = ShardingConfig()
+    context: ContextConfig = ContextConfig()
     comm: CommConfig = CommConfig()
     faults: FaultsConfig = FaultsConfig()
     track: Annotated[TrackConfig, short_form({"type": "string"}, {"type": "array"})] = TrackConfig()
@@ -323,6 +332,11 @@ class Config(Section):
         num_ranks = self.experts.parallel
         if num_ranks > 1 and (why := self._reason_against_sharing_experts):
             raise ValueError(f"experts.parallel: {num_ranks} does not work with {why}; change that or set it to 1")
+        return self
+
+    @model_validator(mode="after")
+    def _context_can_be_shared(self) -> Self:
+        check_context(self)
         return self
 
     @property

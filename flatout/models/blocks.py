@@ -147,7 +147,9 @@ def document_arguments(batch: PackedBatch) -> dict[str, Any]:
     """
     if batch.row_length is not None:
         return {"row_cu_seqlens": batch.cu_seqlens, "max_row_length": batch.max_seqlen}
-    given = {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
+    given: dict[str, Any] = {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
+    if batch.keys is not None:
+        return {**given, "context_keys": batch.keys}
     # kernels for the delta rule then count their chunks without waiting for the GPU
     return given if batch.cu_seqlens_cpu is None else {**given, "cu_seqlens_cpu": batch.cu_seqlens_cpu}
 

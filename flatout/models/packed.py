@@ -18,6 +18,11 @@ _TENSORS = ("token_ids", "position_ids", "cu_seqlens", "label_rows", "label_ids"
 SMALLEST_MAX_SEQLEN = 128
 
 
+def rounded_max_seqlen(longest: int) -> int:
+    """Return an upper bound on the length of documents, a power of two, so that a run has few."""
+    return 1 << (max(longest, SMALLEST_MAX_SEQLEN) - 1).bit_length()
+
+
 def padded_num_boundaries(max_documents: int) -> int:
     """Return the number of boundaries of every batch of a run: documents and tail, rounded up to a multiple of 64."""
     return -(-(max_documents + 2) // BOUNDARIES_MULTIPLE) * BOUNDARIES_MULTIPLE
@@ -44,14 +49,25 @@ def packed_size(
     and other streams at least to `fill_tokens`.
     """
     if row_length is not None:
-        return PackedSize(len(lengths) * row_length, 1 << (max(row_length, SMALLEST_MAX_SEQLEN) - 1).bit_length())
+        return PackedSize(len(lengths) * row_length, rounded_max_seqlen(row_length))
     num_tokens = sum(lengths)
     filled = max(num_tokens, fill_tokens)
     filled += -filled % TOKENS_MULTIPLE
     if (bucket := bisect_left(size_buckets, filled)) < len(size_buckets):
         filled = size_buckets[bucket]
-    longest = max(*lengths, filled - num_tokens, SMALLEST_MAX_SEQLEN)
-    return PackedSize(filled, 1 << (longest - 1).bit_length())
+    return PackedSize(filled, rounded_max_seqlen(max(*lengths, filled - num_tokens)))
+
+
+class KeyPieces(NamedTuple):
+    """Which keys the pieces of a share attend to, see `flatout.models.context.share`.
+
+    `rows` int64 (S,) are the keys' rows in the gathered shares of all ranks, piece by piece; `cu_seqlens` int32 (D+1,)
+    their boundaries, as many as of the batch; `max_seqlen` an upper bound on the keys of a piece.
+    """
+
+    rows: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +79,7 @@ class PackedBatch:
     the rows whose next token has loss and `label_ids` int64 (L,) those next tokens; `is_padding` bool (T,) the tokens
     of no sample. With `row_length`, each document is padded on the right to that many tokens, at position 0, and its
     boundaries are those of its row. `cu_seqlens_cpu` is `cu_seqlens` on the CPU, for a batch that was copied to a GPU.
+    With `keys`, the batch is one rank's share of the tokens, and D counts pieces of documents.
     """
 
     token_ids: torch.Tensor
@@ -74,6 +91,7 @@ class PackedBatch:
     is_padding: torch.Tensor
     row_length: int | None = None
     cu_seqlens_cpu: torch.Tensor | None = None
+    keys: KeyPieces | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -91,10 +109,14 @@ class PackedBatch:
     def to(self, device: torch.device) -> PackedBatch:
         """Return the batch on `device`. Copies to a GPU are from pinned memory and non-blocking."""
         pin = device.type == "cuda" and self.token_ids.device.type == "cpu"
-        moved: dict[str, Any] = {}
-        for name in _TENSORS:
-            own = getattr(self, name)
-            moved[name] = (own.pin_memory() if pin else own).to(device, non_blocking=True)
+
+        def move(own: torch.Tensor) -> torch.Tensor:
+            return (own.pin_memory() if pin else own).to(device, non_blocking=True)
+
+        moved: dict[str, Any] = {name: move(getattr(self, name)) for name in _TENSORS}
+        if self.keys is not None:
+            rows, cu_seqlens, max_seqlen = self.keys
+            moved["keys"] = KeyPieces(move(rows), move(cu_seqlens), max_seqlen)
         if pin:
             moved["cu_seqlens_cpu"] = self.cu_seqlens
         return replace(self, **moved)
@@ -134,6 +156,8 @@ class PackedBatch:
         """Keep the allocator from reusing these tensors' memory, once freed, before the work queued on `stream`."""
         for name in _TENSORS:
             getattr(self, name).record_stream(stream)
+        for tensor in self.keys[:2] if self.keys else ():
+            tensor.record_stream(stream)
 
 
 def flatten_samples(

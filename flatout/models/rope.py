@@ -90,6 +90,15 @@ def length_limits(model: nn.Module) -> set[int]:
     return {limit for module in model.modules() for _, limit in _limits(module).values()}
 
 
+def length_dependent_kind(config: Any) -> str | None:
+    """Return the kind of rope by a text config if it depends on the length of a document, without a model."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # one for all layers, or by layer type
+    each = [parameters] if "rope_type" in parameters else [one for one in parameters.values() if isinstance(one, dict)]
+    kinds = (str(one.get("rope_type")) for one in each)
+    return next((kind for kind in kinds if kind == "longrope" or "dynamic" in kind), None)
+
+
 @contextmanager
 def plain_rope(model: PreTrainedModel) -> Iterator[None]:
     """Use transformers' own rotary embeddings within this context."""

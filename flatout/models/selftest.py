@@ -20,6 +20,7 @@ from flatout.models.blocks import (
     last_states,
     model_inputs,
 )
+from flatout.models.context.share import MIN_CHUNK_TOKENS, ContextShare
 from flatout.models.experts.lora import num_expert_tensors
 from flatout.models.head import packed_loss
 from flatout.models.load.model import LoadedModel
@@ -192,6 +193,30 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
     return f"; beyond {limits[-1]:,} tokens within {error:.1e}"
 
 
+def check_share(loaded: LoadedModel, share: ContextShare) -> tuple[float, float]:
+    """Return by how much hidden states of a rank's share of a micro-batch differ from those of the whole, and a limit.
+
+    The micro-batch has documents that are cut and some that are not. Collective over the ranks that share it; the
+    model's mode and the random state do not change.
+    """
+    model, was_training = loaded.model, loaded.model.training
+    lengths = (3, 2 * share.num_shares * MIN_CHUNK_TOKENS + 5, 150, 41)
+    batch = random_batch(model, lengths)
+    on_host = batch.to(torch.device("cpu"))
+    numbered = share.of(replace(on_host, token_ids=torch.arange(batch.num_tokens)))
+    own = torch.nonzero(~numbered.is_padding).flatten().to(model.device)
+    model.eval()
+    try:
+        with torch.no_grad(), torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
+            whole = _exact(hidden_states(model, batch)).index_select(0, numbered.token_ids.to(model.device)[own])
+            ours = _exact(hidden_states(model, share.of(on_host).to(model.device)))[own]
+    finally:
+        model.train(was_training)
+    # in fp64, rope's float32 cosines vary at lengths off the SIMD width; 16-bit states differ in the last bits of sums
+    limit = {torch.float64: 1e-6, torch.float32: 1e-4}.get(loaded.dtype, 8 * torch.finfo(loaded.dtype).eps)
+    return _error(ours, whole, has_experts(model), (len(own),)), limit
+
+
 def has_experts(model: PreTrainedModel) -> bool:
     """Whether the model routes tokens to experts."""
     names = (name for layer in decoder_layers(model) for name, _ in layer.named_modules())
@@ -199,12 +224,18 @@ def has_experts(model: PreTrainedModel) -> bool:
 
 
 def random_batch(
-    model: PreTrainedModel, lengths: Sequence[int], num_boundaries: int | None = None, row_length: int | None = None
+    model: PreTrainedModel,
+    lengths: Sequence[int],
+    num_boundaries: int | None = None,
+    row_length: int | None = None,
+    share: ContextShare | None = None,
 ) -> PackedBatch:
-    """Return documents of these lengths on the model's device, all tokens labels; the same at every call."""
+    """Return documents of these lengths on the model's device, or a `share`, all labels; the same at every call."""
     num_embeddings = model.get_input_embeddings().weight.shape[0]
     token_ids = np.random.default_rng(0).integers(0, num_embeddings, sum(lengths))
     documents = [(ids, np.ones(len(ids), bool)) for ids in np.split(token_ids, np.cumsum(lengths)[:-1])]
+    if share is not None:
+        return share.of(flatten_samples(documents), num_boundaries).to(model.device)
     return flatten_samples(documents, num_boundaries=num_boundaries, row_length=row_length).to(model.device)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -43,6 +44,7 @@ from flatout.parallel.shards import flat_offset_of, is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, connect
 from flatout.planner.memory.estimate import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
+from flatout.trainer.context_ranks import share_context, share_of
 from flatout.trainer.expert_ranks import share_experts
 from flatout.trainer.feed import Feed
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
@@ -70,8 +72,9 @@ def build_run(
     loaded, planned = load_or_replan(config, planned, checkpoints.group, reporter, rank, objective)
     fused = replace_layers(loaded, config, planned, reporter)
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
-    feed = Feed(planned.store, device, max_documents=planned.plan.max_documents, size_buckets=size_buckets)
-    eval_feeds = tuple(Feed(each.store, device, max_documents=each.max_documents) for each in planned.eval_sets)
+    feed_of = partial(Feed, device=device, share=share_of(planned.parallel_layout, rank))
+    feed = feed_of(planned.store, max_documents=planned.plan.max_documents, size_buckets=size_buckets)
+    eval_feeds = tuple(feed_of(each.store, max_documents=each.max_documents) for each in planned.eval_sets)
     loss = make_loss(loaded, planned, config, objective, reporter)
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
     compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, reporter)
@@ -175,6 +178,7 @@ def load_trainable(
         rows=planned.plan.layout.name == "rows",
         num_rows=num_rows,
         keep_dense=config.lora.modules_to_save,
+        context_ranks=planned.parallel_layout.context_ranks,
     )
     for line in loaded.report:
         reporter.stage("model", line)
@@ -295,14 +299,12 @@ def shard_state(
     reporter.phase("setting up strategy and optimizer")
     layout = planned.parallel_layout
     options = StrategyOptions(
-        strategy=layout.strategy,
-        num_replicas=layout.num_replicas,
-        reshard_after_forward=layout.reshard_after_forward,
-        compute=loaded.dtype if loaded.autocast else None,
-        dtype=loaded.dtype,
-        expert_ranks=layout.expert_ranks,
-    )
+        strategy=layout.strategy, num_replicas=layout.num_replicas, expert_ranks=layout.expert_ranks,
+        context_ranks=layout.context_ranks, reshard_after_forward=layout.reshard_after_forward,
+        compute=loaded.dtype if loaded.autocast else None, dtype=loaded.dtype,
+    )  # fmt: skip
     strategy = connect(rank, device, config, options)
+    share_context(loaded, strategy, share_of(layout, rank), reporter)
     mark_slices = share_experts(loaded, strategy, reporter)
 
     def optimizer_of_shards() -> torch.optim.Optimizer:
@@ -381,11 +383,13 @@ def compile_model(
     mode = config.compile if planned.parallel_layout.compiles else "off"
     with compiling_with(recompute):
         compiled = compile_layers(
-            loaded, mode, num_boundaries=feed.num_boundaries, fp8=config.computes_in_fp8, loss=loss, wrapper=wrapper
-        )
+            loaded, mode, num_boundaries=feed.num_boundaries, fp8=config.computes_in_fp8, loss=loss, wrapper=wrapper,
+            share=feed.share,
+        )  # fmt: skip
     reporter.stage("compile", compiled.line)
     if feed.num_boundaries is not None and compiled.num_compiled:
-        sizes = count_sizes(planned.plan, rank.index, size_buckets=feed.size_buckets)
+        place = rank.index // planned.parallel_layout.context_ranks
+        sizes = count_sizes(planned.plan, place, size_buckets=feed.size_buckets)
         if num_graphs := prepare_attention(loaded.attention, sizes, feed.num_boundaries):
             reporter.stage("compile", f"{num_graphs} {loaded.attention} graphs for the plan's sizes")
         with torch.autocast(loaded.model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):

@@ -43,6 +43,8 @@ def plan_graphs(
         return "as configured", ()
     if device.type != "cuda":
         return "only on CUDA", ()
+    if planned.parallel_layout.context_ranks > 1:
+        return "ranks that share micro-batches exchange keys in every pass", ()
     if config.method != "lora" or config.optim.name == "adamw8bit" or planned.parallel_layout.lockstep:
         return "gradients have no fixed address", ()
     if reads := _host_reads(model):
@@ -158,7 +160,7 @@ def record_graphs(run: Run, why_not: str | None) -> str:
     assert run.feed.num_boundaries is not None
     places = [(parameter, parameter.grad) for parameter in run.named_parameters.values() if parameter.grad is not None]
     decoder = GraphedDecoder(run.model, *zip(*places, strict=True))
-    counts = count_sizes(run.plan, run.rank.index, size_buckets=run.feed.size_buckets)
+    counts = count_sizes(run.plan, run.data_rank, size_buckets=run.feed.size_buckets)
     sizes, num_recorded = sorted((size for size, _ in counts.most_common(MAX_RECORDINGS)), reverse=True), 0
     try:
         for size in sizes:

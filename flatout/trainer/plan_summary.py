@@ -22,6 +22,7 @@ class PlanSummary:
     decision: MemoryDecision
     device: Device | None
     longest_document_tokens: int | None
+    context_ranks: int = 1
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<18} {text}" for name, text in self.rows(()))
@@ -29,7 +30,7 @@ class PlanSummary:
     def rows(self, events: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, str]]:
         """Yield the summary and what planning reported as pairs of name and text."""
         yield from report_rows(self.report)
-        if self.report.num_ranks > 1:
+        if self.report.num_ranks > 1 or self.context_ranks > 1:
             yield "strategy", self.strategy
         if self.device:
             yield f"on {self.device.name}", self.decision.reason
@@ -53,4 +54,4 @@ def summarize_plan(
     longest = None
     if device is not None:
         longest = longest_document_tokens(config, planned.shape, device, report.label_share, layout)
-    return PlanSummary(report, layout.reason, decision, device, longest)
+    return PlanSummary(report, layout.reason, decision, device, longest, layout.context_ranks)

@@ -38,6 +38,7 @@ from flatout.planner.steps.rows import FEWEST_PASSES, PASS_TOKENS, row_length
 from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, make_plan, split_held_out
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
+from flatout.trainer.context_ranks import check_context
 from flatout.trainer.model_shape import read_shape, read_text_config
 from flatout.trainer.prompts import PromptSet, plan_prompts
 
@@ -99,6 +100,7 @@ def plan_run(
     reporter.phase("reading the model's configuration")
     shape = read_shape(config.model.name, config.model.revision)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
+    check_context(config, shape, read_text_config(config.model.name, config.model.revision), rank, objective)
     store = open_tokens(config.data, config, reporter)
     num_tokens, num_labels = int(store.lengths.sum()), int(store.num_labels.sum())
     reporter.stage(
@@ -147,10 +149,10 @@ def takes_rows(config: Config, reporter: Reporter, unpackable: str | None) -> bo
     """Choose the layout and report it; return whether each sample is a row. Raises UsageError as `choose_layout`."""
     text_config = read_text_config(config.model.name, config.model.revision)
     choice = LayoutChoice("rows", unpackable) if unpackable else choose_layout(text_config, config.batch.layout)
-    if choice.layout == "rows" and config.experts.parallel > 1:
+    shared = {"experts.parallel": config.experts.parallel, "context.parallel": config.context.parallel}
+    if choice.layout == "rows" and (name := next((name for name, number in shared.items() if number > 1), None)):
         raise UsageError(
-            f"experts.parallel: {config.experts.parallel} needs packed samples, but this model takes rows "
-            f"({choice.reason}); set experts.parallel: 1"
+            f"{name}: {shared[name]} needs packed samples, but this model takes rows ({choice.reason}); set {name}: 1"
         )
     reporter.stage("layout", f"{choice.layout}: {choice.reason}")
     return choice.layout == "rows"
@@ -213,7 +215,7 @@ def plan_training(
         config.batch,
         micro_batch_tokens=row_length(int(store.lengths.max())) * config.batch.samples_per_step,
         seed=config.seed,
-        num_ranks=rank.world,
+        num_ranks=rank.world // config.context.parallel,
         cost=make_cost(config, shape),
         sample_ids=train_ids,
         pass_tokens=pass_tokens if rows else None,

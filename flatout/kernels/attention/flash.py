@@ -152,7 +152,7 @@ def packed_operator(
         *given, sinks = arguments
         output, log_sums = (tensor.contiguous() for tensor in forward(*given))
         if sinks is not None:
-            log_sums = by_token(_add_sinks(output, by_token(log_sums), sinks)).contiguous()
+            log_sums = by_token(add_sinks(output, by_token(log_sums), sinks)).contiguous()
         return output, log_sums
 
     def fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -194,7 +194,7 @@ def _differentiable(
             gradients = operator_backward(output_grad, *saved, *ctx.settings)
             *_, output, log_sums, _ = saved
             trained = ctx.needs_input_grad[4]
-            sinks_grad = _sinks_grad(output_grad, output, by_token(log_sums), sinks) if trained else None
+            sinks_grad = sinks_gradient(output_grad, output, by_token(log_sums), sinks) if trained else None
             return (*gradients, None, sinks_grad, None, None, None)
 
     def attention(
@@ -210,7 +210,7 @@ def _differentiable(
     return attention
 
 
-def _add_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+def add_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
     """Scale the output (T, H, D) in place for sinks (H,), and return the new log-sum-exp (T, H).
 
     A sink s is one more score, without a value: lse' = log(exp(lse) + exp(s)), O' = O exp(lse - lse').
@@ -220,7 +220,7 @@ def _add_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
     return total
 
 
-def _sinks_grad(output_grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+def sinks_gradient(output_grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
     """Return ds = sum over rows of p (0 - D), with the sink's probability p = exp(s - lse')."""
     row_sums = (output_grad.to(sinks.dtype) * output).sum(-1)
     return -((sinks - log_sums).exp() * row_sums).sum(0)

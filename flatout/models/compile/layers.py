@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from flatout.errors import first_line
 from flatout.models.blocks import decoder_layers
+from flatout.models.context.share import ContextShare
 from flatout.models.experts.block import computes_experts
 from flatout.models.head import PackedLoss
 from flatout.models.load.model import LoadedModel
@@ -111,13 +112,15 @@ def compile_layers(
     fp8: bool = False,
     loss: _Forward | None = None,
     wrapper: _Forward | None = None,
+    share: ContextShare | None = None,
 ) -> CompileOutcome:
     """Compile every decoder layer, compare each with eager on two small batches, and warm up the whole model.
 
     `num_boundaries` is that of every batch of the run (`padded_num_boundaries`); None on the CPU. `fp8` means that
     products are in float8. `loss` must already be sharded: sharding changes a layer's class and the dtype of its
     weights, which would trigger recompilation. `wrapper` is what training calls, if not `loss`; one pass without
-    gradients records how it calls the layers. All ranks must make the same call.
+    gradients records how it calls the layers. With `share`, batches are that share of micro-batches. All ranks must
+    make the same call.
     Off on the CPU, in fp64 and for transformers' own experts, whose routing is not a static graph. A layer whose
     gradients differ runs eagerly, and so do all layers of a class that does not compile; nothing else in the process
     changes. With dropout, the comparison runs without it, and the graph with dropout is compiled as well, so that no
@@ -132,13 +135,18 @@ def compile_layers(
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []), _compiler_settings():
         smallest = _SMALLEST_FP8_COSINE if fp8 else _SMALLEST_COSINE[loaded.dtype]
         loss = loss or PackedLoss(loaded.model)
-        outcome = _compile(loaded, num_boundaries, smallest, loss, wrapper or loss)
+        outcome = _compile(loaded, num_boundaries, smallest, loss, wrapper or loss, share)
     model.train(was_training)
     return outcome
 
 
 def _compile(
-    loaded: LoadedModel, num_boundaries: int, smallest_cosine: float, loss: _Forward, wrapper: _Forward
+    loaded: LoadedModel,
+    num_boundaries: int,
+    smallest_cosine: float,
+    loss: _Forward,
+    wrapper: _Forward,
+    share: ContextShare | None = None,
 ) -> CompileOutcome:
     # importing the compiler takes a second, and only runs on a GPU need it
     from torch._dynamo.exc import TorchDynamoException
@@ -153,7 +161,7 @@ def _compile(
     single = [lengths[:1] for lengths in _WARM_UP_LENGTHS] if loaded.rows else []
     warm_up = [*_WARM_UP_LENGTHS, *single]
     batches = [
-        random_batch(model, lengths, num_boundaries, row_length=_row_length(lengths) if loaded.rows else None)
+        random_batch(model, lengths, num_boundaries, _row_length(lengths) if loaded.rows else None, share)
         for lengths in warm_up
     ]
     # graphs are specific to train or eval mode; without dropout both compute the same, so compare train mode's graph

@@ -1,0 +1,113 @@
+"""Packed causal attention of pieces of documents: the queries of a piece are the last tokens of its keys."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.kernels.attention.flash import Attention
+from flatout.kernels.attention.reference import masked_attention
+from flatout.kernels.operators import define_operator
+
+_INPUTS = "Tensor q, Tensor k, Tensor v"
+_REST = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, SymInt? left"
+
+
+def pieces_mask(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_queries: int, num_keys: int, window: int | None = None
+) -> Tensor:
+    """Return the mask, bool (T, S): a query attends to keys of its piece up to itself, in a window to the last ones.
+
+    `cu_seqlens_q` and `cu_seqlens_k` int (D+1,) are the pieces' boundaries in queries and keys. Query i of a piece with
+    n queries and m >= n keys is its key i + m - n, as FlashAttention's causal mask aligns them.
+    """
+    queries, keys = (torch.arange(num, device=cu_seqlens_q.device) for num in (num_queries, num_keys))
+    piece_of_query = torch.bucketize(queries, cu_seqlens_q[1:], right=True)
+    piece_of_key = torch.bucketize(keys, cu_seqlens_k[1:], right=True)
+    # how far before the piece's end
+    queries, keys = cu_seqlens_q[1:][piece_of_query] - queries, cu_seqlens_k[1:][piece_of_key] - keys
+    distance = keys[None, :] - queries[:, None]
+    mask = (piece_of_query[:, None] == piece_of_key[None, :]) & (distance >= 0)
+    return mask if window is None else mask & (distance < window)
+
+
+def pieces_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    window: int | None = None,
+    **settings: Any,
+) -> Tensor:
+    """Compute causal attention of pieces with one mask: the reference for every other form.
+
+    query (T, H, D), key (S, K, D), value (S, K, E), boundaries as in `pieces_mask`; keywords as in `masked_attention`.
+    Returns (T, H, E).
+    """
+    mask = pieces_mask(cu_seqlens_q, cu_seqlens_k, len(query), len(key), window)
+    return masked_attention(query, key, value, mask, **settings)
+
+
+def padded_pieces_attention(
+    form: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    **settings: Any,
+) -> Tensor:
+    """Compute `pieces_attention` by a form for whole documents: each piece's first keys get queries that are dropped.
+
+    It costs as much attention as all of the keys' documents.
+    """
+    rows = torch.arange(len(query), device=query.device)
+    pieces = torch.bucketize(rows, cu_seqlens_q[1:], right=True)
+    rows = rows + (cu_seqlens_k[1:] - cu_seqlens_q[1:])[pieces]
+    padded = query.new_zeros(len(key), *query.shape[1:]).index_copy(0, rows, query)
+    return form(padded, key, value, cu_seqlens_k, **settings).index_select(0, rows)
+
+
+@cache
+def register_varlen_pieces() -> None:
+    """Register torch's FlashAttention-2 for pieces as flatout::varlen_pieces and its backward, once per process.
+
+    The operator takes q (T, H, D), k and v (S, K, D) in bf16 or fp16, which may be views, int32 boundaries, upper
+    bounds on the queries and keys of a piece, scale, and how many tokens before its own a query attends to (None: all).
+    It returns the output and its log-sum-exp, fp32 (H, T). flatout::varlen_pieces_backward takes the output's gradient,
+    q, k, v, output, log-sum-exp and the other arguments, and returns the three gradients.
+    """
+    kernel, kernel_backward = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
+
+    def settings(scale: float, left: int | None) -> dict[str, Any]:
+        return {"scale": scale, "window_size_left": -1 if left is None else left, "window_size_right": 0}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        *pieces, scale, left = rest
+        output, log_sums, *_ = kernel(q, k, v, *pieces, 0.0, left is None, False, **settings(scale, left))
+        return output.contiguous(), log_sums.contiguous()
+
+    def fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+    def run_backward(output_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        *saved, scale, left = arguments
+        # the random state is for dropout, which is off
+        random_state = output_grad.new_zeros(2, dtype=torch.uint64)
+        grads = kernel_backward(
+            output_grad.contiguous(), *saved, 0.0, left is None, random_state, output_grad.new_empty(0),
+            **settings(scale, left),
+        )  # fmt: skip
+        return tuple(grad.contiguous() for grad in grads)
+
+    def fake_backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    define_operator("flatout::varlen_pieces", f"({_INPUTS}, {_REST}) -> (Tensor, Tensor)", run, fake)
+    schema = f"(Tensor output_grad, {_INPUTS}, Tensor output, Tensor log_sums, {_REST}) -> (Tensor, Tensor, Tensor)"
+    define_operator("flatout::varlen_pieces_backward", schema, run_backward, fake_backward)
