@@ -42,8 +42,9 @@ class ContextShare:
 
     Each long document, and all the rest as one, is cut into 2 N chunks of equal length, of which a rank takes the one
     at `place` and its mirror image, 2 N - 1 - `place`. Causal attention to earlier chunks grows linearly along a
-    document, so every rank has the same of it. Among short documents it is small beside the products of a token, and
-    cutting the rest as one keeps whole nearly all of them, and the kernel's tiles full.
+    document, so every rank has the same of it. Of documents up to 256 N tokens it is small beside the products of their
+    tokens. So these are dealt to the rest's chunks by length, which keeps nearly all of them whole: cut into 2 N pieces
+    they would not fill the kernel's tiles.
 
     A rank has the same number of tokens for every micro-batch that the group shares: long documents are padded to a
     multiple of 2 N tokens, and the rest to that or, for a GPU, all to a multiple of 128 N. Padding has no labels.
@@ -103,7 +104,11 @@ class ContextShare:
         """Return the order and padding of documents of these lengths; a share has a multiple of `multiple` tokens."""
         num_chunks = 2 * self.num_shares
         is_long = lengths >= num_chunks * MIN_CHUNK_TOKENS
-        order = np.argsort(~is_long, kind="stable")
+        rest = np.flatnonzero(~is_long)
+        rest = rest[np.argsort(-lengths[rest], kind="stable")]
+        # every chunk gets documents of all lengths
+        rest = rest[np.argsort(np.arange(len(rest)) % num_chunks, kind="stable")]
+        order = np.concatenate([np.flatnonzero(is_long), rest])
         padded = np.where(is_long, lengths + -lengths % num_chunks, lengths)[order]
         tail = -int(padded.sum()) % max(num_chunks, multiple * self.num_shares)
         if tail:
