@@ -152,7 +152,7 @@ def register_over_ranks(implementation: Implementation, group: RankGroup) -> str
     def marker(*_: Any, local_size: int | None = None, **__: Any) -> Tensor | None:
         return None if local_size is None else torch.empty(0)
 
-    AttentionInterface.register(name, _entry(implementation, shared, *variants))
+    AttentionInterface.register(name, _entry(implementation, shared, "keys", *variants))
     AttentionMaskInterface.register(name, marker)
     return name
 
@@ -225,7 +225,7 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
                 f"{type(module).__name__} calls packed attention without document boundaries: to generate, load the "
                 "model with sdpa; in training, its layers do not pass the boundaries on: choose a different model"
             )
-        given: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "dropout": dropout or None}
+        given = {"softcap": softcap, "sinks": s_aux, "dropout": dropout or None, "keys": context_keys}
         options = {variant: setting for variant, setting in given.items() if setting is not None}
         if missing := [variant for variant in options if variant not in variants]:
             # not visible in the config when the attention was chosen
@@ -235,8 +235,6 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
         tensors = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
         documents = (cu_seq_lens_q, max_length_q) if name in KERNELS else (cu_seq_lens_q,)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if context_keys is not None:
-            options["keys"] = context_keys
         output = form(*tensors, *documents, scale=scale, window=sliding_window, **options)
         return output.unflatten(0, (num_rows, row_length)), None
 

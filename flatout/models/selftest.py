@@ -32,6 +32,7 @@ _LENGTHS = (8, 19, 3, 2)
 # transformers' eager attention computes its softmax in float32 for every dtype
 _TOLERANCES = {("sdpa", torch.float64): 1e-10, ("eager", torch.float64): 1e-5}
 _FLOAT32_TOLERANCE = 1e-4
+_FLOAT8_LIMIT = 0.2
 # config fields that limit how far back a token attends
 _WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
 # eager attention's memory is quadratic in the length of this document
@@ -193,11 +194,12 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
     return f"; beyond {limits[-1]:,} tokens within {error:.1e}"
 
 
-def check_share(loaded: LoadedModel, share: ContextShare) -> tuple[float, float]:
+def check_share(loaded: LoadedModel, share: ContextShare, *, fp8: bool = False) -> tuple[float, float]:
     """Return by how much hidden states of a rank's share of a micro-batch differ from those of the whole, and a limit.
 
-    The micro-batch has documents that are cut and some that are not. Collective over the ranks that share it; the
-    model's mode and the random state do not change.
+    The micro-batch has documents that are cut and some that are not. `fp8`: products are in float8, whose scales may
+    depend on all tokens of a pass. Collective over the ranks that share it; the model's mode and the random state do
+    not change.
     """
     model, was_training = loaded.model, loaded.model.training
     lengths = (3, 2 * share.num_shares * MIN_CHUNK_TOKENS + 5, 150, 41)
@@ -214,7 +216,7 @@ def check_share(loaded: LoadedModel, share: ContextShare) -> tuple[float, float]
         model.train(was_training)
     # in fp64, rope's float32 cosines vary at lengths off the SIMD width; 16-bit states differ in the last bits of sums
     limit = {torch.float64: 1e-6, torch.float32: 1e-4}.get(loaded.dtype, 8 * torch.finfo(loaded.dtype).eps)
-    return _error(ours, whole, has_experts(model), (len(own),)), limit
+    return _error(ours, whole, has_experts(model), (len(own),)), max(limit, _FLOAT8_LIMIT if fp8 else 0.0)
 
 
 def has_experts(model: PreTrainedModel) -> bool:

@@ -74,7 +74,6 @@ def build_run(
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     feed_of = partial(Feed, device=device, share=share_of(planned.parallel_layout, rank))
     feed = feed_of(planned.store, max_documents=planned.plan.max_documents, size_buckets=size_buckets)
-    eval_feeds = tuple(feed_of(each.store, max_documents=each.max_documents) for each in planned.eval_sets)
     loss = make_loss(loaded, planned, config, objective, reporter)
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
     compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, reporter)
@@ -89,7 +88,7 @@ def build_run(
         planned=planned,
         feed=feed,
         eval_sets=planned.eval_sets,
-        eval_feeds=eval_feeds,
+        eval_feeds=tuple(feed_of(each.store, max_documents=each.max_documents) for each in planned.eval_sets),
         prompts=planned.prompts,
         model=loaded.model,
         loss=wrapped_loss,
@@ -182,8 +181,7 @@ def load_trainable(
     )
     for line in loaded.report:
         reporter.stage("model", line)
-    stores = [planned.store, *(each.store for each in planned.eval_sets)]
-    longest = max(int(store.lengths.max()) for store in stores)
+    longest = max(int(own.lengths.max()) for own in (planned.store, *(each.store for each in planned.eval_sets)))
     dtype = weight_dtype_of(config.method, config.full, loaded.dtype)
     reporter.phase("self-test")
 
@@ -304,7 +302,7 @@ def shard_state(
         compute=loaded.dtype if loaded.autocast else None, dtype=loaded.dtype,
     )  # fmt: skip
     strategy = connect(rank, device, config, options)
-    share_context(loaded, strategy, share_of(layout, rank), reporter)
+    share_context(loaded, strategy, share_of(layout, rank), config, reporter)
     mark_slices = share_experts(loaded, strategy, reporter)
 
     def optimizer_of_shards() -> torch.optim.Optimizer:

@@ -29,21 +29,28 @@ def check_context(config: Config, shape: ModelShape, text_config: Any, rank: Ran
     if num_ranks == 1:
         return
     if rank.world % num_ranks:
-        why = f"it must divide the number of ranks (gpus, or --ranks of flatout plan); got {rank.world}"
-        raise UsageError(f"context.parallel: {num_ranks}: {why}; set it to 1 or a divisor")
+        raise UsageError(
+            f"context.parallel: {num_ranks}: it must divide the number of ranks (gpus, or --ranks of flatout plan); "
+            f"got {rank.world}; set it to 1 or a divisor"
+        )
+    why = context_problem(shape, text_config)
+    if why is None and objective is not CROSS_ENTROPY:
+        why = f"objective {objective.name} may need whole documents"
+    if why is not None:
+        raise UsageError(f"context.parallel: {num_ranks}: {why}; set it to 1")
+
+
+def context_problem(shape: ModelShape, text_config: Any) -> str | None:
+    """Return why ranks cannot share the tokens of this model's documents (None if they can)."""
     kind = length_dependent_kind(text_config)
     stateful = text_config.model_type in PACKED_HYBRIDS or packing_problem(text_config)
-    problem = None
     if stateful or not all(layer.pair_width for layer in shape.layers):
-        problem = "has layers with a recurrent or convolution state, which would have to pass from rank to rank"
+        what = "has layers with a recurrent or convolution state, which would have to pass from rank to rank"
     elif kind is not None:
-        problem = f"has {kind} rope, whose frequencies depend on the length of a document"
-    elif objective is not CROSS_ENTROPY:
-        raise UsageError(
-            f"context.parallel: {num_ranks}: objective {objective.name} may need whole documents; set it to 1"
-        )
-    if problem is not None:
-        raise UsageError(f"context.parallel: {num_ranks}: model type {shape.model_type} {problem}; set it to 1")
+        what = f"has {kind} rope, whose frequencies depend on the length of a document"
+    else:
+        return None
+    return f"model type {shape.model_type} {what}"
 
 
 def share_of(layout: ParallelLayout, rank: Rank) -> ContextShare | None:
@@ -52,7 +59,9 @@ def share_of(layout: ParallelLayout, rank: Rank) -> ContextShare | None:
     return ContextShare(num_ranks, rank.index % num_ranks) if num_ranks > 1 else None
 
 
-def share_context(loaded: LoadedModel, strategy: Strategy, share: ContextShare | None, reporter: Reporter) -> None:
+def share_context(
+    loaded: LoadedModel, strategy: Strategy, share: ContextShare | None, config: Config, reporter: Reporter
+) -> None:
     """Let the model attend to the keys of all ranks that share a micro-batch, and check on small ones that it does.
 
     Collective. Raises PackingError on every rank if a share's hidden states differ from those of whole documents.
@@ -66,7 +75,7 @@ def share_context(loaded: LoadedModel, strategy: Strategy, share: ContextShare |
     with loaded.present():
         # of all ranks, as each must raise if one does
         errors = torch.zeros(strategy.rank.world, dtype=torch.float64, device=loaded.model.device)
-        errors[strategy.rank.index], limit = check_share(loaded, share)
+        errors[strategy.rank.index], limit = check_share(loaded, share, fp8=config.computes_in_fp8)
     if not (worst := strategy.sum_values(errors).max().item()) <= limit:
         raise PackingError(
             f"model type {loaded.model.config.model_type}: hidden states of a rank's share of the tokens differ from "

@@ -30,6 +30,8 @@ class PlanSummary:
     def rows(self, events: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, str]]:
         """Yield the summary and what planning reported as pairs of name and text."""
         yield from report_rows(self.report)
+        if self.context_ranks > 1:
+            yield "context", f"a rank above is {self.context_ranks} that share each micro-batch"
         if self.report.num_ranks > 1 or self.context_ranks > 1:
             yield "strategy", self.strategy
         if self.device:

@@ -96,7 +96,6 @@ def plan_run(
     says why `batch.layout: auto` must not pack a model that its config would allow to pack.
     Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
     """
-    origin = f"{config.model.name}/config.json"
     reporter.phase("reading the model's configuration")
     shape = read_shape(config.model.name, config.model.revision)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
@@ -117,7 +116,7 @@ def plan_run(
             f"the data has token ids {num_rows}..{max_id}, but the model has {num_rows} embedding rows "
             f"(0..{num_rows - 1}); rebuild the data with this model's tokenizer, or resize the model"
         )
-    if beyond := check_positions(shape, int(store.lengths.max()), origin=origin):
+    if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
         reporter.event("positions", beyond)
     reporter.phase("planning")
     rows = takes_rows(config, reporter, unpackable)

@@ -55,7 +55,8 @@ def test_every_cut_agrees(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (code, report["passed"]) == (0, True)
     assert (rows["packed"]["num_micro_batches"], rows["each sample alone"]["num_micro_batches"]) == (1, 6)
     strategies = {case for case, row in rows.items() if row["num_ranks"] == 2}
-    assert strategies == ({"ddp", "zero1", "zero2", "zero3", "fsdp"} if arch == "own" else set())
+    every = {"ddp", "zero1", "zero2", "zero3", "fsdp", "ddp, context.parallel 2"}
+    assert strategies == (every if arch == "own" else set())
     assert {row["verdict"] for row in report["rows"]} == {"ok"}
     worst = max(row["worst_difference"] for row in report["rows"])
     assert worst < 1e-5, f"worst gradient {worst:.1e}"

@@ -9,48 +9,10 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.attention.flash import Attention
-from flatout.kernels.attention.reference import masked_attention
 from flatout.kernels.operators import define_operator
 
 _INPUTS = "Tensor q, Tensor k, Tensor v"
 _REST = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, SymInt? left"
-
-
-def pieces_mask(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_queries: int, num_keys: int, window: int | None = None
-) -> Tensor:
-    """Return the mask, bool (T, S): a query attends to keys of its piece up to itself, in a window to the last ones.
-
-    `cu_seqlens_q` and `cu_seqlens_k` int (D+1,) are the pieces' boundaries in queries and keys. Query i of a piece with
-    n queries and m >= n keys is its key i + m - n, as FlashAttention's causal mask aligns them.
-    """
-    queries, keys = (torch.arange(num, device=cu_seqlens_q.device) for num in (num_queries, num_keys))
-    piece_of_query = torch.bucketize(queries, cu_seqlens_q[1:], right=True)
-    piece_of_key = torch.bucketize(keys, cu_seqlens_k[1:], right=True)
-    # how far before the piece's end
-    queries, keys = cu_seqlens_q[1:][piece_of_query] - queries, cu_seqlens_k[1:][piece_of_key] - keys
-    distance = keys[None, :] - queries[:, None]
-    mask = (piece_of_query[:, None] == piece_of_key[None, :]) & (distance >= 0)
-    return mask if window is None else mask & (distance < window)
-
-
-def pieces_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    window: int | None = None,
-    **settings: Any,
-) -> Tensor:
-    """Compute causal attention of pieces with one mask: the reference for every other form.
-
-    query (T, H, D), key (S, K, D), value (S, K, E), boundaries as in `pieces_mask`; keywords as in `masked_attention`.
-    Returns (T, H, E).
-    """
-    mask = pieces_mask(cu_seqlens_q, cu_seqlens_k, len(query), len(key), window)
-    return masked_attention(query, key, value, mask, **settings)
 
 
 def padded_pieces_attention(
@@ -62,9 +24,11 @@ def padded_pieces_attention(
     cu_seqlens_k: Tensor,
     **settings: Any,
 ) -> Tensor:
-    """Compute `pieces_attention` by a form for whole documents: each piece's first keys get queries that are dropped.
+    """Compute attention of pieces by a form for whole documents: a piece's first keys get queries that are dropped.
 
-    It costs as much attention as all of the keys' documents.
+    query (T, H, D), key (S, K, D), value (S, K, E); `cu_seqlens_q` and `cu_seqlens_k` int32 (D+1,) are the pieces'
+    boundaries in queries and keys. Query i of a piece of n queries and m >= n keys attends to its first i + 1 + m - n
+    keys. Returns (T, H, E). It costs as much attention as documents of all keys.
     """
     rows = torch.arange(len(query), device=query.device)
     pieces = torch.bucketize(rows, cu_seqlens_q[1:], right=True)

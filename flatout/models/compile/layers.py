@@ -141,13 +141,9 @@ def compile_layers(
 
 
 def _compile(
-    loaded: LoadedModel,
-    num_boundaries: int,
-    smallest_cosine: float,
-    loss: _Forward,
-    wrapper: _Forward,
+    loaded: LoadedModel, num_boundaries: int, smallest_cosine: float, loss: _Forward, wrapper: _Forward,
     share: ContextShare | None = None,
-) -> CompileOutcome:
+) -> CompileOutcome:  # fmt: skip
     # importing the compiler takes a second, and only runs on a GPU need it
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import InductorError

@@ -123,10 +123,10 @@ class ContextShare:
         sizes = np.diff(cuts) // num_chunks
         begins = np.stack([cuts[:-1] + place * sizes, cuts[:-1] + (num_chunks - 1 - place) * sizes], 1).flatten()
         ends = begins + np.repeat(sizes, 2)
-        # of the rest, a chunk ends a piece at every border of documents
-        borders = starts[stream.num_long + 1 : -1]
+        # in the rest, a piece ends where a document does
+        inner = starts[stream.num_long + 1 : -1]
         rest = zip(begins[-2:], ends[-2:], strict=True)
-        inside = [borders[(borders > begin) & (borders < end)] for begin, end in rest]
+        inside = [inner[(inner > begin) & (inner < end)] for begin, end in rest]
         begins, ends = (np.concatenate([own, *inside]) for own in (begins, ends))
         begins, ends = np.sort(begins), np.sort(ends)
         begins, ends = begins[ends > begins], ends[ends > begins]
