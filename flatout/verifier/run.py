@@ -241,6 +241,8 @@ def _rank_cases(
         values["data"] = config.data.model_dump(mode="json", exclude_unset=True)
         values["strategy"] = strategy
         values["context"]["parallel"] = context_ranks
+        # the ranks are given, and need not be those of the run
+        values["gpus"] = None if context_ranks > 1 else values["gpus"]
         num_micro_batches = 2 * world // context_ranks
         values["batch"]["micro_batch_tokens"] = max(longest, min(budget, -(-step.num_tokens // num_micro_batches)))
         values["sharding"]["replicas"] = 2 if STRATEGIES[strategy].has_replicas else None

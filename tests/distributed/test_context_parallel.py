@@ -113,6 +113,10 @@ def test_ranks_equal_one(tiny: Any, long_chats: Path, models: dict[str, str], tm
     add(cases, "fp64 full ddp plain recompute", 2, given)
     short = shared(tiny, tiny.chats, "lora", num_ranks, strategy="ddp", batch={"micro_batch_tokens": 900})
     add(cases, "fp64 lora short", 4, short)
+    for strategy in ("zero1", "zero2", "hsdp") if num_ranks == 4 else ():
+        sharding = {"replicas": 2} if strategy == "hsdp" else {}
+        given = shared(tiny, long_chats, "full", strategy=strategy, sharding=sharding)
+        add(cases, f"fp64 full {strategy}", 2, (given[0], {**given[1], "sharding": {}}))
     for kind in ("stopped", "poisoned"):
         add(cases, f"fp64 full {kind}", 1, shared(tiny, long_chats, "full", strategy="ddp"), kind)
     add_models(cases, long_chats, models, ("gpt_oss", "qwen3_moe") if num_ranks == 2 else tuple(KINDS))
@@ -212,6 +216,18 @@ def test_an_objective_that_may_need_whole_documents_is_refused(tiny: Any, long_c
     objective: Any = Other()
     with pytest.raises(FlatoutError, match="objective mine may need whole documents"):
         plan_run(make_config(given), Reporter(), Rank(0, 2), objective=objective)
+
+
+def test_a_plan_says_who_shares_and_how_long_documents_may_be(
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(json.dumps(tiny.config(tmp_path / "run").model_dump(mode="json", exclude_unset=True)))
+    assert main(["plan", str(config), "--ranks", "2", "--device", "t4", "context.parallel=2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 ranks share each micro-batch's tokens" in said
+    assert "a rank above is 2 that share each micro-batch" in said
+    assert "longest document" in said
 
 
 def test_a_plan_for_shared_micro_batches_has_room_for_longer_documents(tiny: Any, long_chats: Path) -> None:

@@ -20,7 +20,6 @@ def attention_over_ranks(form: Attention, group: RankGroup, *, is_varlen: bool) 
     backward pass their gradients are summed and return to their ranks. `is_varlen`: torch's FlashAttention-2 computes
     the pieces; any other form computes all of their documents. Without `keys` it is `form`.
     """
-
     if is_varlen:
         register_varlen_pieces()
 

@@ -205,9 +205,11 @@ class MemoryModel:
     def _of_a_share(self, size: MicroBatchSize, recompute: Recompute, accumulates: bool) -> MemoryEstimate:
         """Return the estimate where several ranks share the micro-batch."""
         num_ranks = self.parallel_layout.context_ranks
-        counts = (-(-count // num_ranks) for count in (size.num_tokens, size.num_labels, size.num_documents))
+        own_tokens, own_documents = -(-size.num_tokens // num_ranks), -(-size.num_documents // num_ranks)
+        # one rank may have most labels, as those of an answer at a document's end
+        own = MicroBatchSize(own_tokens, min(size.num_labels, own_tokens), own_documents)
         alone = replace(self, parallel_layout=replace(self.parallel_layout, context_ranks=1))
-        share = alone.estimate(MicroBatchSize(*counts), recompute, accumulates=accumulates)
+        share = alone.estimate(own, recompute, accumulates=accumulates)
         # of a document's keys, the pieces of a share have 1 + 1 / 2N
         picked = 1 + 1 / (2 * num_ranks)
         keys = max(layer.key_width * (2 + 2 * picked) + layer.pair_width * picked for layer in self.shape.layers)
