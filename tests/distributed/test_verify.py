@@ -114,7 +114,7 @@ def test_every_strategy_agrees_on_every_number_of_ranks_it_is_for(tiny: Any, tmp
     config = tiny.config(tmp_path / "run", method="full", batch=batch, comm={"compress": "bf16"})
     code, report = run_verify(config, tmp_path, "--ranks", "4", "--fp64")
     parallel_layout = {(row["case"], row["num_ranks"]): row for row in report["rows"] if row["num_ranks"] > 1}
-    strategies = {(name, 4) for name in ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")}
+    strategies = {(name, 4) for name in ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "ddp, context.parallel 2")}
     assert set(parallel_layout) == {("ddp", 2), ("ddp", 3), *strategies}
     assert code == 0
     assert max(row["worst_difference"] for row in parallel_layout.values()) < 1e-10
