@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
     add("config", type=Path, help="a YAML file, or a .py file that sets `config` (which runs as code)")
-    profile = "profile N steps (default 3) after warm-up; prints time and joules, and writes profile.json and a trace"
+    profile = "profile N steps (default 3) after warm-up; prints time and energy, and writes profile.json and a trace"
     add("--profile", nargs="?", type=int, const=3, metavar="N", help=profile)
     add("--nnodes", default=None, metavar="N", help="number of nodes, or MIN:MAX; needs --rdzv")
     add("--node-rank", type=int, default=0, metavar="R", help="index of this node, from 0")

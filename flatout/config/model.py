@@ -53,11 +53,12 @@ class BaseConfig(Section):
     """Storage format: model (model.precision), fp8 (e4m3, one scale per row), nf4 (4-bit, double quantized as in
     bitsandbytes; checkpoints already in this format load unchanged)."""
     compute: Literal["auto", "model", "fp8"] = "auto"
-    """Precision of matmuls with these weights, forward and backward: model (model.precision) or fp8; auto: fp8 with
-    fp8 storage, which requires it, else model."""
+    """Precision of matmuls with these weights, forward and, unless `backward` says otherwise, backward: model
+    (model.precision) or fp8; auto: fp8 with fp8 storage, which requires it, else model."""
     backward: Literal["same", "fp8"] = "same"
-    """Precision of the matmuls for input gradients: same (as `compute`), or fp8 beside an unchanged forward pass in
-    model.precision. fp8 needs storage: model and keeps a float8 copy of the decoder's linear layers (one more byte per
+    """Precision of the backward matmuls with these weights, which give the gradient of a layer's input: same (as
+    `compute`), or fp8, while the forward pass stays in model.precision: faster, but gradients are rounded to fp8. Needs
+    storage: model and unsharded weights, and keeps a float8 copy of the decoder's linear layers (one more byte per
     weight); fused experts stay in model.precision."""
 
     @model_validator(mode="after")

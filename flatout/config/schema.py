@@ -51,9 +51,10 @@ class BatchConfig(Section):
     padded to the longest of a few samples of similar length, which is exact for every model. auto: packed where it is
     proved to be exact, otherwise rows."""
     share_prefix: Literal["auto", "on", "off"] = "auto"
-    """Compute tokens that samples of one pass begin with, such as a system prompt, once for all of them, from 64
-    tokens on and without labels; the numerics do not change. auto: on if this saves 5 % of the tokens or more and the
-    model, the layout and the objective allow it; on: an error where they do not."""
+    """Compute a common beginning of samples in a micro-batch, such as a system prompt, once instead of once per
+    sample. It has at least 64 tokens and no labels. Loss and gradients are the same up to rounding. auto: where it is
+    exact for the model, layout, dropout and objective, saves at least 5 % of the tokens, and CUDA graphs would not help
+    more; on: wherever samples share a prefix, and an error where it is not exact; off: never."""
     epochs: float = Field(default=1.0, gt=0)
     """Passes over the data."""
     max_steps: int | None = Field(default=None, ge=1, le=10_000_000)

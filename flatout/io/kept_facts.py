@@ -37,7 +37,8 @@ class KeptFacts:
     @property
     def since(self) -> str:
         """Words for a line: when this was found out."""
-        return f"proved {self.when.replace('T', ' ').replace('+00:00', ' UTC')} by an equal start"
+        when = self.when.replace("T", " ").replace("+00:00", " UTC")
+        return f"checked {when} with the same code, model, settings and device"
 
 
 def find_facts(kind: str, key: Mapping[str, Any]) -> KeptFacts | None:

@@ -113,7 +113,7 @@ def sharing_problem(config: Any, longest: int) -> str | None:
     # a classifier's dropout is not in a causal model
     drops = [name for name in values if re.search("dropout|pdrop", name) and not name.startswith("classifier")]
     if used := [name for name in drops if isinstance(values[name], float) and values[name]]:
-        return f"{used[0]} draws another mask for each row"
+        return f"with {used[0]}, samples must have masks of their own"
     return None
 
 

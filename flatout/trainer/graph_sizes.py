@@ -42,7 +42,7 @@ def plan_graphs(
     if planned.plan.layout.name == "rows":
         return "rows have too many sizes", ()
     if planned.plan.shares_prefixes:
-        return "where prefixes are shared, the host reads how many in every pass", ()
+        return "the number of shared prefixes differs from pass to pass", ()
     if config.lora.dropout or planned.memory.recompute not in ("none", "selective"):
         return "dropout and recompute need the host", ()
     if config.compile == "off" or config.deterministic:

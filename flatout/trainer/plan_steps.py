@@ -140,7 +140,7 @@ def index_prefixes(
     if objective is not CROSS_ENTROPY:
         problem = problem or f"objective {objective.name} may read whole samples"
     if config.lora.dropout:
-        problem = problem or "lora.dropout draws another mask for each row"
+        problem = problem or "with lora.dropout, samples must have masks of their own"
     problem = problem or sharing_problem(text_config, int(lengths.max()))
     if problem:
         if wanted == "on":
@@ -165,5 +165,5 @@ def sharing_pays(
     records = config.cuda_graphs == "auto" and config.method == "lora" and not layout.lockstep
     device = device if is_auto and records else None
     if device is not None and is_host_bound(plan, shape, reachable_flops_per_s(config, device.name)):
-        return False, "not shared: launching kernels takes longest here, which recorded CUDA graphs shorten"
+        return False, "not shared: steps are limited by kernel launches, so CUDA graphs help more"
     return True, f"shared: {share:.1%} of the tokens are not computed again"

@@ -39,7 +39,7 @@ class Proofs:
         self._config, self._planned, self._group, self._reporter = config, planned, group, reporter
         self._key: Mapping[str, Any] | None = None
         if planned.recalls and checks_again():
-            reporter.stage("checks", f"all are made anew, as {CHECK_AGAIN} is set")
+            reporter.stage("checks", f"none is reused: {CHECK_AGAIN} is set")
         # without a fingerprint the weights are not known
         recalls = planned.recalls and not checks_again() and "model" in planned.fingerprints
         self._recalls = all(group.all_gather(recalls))
@@ -106,7 +106,7 @@ class Proofs:
         try:
             found = find_facts(kind, self._key)
         except CheckpointError as error:
-            self._reporter.stage("checks", f"{error}: it is ignored, and the check is made again")
+            self._reporter.stage("checks", f"{error}; this record is ignored and the check runs again")
         return found if all(self._group.all_gather(found is not None)) else None
 
     def keep(self, kind: str, facts: Mapping[str, Any]) -> None:

@@ -91,7 +91,7 @@ def test_the_loss_keeps_its_bits_and_gradients_their_direction(name, lora, tmp_p
     own = adapted_model(tmp_path, name, **lora)
     line = convert_backward_to_float8(own)
     num_linears = 7 * len(decoder_layers(own)) - (len(decoder_layers(own)) if "modules_to_save" in lora else 0)
-    assert line.startswith(f"{num_linears} linear layers have fp8 input gradients")
+    assert line.startswith(f"{num_linears} linear layers compute input gradients in fp8")
     for _ in ("alone", "fused"):
         (loss, gradient), (exact_loss, exact) = loss_and_gradient(own), loss_and_gradient(truth)
         assert loss == exact_loss
@@ -161,14 +161,14 @@ def test_the_run_converts_and_says_so(tmp_path):
     planned = SimpleNamespace(parallel_layout=ALONE, memory=SimpleNamespace(transposed_weights=False))
     model = adapted_model(tmp_path)
     replace_layers(SimpleNamespace(model=model, waiting=None), make_config(SETTINGS), planned, Reporter(Lines()))
-    assert said["fp8"].startswith("14 linear layers have fp8 input gradients, by copies of 0.00 GiB")
+    assert said["fp8"].startswith("14 linear layers compute input gradients in fp8; their copies take 0.00 GiB")
     assert said["fused"].endswith("(dense, float8 input gradients)")
 
 
 def test_experts_stay_exact_and_the_line_says_so(tmp_path):
     model = adapted_model(tmp_path, "qwen3_moe", targets=["q_proj", "experts"])
     line = convert_backward_to_float8(model)
-    assert line.endswith(f"experts of {len(decoder_layers(model))} layers compute in float32 both ways")
+    assert line.endswith(f"experts of {len(decoder_layers(model))} layers stay in float32 in both passes")
     assert loss_and_gradient(model)[1].isfinite().all()
 
 

@@ -42,9 +42,11 @@ def convert_backward_to_float8(model: PreTrainedModel) -> str:
             "none, use base.backward: same"
         )
     num_bytes = sum(own.transposed.nbytes + own.column_scale.nbytes for own in converted)
-    line = f"{len(converted)} linear layers have fp8 input gradients, by copies of {num_bytes / 2**30:.2f} GiB"
+    line = (
+        f"{len(converted)} linear layers compute input gradients in fp8; their copies take {num_bytes / 2**30:.2f} GiB"
+    )
     if num_narrow:
-        line += f"; {num_narrow} are too narrow"
+        line += f"; {num_narrow} are too narrow and stay as they are"
     if num_experts := len(experts_modules(model)):
-        line += f"; experts of {num_experts} layers compute in {str(model.dtype).removeprefix('torch.')} both ways"
+        line += f"; experts of {num_experts} layers stay in {str(model.dtype).removeprefix('torch.')} in both passes"
     return line

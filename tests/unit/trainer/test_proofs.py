@@ -17,7 +17,7 @@ from flatout.track.run_log import read_run
 from flatout.track.start_up import EVENT, stages_of
 from flatout.trainer.run import train
 
-REUSED = re.compile(r"proved \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC by an equal start")
+REUSED = re.compile(r"checked \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC with the same code, model, settings and device")
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_user_can_have_everything_checked_again(start: Any, monkeypatch: pytes
     monkeypatch.setenv("FLATOUT_CHECK_AGAIN", "1")
     log = start()
     assert not is_reused(log)
-    assert "checks     all are made anew, as FLATOUT_CHECK_AGAIN is set" in log
+    assert "checks     none is reused: FLATOUT_CHECK_AGAIN is set" in log
 
 
 def test_code_of_others_in_the_process_proves_again(start: Any, tiny: Any, tmp_path: Path) -> None:
@@ -131,6 +131,6 @@ def test_a_damaged_verdict_is_told_and_made_again(start: Any, tmp_path: Path) ->
     log = start()
     assert not is_reused(log)
     assert "self-test-" in log
-    assert "does not match its hash: it is ignored, and the check is made again" in log
-    assert log.count("it is ignored") == 3
+    assert "does not match its hash; this record is ignored and the check runs again" in log
+    assert log.count("is ignored") == 3
     assert is_reused(start())

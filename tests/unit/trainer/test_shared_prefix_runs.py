@@ -116,7 +116,7 @@ def test_sharing_changes_no_step_and_resumes_to_the_bit(
 @pytest.mark.parametrize(
     ("sections", "why"),
     [
-        ({"lora": {"dropout": 0.1}}, "lora.dropout draws another mask for each row"),
+        ({"lora": {"dropout": 0.1}}, "with lora.dropout, samples must have masks of their own"),
         ({"batch": {"layout": "rows"}}, "each sample is a row of its own"),
     ],
 )
@@ -133,7 +133,7 @@ def test_what_cannot_share_says_why(tiny: Any, chats: Path, tmp_path: Path, sect
     [
         ({"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}, "sliding_window is 100"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope dynamic depends on"),
-        ({"attention_dropout": 0.1}, "attention_dropout draws another mask"),
+        ({"attention_dropout": 0.1}, "with attention_dropout, samples must have masks"),
     ],
 )
 def test_what_a_model_would_compute_differently_is_not_shared(
