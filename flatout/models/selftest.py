@@ -202,52 +202,54 @@ def _prefix_batches(model: PreTrainedModel) -> tuple[PackedBatch, PackedBatch]:
 
 def _states_and_gradient(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the label rows' states after the first layers (L, D), and a gradient of theirs by token id (ids, D)."""
-    embedded: list[torch.Tensor] = []
     found: list[torch.Tensor] = []
-
-    def keep(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        embedded.append(output.detach().requires_grad_())
-        return embedded[0]
 
     def record(module: torch.nn.Module, args: object, output: Any) -> None:
         states = output[0] if isinstance(output, tuple) else output
         found.append(states.flatten(0, -2)[batch.label_rows])
 
     last = decoder_layers(model)[:_SHARING_LAYERS][-1]
-    hooks = [model.get_input_embeddings().register_forward_hook(keep), last.register_forward_hook(record)]
+    hook = last.register_forward_hook(record)
     try:
-        with torch.enable_grad():
+        with _embedded_tokens(model) as embedded:
             hidden_states(model, batch)
             direction = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(0)).to(found[0])
             (gradient,) = torch.autograd.grad(found[0], embedded, direction)
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
     ids, places = batch.token_ids.unique(return_inverse=True)
     by_token = _exact(gradient.new_zeros(len(ids), gradient.shape[-1])).index_add(0, places, _exact(gradient[0]))
     return _exact(found[0].detach()), by_token
 
 
-def _check_backward(loaded: LoadedModel) -> None:
-    """Run a backward pass to the embeddings: libraries of recurrent kernels refuse some compilers and GPUs in it."""
-    batch = random_batch(loaded.model, _LENGTHS, row_length=sum(_LENGTHS) if loaded.rows else None)
+@contextmanager
+def _embedded_tokens(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Record gradients of passes from the embedded tokens on, which the list then holds."""
     embedded: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         embedded.append(output.detach().requires_grad_())
         return embedded[0]
 
-    hook = loaded.model.get_input_embeddings().register_forward_hook(keep)
+    hook = model.get_input_embeddings().register_forward_hook(keep)
     try:
         with torch.enable_grad():
+            yield embedded
+    finally:
+        hook.remove()
+
+
+def _check_backward(loaded: LoadedModel) -> None:
+    """Run a backward pass to the embeddings: libraries of recurrent kernels refuse some compilers and GPUs in it."""
+    batch = random_batch(loaded.model, _LENGTHS, row_length=sum(_LENGTHS) if loaded.rows else None)
+    try:
+        with _embedded_tokens(loaded.model) as embedded:
             torch.autograd.grad(packed_loss(loaded.model, batch).loss_sum, embedded)
     except RuntimeError as error:
         raise UsageError(
             f"model type {loaded.model.config.model_type}: its recurrent layers cannot be trained with the packages "
             f"installed here: {first_line(error)}"
         ) from error
-    finally:
-        hook.remove()
 
 
 def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, tolerance: float) -> str:

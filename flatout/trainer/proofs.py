@@ -110,7 +110,7 @@ class Proofs:
         return found if all(self._group.all_gather(found is not None)) else None
 
     def keep(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """Keep what was proved by these facts for an equal start."""
+        """Keep these facts of a passed check for a later start with the same key."""
         if not self._recalls:
             return
         assert self._key is not None

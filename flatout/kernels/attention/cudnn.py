@@ -177,7 +177,8 @@ def _ragged_layout(cu_seqlens: Tensor, steps: tuple[int, ...]) -> list[Tensor]:
 
     All layers of a pass ask with the same boundaries, so the newest result is kept.
     """
-    if torch.cuda.is_current_stream_capturing():
+    # a recorded graph computes its own, and inference tensors do not count their changes
+    if torch.cuda.is_current_stream_capturing() or cu_seqlens.is_inference():
         return _compute_ragged_layout(cu_seqlens, steps)
     key = (cu_seqlens.data_ptr(), cu_seqlens._version, cu_seqlens.shape, steps)
     if _newest_layout.get("key") != key:
