@@ -199,6 +199,8 @@ AXOLOTL: Mapping[str, Rule] = {
     "tokens": t.to("data.new_tokens", list, _NEW_ROWS, check=True),
     "peft_layers_to_transform": lambda given: Became({"lora.layers": given.value} if _is_lora(given.all) else {}),
     "peft_layers_pattern": t.only(("layers", ["layers"]), "it is always the list of decoder layers"),
-    **t.each("tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_size "
-             "dp_replicate_size", t.only((1, 0), "only data parallelism is supported; set strategy: fsdp", "off")),
+    **t.each("context_parallel_size sequence_parallel_degree",
+             t.only((1, 0), "set context.parallel to that number", "off")),
+    **t.each("tensor_parallel_size expert_parallel_size dp_replicate_size",
+             t.only((1, 0), "only data parallelism is supported; set strategy: fsdp", "off")),
 }  # fmt: skip

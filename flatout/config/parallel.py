@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -60,6 +60,15 @@ class ShardingConfig(Section):
     """hsdp: number of replicas of the state over all ranks; null: one per node."""
 
 
+class ContextConfig(Section):
+    """Ranks that share the tokens of micro-batches (context parallelism)."""
+
+    parallel: int = Field(default=1, ge=1)
+    """Number of consecutive ranks that share each micro-batch, so that a document may be about as many times as long.
+    Each computes an equal part of the tokens, and attends to the keys and values of all. Must divide the number of
+    ranks."""
+
+
 class CommConfig(Section):
     """Communication between ranks."""
 
@@ -83,3 +92,19 @@ class FaultsConfig(Section):
     """Seconds that ranks and nodes wait for each other at the start."""
     min_ranks: int | None = Field(default=None, ge=1)
     """Elastic: fewest ranks to continue with after the same rank was lost twice in a row; null: not elastic."""
+
+
+def check_context(config: Any) -> None:
+    """Raise ValueError if a setting of the whole configuration does not work with shared micro-batches."""
+    num_ranks, num_gpus = config.context.parallel, len(config.gpus or ())
+    reasons = {
+        f"strategy: {config.strategy}": config.strategy in ("single", "deepspeed"),
+        f"{num_gpus} gpus, which it does not divide": num_gpus % num_ranks,
+        f"experts.parallel: {config.experts.parallel}": config.experts.parallel > 1,
+        "batch.layout: rows": config.batch.layout == "rows",
+        "batch.share_prefix: on": config.batch.share_prefix == "on",
+        "full.update: backward": config.full.update == "backward",
+        f"model.attention: {config.model.attention}": config.model.attention in ("fa4", "fa3", "cudnn"),
+    }
+    if num_ranks > 1 and (why := next((why for why, is_given in reasons.items() if is_given), None)):
+        raise ValueError(f"context.parallel: {num_ranks} does not work with {why}; change that or set it to 1")

@@ -46,7 +46,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "changes rounding in every sum of gradients": "comm.compress",
     },
     "rounding": {
-        "any number of ranks takes the same steps; lora.dropout masks change": "gpus",
+        "any number of ranks takes the same steps; lora.dropout masks change": "gpus context.parallel",
         "different kernels for the same formulas": "deterministic",
         "the same formulas in fused kernels": "compile",
         "the same kernels, launched together": "cuda_graphs",

@@ -14,7 +14,15 @@ from flatout.config import deepspeed
 from flatout.config.data import NAME_PATTERN, DataConfig, Name, SourceConfig
 from flatout.config.model import BaseConfig, ExpertsConfig, FullConfig, LoraConfig, ModelConfig
 from flatout.config.optim import LR_OF_METHOD, OptimConfig, ScheduleConfig
-from flatout.config.parallel import STRATEGIES, CommConfig, FaultsConfig, ShardingConfig, StrategyName
+from flatout.config.parallel import (
+    STRATEGIES,
+    CommConfig,
+    ContextConfig,
+    FaultsConfig,
+    ShardingConfig,
+    StrategyName,
+    check_context,
+)
 from flatout.config.resume_effects import RESUME_EFFECTS
 from flatout.config.section import PathText, Section, refuse_unused, short_form
 from flatout.config.shortcuts import expand
@@ -193,6 +201,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     sharding: ShardingConfig = ShardingConfig()
+    context: ContextConfig = ContextConfig()
     comm: CommConfig = CommConfig()
     faults: FaultsConfig = FaultsConfig()
     track: Annotated[TrackConfig, short_form({"type": "string"}, {"type": "array"})] = TrackConfig()
@@ -320,6 +329,7 @@ class Config(Section):
             raise ValueError(f"sharding.replicas is only for strategy: hsdp; got strategy: {self.strategy}")
         if self.strategy == "deepspeed" or self.deepspeed is not None:
             deepspeed.check(self)
+        check_context(self)
         if traits and not shards:
             unused = ("reshard_after_forward", "prefetch")
             refuse_unused(self.sharding, unused, f"strategy: {self.strategy}, which does not shard state")

@@ -101,19 +101,26 @@ def sharing_problem(config: Any, longest: int) -> str | None:
 
     A layer must see of a sample's earlier tokens what it would see of them in one document.
     """
-    if packed_hybrid(config) != (0, ()) or packing_problem(config):
-        return "its layers carry a recurrent or convolution state"
+    if problem := whole_document_problem(config):
+        return problem
     for name in WINDOW_FIELDS:
         window = getattr(config, name, None)
         if isinstance(window, int) and 0 < window < longest:
             return f"{name} is {window:,}, and samples have up to {longest:,} tokens"
-    if kinds := sorted(kind for kind in _rope_kinds(config) if kind == "longrope" or "dynamic" in kind):
-        return f"rope {kinds[0]} depends on a document's length"
     values = config.to_dict()
     # a classifier's dropout is not in a causal model
     drops = [name for name in values if re.search("dropout|pdrop", name) and not name.startswith("classifier")]
     if used := [name for name in drops if isinstance(values[name], float) and values[name]]:
         return f"with {used[0]}, samples must have masks of their own"
+    return None
+
+
+def whole_document_problem(config: Any) -> str | None:
+    """Return why a token needs more of its document than the keys and values before it; None if it does not."""
+    if packed_hybrid(config) != (0, ()) or packing_problem(config):
+        return "its layers carry a recurrent or convolution state"
+    if kinds := sorted(kind for kind in _rope_kinds(config) if kind == "longrope" or "dynamic" in kind):
+        return f"rope {kinds[0]} depends on a document's length"
     return None
 
 

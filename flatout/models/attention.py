@@ -20,6 +20,9 @@ from flatout.kernels.attention.flash import (
 from flatout.kernels.attention.reference import plain_attention, sdpa_attention
 from flatout.kernels.attention.shared_prefix import SharedPrefixes
 from flatout.models.blocks import layer_configs
+from flatout.models.collectives import RankGroup
+from flatout.models.context.attention import attention_over_ranks
+from flatout.models.packed import KeyPieces
 
 # from the fastest to the reference
 Implementation = Literal["fa4", "fa3", "cudnn", "varlen", "sdpa", "plain"]
@@ -45,12 +48,18 @@ def registered_name(implementation: Implementation) -> str:
 
 
 def choose_attention(
-    wanted: Literal["auto"] | Implementation, config: Any, *, device: torch.device, dtype: torch.dtype
+    wanted: Literal["auto"] | Implementation,
+    config: Any,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    context_ranks: int = 1,
 ) -> AttentionChoice:
     """Choose a model's packed attention from its config; `auto` takes the fastest that supports it.
 
     fa4, fa3 and cudnn must first pass a check on the device, with the model's heads and window, that they are as exact
-    as varlen; auto uses the first two from MIN_FLASH_HIDDEN_SIZE on. Only the plain form has soft-capped scores.
+    as varlen; auto uses the first two from MIN_FLASH_HIDDEN_SIZE on. Only the plain form has soft-capped scores. If
+    several `context_ranks` share micro-batches, auto uses none of the three, see `register_over_ranks`.
     Raises UsageError if the requested form does not support this model.
     """
     if wanted != "auto":
@@ -58,8 +67,8 @@ def choose_attention(
         if problem:
             raise UsageError(f"model.attention: {wanted} does not support this model: {problem}; use auto")
         return AttentionChoice(wanted, "as configured")
-    passed_over: list[str] = []
-    for name in KERNELS:
+    passed_over = [] if context_ranks == 1 else ["the only kernel for shared micro-batches"]
+    for name in KERNELS if context_ranks == 1 else ("varlen",):
         problem = _problem(name, config, device, dtype)
         hidden_size = getattr(config, "hidden_size", 0)
         if name in ("fa4", "fa3") and hidden_size < MIN_FLASH_HIDDEN_SIZE and flash_problem(name, device) is None:
@@ -122,16 +131,40 @@ def register(implementation: Implementation = "varlen") -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    forms: dict[Implementation, Callable[..., tuple[Tensor, None]]] = {
-        "varlen": _entry("varlen", make_varlen_attention(), "sinks"),
-        "sdpa": _entry("sdpa", sdpa_attention, "sinks", "dropout"),
-        "plain": _entry("plain", plain_attention, "softcap", "sinks", "dropout"),
-    }
-    if implementation in _PACKAGES:
-        forms[implementation] = _entry(implementation, _make_package(implementation), "sinks")
-    for name, form in forms.items():
-        AttentionInterface.register(registered_name(name), form)
+    names: list[Implementation] = ["varlen", "sdpa", "plain", *[implementation][: implementation in _PACKAGES]]
+    for name in names:
+        AttentionInterface.register(registered_name(name), _entry(name, *_form(name)))
         AttentionMaskInterface.register(registered_name(name), window_marker)
+
+
+def register_over_ranks(implementation: Implementation, group: RankGroup) -> str:
+    """Register varlen, sdpa or plain for models whose micro-batches the group's ranks share, and return its name.
+
+    Layers get a share's keys as `context_keys` (`PackedBatch.keys`); a batch without them is computed as by the form
+    itself. A layer with a window must pass it on, however short the share.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    form, *variants = _form(implementation)
+    shared = attention_over_ranks(form, group, is_varlen=implementation == "varlen")
+    name = f"{registered_name(implementation)}_over_ranks"
+
+    def marker(*_: Any, local_size: int | None = None, **__: Any) -> Tensor | None:
+        return None if local_size is None else torch.empty(0)
+
+    AttentionInterface.register(name, _entry(implementation, shared, "keys", *variants))
+    AttentionMaskInterface.register(name, marker)
+    return name
+
+
+def _form(name: Implementation) -> tuple[Any, *tuple[str, ...]]:
+    """Return the function of a form, and the variants that it supports."""
+    if name == "plain":
+        return plain_attention, "shared", "sinks", "dropout", "softcap"
+    if name == "sdpa":
+        return sdpa_attention, "shared", "sinks", "dropout"
+    return make_varlen_attention() if name == "varlen" else _make_package(name), "shared", "sinks"
 
 
 def prepare(implementation: str, sizes: Collection[tuple[int, int]], num_boundaries: int) -> int:
@@ -152,8 +185,7 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
     """Wrap a form with these variants for transformers: (1, heads, T, size) in, (1, T, heads, size) out.
 
     Rows come as (B, heads, S, size), with an empty mask of four dimensions. Each is a document; without boundaries, as
-    from a layer that does not pass them on, these are computed.
-    Tensors are cast to the autocast dtype, or without autocast to the value's.
+    from a layer that does not pass them on, these are computed. Tensors are cast to the autocast dtype or the value's.
     """
 
     def attention(
@@ -172,6 +204,7 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
         row_cu_seqlens: Tensor | None = None,
         max_row_length: int | None = None,
         shared_prefixes: SharedPrefixes | None = None,
+        context_keys: KeyPieces | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         num_rows, row_length = query.shape[0], query.shape[2]
@@ -193,7 +226,8 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
                 f"{type(module).__name__} calls packed attention without document boundaries: to generate, load the "
                 "model with sdpa; in training, its layers do not pass the boundaries on: choose a different model"
             )
-        given = {"softcap": softcap, "sinks": s_aux, "dropout": dropout or None}
+        given: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "dropout": dropout or None}
+        given |= {"shared": shared_prefixes, "keys": context_keys}
         options = {variant: setting for variant, setting in given.items() if setting is not None}
         if missing := [variant for variant in options if variant not in variants]:
             # not visible in the config when the attention was chosen
@@ -203,7 +237,7 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
         tensors = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
         documents = (cu_seq_lens_q, max_length_q) if name in KERNELS else (cu_seq_lens_q,)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output = form(*tensors, *documents, scale=scale, window=sliding_window, shared=shared_prefixes, **options)
+        output = form(*tensors, *documents, scale=scale, window=sliding_window, **options)
         return output.unflatten(0, (num_rows, row_length)), None
 
     return attention

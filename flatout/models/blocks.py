@@ -150,6 +150,8 @@ def document_arguments(batch: PackedBatch) -> dict[str, Any]:
     given: dict[str, Any] = {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
     if batch.shared is not None:
         given["shared_prefixes"] = batch.shared
+    if batch.keys is not None:
+        given["context_keys"] = batch.keys
     # kernels for the delta rule then count their chunks without waiting for the GPU
     return given if batch.cu_seqlens_cpu is None else {**given, "cu_seqlens_cpu": batch.cu_seqlens_cpu}
 

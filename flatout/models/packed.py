@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,14 +20,24 @@ BOUNDARIES_MULTIPLE = 64
 _TENSORS = ("token_ids", "position_ids", "cu_seqlens", "label_rows", "label_ids", "sample_counts")
 SMALLEST_MAX_SEQLEN = 128
 
-
 Samples = Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
 """Token ids (n,) and loss mask (n,) of each sample."""
+
+
+def rounded_max_seqlen(longest: int) -> int:
+    """Return an upper bound on the length of documents, a power of two, so that a run has few."""
+    return 1 << (max(longest, SMALLEST_MAX_SEQLEN) - 1).bit_length()
 
 
 def padded_num_boundaries(max_documents: int) -> int:
     """Return the number of boundaries of every batch of a run: documents and tail, rounded up to a multiple of 64."""
     return -(-(max_documents + 2) // BOUNDARIES_MULTIPLE) * BOUNDARIES_MULTIPLE
+
+
+def padded_boundaries(lengths: Iterable[int], num_boundaries: int | None) -> npt.NDArray[np.int32]:
+    """Return the boundaries of documents of these lengths, with the last one repeated to `num_boundaries`."""
+    found = np.cumsum([0, *lengths]).astype(np.int32)
+    return np.pad(found, (0, num_boundaries - len(found) if num_boundaries else 0), mode="edge")
 
 
 class PackedSize(NamedTuple):
@@ -51,14 +61,25 @@ def packed_size(
     and other streams at least to `fill_tokens`.
     """
     if row_length is not None:
-        return PackedSize(len(lengths) * row_length, 1 << (max(row_length, SMALLEST_MAX_SEQLEN) - 1).bit_length())
+        return PackedSize(len(lengths) * row_length, rounded_max_seqlen(row_length))
     num_tokens = sum(lengths)
     filled = max(num_tokens, fill_tokens)
     filled += -filled % TOKENS_MULTIPLE
     if (bucket := bisect_left(size_buckets, filled)) < len(size_buckets):
         filled = size_buckets[bucket]
-    longest = max(*lengths, filled - num_tokens, SMALLEST_MAX_SEQLEN)
-    return PackedSize(filled, 1 << (longest - 1).bit_length())
+    return PackedSize(filled, rounded_max_seqlen(max(*lengths, filled - num_tokens)))
+
+
+class KeyPieces(NamedTuple):
+    """Which keys the pieces of a share attend to, see `flatout.models.context.share`.
+
+    `rows` int64 (S,) are the keys' rows in the gathered shares of all ranks, piece by piece; `cu_seqlens` int32 (D+1,)
+    their boundaries, as many as of the batch; `max_seqlen` an upper bound on the keys of a piece.
+    """
+
+    rows: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +92,8 @@ class PackedBatch:
     samples a token belongs to, 0 for padding. With `row_length`, each document is padded on the right to that many
     tokens, at position 0, and its boundaries are those of its row. `cu_seqlens_cpu` is `cu_seqlens` on the CPU, for a
     batch that was copied to a GPU. With `shared`, prefixes of several samples are documents of their own, at the start
-    of the stream; the rest of each of these samples is another, whose positions go on after the prefix.
+    of the stream; the rest of each of these samples is another, whose positions go on after the prefix. With `keys`,
+    the batch is one rank's share of the tokens, and D counts pieces of documents.
     """
 
     token_ids: torch.Tensor
@@ -84,6 +106,7 @@ class PackedBatch:
     row_length: int | None = None
     cu_seqlens_cpu: torch.Tensor | None = None
     shared: SharedPrefixes | None = None
+    keys: KeyPieces | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -111,6 +134,9 @@ class PackedBatch:
         if self.shared is not None:
             prefixes, suffixes, sizes = self.shared
             moved["shared"] = SharedPrefixes(copy(prefixes), copy(suffixes), sizes)
+        if self.keys is not None:
+            rows, cu_seqlens, max_seqlen = self.keys
+            moved["keys"] = KeyPieces(copy(rows), copy(cu_seqlens), max_seqlen)
         return replace(self, **moved)
 
     @property
@@ -146,8 +172,8 @@ class PackedBatch:
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
         """Keep the allocator from reusing these tensors' memory, once freed, before the work queued on `stream`."""
-        shared = [] if self.shared is None else self.shared[:2]
-        for tensor in (*(getattr(self, name) for name in _TENSORS), *shared):
+        shared, keys = self.shared or (), self.keys or ()
+        for tensor in (*(getattr(self, name) for name in _TENSORS), *shared[:2], *keys[:2]):
             tensor.record_stream(stream)
 
 
@@ -197,7 +223,7 @@ def flatten_samples(
         samples = [*samples, (np.zeros(tail, np.int64), np.zeros(tail, bool))]
         lengths.append(tail)
         max_seqlen = max(max_seqlen, tail)
-    cu_seqlens = _boundaries(lengths, num_boundaries)
+    cu_seqlens = padded_boundaries(lengths, num_boundaries)
     first = cu_seqlens[: len(lengths)]
     token_ids = np.concatenate([ids for ids, _ in samples]).astype(np.int64)
     loss_mask = np.concatenate([marks for _, marks in samples]).astype(bool)
@@ -221,12 +247,6 @@ def flatten_samples(
         row_length=row_length,
         shared=_shared_prefixes(shared, lengths, num_shared_boundaries),
     )
-
-
-def _boundaries(lengths: Sequence[int], num_boundaries: int | None) -> npt.NDArray[np.int32]:
-    """Return the boundaries of documents of these lengths, with the last one repeated to `num_boundaries`."""
-    found = np.cumsum([0, *lengths]).astype(np.int32)
-    return np.pad(found, (0, num_boundaries - len(found) if num_boundaries else 0), mode="edge")
 
 
 def _padded(values: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
@@ -270,5 +290,5 @@ def _shared_prefixes(
     sizes = [num_tokens for num_tokens, _ in shared]
     suffixes = [sum(lengths[start:end]) for start, end in pairwise(ends)]
     facts = [len(shared), sum(sizes), sum(suffixes), max(suffixes, default=0), max(sizes, default=0)]
-    bounds = (torch.from_numpy(_boundaries(each, num_boundaries)) for each in (sizes, suffixes))
+    bounds = (torch.from_numpy(padded_boundaries(each, num_boundaries)) for each in (sizes, suffixes))
     return SharedPrefixes(next(bounds), next(bounds), torch.tensor(facts))

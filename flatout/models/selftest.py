@@ -21,10 +21,10 @@ from flatout.models.blocks import (
     last_states,
     model_inputs,
 )
-from flatout.models.experts.lora import num_expert_tensors
 from flatout.models.head import packed_loss
 from flatout.models.load.model import LoadedModel
 from flatout.models.packed import PackedBatch, flatten_samples
+from flatout.models.probe import has_experts, random_batch, relative_error, widened
 from flatout.models.rope import length_limits, plain_rope
 
 # uneven, and 32 in total: fp32 cosines differ by one ulp if a length is not a multiple of the CPU's SIMD width
@@ -118,7 +118,7 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
     if not bool(ours.isfinite().all()):
         raise NumericError(f"model type {kind}: logits of the self-test are not finite; check weights and precision")
     alone, tolerance = _alone_logits(loaded, batch)
-    error = _error(ours[is_real], alone, experts, _LENGTHS)
+    error = relative_error(ours[is_real], alone, experts, _LENGTHS)
     if not error <= tolerance:
         raise PackingError(
             f"model type {kind}: {layout} logits differ from those of single documents by {error:.1e} "
@@ -164,7 +164,7 @@ def check_shared_prefixes(loaded: LoadedModel) -> str:
         with torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
             shared, apart = (_states_and_gradient(model, batch) for batch in _prefix_batches(model))
         experts, limit = has_experts(model), {torch.float64: 1e-6, torch.float32: 1e-4}.get(loaded.dtype, 0.1)
-        errors = [_error(mine, true, experts, [len(true)]) for mine, true in zip(shared, apart, strict=True)]
+        errors = [relative_error(mine, true, experts, [len(true)]) for mine, true in zip(shared, apart, strict=True)]
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -218,8 +218,8 @@ def _states_and_gradient(model: PreTrainedModel, batch: PackedBatch) -> tuple[to
     finally:
         hook.remove()
     ids, places = batch.token_ids.unique(return_inverse=True)
-    by_token = _exact(gradient.new_zeros(len(ids), gradient.shape[-1])).index_add(0, places, _exact(gradient[0]))
-    return _exact(found[0].detach()), by_token
+    by_token = widened(gradient.new_zeros(len(ids), gradient.shape[-1])).index_add(0, places, widened(gradient[0]))
+    return widened(found[0].detach()), by_token
 
 
 @contextmanager
@@ -257,7 +257,7 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
     model, lengths = loaded.model, (8, num_tokens, 19, 3)
     batch = random_batch(model, lengths, row_length=max(lengths) if loaded.rows else None)
     real = _real(batch, lengths)
-    ours = _exact(hidden_states(model, batch)[real])
+    ours = widened(hidden_states(model, batch)[real])
     # eager attention materializes its scores, so it is only the fallback
     for name in ("sdpa", "eager"):
         with _transformers_attention(model, name) as usable:
@@ -267,7 +267,7 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
                 break
     # the tokens beyond the first limit are compared separately
     parts = (8, limits[0], num_tokens - limits[0], 19, 3)
-    error = _error(ours, _exact(torch.cat(states)), has_experts(model), parts)
+    error = relative_error(ours, widened(torch.cat(states)), has_experts(model), parts)
     # sums are longer than for short documents; in fp64, rope's float32 cosines vary at lengths off the SIMD width
     tolerance = max(3 * tolerance, 1e-6)
     if not error <= tolerance:
@@ -279,43 +279,9 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
     return f"; beyond {limits[-1]:,} tokens within {error:.1e}"
 
 
-def has_experts(model: PreTrainedModel) -> bool:
-    """Whether the model routes tokens to experts."""
-    names = (name for layer in decoder_layers(model) for name, _ in layer.named_modules())
-    return any("expert" in name for name in names) or any(map(num_expert_tensors, decoder_layers(model)))
-
-
-def random_batch(
-    model: PreTrainedModel,
-    lengths: Sequence[int],
-    *,
-    num_boundaries: int | None = None,
-    num_shared_boundaries: int | None = None,
-    row_length: int | None = None,
-) -> PackedBatch:
-    """Return documents of these lengths on the model's device, all tokens labels; the same at every call.
-
-    With `num_shared_boundaries`, the first two share half of the shorter one, which has no labels.
-    """
-    num_embeddings = model.get_input_embeddings().weight.shape[0]
-    token_ids = np.random.default_rng(0).integers(0, num_embeddings, sum(lengths))
-    documents = [(ids, np.ones(len(ids), bool)) for ids in np.split(token_ids, np.cumsum(lengths)[:-1])]
-    half = min(lengths[:2]) // 2 if num_shared_boundaries and len(lengths) > 1 else 0
-    for ids, loss_mask in documents[:2] if half else ():
-        ids[:half] = documents[0][0][:half]
-        loss_mask[: half + 1] = False
-    return flatten_samples(
-        documents,
-        num_boundaries=num_boundaries,
-        row_length=row_length,
-        shared=((half, 2),) if half else (),
-        num_shared_boundaries=num_shared_boundaries,
-    ).to(model.device)
-
-
 def _logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     inputs, rows = model_inputs(model, batch)
-    logits = _exact(model(use_cache=False, **inputs).logits.flatten(0, 1))
+    logits = widened(model(use_cache=False, **inputs).logits.flatten(0, 1))
     return logits if rows is None else logits[rows]
 
 
@@ -342,10 +308,10 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
         with _transformers_attention(model, name) as usable:
             if usable:
                 logits = model(input_ids=rows, use_cache=False).logits
-                results[name] = padded[name] = _exact(torch.cat([logits[i, :n] for i, n in enumerate(_LENGTHS)]))
+                results[name] = padded[name] = widened(torch.cat([logits[i, :n] for i, n in enumerate(_LENGTHS)]))
                 if loaded.rows:
                     each = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in documents]
-                    results[name] = _exact(torch.cat(each))
+                    results[name] = widened(torch.cat(each))
     if not results:
         raise ValueError("its attention does not go through transformers' attention interface")
     trusted = "sdpa" if "sdpa" in results else "eager"
@@ -354,7 +320,7 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
         # rope's float32 cosines vary at lengths off the SIMD width
         return results[trusted], max(tolerance, 1e-6) if loaded.rows else tolerance
     others = (results["eager"], padded[trusted])
-    noise = max(_error(results[trusted], other, has_experts(model), _LENGTHS) for other in others)
+    noise = max(relative_error(results[trusted], other, has_experts(model), _LENGTHS) for other in others)
     return results[trusted], max(3 * noise, 4 * torch.finfo(loaded.dtype).eps)
 
 
@@ -378,20 +344,3 @@ def _sets(model: PreTrainedModel, name: str) -> bool:
     with suppress(ValueError):
         model.set_attn_implementation(name)
     return bool(config._attn_implementation == name)
-
-
-def _error(ours: torch.Tensor, truth: torch.Tensor, experts: bool, lengths: Sequence[int]) -> float:
-    """Return the relative L2 error: the worst of the documents of these lengths; with experts, the median token.
-
-    Rounding may route a token to another expert, which changes that token a lot and says nothing about packing.
-    """
-    smallest = torch.finfo(truth.dtype).tiny  # logits of padding's embedding are all zero if no layer has a bias
-    if experts:
-        return float(((ours - truth).norm(dim=-1) / truth.norm(dim=-1).clamp_min(smallest)).median())
-    pairs = zip(ours.split(list(lengths)), truth.split(list(lengths)), strict=True)
-    # NaN if any is
-    return torch.stack([(mine - true).norm() / true.norm().clamp_min(smallest) for mine, true in pairs]).max().item()
-
-
-def _exact(values: torch.Tensor) -> torch.Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -20,7 +20,8 @@ class ParallelLayout:
     `reshard_after_forward`: a layer's gathered weights are dropped after its forward pass. `offload`: the state is kept
     in host memory. `sums_late`: gradients are unsharded until the last micro-batch. `keeps_gradients`: their memory
     stays allocated between steps. `buffers_bytes`: the strategy's additional buffers. `compiles`: layers can be
-    compiled. `expert_ranks` consecutive ranks share each layer's experts. `reason` is a line for the console.
+    compiled. `expert_ranks` consecutive ranks share each layer's experts, `context_ranks` each micro-batch's tokens.
+    `reason` is a line for the console.
     """
 
     strategy: StrategyName = "single"
@@ -34,6 +35,11 @@ class ParallelLayout:
     buffers_bytes: int = 0
     compiles: bool = True
     expert_ranks: int = 1
+    context_ranks: int = 1
+
+    def place_of(self, rank_index: int) -> int:
+        """Return a rank's place in the plan: ranks that share micro-batches are one."""
+        return rank_index // self.context_ranks
 
     @property
     def lockstep(self) -> bool:
@@ -58,7 +64,7 @@ def resolve_layout(
     config: Config, strategy: StrategyName, *, num_ranks: int, num_nodes: int, why: str
 ) -> ParallelLayout:
     """Resolve a named strategy (not `auto`) for `num_ranks` ranks. Raises UsageError if it does not fit them."""
-    expert_ranks = config.experts.parallel
+    expert_ranks, context_ranks = config.experts.parallel, config.context.parallel
     if num_ranks == 1:
         return ParallelLayout(reason="single: one rank" + (f", so not {strategy}" if strategy != "single" else ""))
     if strategy == "single":
@@ -66,8 +72,12 @@ def resolve_layout(
     reason = f"{strategy} over {num_ranks} ranks: {why}"
     if expert_ranks > 1:
         reason += f"; {expert_ranks} ranks share each layer's experts"
+    if context_ranks > 1:
+        reason += f"; {context_ranks} ranks share each micro-batch's tokens"
     if strategy == "ddp":
-        return ParallelLayout("ddp", 1, num_ranks, reason=reason, expert_ranks=expert_ranks)
+        return ParallelLayout(
+            "ddp", 1, num_ranks, reason=reason, expert_ranks=expert_ranks, context_ranks=context_ranks
+        )
     if strategy == "deepspeed":
         stage = stage_of(config.deepspeed)
         return ParallelLayout(
@@ -102,4 +112,5 @@ def resolve_layout(
         reason=reason,
         sums_late=traits.sums_late,
         expert_ranks=expert_ranks,
+        context_ranks=context_ranks,
     )

@@ -37,7 +37,8 @@ class LayerShape:
     output) or a recurrent mixer, and `mlp_elements` elsewhere: the outputs of the gate and up projections, their
     product, and the same for each of the token's experts with its input and output; of these, grouped products do not
     save `unsaved_elements`. `pair_width` is heads x (width of a query + width of a value), which a query-key pair is
-    multiplied by; 0 without softmax attention. `has_window`: it attends to `sliding_window` tokens.
+    multiplied by; 0 without softmax attention. `key_width` is that of a token's keys and values. `has_window`: it
+    attends to `sliding_window` tokens.
     """
 
     linears: tuple[Linear, ...]
@@ -48,6 +49,7 @@ class LayerShape:
     has_window: bool
     unsaved_elements: int = 0
     experts: tuple[Linear, ...] = ()
+    key_width: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,8 +85,10 @@ def generate(run: Run, prompt_set: PromptSet) -> list[list[int]] | None:
 def _groups(run: Run, prompt_set: PromptSet) -> Iterator[list[int]]:
     """Yield the prompts' indices in groups that fit a micro-batch with their answers; each has at least one."""
     group: list[int] = []
+    # every rank computes these passes whole
+    limit = run.plan.layout.micro_batch_tokens // run.planned.parallel_layout.context_ranks
     for index in range(len(prompt_set.prompts)):
-        if group and _num_tokens(run, prompt_set, [*group, index]) > run.plan.layout.micro_batch_tokens:
+        if group and _num_tokens(run, prompt_set, [*group, index]) > limit:
             yield group
             group = []
         group.append(index)
@@ -105,6 +107,8 @@ def _fits_on_all_ranks(run: Run, prompt_set: PromptSet, groups: Sequence[Sequenc
     If a rank ran out of memory in a sharded pass, the others would wait for it.
     """
     most = max(_num_tokens(run, prompt_set, group) for group in groups)
+    # the estimate is for one rank's share
+    most *= run.planned.parallel_layout.context_ranks
     size = MicroBatchSize(most, num_labels=max(map(len, groups)), num_documents=max(map(len, groups)))
     whole, state = run.memory.estimate(size), run.memory.estimate(MicroBatchSize(0, 0, 0))
     num_failed = torch.zeros((), device=run.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -37,6 +37,7 @@ from flatout.parallel.shards import flat_offset_of, is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, connect
 from flatout.planner.memory.estimate import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
+from flatout.trainer.context_ranks import share_context, share_of
 from flatout.trainer.expert_ranks import share_experts
 from flatout.trainer.feed import Feed
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
@@ -65,8 +66,7 @@ def build_run(
     loaded, planned, proofs = load_or_replan(config, planned, checkpoints.group, reporter, rank, objective)
     fused = replace_layers(loaded, config, planned, reporter)
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
-    feed = Feed(planned.store, device, size_buckets=size_buckets, **planned.plan.batch_bounds)
-    eval_feeds = tuple(Feed(each.store, device, max_documents=each.max_documents) for each in planned.eval_sets)
+    feed, eval_feeds = make_feeds(planned, device, rank, size_buckets)
     loss = make_loss(loaded, planned, config, objective, reporter)
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
     compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, reporter, proofs)
@@ -108,6 +108,15 @@ def build_run(
     reporter.stage("graphs", record_graphs(run, no_graphs or (None if compiled.is_complete else NOT_COMPILED)))
     run.saver.reserve(sizes)
     return run
+
+
+def make_feeds(
+    planned: PlannedRun, device: torch.device, rank: Rank, size_buckets: Sequence[int]
+) -> tuple[Feed, tuple[Feed, ...]]:
+    """Return the feed of training, and one for each evaluation data set."""
+    share = share_of(planned.parallel_layout, rank)
+    feed = Feed(planned.store, device, share, size_buckets=size_buckets, **planned.plan.batch_bounds)
+    return feed, tuple(Feed(each.store, device, share, max_documents=each.max_documents) for each in planned.eval_sets)
 
 
 def make_loss(
@@ -200,8 +209,10 @@ def shard_state(
         compute=loaded.dtype if loaded.autocast else None,
         dtype=loaded.dtype,
         expert_ranks=layout.expert_ranks,
+        context_ranks=layout.context_ranks,
     )
     strategy = connect(rank, device, config, options)
+    share_context(loaded, strategy, share_of(layout, rank), config, reporter)
     mark_slices = share_experts(loaded, strategy, reporter)
 
     def optimizer_of_shards() -> torch.optim.Optimizer:
@@ -290,13 +301,15 @@ def compile_model(
             loss=loss,
             wrapper=wrapper,
             proved=known is not None,
+            share=feed.share,
         )
     if compiled.num_compared is None and compiled.is_complete:
         proofs.keep("compiled layers", {"smallest_cosine": compiled.smallest_cosine})
     earlier = f"; the others {known.since}" if known and compiled.num_compared else ""
     reporter.stage("compile", compiled.line + earlier)
     if feed.num_boundaries is not None and compiled.num_compiled:
-        sizes = count_sizes(planned.plan, rank.index, size_buckets=feed.size_buckets)
+        place = planned.parallel_layout.place_of(rank.index)
+        sizes = count_sizes(planned.plan, place, size_buckets=feed.size_buckets)
         if num_graphs := prepare_attention(loaded.attention, sizes, feed.num_boundaries):
             reporter.stage("compile", f"{num_graphs} {loaded.attention} graphs for the plan's sizes")
         with torch.autocast(loaded.model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):

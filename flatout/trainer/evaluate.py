@@ -70,7 +70,7 @@ def evaluate(run: Run) -> tuple[EvalFigures, dict[str, EvalFigures]]:
     # graphs are specialized on train mode; compiling for eval mode would take longer than these forward passes
     with torch.compiler.set_stance("force_eager"):
         for total, each, feed in zip(totals, run.eval_sets, run.eval_feeds, strict=True):
-            for batch in feed.batches(each.plan.ranks[run.rank.index]):
+            for batch in feed.batches(each.plan.ranks[run.data_rank]):
                 with autocast(run):
                     loss_and_correct = run.loss(batch)
                 total += torch.stack([value.double() for value in loss_and_correct])

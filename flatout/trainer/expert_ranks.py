@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flatout.models.collectives import RankGroup
 from flatout.models.experts.block import experts_modules
-from flatout.models.experts.exchange import ExpertGroup
 from flatout.models.experts.parallel import slice_experts
 from flatout.models.load.model import LoadedModel
 from flatout.parallel.shards import mark_slice
@@ -21,7 +21,7 @@ def share_experts(loaded: LoadedModel, strategy: Strategy, reporter: Reporter) -
     """
     if (mesh := strategy.expert_mesh) is None:
         return lambda: None
-    group = ExpertGroup(mesh.get_group("expert").group_name, mesh.size(1), mesh.get_local_rank("expert"))
+    group = RankGroup(mesh.get_group("expert").group_name, mesh.size(1), mesh.get_local_rank("expert"))
     slices = slice_experts(loaded.model, group)
     if loaded.waiting is not None:
         loaded.waiting.narrow(slices, group.size, group.place)

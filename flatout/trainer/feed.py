@@ -13,6 +13,7 @@ import torch
 
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
+from flatout.models.context.share import ContextShare
 from flatout.models.packed import PackedBatch, flatten_samples, padded_num_boundaries
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 
@@ -34,6 +35,7 @@ class Feed:
         self,
         store: TokenStore,
         device: torch.device,
+        share: ContextShare | None = None,
         *,
         max_documents: int,
         size_buckets: Sequence[int] = (),
@@ -41,14 +43,16 @@ class Feed:
     ) -> None:
         """`max_documents` is the most samples that a micro-batch holds, and `max_prefixes` the most prefixes.
 
-        `size_buckets` are as in `packed_size`.
+        `size_buckets` are as in `packed_size`. With `share`, batches are that share of each micro-batch.
         """
         self.store = store
         self._device = device
         # one number of boundaries for the whole run, to avoid recompilation
         is_cuda = device.type == "cuda"
-        self.num_boundaries = padded_num_boundaries(max_documents + max_prefixes) if is_cuda else None
+        count = padded_num_boundaries if share is None else share.num_boundaries
+        self.num_boundaries = count(max_documents + max_prefixes) if is_cuda else None
         self.num_shared_boundaries = padded_num_boundaries(max_prefixes) if is_cuda and max_prefixes else None
+        self.share = share
         self.wait_s = 0.0
         self.size_buckets = size_buckets
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flatout-feed")
@@ -102,7 +106,7 @@ class Feed:
             samples = [(ids, np.zeros(len(ids), bool)) for ids, _ in samples]
         batch = flatten_samples(
             samples,
-            num_boundaries=self.num_boundaries,
+            num_boundaries=self.num_boundaries if self.share is None else None,
             size_buckets=self.size_buckets,
             row_length=micro_batch.row_length,
             fill_tokens=micro_batch.fill_tokens,
@@ -118,6 +122,8 @@ class Feed:
                 f"{self.store.folder}: samples {list(micro_batch.sample_ids)[:8]} have {batch.num_label_tokens:,} "
                 f"label tokens, but the plan counts {micro_batch.num_label_tokens:,}; rebuild the data set"
             )
+        if self.share is not None:
+            batch = self.share.of(batch, self.num_boundaries)
         if self._copies is None:
             return batch.to(self._device), None
         with torch.cuda.stream(self._copies):

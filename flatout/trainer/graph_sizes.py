@@ -37,12 +37,8 @@ def plan_graphs(
         return "only on CUDA", ()
     if config.method != "lora" or config.optim.name == "adamw8bit" or planned.parallel_layout.lockstep:
         return "gradients have no fixed address", ()
-    if reads := _host_reads(model):
-        return reads, ()
-    if planned.plan.layout.name == "rows":
-        return "rows have too many sizes", ()
-    if planned.plan.shares_prefixes:
-        return "the number of shared prefixes differs from pass to pass", ()
+    if why := _host_reads(model) or _varies(planned):
+        return why, ()
     if config.lora.dropout or planned.memory.recompute not in ("none", "selective"):
         return "dropout and recompute need the host", ()
     if config.compile == "off" or config.deterministic:
@@ -64,6 +60,17 @@ def _host_reads(model: PreTrainedModel) -> str | None:
         return "rope reads the documents' lengths on the host"
     if packed_hybrid(model.config.get_text_config())[1]:
         return "recurrent kernels read the documents' lengths on the host"
+    return None
+
+
+def _varies(planned: PlannedRun) -> str | None:
+    """Return what differs from pass to pass too much for graphs; None if nothing."""
+    if planned.plan.layout.name == "rows":
+        return "rows have too many sizes"
+    if planned.plan.shares_prefixes:
+        return "the number of shared prefixes differs from pass to pass"
+    if planned.parallel_layout.context_ranks > 1:
+        return "the number of keys that ranks exchange differs from pass to pass"
     return None
 
 
@@ -141,7 +148,7 @@ def record_graphs(run: Run, why_not: str | None) -> str:
     assert run.feed.num_boundaries is not None
     places = [(parameter, parameter.grad) for parameter in run.named_parameters.values() if parameter.grad is not None]
     decoder = GraphedDecoder(run.model, *zip(*places, strict=True))
-    counts = count_sizes(run.plan, run.rank.index, size_buckets=run.feed.size_buckets)
+    counts = count_sizes(run.plan, run.data_rank, size_buckets=run.feed.size_buckets)
     sizes, num_recorded = sorted((size for size, _ in counts.most_common(MAX_RECORDINGS)), reverse=True), 0
     try:
         for size in sizes:

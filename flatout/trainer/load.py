@@ -52,6 +52,7 @@ def load_trainable(
         rows=planned.plan.layout.name == "rows",
         num_rows=num_rows,
         keep_dense=config.lora.modules_to_save,
+        context_ranks=planned.parallel_layout.context_ranks,
     )
     proofs.identify(loaded, device)
     for line in loaded.report:

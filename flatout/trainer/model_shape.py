@@ -212,6 +212,7 @@ def _layer_shape(
         mlp_elements=mlp_elements,
         pair_width=len(attention) * heads.num_heads * (heads.head_dim + heads.value_head_dim),
         has_window=has_window,
+        key_width=len(attention) * heads.num_kv_heads * (heads.head_dim + heads.value_head_dim),
         unsaved_elements=unsaved,
         experts=tuple(_expert_linears(layer, experts_per_token)),
     )

@@ -49,6 +49,7 @@ def plan_layout(
 
     `data` is the store and the samples to train on, `problems` why samples must not be packed and must not share.
     """
+    reporter.phase("planning")
     (store, train_ids), (unpackable, unsharable) = data, problems
     text_config = read_text_config(config.model.name, config.model.revision)
     rows = takes_rows(config, text_config, reporter, unpackable)
@@ -85,7 +86,7 @@ def plan_training(
         config.batch,
         micro_batch_tokens=row_length(int(store.lengths.max())) * config.batch.samples_per_step,
         seed=config.seed,
-        num_ranks=rank.world,
+        num_ranks=rank.world // config.context.parallel,
         cost=make_cost(config, shape),
         sample_ids=train_ids,
         pass_tokens=pass_tokens if rows else None,
@@ -108,11 +109,12 @@ def plan_training(
 def takes_rows(config: Config, text_config: Any, reporter: Reporter, unpackable: str | None) -> bool:
     """Choose the layout and report it; return whether each sample is a row. Raises UsageError as `choose_layout`."""
     choice = LayoutChoice("rows", unpackable) if unpackable else choose_layout(text_config, config.batch.layout)
-    if choice.layout == "rows" and config.experts.parallel > 1:
-        raise UsageError(
-            f"experts.parallel: {config.experts.parallel} needs packed samples, but this model takes rows "
-            f"({choice.reason}); set experts.parallel: 1"
-        )
+    shared = {"experts.parallel": config.experts.parallel, "context.parallel": config.context.parallel}
+    for name, num_ranks in shared.items():
+        if choice.layout == "rows" and num_ranks > 1:
+            raise UsageError(
+                f"{name}: {num_ranks} needs packed samples, but this model takes rows ({choice.reason}); set {name}: 1"
+            )
     reporter.stage("layout", f"{choice.layout}: {choice.reason}")
     return choice.layout == "rows"
 
@@ -137,6 +139,8 @@ def index_prefixes(
         return None, "not shared: as configured"
     lengths = store.lengths if train_ids is None else store.lengths[train_ids]
     problem = inexact or ("each sample is a row of its own" if rows else None)
+    if config.context.parallel > 1:
+        problem = problem or "with context.parallel, ranks share each sample's tokens"
     if objective is not CROSS_ENTROPY:
         problem = problem or f"objective {objective.name} may read whole samples"
     if config.lora.dropout:

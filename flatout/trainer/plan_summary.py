@@ -23,6 +23,7 @@ class PlanSummary:
     device: Device | None
     longest_document_tokens: int | None
     sharing: str
+    context_ranks: int
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<18} {text}" for name, text in self.rows(()))
@@ -32,7 +33,9 @@ class PlanSummary:
         yield from report_rows(self.report)
         if not self.report.num_shared_tokens:
             yield "prefixes", self.sharing
-        if self.report.num_ranks > 1:
+        if self.context_ranks > 1:
+            yield "context", f"{self.context_ranks} ranks share each micro-batch, and count as one rank above"
+        if self.report.num_ranks * self.context_ranks > 1:
             yield "strategy", self.strategy
         if self.device:
             yield f"on {self.device.name}", self.decision.reason
@@ -56,4 +59,4 @@ def summarize_plan(
     longest = None
     if device is not None:
         longest = longest_document_tokens(config, planned.shape, device, report.label_share, layout)
-    return PlanSummary(report, layout.reason, decision, device, longest, planned.sharing)
+    return PlanSummary(report, layout.reason, decision, device, longest, planned.sharing, layout.context_ranks)

@@ -32,6 +32,7 @@ from flatout.planner.steps.rows import row_length
 from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, split_held_out
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
+from flatout.trainer.context_ranks import check_context
 from flatout.trainer.model_shape import read_shape
 from flatout.trainer.plan_steps import plan_layout
 from flatout.trainer.prompts import PromptSet, plan_prompts
@@ -97,6 +98,7 @@ def plan_run(
     reporter.phase("reading the model's configuration")
     shape = read_shape(config.model.name, config.model.revision)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
+    check_context(config, rank, objective)
     store = open_tokens(config.data, config, reporter)
     num_tokens, share = int(store.lengths.sum()), int(store.num_labels.sum()) / int(store.lengths.sum())
     reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {share:.0%} label")
@@ -117,7 +119,6 @@ def plan_run(
     if config.eval.fraction:
         train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed)
     device = device_of()
-    reporter.phase("planning")
     plan, parallel_layout, memory, sharing = plan_layout(
         config, shape, (store, train_ids), rank, device, reporter, objective, (unpackable, unsharable)
     )

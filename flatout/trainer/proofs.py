@@ -57,7 +57,13 @@ class Proofs:
                 "longest": self._longest,
                 "batch": dict(planned.plan.batch_bounds),
                 "memory": [planned.memory.recompute, planned.memory.transposed_weights],
-                "split": [layout.strategy, self._group.rank.world, layout.num_replicas, layout.expert_ranks],
+                "split": [
+                    layout.strategy,
+                    self._group.rank.world,
+                    layout.num_replicas,
+                    layout.expert_ranks,
+                    layout.context_ranks,
+                ],
             }
 
     @property

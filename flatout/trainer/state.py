@@ -112,6 +112,16 @@ class Run:
     stop: StopRequest = field(default_factory=StopRequest)
 
     @property
+    def data_rank(self) -> int:
+        """This process's place in the plan."""
+        return self.planned.parallel_layout.place_of(self.rank.index)
+
+    @property
+    def shares_passes(self) -> bool:
+        """Whether other ranks take part in this one's passes, so that none may be left out or repeated."""
+        return self.plan.layout.lockstep or self.planned.parallel_layout.context_ranks > 1
+
+    @property
     def biases(self) -> Mapping[str, Tensor]:
         """The routers' biases that each update moves, by name."""
         return self.routers.biases if self.routers else {}

@@ -126,7 +126,7 @@ def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]
             start_routers(run, run.routers, step, micro_batches)
         for index, batch in enumerate(run.feed.batches(micro_batches)):
             # in lockstep every rank must run every pass, or the others would hang
-            if run.stop.requested and not run.plan.layout.lockstep:
+            if run.stop.requested and not run.shares_passes:
                 break
             seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
             with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
@@ -171,12 +171,12 @@ def divisor_of(run: Run, step: StepPlan) -> float:
 
 def micro_batches_of(run: Run, step: StepPlan) -> Sequence[MicroBatch]:
     """Return this rank's micro-batches of a step: the plan's, or smaller ones after an out-of-memory error."""
-    planned = step.ranks[run.rank.index]
+    planned = step.ranks[run.data_rank]
     # in lockstep, all ranks take the planned passes together
-    cap_tokens = None if run.plan.layout.lockstep else run.state.micro_batch_cap
+    cap_tokens = None if run.shares_passes else run.state.micro_batch_cap
     if cap_tokens is None or all(batch.num_padded_tokens <= cap_tokens for batch in planned):
         return planned
-    return run.plan.resplit(step, run.rank.index, max(cap_tokens, _longest(run, planned)))
+    return run.plan.resplit(step, run.data_rank, max(cap_tokens, _longest(run, planned)))
 
 
 def lower_cap(run: Run, step: StepPlan, taken: Sequence[MicroBatch], *, failed: MicroBatch) -> None:
@@ -369,9 +369,9 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
     if run.stop.requested:
         return lambda: None
     run.rank_meter.start_step(run.feed.wait_s)
-    (batch,) = run.feed.batches(step.ranks[run.rank.index])
+    (batch,) = run.feed.batches(step.ranks[run.data_rank])
     if run.routers:
-        start_routers(run, run.routers, step, step.ranks[run.rank.index])
+        start_routers(run, run.routers, step, step.ranks[run.data_rank])
     seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=0)
     with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
         batch_loss, batch_correct = run.loss(batch)

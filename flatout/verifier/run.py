@@ -14,11 +14,13 @@ from flatout.config.parallel import STRATEGIES
 from flatout.config.schema import Config
 from flatout.errors import NumericError, ResourceError, UsageError
 from flatout.io.durable_io import DurableIO
+from flatout.models.arch_quirks import whole_document_problem
 from flatout.models.load.model import resolve_precision
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.rows import row_length
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.trainer.model_shape import read_text_config
 from flatout.trainer.planning import PlannedRun
 from flatout.trainer.state import Run
 from flatout.verifier.compare import Reference, Row, free_memory, measure, plan_quietly, set_up_quietly
@@ -115,6 +117,8 @@ def _notes(config: Config, exact: Exact, device: torch.device) -> Iterator[str]:
         yield "experts.balance_loss and experts.z_loss are 0 here: the reference has cross-entropy only"
     if config.experts.parallel > 1:
         yield "experts.parallel is 1 here: it does not change the sums"
+    if config.context.parallel > 1:
+        yield "context.parallel is 1 here, except in the row that names it: it does not change the sums"
     if config.sharding.offload:
         yield "sharding.offload is false here: it does not change the sums"
     if config.base.storage == "fp8" and config.method == "lora":
@@ -127,7 +131,7 @@ def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.d
     """Yield the rows of one process, those in the run's own precision, and those of several processes."""
     # plain transformers would normalize the routers' losses by micro-batch
     experts = own.experts.model_copy(update={"balance_loss": 0.0, "z_loss": 0.0, "parallel": 1})
-    own = own.model_copy(update={"experts": experts})
+    own = own.model_copy(update={"experts": experts, "context": own.context.model_copy(update={"parallel": 1})})
     config = exact_config(own, exact, folder)
     planned = plan_quietly(config, Rank())
     step = next((step for step in planned.plan.steps() if step.num_label_tokens), None)
@@ -226,20 +230,34 @@ def _rank_cases(
     """Return a case for every strategy, with two micro-batches per rank where possible.
 
     Strategies that keep whole state run on every number of ranks, the others on `num_ranks`. What DeepSpeed shards
-    depends on its own file, so it has no case.
+    depends on its own file, so it has no case. Pairs of ranks share micro-batches in one more, if the model allows it.
     """
     cases = []
     longest, budget = int(planned.store.lengths.max()), planned.plan.layout.micro_batch_tokens
+
+    def add(name: str, strategy: str, world: int, context_ranks: int = 1) -> None:
+        values = config.model_dump(mode="json")
+        # a default is no demand on a data set that was built with another value
+        values["data"] = config.data.model_dump(mode="json", exclude_unset=True)
+        values["strategy"] = strategy
+        if context_ranks > 1:
+            values["context"]["parallel"] = context_ranks
+            # the ranks are given, and need not be those of the run; prefixes are proved in the other rows
+            values["gpus"], values["batch"]["share_prefix"] = None, "off"
+        num_micro_batches = 2 * world // context_ranks
+        values["batch"]["micro_batch_tokens"] = max(longest, min(budget, -(-step.num_tokens // num_micro_batches)))
+        values["sharding"]["replicas"] = 2 if STRATEGIES[strategy].has_replicas else None
+        cases.append(RankCase(name, world, values, step.index, str(reference.folder), limit))
+
     for name, traits in STRATEGIES.items():
         if name in ("single", "deepspeed"):
             continue
         least = 4 if traits.has_replicas else 2
         for world in range(max(least, num_ranks) if traits.shards_state else least, num_ranks + 1):
-            values = config.model_dump(mode="json")
-            # a default is no demand on a data set that was built with another value
-            values["data"] = config.data.model_dump(mode="json", exclude_unset=True)
-            values["strategy"] = name
-            values["batch"]["micro_batch_tokens"] = max(longest, min(budget, -(-step.num_tokens // (2 * world))))
-            values["sharding"]["replicas"] = 2 if traits.has_replicas else None
-            cases.append(RankCase(name, world, values, step.index, str(reference.folder), limit))
+            add(name, name, world)
+    has_form = config.model.attention in ("auto", "varlen", "sdpa", "plain")
+    is_packed = planned.plan.layout.name == "packed"
+    problem = whole_document_problem(read_text_config(config.model.name, config.model.revision))
+    if num_ranks > 1 and has_form and is_packed and problem is None:
+        add("ddp, context.parallel 2", "ddp", num_ranks // 2 * 2, context_ranks=2)
     return cases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,29 @@ def test_ranks_equal_one_process(tiny: Any, tmp_path: Path, metrics_of: Any, num
     weights = [load_file(folder / "checkpoints/step-6/model.safetensors") for folder in (config.folder, many.folder)]
     for name, tensor in weights[0].items():
         assert float((weights[1][name] - tensor).norm()) <= 1e-5 * float(tensor.norm().clamp(min=1e-3))
+
+
+def test_ranks_that_share_micro_batches_share_no_prefixes(
+    tiny: Any, tmp_path: Path, metrics_of: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_of(tiny, tmp_path, "fp32")
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    typed = [str(tmp_path / "run.yaml"), "batch.max_steps=2", "device=cpu"]
+    context = ["gpus=[0,1]", "context.parallel=2"]
+    assert main(["train", *typed, *context]) == 2
+    refusal = "context.parallel: 2 does not work with batch.share_prefix: on; change that or set it to 1"
+    assert refusal in capsys.readouterr().err
+    auto, why = "batch.share_prefix=auto", "not shared: with context.parallel, ranks share each sample's tokens"
+    assert main(["plan", *typed, "--ranks", "2", auto, *context]) == 0
+    assert f"prefixes {why}" in " ".join(capsys.readouterr().out.split())
+    assert main(["train", *typed, auto, *context, f"run_dir={tmp_path / 'context'}"]) == 0
+    assert re.search(rf"(?m) prefixes +{why}$", (tmp_path / "context" / "train.log").read_text())
+    # the same steps share prefixes without it
+    assert main(["train", *typed, auto]) == 0
+    alone, together = metrics_of(config.folder), metrics_of(tmp_path / "context")
+    assert min(each["shared_share"] for each in alone) > 0.1
+    assert [each["shared_share"] for each in together] == [0, 0]
+    assert [each["loss"] for each in together] == pytest.approx([each["loss"] for each in alone], rel=1e-5)
 
 
 def test_every_cut_and_strategy_agrees_with_samples_alone(tiny: Any, tmp_path: Path) -> None:

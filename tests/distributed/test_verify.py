@@ -55,7 +55,8 @@ def test_every_cut_agrees(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (code, report["passed"]) == (0, True)
     assert (rows["packed"]["num_micro_batches"], rows["each sample alone"]["num_micro_batches"]) == (1, 6)
     strategies = {case for case, row in rows.items() if row["num_ranks"] == 2}
-    assert strategies == ({"ddp", "zero1", "zero2", "zero3", "fsdp"} if arch == "own" else set())
+    every = {"ddp", "zero1", "zero2", "zero3", "fsdp", "ddp, context.parallel 2"}
+    assert strategies == (every if arch == "own" else set())
     assert {row["verdict"] for row in report["rows"]} == {"ok"}
     worst = max(row["worst_difference"] for row in report["rows"])
     assert worst < 1e-5, f"worst gradient {worst:.1e}"
@@ -113,7 +114,7 @@ def test_every_strategy_agrees_on_every_number_of_ranks_it_is_for(tiny: Any, tmp
     config = tiny.config(tmp_path / "run", method="full", batch=batch, comm={"compress": "bf16"})
     code, report = run_verify(config, tmp_path, "--ranks", "4", "--fp64")
     parallel_layout = {(row["case"], row["num_ranks"]): row for row in report["rows"] if row["num_ranks"] > 1}
-    strategies = {(name, 4) for name in ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")}
+    strategies = {(name, 4) for name in ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "ddp, context.parallel 2")}
     assert set(parallel_layout) == {("ddp", 2), ("ddp", 3), *strategies}
     assert code == 0
     assert max(row["worst_difference"] for row in parallel_layout.values()) < 1e-10

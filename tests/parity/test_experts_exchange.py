@@ -14,24 +14,24 @@ from tiny_models import VOCAB_SIZE
 from torch.utils.checkpoint import checkpoint
 
 from flatout.models.blocks import decoder_layers
+from flatout.models.collectives import RankGroup
 from flatout.models.experts.block import experts_modules, prepare_experts
-from flatout.models.experts.exchange import ExpertGroup
 from flatout.models.experts.parallel import slice_experts
 
 IDS = torch.randint(0, VOCAB_SIZE, (1, 16), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
-def group() -> Iterator[ExpertGroup]:
+def group() -> Iterator[RankGroup]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield ExpertGroup(dist.group.WORLD.group_name, 1, 0)
+    yield RankGroup(dist.group.WORLD.group_name, 1, 0)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.exhaustive)])
 # as flatout compiles layers
 @torch._dynamo.config.patch(specialize_float=True)
-def test_layers_with_an_exchange_are_one_graph_with_equal_gradients(family: str, group: ExpertGroup) -> None:
+def test_layers_with_an_exchange_are_one_graph_with_equal_gradients(family: str, group: RankGroup) -> None:
     model = experts_model(family, torch.float32)
     model.set_experts_implementation("flatout")
     prepare_experts(model)
@@ -55,7 +55,7 @@ def test_layers_with_an_exchange_are_one_graph_with_equal_gradients(family: str,
     assert max(error(found[name], true[name]) for name in true) < 1e-6
 
 
-def test_recomputation_waits_for_all_that_it_sends(group: ExpertGroup) -> None:
+def test_recomputation_waits_for_all_that_it_sends(group: RankGroup) -> None:
     """A collective whose result is dropped before it has arrived would be written to memory that is in use again."""
     model = experts_model("qwen3_moe", torch.float64)
     model.set_experts_implementation("flatout")

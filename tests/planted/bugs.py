@@ -28,6 +28,7 @@ SKIPPED = f"{RUNS}::test_a_step_that_fp16_skips_is_no_update"
 RESUME = f"{RUNS}::test_resume_at_every_step_is_bit_equal"
 COPY = "tests/unit/checkpoint/test_host_staging.py::test_every_update_waits_for_the_copy"
 RANKS = "tests/distributed/test_gloo.py::test_ranks_equal_one_process[lora-2]"
+CONTEXT = "tests/parity/test_context_attention.py::test_keys_are_gathered_and_their_gradients_return"
 FALLBACK = "tests/unit/models/test_compile_fallback.py"
 UNTIED = (
     "(model.train(), setattr(model.get_output_embeddings(), 'weight', "
@@ -57,6 +58,8 @@ BUGS = (
     Bug("ranks averaged", "BucketedSum._launch", "dist.all_reduce(X, group=Y, async_op=True)",
         "dist.all_reduce(X.div_(2), group=Y, async_op=True)", RANKS),
     Bug("gradients not summed over ranks", "launch_step", "X.sum_gradients(Y)", "None", RANKS),
+    Bug("gradients of keys from one piece alone", "_scatter", "X.index_add(0, rows, both)",
+        "X.index_copy(0, rows, both)", CONTEXT),
     Bug("documents see each other", "document_arguments", "{'cu_seq_lens_q': X.cu_seqlens, 'max_length_q': Y}",
         "{'cu_seq_lens_q': X.cu_seqlens[[0, -1]], 'max_length_q': Y}", PACKED_EXACT),
     Bug("positions go on over documents", "flatten_samples", "np.arange(len(X)) - Y", "np.arange(len(X))",

@@ -24,6 +24,7 @@ from flatout.kernels.attention.shared_prefix import (
     attend_to_prefixes,
     varlen_prefix_passes,
 )
+from flatout.kernels.attention.varlen import varlen_backward, varlen_forward
 from flatout.kernels.operators import define_operator
 
 Attention = Callable[..., Tensor]
@@ -58,31 +59,18 @@ def varlen_problem(device: torch.device, dtype: torch.dtype, head_dim: int | Non
 
 @cache
 def make_varlen_attention() -> Attention:
-    """Bind the FlashAttention-2 kernels in torch, once per process; returns what `packed_operator` returns."""
-    kernel, kernel_backward = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
+    """Register the FlashAttention-2 kernels in torch, once per process; returns what `packed_operator` returns."""
 
-    def settings(scale: float, left: int | None) -> dict[str, Any]:
-        return {"scale": scale, "window_size_left": -1 if left is None else left, "window_size_right": 0}
+    # queries and keys have the same boundaries
+    def twice(*arguments: Any) -> tuple[Any, ...]:
+        *tensors, cu_seqlens, max_seqlen, scale, left = arguments
+        return *tensors, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, left
 
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, left: int | None
-    ) -> tuple[Tensor, ...]:
-        documents = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        output, log_sums, *_ = kernel(q, k, v, *documents, 0.0, left is None, False, **settings(scale, left))
-        return output, log_sums
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return varlen_forward(*twice(*arguments))
 
-    def backward(
-        output_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, cu_seqlens: Tensor,
-        max_seqlen: int, scale: float, left: int | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        documents = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        # the random state is for dropout, which is off
-        random_state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
-        gradients: tuple[Tensor, ...] = kernel_backward(
-            output_grad, q, k, v, output, log_sums, *documents, 0.0, left is None, random_state, unused,
-            **settings(scale, left),
-        )  # fmt: skip
-        return gradients
+    def backward(*arguments: Any) -> tuple[Tensor, ...]:
+        return varlen_backward(*twice(*arguments))
 
     return packed_operator("flatout::varlen", forward, backward)
 
@@ -168,7 +156,7 @@ def packed_operator(
             shared = SharedPrefixes(prefix_cu_seqlens, suffix_cu_seqlens, sizes)
             attend_to_prefixes(q, k, v, output, by_token(log_sums), scale, shared, prefix_passes())
         if sinks is not None:
-            log_sums = by_token(_add_sinks(output, by_token(log_sums), sinks)).contiguous()
+            log_sums = by_token(add_sinks(output, by_token(log_sums), sinks)).contiguous()
         return output, log_sums
 
     def fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -218,7 +206,7 @@ def _differentiable(
             gradients = operator_backward(output_grad, *saved, *ctx.settings, *shared)
             *_, output, log_sums, _ = saved
             trained = ctx.needs_input_grad[4]
-            sinks_grad = _sinks_grad(output_grad, output, by_token(log_sums), sinks) if trained else None
+            sinks_grad = sinks_gradient(output_grad, output, by_token(log_sums), sinks) if trained else None
             return (*gradients, None, sinks_grad, None, None, None, None, None, None)
 
     def attention(
@@ -236,7 +224,7 @@ def _differentiable(
     return attention
 
 
-def _add_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+def add_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
     """Scale the output (T, H, D) in place for sinks (H,), and return the new log-sum-exp (T, H).
 
     A sink s is one more score, without a value: lse' = log(exp(lse) + exp(s)), O' = O exp(lse - lse').
@@ -246,7 +234,7 @@ def _add_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
     return total
 
 
-def _sinks_grad(output_grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+def sinks_gradient(output_grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
     """Return ds = sum over rows of p (0 - D), with the sink's probability p = exp(s - lse')."""
     row_sums = (output_grad.to(sinks.dtype) * output).sum(-1)
     return -((sinks - log_sums).exp() * row_sums).sum(0)

@@ -11,10 +11,13 @@ is the softmax over both. With O and l, the backward pass of each part returns i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from flatout.kernels.attention.varlen import varlen_backward, varlen_forward
 
 # forward: (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale) -> output, log-sum-exp (H, T);
 # backward: (output_grad, q, k, v, output, log-sum-exp, the same from cu_seqlens_q on) -> three gradients
@@ -49,25 +52,8 @@ class SharedPrefixes(NamedTuple):
 
 
 def varlen_prefix_passes() -> Passes:
-    """Return torch's FlashAttention-2 without a mask, with boundaries of their own for queries and keys."""
-    kernel, kernel_backward = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, *documents_and_scale: Any) -> tuple[Tensor, ...]:
-        *documents, scale = documents_and_scale
-        output, log_sums, *_ = kernel(q, k, v, *documents, 0.0, False, False, scale=scale)
-        return output, log_sums
-
-    def backward(*arguments: Any) -> tuple[Tensor, ...]:
-        *tensors, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale = arguments
-        documents, q = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), tensors[1]
-        # the random state is for dropout, which is off
-        random_state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
-        gradients: tuple[Tensor, ...] = kernel_backward(
-            *tensors, *documents, 0.0, False, random_state, unused, scale=scale
-        )
-        return gradients
-
-    return forward, backward
+    """Return torch's FlashAttention-2 without a mask."""
+    return partial(varlen_forward, causal=False), partial(varlen_backward, causal=False)
 
 
 def attend_to_prefixes(

@@ -18,12 +18,13 @@ from transformers import PreTrainedModel
 
 from flatout.errors import first_line
 from flatout.models.blocks import decoder_layers
+from flatout.models.context.share import ContextShare
 from flatout.models.experts.block import computes_experts
 from flatout.models.head import PackedLoss
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.layer import lora_layers, trainable_parameters
 from flatout.models.packed import PackedBatch
-from flatout.models.selftest import has_experts, random_batch
+from flatout.models.probe import has_experts, random_batch
 
 # two sizes, so that the graph is dynamic in tokens and documents before the first step
 _WARM_UP_LENGTHS = ((200, 31, 150), (700, 300, 129, 16, 5))
@@ -119,6 +120,7 @@ def compile_layers(
     loss: _Forward | None = None,
     wrapper: _Forward | None = None,
     proved: bool = False,
+    share: ContextShare | None = None,
 ) -> CompileOutcome:
     """Compile every decoder layer, compare each with eager on two small batches, and warm up the whole model.
 
@@ -127,7 +129,7 @@ def compile_layers(
     be sharded: sharding changes a layer's class and the dtype of its weights, which would trigger recompilation.
     `wrapper` is what training calls, if not `loss`; one pass without gradients records how it calls the layers. All
     ranks must make the same call. `proved` says that an equal process has compared all layers: then only the first and
-    last of each kind are compared, and all if one of these differs.
+    last of each kind are compared, and all if one of these differs. With `share`, batches are shares of micro-batches.
     Off on the CPU, in fp64 and for transformers' own experts, whose routing is not a static graph. A layer whose
     gradients differ runs eagerly, and so do all layers of a class that does not compile; nothing else in the process
     changes. With dropout, the comparison runs without it, and the graph with dropout is compiled as well, so that no
@@ -142,15 +144,15 @@ def compile_layers(
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []), _compiler_settings():
         smallest = _SMALLEST_FP8_COSINE if fp8 else _SMALLEST_COSINE[loaded.dtype]
         loss = loss or PackedLoss(loaded.model)
-        boundaries = {"num_boundaries": num_boundaries, "num_shared_boundaries": num_shared_boundaries}
-        outcome = _compile(loaded, boundaries, smallest, loss, wrapper or loss, proved)
+        options = {"num_boundaries": num_boundaries, "num_shared_boundaries": num_shared_boundaries, "share": share}
+        outcome = _compile(loaded, options, smallest, loss, wrapper or loss, proved)
     model.train(was_training)
     return outcome
 
 
 def _compile(
     loaded: LoadedModel,
-    boundaries: Mapping[str, int | None],
+    options: Mapping[str, Any],
     smallest_cosine: float,
     loss: _Forward,
     wrapper: _Forward,
@@ -169,7 +171,7 @@ def _compile(
     single = [lengths[:1] for lengths in _WARM_UP_LENGTHS] if loaded.rows else []
     warm_up = [*_WARM_UP_LENGTHS, *single]
     batches = [
-        random_batch(model, lengths, **boundaries, row_length=_row_length(lengths) if loaded.rows else None)
+        random_batch(model, lengths, **options, row_length=_row_length(lengths) if loaded.rows else None)
         for lengths in warm_up
     ]
     # graphs are specific to train or eval mode; without dropout both compute the same, so compare train mode's graph

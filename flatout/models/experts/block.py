@@ -20,7 +20,8 @@ from flatout.kernels.moe import (
 )
 from flatout.kernels.moe.reference import row_experts, without_expert
 from flatout.models.bases.frozen_experts import DENSE, ExpertsMatmul, FrozenExperts
-from flatout.models.experts.exchange import ExpertGroup, exchange
+from flatout.models.collectives import RankGroup
+from flatout.models.experts.exchange import exchange
 from flatout.models.experts.gate import Gate, recognize_gate
 
 IMPLEMENTATION = "flatout"
@@ -67,7 +68,7 @@ def computes_experts(model: PreTrainedModel) -> bool:
     return any(module.config._experts_implementation == IMPLEMENTATION for module in modules)
 
 
-def compute_as_group(experts: nn.Module, group: ExpertGroup) -> None:
+def compute_as_group(experts: nn.Module, group: RankGroup) -> None:
     """Let an experts module, which holds the experts of one rank of the group, compute with the other ranks."""
     setattr(experts, _GROUP, group)
 
@@ -170,7 +171,7 @@ def _experts_forward(
         )
         return output
 
-    group: ExpertGroup | None = getattr(experts, _GROUP, None)
+    group: RankGroup | None = getattr(experts, _GROUP, None)
     num_experts = experts.num_experts // (group.size if group else 1)
     x = hidden_states.to(dtype)
     with torch.autocast(device, enabled=False):

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class ExpertGroup(NamedTuple):
-    """N ranks that share each layer's experts: the name of their process group, N, and this rank's place in it."""
-
-    name: str
-    size: int
-    place: int
+from flatout.models.collectives import RankGroup, all_gather, reduce_scatter, wait
 
 
 def exchange(
     x: Tensor,
     weights: Tensor,
     chosen: Tensor,
-    group: ExpertGroup,
+    group: RankGroup,
     num_experts: int,
     compute: Callable[[Tensor, Tensor, Tensor], Tensor],
     *,
@@ -42,32 +36,14 @@ def exchange(
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     middle = (x.shape[0] + 1) // 2
     spans = [slice(0, middle), slice(middle, None)] if num_parts == 2 and x.shape[0] > 1 else [slice(None)]
-    sent = [_Start.apply(x[span], _all_gather, group) for span in spans]
+    sent = [_Start.apply(x[span], all_gather, group) for span in spans]
     outputs = []
     for span, part in zip(spans, sent, strict=True):
-        tokens = _Finish.apply(*part, _reduce_scatter, group)
+        tokens = _Finish.apply(*part, reduce_scatter, group)
         own = compute(tokens, weights[:, span].flatten(0, 1), ids[:, span].flatten(0, 1))
-        outputs.append(_Start.apply(own, _reduce_scatter, group))
-    outputs = [_Finish.apply(*part, _all_gather, group) for part in outputs]
+        outputs.append(_Start.apply(own, reduce_scatter, group))
+    outputs = [_Finish.apply(*part, all_gather, group) for part in outputs]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _all_gather(x: Tensor, group: ExpertGroup) -> Tensor:
-    """Start to gather `x` (T, ...) of all ranks, (N T, ...), which is undefined before `_wait`."""
-    gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), group.size, group.name)
-    return gathered
-
-
-def _reduce_scatter(x: Tensor, group: ExpertGroup) -> Tensor:
-    """Start to sum `x` (N T, ...) over ranks, of which this one gets its (T, ...), undefined before `_wait`."""
-    total: Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name)
-    return total
-
-
-def _wait(x: Tensor) -> Tensor:
-    """Let the device's stream wait for a started collective; the host does not."""
-    arrived: Tensor = torch.ops._c10d_functional.wait_tensor(x)
-    return arrived
 
 
 class _Start(torch.autograd.Function):
@@ -79,7 +55,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, collective: Callable[[Tensor, ExpertGroup], Tensor], group: ExpertGroup
+        ctx: Any, x: Tensor, collective: Callable[[Tensor, RankGroup], Tensor], group: RankGroup
     ) -> tuple[Tensor, Tensor]:
         started = collective(x, group)
         ctx.mark_non_differentiable(started)
@@ -87,7 +63,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _wait(grads[0]), None, None
+        return wait(grads[0]), None, None
 
 
 class _Finish(torch.autograd.Function):
@@ -95,10 +71,10 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, started: Tensor, reverse: Callable[[Tensor, ExpertGroup], Tensor], group: ExpertGroup
+        ctx: Any, x: Tensor, started: Tensor, reverse: Callable[[Tensor, RankGroup], Tensor], group: RankGroup
     ) -> Tensor:
         ctx.reverse, ctx.group = reverse, group
-        arrived = _wait(started)
+        arrived = wait(started)
         # recomputation stops at the last saved tensor, which must not be before this wait
         ctx.save_for_backward(arrived.new_empty(0))
         return arrived
@@ -112,11 +88,11 @@ class _GatherSlots(torch.autograd.Function):
     """Gather ids (T, k) and weights (T, k) of all ranks in one collective: (N, T, k) each."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weights: Tensor, group: ExpertGroup) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, ids: Tensor, weights: Tensor, group: RankGroup) -> tuple[Tensor, Tensor]:
         ctx.group = group
         k, wide = ids.shape[1], torch.promote_types(weights.dtype, torch.float32)
         slots = torch.cat([ids.to(torch.int32), weights.to(wide).contiguous().view(torch.int32)], 1)
-        gathered = _wait(_all_gather(slots, group)).view(group.size, *slots.shape)
+        gathered = wait(all_gather(slots, group)).view(group.size, *slots.shape)
         own = gathered[..., k:].contiguous().view(wide).to(weights.dtype)
         ids = gathered[..., :k].contiguous()
         ctx.mark_non_differentiable(ids)
@@ -125,4 +101,4 @@ class _GatherSlots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # a slot has a gradient on the rank of its expert alone, so the sum is exact
-        return None, _wait(_reduce_scatter(grads[1].flatten(0, 1), ctx.group)), None
+        return None, wait(reduce_scatter(grads[1].flatten(0, 1), ctx.group)), None

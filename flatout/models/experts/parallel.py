@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
 from flatout.models.bases.frozen_experts import FrozenExperts
+from flatout.models.collectives import RankGroup
 from flatout.models.experts.block import compute_as_group, experts_modules, is_grouped
-from flatout.models.experts.exchange import ExpertGroup
 from flatout.models.experts.lora import ExpertLora, plain_name
 
 Slices = dict[str, int]
@@ -19,7 +19,7 @@ Slices = dict[str, int]
 
 
 @torch.no_grad()
-def slice_experts(model: PreTrainedModel, group: ExpertGroup) -> Slices:
+def slice_experts(model: PreTrainedModel, group: RankGroup) -> Slices:
     """Keep this rank's E / N consecutive experts of every layer, and compute with the group's from now on.
 
     Weights, biases, quantized storage and adapters are sliced; meta tensors as well. Raises UsageError for experts that

@@ -82,6 +82,7 @@ def load_model(
     rows: bool = False,
     num_rows: int = 0,
     keep_dense: Sequence[str] = (),
+    context_ranks: int = 1,
 ) -> LoadedModel:
     """Load a causal language model, or initialize it randomly, for training on packed documents or on `rows` of them.
 
@@ -90,19 +91,19 @@ def load_model(
     Reads only safetensors, never runs code from the model's repository, never makes up a missing weight.
     `on_host` leaves pretrained weights in their mapped files, in the files' dtype, and quantized ones in host memory
     (see `DeferredWeights`). Embedding and head grow to `num_rows` rows if they have fewer (see `grow_vocabulary`).
-    Modules with names ending in one of `keep_dense` are not quantized. `seed` determines the weights of `init: random`
-    for a kind of device; the global random state does not change. Raises UsageError, SecurityError or CheckpointError.
+    Modules with names ending in one of `keep_dense` are not quantized; `context_ranks` as in `choose_attention`. `seed`
+    determines random weights for a kind of device. Raises UsageError, SecurityError or CheckpointError.
     """
     check_source(config.name, config.revision, needs_weights=config.init == "pretrained")
     storage = base.storage if method == "lora" else "model"
     model_config = read_config(config.name, config.revision, storage)
     source_format = dequantized_method(model_config)
-    text_config = model_config.get_text_config()
+    text = model_config.get_text_config()
     compute_dtype = resolve_precision(config.precision, device)
     weight_dtype = weight_dtype_of(method, full, compute_dtype)
     if not rows:
-        choose_layout(text_config, "packed")
-    choice = choose_attention(config.attention, text_config, device=device, dtype=compute_dtype)
+        choose_layout(text, "packed")
+    choice = choose_attention(config.attention, text, device=device, dtype=compute_dtype, context_ranks=context_ranks)
     register(choice.implementation)
     options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": registered_name(choice.implementation)}
     register_experts()
@@ -114,12 +115,11 @@ def load_model(
     if method == "lora":
         model.requires_grad_(False)
     model.train()
-    changes = (prepare_experts(model), scale_by_document(model))
     dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
     report = _report(config, model, dtypes, f"transformers: {own}" if own else ": ".join(choice), unused)
     if source_format and config.init == "pretrained":
         report.append(f"the files' {source_format} weights are dequantized")
-    report += [line for line in changes if line]
+    report += filter(None, (prepare_experts(model), scale_by_document(model)))
     if storage != "model":
         report += quantized.describe_storage(model, storage)
     return LoadedModel(

@@ -41,9 +41,10 @@ class DDP(Strategy):
         try:
             yield
         except torch.OutOfMemoryError as error:
-            if self.expert_mesh is None and not any(buckets.sums for buckets in self._sums):
+            passes_alone = self.expert_mesh is None and self.context_mesh is None
+            if passes_alone and not any(buckets.sums for buckets in self._sums):
                 raise
-            shared = "the gradient all-reduce" if self.expert_mesh is None else "a pass with other ranks"
+            shared = "the gradient all-reduce" if passes_alone else "a pass with other ranks"
             raise ResourceError(
                 f"rank {self.rank.index}: out of GPU memory during {shared}, so the step "
                 "cannot be repeated with smaller micro-batches; lower batch.micro_batch_tokens or memory, or set "

@@ -28,7 +28,7 @@ NORM_PART = 1 << 14
 class StrategyOptions:
     """The plan's decisions. `dtype` is the compute dtype; `compute` is the same if the trained weights are wider.
 
-    `expert_ranks` consecutive ranks share each layer's experts.
+    `expert_ranks` consecutive ranks share each layer's experts, `context_ranks` each micro-batch's tokens.
     """
 
     strategy: StrategyName
@@ -37,6 +37,7 @@ class StrategyOptions:
     compute: torch.dtype | None = None
     dtype: torch.dtype = torch.float32
     expert_ranks: int = 1
+    context_ranks: int = 1
 
 
 class Strategy:
@@ -45,20 +46,26 @@ class Strategy:
     The default methods are for whole parameters on every rank, with gradients that need no sum over ranks.
 
     Every rank calls the same methods in the same order. `sum_gradients`, `grad_norm` and `sum_values` run collectives,
-    and with sharded state or experts on several ranks every forward and backward pass does too.
+    and with sharded state, or experts or micro-batches shared by several ranks, every forward and backward pass does.
 
     `expert_mesh` has the ranks that hold the same slice of the experts along its first dimension, and those that share
     them along its second; None if every rank has all. Slices are plain parameters with a mark (`mark_slice`): no
-    strategy shards them, and their gradients are summed over the first dimension alone.
+    strategy shards them, and their gradients are summed over the first dimension alone. `context_mesh` has the ranks
+    that share micro-batches along its second dimension; None if none do.
     """
 
     def __init__(self, rank: Rank, device: torch.device, config: Config, options: StrategyOptions) -> None:
         self.rank, self._device, self._config, self._options = rank, device, config, options
         join_group(rank, device)
-        self.expert_mesh: DeviceMesh | None = None
-        if options.expert_ranks > 1:
-            sizes = (rank.world // options.expert_ranks, options.expert_ranks)
-            self.expert_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "expert"))
+        self.expert_mesh = self._groups_of(options.expert_ranks, "expert")
+        self.context_mesh = self._groups_of(options.context_ranks, "context")
+
+    def _groups_of(self, num_ranks: int, name: str) -> DeviceMesh | None:
+        """Return groups of `num_ranks` consecutive ranks, as the second dimension of a mesh; None for groups of one."""
+        if num_ranks == 1:
+            return None
+        sizes = (self.rank.world // num_ranks, num_ranks)
+        return init_device_mesh(self._device.type, sizes, mesh_dim_names=("replicate", name))
 
     def prepare(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], Optimizer]

@@ -95,17 +95,21 @@ class MemoryDecision:
     def longest_pass_tokens(self) -> int:
         """The most tokens of a pass: a given or, without a GPU, the chosen micro-batch; otherwise what fits in memory.
 
-        A run of short steps has micro-batches far below what fits.
+        A run of short steps has micro-batches far below what fits. Ranks that share micro-batches do not share passes
+        that answer prompts, so a GPU's limit is that of its share.
         """
         model, budget = self.model, self.budget_bytes
-        if model is None or budget is None or model.config.batch.micro_batch_tokens:
+        if model is None or budget is None:
             return self.micro_batch_tokens
+        if model.config.batch.micro_batch_tokens:
+            return self.micro_batch_tokens // model.parallel_layout.context_ranks
 
         def exceeds(count: int) -> bool:
-            size = MicroBatchSize(count, num_labels=1, num_documents=1)
+            size = MicroBatchSize(count * model.parallel_layout.context_ranks, num_labels=1, num_documents=1)
             return model.estimate(size, self.recompute, accumulates=self.accumulates).total_bytes > budget
 
-        return max(self.micro_batch_tokens, bisect_left(range(LONGEST_TOKENS), True, key=exceeds) - 1)
+        own_tokens = self.micro_batch_tokens // model.parallel_layout.context_ranks
+        return max(own_tokens, bisect_left(range(LONGEST_TOKENS), True, key=exceeds) - 1)
 
     def estimate(self, size: MicroBatchSize) -> MemoryEstimate | None:
         """Estimate the peak with micro-batches of this size; None without a GPU."""
@@ -155,6 +159,7 @@ def choose_micro_batch(
         need = model.estimate(tokens.micro_batch(num_tokens), level).total_bytes / (1 - MARGIN)
         smaller = "base.storage: nf4" if config.method == "lora" else "method: lora, optim.name: adamw8bit"
         what = "a whole step (full.update: backward)" if whole_step else "the longest sample"
+        smaller += "" if whole_step else ", share samples among ranks (context.parallel)"
         raise ResourceError(
             f"{what} has {num_tokens:,} tokens, which need about {need / GIB:.1f} GiB with recompute: {level}, and "
             f"{device.name} may use {budget_bytes(config, device) / (1 - MARGIN) / GIB:.1f}; lower data.max_tokens, "
@@ -208,7 +213,7 @@ def _decide(
     config, given = model.config, model.config.batch.micro_batch_tokens
     enough = most = min(given or tokens.pass_tokens, tokens.pass_tokens)
     if not given and config.full.update == "step":
-        enough = min(most, max(BUSY_TOKENS, tokens.longest_sample))
+        enough = min(most, max(BUSY_TOKENS * config.context.parallel, tokens.longest_sample))
     fits = largest_fit(model, level, tokens, device, most)
     num_tokens = given or max(fits, tokens.longest_sample)
     budget = budget_bytes(config, device)
@@ -238,8 +243,8 @@ def choose_parallel_layout(
         return resolve_layout(config, "ddp", **ranks, why="no GPU whose memory limits it")
     if why := config.reason_against_sharding:
         return resolve_layout(config, "ddp", **ranks, why=f"sharding does not work with {why}")
-    model = memory_model(config, shape, device)
-    enough = min(tokens.pass_tokens, max(BUSY_TOKENS, tokens.longest_sample))
+    model = memory_model(config, shape, device, replace(ALONE, context_ranks=config.context.parallel))
+    enough = min(tokens.pass_tokens, max(BUSY_TOKENS * config.context.parallel, tokens.longest_sample))
     state = model.estimate(MicroBatchSize(0, 0, 0), "full")
     facts = f"weights, gradients and optimizer take {state.state_bytes / GIB:.1f} GiB"
     beside = f"{enough:,} tokens on {device.name}"

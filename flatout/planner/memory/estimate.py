@@ -120,7 +120,8 @@ class MemoryModel:
     activations as above. DeepSpeed's stages 1 and 3 keep their gradients' memory between steps, stage 3 also buffers.
     Frozen weights, quantized or not, are sharded if each layer's are freed after its pass, and otherwise whole.
     With `expert_ranks` N, `shape` is that of one rank (`ModelShape.on_one_of`): 1/N of the experts, no more sharded.
-
+    With `context_ranks` N, a rank holds 1/N of a micro-batch's tokens, and in the backward pass of a layer working
+    memory for the keys and values of all: gathered, picked, and with gradients in each query head.
     Attention that materializes its score matrix (model.attention: plain) is not counted.
     """
 
@@ -182,10 +183,13 @@ class MemoryModel:
 
     def inputs_bytes(self, num_tokens: int) -> int:
         """Return the bytes of all layers' inputs: `full` keeps them, and `offload` moves them to the host."""
-        return self.shape.num_layers * num_tokens * self.shape.hidden_size * self.widths.hidden
+        own_tokens = -(-num_tokens // self.parallel_layout.context_ranks)
+        return self.shape.num_layers * own_tokens * self.shape.hidden_size * self.widths.hidden
 
     def estimate(self, size: MicroBatchSize, recompute: Recompute, *, accumulates: bool = True) -> MemoryEstimate:
         """Estimate the peak with micro-batches of this size; a step has several of them if it `accumulates`."""
+        if self.parallel_layout.context_ranks > 1:
+            return self._of_a_share(size, recompute, accumulates)
         if self.parallel_layout.shards_state and self.parallel_layout.expert_ranks > 1:
             return self._beside_experts(size, recompute, accumulates)
         shape, width, lora = self.shape, self.widths, self.config.lora
@@ -217,6 +221,19 @@ class MemoryModel:
             in_turn=not (is_lora or accumulates or self.parallel_layout.keeps_gradients),
         )
         return self._cut(whole, num_adapter) if self.parallel_layout.shards_state else whole
+
+    def _of_a_share(self, size: MicroBatchSize, recompute: Recompute, accumulates: bool) -> MemoryEstimate:
+        """Return the estimate where several ranks share the micro-batch."""
+        num_ranks = self.parallel_layout.context_ranks
+        own_tokens, own_documents = -(-size.num_tokens // num_ranks), -(-size.num_documents // num_ranks)
+        # one rank may have most labels, as those of an answer at a document's end
+        own = MicroBatchSize(own_tokens, min(size.num_labels, own_tokens), own_documents)
+        alone = replace(self, parallel_layout=replace(self.parallel_layout, context_ranks=1))
+        share = alone.estimate(own, recompute, accumulates=accumulates)
+        # of a document's keys, the pieces of a share have 1 + 1 / 2N
+        picked = 1 + 1 / (2 * num_ranks)
+        keys = max(layer.key_width * (2 + 2 * picked) + layer.pair_width * picked for layer in self.shape.layers)
+        return replace(share, working_bytes=share.working_bytes + int(size.num_tokens * keys * self.widths.compute))
 
     def _beside_experts(self, size: MicroBatchSize, recompute: Recompute, accumulates: bool) -> MemoryEstimate:
         """Return the estimate where several ranks share the experts: their state is not sharded, but the rest is."""

@@ -135,6 +135,7 @@ SHOWN_BY: dict[str, str] = {
     "experts.z_loss": "unit/trainer/test_experts_runs.py",
     "experts.bias_update": "unit/trainer/test_bias_update.py",
     "experts.parallel": "distributed/test_expert_parallel.py",
+    "context.parallel": "distributed/test_context_parallel.py",
     "deterministic": "test_deterministic_runs_are_equal_to_the_bit",
     "memory": "test_more_memory_never_gives_less",
     "batch.share_prefix": "unit/trainer/test_shared_prefix_runs.py",

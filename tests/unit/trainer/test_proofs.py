@@ -75,6 +75,16 @@ def test_a_setting_that_no_check_depends_on_does_not(start: Any, change: str) ->
     assert is_reused(start(change))
 
 
+def test_ranks_that_share_micro_batches_prove_anew_and_compare_shares_in_every_start(start: Any) -> None:
+    pair = ("gpus=[0,1]", "device=cpu")
+    start(*pair)
+    for reused in (False, True):
+        log = start(*pair, "context.parallel=2")
+        assert is_reused(log) == reused
+        assert "2 ranks share each micro-batch; equal to whole within" in log
+    assert is_reused(start(*pair))
+
+
 def test_other_weights_another_environment_or_precision_prove_again(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

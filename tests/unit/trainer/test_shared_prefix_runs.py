@@ -191,7 +191,7 @@ def test_a_model_that_fails_the_self_test_is_planned_again_without(
     from flatout.kernels.attention import reference
     from flatout.models import attention
 
-    def wrong(*tensors: Any, shared: Any, **settings: Any) -> Any:
+    def wrong(*tensors: Any, shared: Any = None, **settings: Any) -> Any:
         return reference.sdpa_attention(*tensors, **settings)
 
     monkeypatch.setattr(attention, "sdpa_attention", wrong)

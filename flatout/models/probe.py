@@ -1,0 +1,70 @@
+"""Small batches for checks of a model, and how far apart two results are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from flatout.models.blocks import decoder_layers
+from flatout.models.context.share import ContextShare
+from flatout.models.experts.lora import num_expert_tensors
+from flatout.models.packed import PackedBatch, flatten_samples
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether the model routes tokens to experts."""
+    names = (name for layer in decoder_layers(model) for name, _ in layer.named_modules())
+    return any("expert" in name for name in names) or any(map(num_expert_tensors, decoder_layers(model)))
+
+
+def random_batch(
+    model: PreTrainedModel,
+    lengths: Sequence[int],
+    *,
+    num_boundaries: int | None = None,
+    num_shared_boundaries: int | None = None,
+    row_length: int | None = None,
+    share: ContextShare | None = None,
+) -> PackedBatch:
+    """Return documents of these lengths on the model's device, all tokens labels; the same at every call.
+
+    With `num_shared_boundaries`, the first two share half of the shorter one, which has no labels. With
+    `share`, the batch is that share of them.
+    """
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    token_ids = np.random.default_rng(0).integers(0, num_embeddings, sum(lengths))
+    documents = [(ids, np.ones(len(ids), bool)) for ids in np.split(token_ids, np.cumsum(lengths)[:-1])]
+    if share is not None:
+        return share.of(flatten_samples(documents), num_boundaries).to(model.device)
+    half = min(lengths[:2]) // 2 if num_shared_boundaries and len(lengths) > 1 else 0
+    for ids, loss_mask in documents[:2] if half else ():
+        ids[:half] = documents[0][0][:half]
+        loss_mask[: half + 1] = False
+    return flatten_samples(
+        documents,
+        num_boundaries=num_boundaries,
+        row_length=row_length,
+        shared=((half, 2),) if half else (),
+        num_shared_boundaries=num_shared_boundaries,
+    ).to(model.device)
+
+
+def relative_error(ours: torch.Tensor, truth: torch.Tensor, experts: bool, lengths: Sequence[int]) -> float:
+    """Return the relative L2 error: the worst of the documents of these lengths; with experts, the median token.
+
+    Rounding may route a token to another expert, which changes that token a lot and says nothing about packing.
+    """
+    smallest = torch.finfo(truth.dtype).tiny  # logits of padding's embedding are all zero if no layer has a bias
+    if experts:
+        return float(((ours - truth).norm(dim=-1) / truth.norm(dim=-1).clamp_min(smallest)).median())
+    pairs = zip(ours.split(list(lengths)), truth.split(list(lengths)), strict=True)
+    # NaN if any is
+    return torch.stack([(mine - true).norm() / true.norm().clamp_min(smallest) for mine, true in pairs]).max().item()
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """Return values in fp32, or in fp64 if they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

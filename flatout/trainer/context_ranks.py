@@ -1,0 +1,68 @@
+"""Let consecutive ranks share the tokens of each micro-batch: which runs can, and what changes in the model."""
+
+from __future__ import annotations
+
+import torch
+
+from flatout.config.schema import Config
+from flatout.errors import PackingError, UsageError
+from flatout.models.arch_quirks import whole_document_problem
+from flatout.models.attention import register_over_ranks
+from flatout.models.collectives import RankGroup
+from flatout.models.context.check import check_share
+from flatout.models.context.share import ContextShare
+from flatout.models.load.model import LoadedModel
+from flatout.models.objective import CROSS_ENTROPY, Objective
+from flatout.parallel.rank import Rank
+from flatout.parallel.strategies.protocol import Strategy
+from flatout.planner.layout import ParallelLayout
+from flatout.track.callback import Reporter
+from flatout.trainer.model_shape import read_text_config
+
+
+def check_context(config: Config, rank: Rank, objective: Objective) -> None:
+    """Raise UsageError unless the run's ranks can share micro-batches as `context.parallel` says."""
+    num_ranks = config.context.parallel
+    if num_ranks == 1:
+        return
+    if rank.world % num_ranks:
+        raise UsageError(
+            f"context.parallel: {num_ranks}: it must divide the number of ranks (gpus, or --ranks of flatout plan); "
+            f"got {rank.world}; set it to 1 or a divisor"
+        )
+    why = whole_document_problem(read_text_config(config.model.name, config.model.revision))
+    if why is None and objective is not CROSS_ENTROPY:
+        why = f"objective {objective.name} may read whole samples"
+    if why is not None:
+        raise UsageError(f"context.parallel: {num_ranks} does not work with {config.model.name}: {why}; set it to 1")
+
+
+def share_of(layout: ParallelLayout, rank: Rank) -> ContextShare | None:
+    """Return which share of each micro-batch a rank takes; None if it takes them whole."""
+    num_ranks = layout.context_ranks
+    return ContextShare(num_ranks, rank.index % num_ranks) if num_ranks > 1 else None
+
+
+def share_context(
+    loaded: LoadedModel, strategy: Strategy, share: ContextShare | None, config: Config, reporter: Reporter
+) -> None:
+    """Let the model attend to the keys of all ranks that share a micro-batch, and check on small ones that it does.
+
+    Collective. Raises PackingError on every rank if a share's hidden states differ from those of whole documents.
+    """
+    if share is None:
+        return
+    assert strategy.context_mesh is not None
+    assert loaded.attention != "transformers", "only rows have it"
+    group = RankGroup(strategy.context_mesh.get_group("context").group_name, share.num_shares, share.place)
+    loaded.model.set_attn_implementation(register_over_ranks(loaded.attention, group))
+    with loaded.present():
+        # of all ranks, as each must raise if one does
+        errors = torch.zeros(strategy.rank.world, dtype=torch.float64, device=loaded.model.device)
+        errors[strategy.rank.index], limit = check_share(loaded, share, fp8=config.computes_in_fp8)
+    if not (worst := strategy.sum_values(errors).max().item()) <= limit:
+        raise PackingError(
+            f"model type {loaded.model.config.model_type}: hidden states of a rank's share of the tokens differ from "
+            f"those of whole documents by {worst:.1e} (limit {limit:.1e}); set context.parallel: 1"
+        )
+    reporter.stage("context", f"{share.num_shares} ranks share each micro-batch; equal to whole within {worst:.1e}")
