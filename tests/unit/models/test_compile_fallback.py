@@ -1,5 +1,6 @@
 """Where layers cannot be compiled, a run goes on eagerly and says why. The GPU tests hold the other half."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -189,7 +190,8 @@ def test_a_layer_that_differs_compiled_runs_eagerly(compilable, runs, monkeypatc
     outcome = compile_on_the_cpu(compilable, proved=proved)
     # also if an earlier start found all layers equal: now all are compared again
     assert (outcome.num_compiled, outcome.num_layers, outcome.num_compared) == (2, 3, None)
-    assert "1 run eagerly: the gradient of trained weights of layer 2 differs compiled from eager" in outcome.line
+    # all gradients are negated, so rounding decides which has the smallest cosine
+    assert re.search("1 run eagerly: the .* of layer 2 differs compiled from eager", outcome.line)
     after, num_compiled = loss_and_runs(compilable, runs)
     assert torch.allclose(after, before)
     assert num_compiled == 2
