@@ -127,31 +127,6 @@ def test_each_shared_token_counts_once_for_every_sample() -> None:
     assert all(relative(mine, true) < 1e-6 for mine, true in zip(found, truth, strict=True))
 
 
-def unmasked(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, _: int, __: int, scale: float) -> Any:
-    """Scores (H, T, S) of queries on the keys of their own document, and the values, by query head."""
-    rows, columns = (torch.arange(len(tensor)) for tensor in (q, k))
-    owners = torch.bucketize(rows, cu_seqlens_q[1:], right=True), torch.bucketize(columns, cu_seqlens_k[1:], right=True)
-    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-    scores = torch.einsum("thd,shd->hts", q, k) * scale
-    return scores.masked_fill(owners[0][:, None] != owners[1], float("-inf")), k, v
-
-
-def prefix_forward(q: Any, k: Any, v: Any, *rest: Any) -> Any:
-    scores, _, v = unmasked(q, k, v, *rest)
-    return torch.einsum("hts,shd->thd", scores.softmax(-1), v), scores.logsumexp(-1)
-
-
-def prefix_backward(output_grad: Any, q: Any, k: Any, v: Any, output: Any, log_sums: Any, *rest: Any) -> Any:
-    groups = q.shape[1] // k.shape[1]
-    scores, k, v = unmasked(q, k, v, *rest)
-    weights = (scores - log_sums[..., None]).exp()
-    weight_grad = torch.einsum("thd,shd->hts", output_grad, v)
-    score_grad = weights * (weight_grad - (output_grad * output).sum(-1).T[..., None]) * rest[-1]
-    key_grad, value_grad = (torch.einsum("hts,thd->shd", a, b) for a, b in ((score_grad, q), (weights, output_grad)))
-    summed = (grad.unflatten(1, (-1, groups)).sum(2) for grad in (key_grad, value_grad))
-    return torch.einsum("hts,shd->thd", score_grad, k), *summed
-
-
 def causal_passes(by_token: bool) -> Any:
     """A causal kernel in fp64 with the formulas of the FlashAttention papers, one document at a time."""
 
@@ -212,7 +187,6 @@ def test_parts_merge_by_their_log_sum_exps(
         "flatout_tests::shared",
         *causal_passes(by_token),
         log_sums_by_token=by_token,
-        prefix_passes=lambda: (prefix_forward, prefix_backward),
     )
     sinks = torch.linspace(-3, 8, heads, dtype=torch.float64, requires_grad=True) if with_sinks else None
     tensors = inputs(heads=heads, kv_heads=kv_heads, lengths=lengths)
@@ -232,9 +206,7 @@ def test_parts_merge_by_their_log_sum_exps(
 
 
 def test_one_compiled_graph_serves_batches_with_and_without_prefixes() -> None:
-    form = packed_operator(
-        "flatout_tests::shared_compiled", *causal_passes(False), prefix_passes=lambda: (prefix_forward, prefix_backward)
-    )
+    form = packed_operator("flatout_tests::shared_compiled", *causal_passes(False))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 

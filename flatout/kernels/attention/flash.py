@@ -17,13 +17,7 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.attention.reference import packed_attention
-from flatout.kernels.attention.shared_prefix import (
-    Passes,
-    SharedPrefixes,
-    add_prefix_gradients,
-    attend_to_prefixes,
-    varlen_prefix_passes,
-)
+from flatout.kernels.attention.shared_prefix import SharedPrefixes, add_prefix_gradients, attend_to_prefixes
 from flatout.kernels.attention.varlen import varlen_backward, varlen_forward
 from flatout.kernels.operators import define_operator
 
@@ -129,14 +123,12 @@ def packed_operator(
     backward: Callable[..., tuple[Tensor, ...]],
     *,
     log_sums_by_token: bool = False,
-    prefix_passes: Callable[[], Passes] = varlen_prefix_passes,
 ) -> Attention:
     """Register an attention kernel as an operator with a backward, and return it as a function.
 
     The function takes q (T, H, D), k and v (T, K, D) in bf16 or fp16, cu_seqlens int32 (N+1,) and max_seqlen, with
     keywords scale, window, sinks (H,) and shared (`SharedPrefixes`), and returns (T, H, D). With shared prefixes no
-    window may reach the end of one; `prefix_passes` attend to them, whatever the kernel. The backward is only
-    deterministic under torch.use_deterministic_algorithms.
+    window may reach the end of one. The backward is only deterministic under torch.use_deterministic_algorithms.
 
     `forward` takes (q, k, v, cu_seqlens, max_seqlen, scale, left) and returns the output and its log-sum-exp, fp32
     (H, T), or (T, H) with `log_sums_by_token`; `backward` takes the output's gradient, q, k, v, output, log-sum-exp and
@@ -154,7 +146,7 @@ def packed_operator(
         if sizes is not None:
             q, k, v, _, _, scale, _ = given
             shared = SharedPrefixes(prefix_cu_seqlens, suffix_cu_seqlens, sizes)
-            attend_to_prefixes(q, k, v, output, by_token(log_sums), scale, shared, prefix_passes())
+            attend_to_prefixes(q, k, v, output, by_token(log_sums), scale, shared)
         if sinks is not None:
             log_sums = by_token(add_sinks(output, by_token(log_sums), sinks)).contiguous()
         return output, log_sums
@@ -166,12 +158,12 @@ def packed_operator(
     def run_backward(output_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         *given, prefix_cu_seqlens, suffix_cu_seqlens, sizes = arguments
         output_grad = output_grad.contiguous()
-        gradients = tuple(tensor.contiguous() for tensor in backward(output_grad, *given))
+        q_grad, k_grad, v_grad = (tensor.contiguous() for tensor in backward(output_grad, *given))
+        gradients = (q_grad, k_grad, v_grad)
         if sizes is not None:
             q, k, v, output, log_sums, _, _, scale, _ = given
             shared = SharedPrefixes(prefix_cu_seqlens, suffix_cu_seqlens, sizes)
-            merged = (output, by_token(log_sums), scale, shared, prefix_passes())
-            add_prefix_gradients(gradients, output_grad, (q, k, v), *merged)
+            add_prefix_gradients(gradients, output_grad, (q, k, v), output, by_token(log_sums), scale, shared)
         return gradients
 
     def fake_backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:

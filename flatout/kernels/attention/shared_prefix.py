@@ -10,18 +10,12 @@ is the softmax over both. With O and l, the backward pass of each part returns i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from flatout.kernels.attention.varlen import varlen_backward, varlen_forward
-
-# forward: (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale) -> output, log-sum-exp (H, T);
-# backward: (output_grad, q, k, v, output, log-sum-exp, the same from cu_seqlens_q on) -> three gradients
-Passes = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]
 
 
 class SharedPrefixes(NamedTuple):
@@ -51,43 +45,79 @@ class SharedPrefixes(NamedTuple):
         return bounds[0], bounds[1], max_queries, max_keys
 
 
-def varlen_prefix_passes() -> Passes:
-    """Return torch's FlashAttention-2 without a mask."""
-    return partial(varlen_forward, causal=False), partial(varlen_backward, causal=False)
-
-
 def attend_to_prefixes(
-    q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, scale: float, shared: SharedPrefixes, by: Passes
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, scale: float, shared: SharedPrefixes
 ) -> None:
-    """Merge attention to the prefixes into `output` (T, H, D) and `log_sums` (T, H) of the suffixes' rows, in place."""
+    """Merge attention to the prefixes into `output` (T, H, D) and `log_sums` (T, H) of the suffixes' rows, in place.
+
+    By Triton for 16-bit CUDA tensors; else by the formulas above, with all scores of a prefix in memory.
+    """
     if (spans := shared.spans) is None:
         return
     rows, keys = spans
-    other, other_sums = by[0](q[rows], k[keys], v[keys], *shared.documents, scale)
-    own_sums, other_sums = log_sums[rows], other_sums.T
-    share = (other_sums - own_sums).sigmoid()[..., None]
-    output[rows].mul_(1 - share).add_(other.mul_(share))
-    log_sums[rows] = torch.logaddexp(own_sums, other_sums)
+    if _has_kernel(q):
+        # machines without a GPU have no Triton
+        from flatout.kernels.attention import prefix_triton
+
+        prefix_triton.attend(q[rows], k[keys], v[keys], output[rows], log_sums[rows], shared.documents, scale)
+        return
+    for queries, own in _pairs(shared, rows.start):
+        scores, _, values = _scores(q[queries], k[own], v[own], scale)
+        own_sums, other_sums = log_sums[queries], scores.logsumexp(-1).T
+        other = torch.einsum("hts,shd->thd", scores.softmax(-1), values)
+        output[queries] += (other_sums - own_sums).sigmoid()[..., None] * (other - output[queries])
+        log_sums[queries] = torch.logaddexp(own_sums, other_sums)
 
 
 def add_prefix_gradients(
-    gradients: tuple[Tensor, ...],
+    gradients: tuple[Tensor, Tensor, Tensor],
     output_grad: Tensor,
     qkv: tuple[Tensor, Tensor, Tensor],
     output: Tensor,
     log_sums: Tensor,
     scale: float,
     shared: SharedPrefixes,
-    by: Passes,
 ) -> None:
     """Add the part of attention to the prefixes to the gradients of q, k and v, in place.
 
-    `output` (T, H, D) and `log_sums` (T, H) are the merged ones.
+    `output` (T, H, D) and `log_sums` (T, H) are the merged ones. See `attend_to_prefixes`.
     """
     if (spans := shared.spans) is None:
         return
-    (rows, keys), (q, k, v) = spans, qkv
-    given = (output_grad[rows], q[rows], k[keys], v[keys], output[rows], log_sums[rows].T.contiguous())
-    parts = by[1](*given, *shared.documents, scale)
-    for gradient, span, part in zip(gradients, (rows, keys, keys), parts, strict=True):
-        gradient[span] += part
+    (rows, keys), (q, k, v), (q_grad, k_grad, v_grad) = spans, qkv, gradients
+    if _has_kernel(q):
+        from flatout.kernels.attention import prefix_triton
+
+        prefix_triton.add_gradients(
+            (q_grad[rows], k_grad[keys], v_grad[keys]), output_grad[rows], (q[rows], k[keys], v[keys]), output[rows],
+            log_sums[rows], shared.documents, scale,
+            num_processors=torch.cuda.get_device_properties(q.device).multi_processor_count,
+        )  # fmt: skip
+        return
+    for queries, own in _pairs(shared, rows.start):
+        scores, wide_keys, wide_values = _scores(q[queries], k[own], v[own], scale)
+        weights = (scores - log_sums[queries].T[..., None]).exp()
+        row_sums = (output_grad[queries] * output[queries]).sum(-1).T[..., None]
+        weight_grad = torch.einsum("thd,shd->hts", output_grad[queries], wide_values)
+        score_grad = weights * (weight_grad - row_sums) * scale
+        q_grad[queries] += torch.einsum("hts,shd->thd", score_grad, wide_keys)
+        for gradient, a, b in ((k_grad, score_grad, q), (v_grad, weights, output_grad)):
+            by_head = torch.einsum("hts,thd->shd", a, b[queries])
+            gradient[own] += by_head.unflatten(1, (k.shape[1], -1)).sum(2)
+
+
+def _has_kernel(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype.itemsize == 2
+
+
+def _pairs(shared: SharedPrefixes, offset: int) -> Iterator[tuple[slice, slice]]:
+    """The rows of each prefix's suffixes, and those of the prefix; the suffixes start at `offset`."""
+    suffixes, prefixes, *_ = shared.documents
+    spans = ([slice(*pair) for pair in pairwise(bounds.tolist())] for bounds in (suffixes + offset, prefixes))
+    return zip(*spans, strict=True)
+
+
+def _scores(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores (H, T, S), and keys and values (S, H, D) by query head."""
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    return torch.einsum("thd,shd->hts", q, k) * scale, k, v
