@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -68,3 +69,26 @@ def relative_error(ours: torch.Tensor, truth: torch.Tensor, experts: bool, lengt
 def widened(values: torch.Tensor) -> torch.Tensor:
     """Return values in fp32, or in fp64 if they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+@contextmanager
+def embedded_tokens(model: PreTrainedModel, change: float = 0.0) -> Iterator[list[torch.Tensor]]:
+    """Record gradients of passes from the embedded tokens on, which the list then holds.
+
+    With `change`, they are first multiplied at random by 1 - change to 1 + change.
+    """
+    embedded: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        if change:
+            random = torch.rand(output.shape, generator=torch.Generator().manual_seed(1)).to(output.device)
+            output = (output.float() * (1 + change * (2 * random - 1))).to(output.dtype)
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0]
+
+    hook = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            yield embedded
+    finally:
+        hook.remove()

@@ -5,26 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from flatout.errors import NumericError, PackingError, SharedPrefixError, UsageError, first_line
+from flatout.errors import NumericError, PackingError, UsageError, first_line
 from flatout.models.arch_quirks import WINDOW_FIELDS, packed_hybrid
-from flatout.models.blocks import (
-    TRANSFORMERS_ATTENTION,
-    decoder_layers,
-    hidden_states,
-    last_states,
-    model_inputs,
-)
+from flatout.models.blocks import TRANSFORMERS_ATTENTION, hidden_states, last_states, model_inputs
 from flatout.models.head import packed_loss
 from flatout.models.load.model import LoadedModel
-from flatout.models.packed import PackedBatch, flatten_samples
-from flatout.models.probe import has_experts, random_batch, relative_error, widened
+from flatout.models.packed import PackedBatch
+from flatout.models.prefix_check import check_shared_prefixes
+from flatout.models.probe import embedded_tokens, has_experts, random_batch, relative_error, widened
 from flatout.models.rope import length_limits, plain_rope
 
 # uneven, and 32 in total: fp32 cosines differ by one ulp if a length is not a multiple of the CPU's SIMD width
@@ -34,11 +27,6 @@ _TOLERANCES = {("sdpa", torch.float64): 1e-10, ("eager", torch.float64): 1e-5}
 _FLOAT32_TOLERANCE = 1e-4
 # eager attention's memory is quadratic in the length of this document
 _MAX_LONG_TOKENS = 16384
-# tokens of a prefix (0: none), and what follows in each of its samples
-_PREFIXES = ((8, (6, 3, 11)), (5, (2, 9)), (0, (6,)))
-# rounding in 16 bit, and in float8 above all, grows with every layer until a comparison says nothing
-_SHARING_LAYERS = 2
-_PREFIX_TOKENS = sum(prefix_tokens + sum(lengths) for prefix_tokens, lengths in _PREFIXES)
 
 
 def prove_layout(
@@ -151,99 +139,11 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
     return error, tolerance
 
 
-def check_shared_prefixes(loaded: LoadedModel) -> str:
-    """Check that samples that share prefixes have the states and gradients that they have without; return a line.
-
-    Compares, after the first layers, the states that predict labels, and their gradient with respect to the embedded
-    tokens, added up over a token's copies: within 1e-6 (fp64, as norms compute in fp32), 1e-4 (fp32) or 0.1 (16 bit).
-    Raises SharedPrefixError.
-    """
-    model, was_training = loaded.model, loaded.model.training
-    model.eval()
-    try:
-        with torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
-            shared, apart = (_states_and_gradient(model, batch) for batch in _prefix_batches(model))
-        experts, limit = has_experts(model), {torch.float64: 1e-6, torch.float32: 1e-4}.get(loaded.dtype, 0.1)
-        errors = [relative_error(mine, true, experts, [len(true)]) for mine, true in zip(shared, apart, strict=True)]
-    except torch.OutOfMemoryError:
-        raise
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise SharedPrefixError(
-            f"model type {model.config.model_type} fails on shared prefixes ({type(error).__name__}: "
-            f"{first_line(error)}); set batch.share_prefix: off"
-        ) from error
-    finally:
-        model.train(was_training)
-    if not max(errors) <= limit:
-        raise SharedPrefixError(
-            f"model type {model.config.model_type}: shared prefixes change hidden states by {errors[0]:.1e} and "
-            f"gradients by {errors[1]:.1e} (limit {limit:.1e}) with attention {loaded.attention}; set "
-            "batch.share_prefix: off"
-        )
-    return f"; shared prefixes = unshared within {errors[0]:.1e}, gradients {errors[1]:.1e}"
-
-
-def _prefix_batches(model: PreTrainedModel) -> tuple[PackedBatch, PackedBatch]:
-    """Return the same samples with shared prefixes and without; tokens differ, but for padding and copies."""
-    num_embeddings = model.get_input_embeddings().weight.shape[0]
-    token_ids = np.random.default_rng(0).permutation(num_embeddings - 1)[:_PREFIX_TOKENS] + 1
-    samples, start = [], 0
-    for prefix_tokens, lengths in _PREFIXES:
-        prefix, start = token_ids[start : start + prefix_tokens], start + prefix_tokens
-        for length in lengths:
-            ids, start = np.concatenate([prefix, token_ids[start : start + length]]), start + length
-            samples.append((ids, np.arange(len(ids)) > prefix_tokens))
-    shared = [(prefix_tokens, len(own)) for prefix_tokens, own in _PREFIXES if prefix_tokens]
-    # both of a multiple of the SIMD width
-    batches = (flatten_samples(samples, fill_tokens=128, shared=own) for own in (shared, ()))
-    one, other = (batch.to(model.device) for batch in batches)
-    return one, other
-
-
-def _states_and_gradient(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the label rows' states after the first layers (L, D), and a gradient of theirs by token id (ids, D)."""
-    found: list[torch.Tensor] = []
-
-    def record(module: torch.nn.Module, args: object, output: Any) -> None:
-        states = output[0] if isinstance(output, tuple) else output
-        found.append(states.flatten(0, -2)[batch.label_rows])
-
-    last = decoder_layers(model)[:_SHARING_LAYERS][-1]
-    hook = last.register_forward_hook(record)
-    try:
-        with _embedded_tokens(model) as embedded:
-            hidden_states(model, batch)
-            direction = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(0)).to(found[0])
-            (gradient,) = torch.autograd.grad(found[0], embedded, direction)
-    finally:
-        hook.remove()
-    ids, places = batch.token_ids.unique(return_inverse=True)
-    by_token = widened(gradient.new_zeros(len(ids), gradient.shape[-1])).index_add(0, places, widened(gradient[0]))
-    return widened(found[0].detach()), by_token
-
-
-@contextmanager
-def _embedded_tokens(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Record gradients of passes from the embedded tokens on, which the list then holds."""
-    embedded: list[torch.Tensor] = []
-
-    def keep(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        embedded.append(output.detach().requires_grad_())
-        return embedded[0]
-
-    hook = model.get_input_embeddings().register_forward_hook(keep)
-    try:
-        with torch.enable_grad():
-            yield embedded
-    finally:
-        hook.remove()
-
-
 def _check_backward(loaded: LoadedModel) -> None:
     """Run a backward pass to the embeddings: libraries of recurrent kernels refuse some compilers and GPUs in it."""
     batch = random_batch(loaded.model, _LENGTHS, row_length=sum(_LENGTHS) if loaded.rows else None)
     try:
-        with _embedded_tokens(loaded.model) as embedded:
+        with embedded_tokens(loaded.model) as embedded:
             torch.autograd.grad(packed_loss(loaded.model, batch).loss_sum, embedded)
     except RuntimeError as error:
         raise UsageError(

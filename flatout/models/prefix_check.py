@@ -1,0 +1,111 @@
+"""A check at start-up that, for this model, samples may share the prefixes with which they begin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from flatout.errors import SharedPrefixError, first_line
+from flatout.models.blocks import decoder_layers, hidden_states
+from flatout.models.load.model import LoadedModel
+from flatout.models.packed import PackedBatch, flatten_samples
+from flatout.models.probe import embedded_tokens, has_experts, relative_error, widened
+
+# tokens of a prefix (0: none), and what follows in each of its samples
+_PREFIXES = ((8, (6, 3, 11)), (5, (2, 9)), (0, (6,)))
+# rounding in 16 bit, and in float8 above all, grows with every layer until a comparison says nothing
+_SHARING_LAYERS = 2
+_PREFIX_TOKENS = sum(prefix_tokens + sum(lengths) for prefix_tokens, lengths in _PREFIXES)
+_LIMITS, _16_BIT_LIMIT = {torch.float64: 1e-6, torch.float32: 1e-4}, 0.1
+# what the embedded tokens are changed by to see what rounding does: the last bit of bf16
+_ROUNDING = 1 / 256
+
+
+def check_shared_prefixes(loaded: LoadedModel) -> str:
+    """Check that samples that share prefixes have the states and gradients that they have without; return a line.
+
+    Compares, after the first layers, the states that predict labels, and their gradient with respect to the embedded
+    tokens, added up over a token's copies: within 1e-6 (fp64, as norms compute in fp32), 1e-4 (fp32), or in 16 bit 0.1
+    or three times what rounding does, if that is more: the difference after random changes of the embedded tokens by
+    up to one part in 256. Raises SharedPrefixError.
+    """
+    model, was_training = loaded.model, loaded.model.training
+    model.eval()
+    try:
+        with torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
+            shared, apart = _prefix_batches(model)
+            true = _states_and_gradient(model, apart)
+            errors = _errors(model, _states_and_gradient(model, shared), true)
+            limits = [_LIMITS.get(loaded.dtype, _16_BIT_LIMIT)] * 2
+            if loaded.dtype.itemsize == 2:
+                rounded = _errors(model, _states_and_gradient(model, apart, change=_ROUNDING), true)
+                limits = [max(limit, 3 * error) for limit, error in zip(limits, rounded, strict=True)]
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise SharedPrefixError(
+            f"model type {model.config.model_type} fails on shared prefixes ({type(error).__name__}: "
+            f"{first_line(error)}); set batch.share_prefix: off"
+        ) from error
+    finally:
+        model.train(was_training)
+    if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
+        raise SharedPrefixError(
+            f"model type {model.config.model_type}: shared prefixes change hidden states by {errors[0]:.1e} (limit "
+            f"{limits[0]:.1e}) and gradients by {errors[1]:.1e} (limit {limits[1]:.1e}) with attention "
+            f"{loaded.attention}; set batch.share_prefix: off"
+        )
+    return f"; shared prefixes = unshared within {errors[0]:.1e}, gradients {errors[1]:.1e}"
+
+
+def _prefix_batches(model: PreTrainedModel) -> tuple[PackedBatch, PackedBatch]:
+    """Return the same samples with shared prefixes and without; tokens differ, but for padding and copies."""
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    token_ids = np.random.default_rng(0).permutation(num_embeddings - 1)[:_PREFIX_TOKENS] + 1
+    samples, start = [], 0
+    for prefix_tokens, lengths in _PREFIXES:
+        prefix, start = token_ids[start : start + prefix_tokens], start + prefix_tokens
+        for length in lengths:
+            ids, start = np.concatenate([prefix, token_ids[start : start + length]]), start + length
+            samples.append((ids, np.arange(len(ids)) > prefix_tokens))
+    shared = [(prefix_tokens, len(own)) for prefix_tokens, own in _PREFIXES if prefix_tokens]
+    # both of a multiple of the SIMD width
+    batches = (flatten_samples(samples, fill_tokens=128, shared=own) for own in (shared, ()))
+    one, other = (batch.to(model.device) for batch in batches)
+    return one, other
+
+
+def _errors(model: PreTrainedModel, ours: Sequence[torch.Tensor], true: Sequence[torch.Tensor]) -> list[float]:
+    experts = has_experts(model)
+    return [relative_error(mine, other, experts, [len(other)]) for mine, other in zip(ours, true, strict=True)]
+
+
+def _states_and_gradient(
+    model: PreTrainedModel, batch: PackedBatch, *, change: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the label rows' states after the first layers (L, D), and a gradient of theirs by token id (ids, D).
+
+    See `embedded_tokens` for `change`.
+    """
+    found: list[torch.Tensor] = []
+
+    def record(module: torch.nn.Module, args: object, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        found.append(states.flatten(0, -2)[batch.label_rows])
+
+    last = decoder_layers(model)[:_SHARING_LAYERS][-1]
+    hook = last.register_forward_hook(record)
+    try:
+        with embedded_tokens(model, change) as embedded:
+            hidden_states(model, batch)
+            direction = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(0)).to(found[0])
+            (gradient,) = torch.autograd.grad(found[0], embedded, direction)
+    finally:
+        hook.remove()
+    ids, places = batch.token_ids.unique(return_inverse=True)
+    by_token = widened(gradient.new_zeros(len(ids), gradient.shape[-1])).index_add(0, places, widened(gradient[0]))
+    return widened(found[0].detach()), by_token
