@@ -434,7 +434,7 @@ def main() -> None:
     job = {name: str(args.work / leaf) for name, leaf in paths.items()}
     job |= {"num_steps": args.steps, "samples_per_step": SAMPLES_PER_STEP}
     one_pass = ["model.init=random", "batch.micro_batch_tokens=24000", "recompute=none"]
-    config = make_config(base_values(job), [*one_pass, *args.overrides])
+    config = make_config(base_values(job, args.overrides), [*one_pass, *args.overrides])
     if DEVICE == "cpu":
         parser.error("there is no CUDA GPU whose energy could be read")
     idle, period_s, gpu = idle_watts(args.seconds), counter_period_s(), gpu_header()

@@ -58,7 +58,9 @@ def measure(name: str, shape: str, out: Path) -> dict[str, Any]:
     prepare(out, shape_config(shape), NUM_STEPS)
     paths = {"run_dir": str(out / "run"), "model_dir": str(out / "model"), "data_root": str(out / "data")}
     job = {**paths, "num_steps": NUM_STEPS, "samples_per_step": SAMPLES_PER_STEP}
-    config = make_config(base_values(job), ["model.init=random", f"batch.micro_batch_tokens={budget}", *settings])
+    config = make_config(
+        base_values(job, settings), ["model.init=random", f"batch.micro_batch_tokens={budget}", *settings]
+    )
     rank = Rank()
     planned = plan_run(config, Reporter(), rank, lambda: gpu_of(config, rank))
     batches = [batch for step in planned.plan.steps() for batch in step.ranks[0]]

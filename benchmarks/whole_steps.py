@@ -95,10 +95,7 @@ def take_steps(
     """This process's part of a run in a prepared folder; `before` and `after` its steps all ranks are still joined."""
     paths = {"run_dir": str(out / "run"), "model_dir": str(out / "model"), "data_root": str(out / "data")}
     job = {**paths, "num_steps": num_steps, "samples_per_step": samples_per_step}
-    values = base_values(job)
-    if "method=full" in overrides:
-        values.pop("lora")
-    config, recorder = make_config(values, list(overrides)), MemoryCallback()
+    config, recorder = make_config(base_values(job, overrides), list(overrides)), MemoryCallback()
     is_first = Rank.from_env().is_first
     reporter = Reporter(*((ConsoleCallback(), RunFolderWriter(config.folder), recorder) if is_first else ()))
     run = flatout_bench.take_steps(config, reporter, before=before, after=lambda run: after(run, recorder))

@@ -23,24 +23,29 @@ from flatout.track.record import StepRecord
 from .machine import gpu_header, gpu_memory, versions
 
 
-def base_values(job: dict[str, Any]) -> dict[str, Any]:
-    """The configuration that every row starts from: what the peers are given, and flatout's own defaults else."""
-    return {
+def base_values(job: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The configuration that every row starts from: what the peers are given, and flatout's own defaults else.
+
+    `overrides` only say whether there is an adapter.
+    """
+    values = {
         "run_dir": job["run_dir"],
         "model": {"name": job["model_dir"]},
         "data": {"name": NAME, "root": job["data_root"]},
-        "lora": {"rank": 16, "alpha": 16.0},
         "batch": {"samples_per_step": job["samples_per_step"], "max_steps": job["num_steps"], "shuffle": False},
         "optim": {"lr": 1e-4},
         "schedule": {"kind": "constant", "warmup_steps": 0},
         "checkpoint": {"every_steps": None},
     }
+    if "method=full" not in overrides:
+        values["lora"] = {"rank": 16, "alpha": 16.0}
+    return values
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any] | None:
     """Take the job's steps and return the figures; None on ranks that write down nothing."""
     recorder, is_first = MemoryCallback(), Rank.from_env().is_first
-    config = make_config(base_values(job), job["overrides"])
+    config = make_config(base_values(job, job["overrides"]), job["overrides"])
     callbacks: list[Callback] = [ConsoleCallback(), recorder]
     if num_steps := job.get("profile_steps", 0):
         config.folder.mkdir(parents=True, exist_ok=True)
