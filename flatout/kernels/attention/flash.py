@@ -24,6 +24,7 @@ from flatout.kernels.attention.shared_prefix import (
     attend_to_prefixes,
     varlen_prefix_passes,
 )
+from flatout.kernels.capability import AMPERE, capability
 from flatout.kernels.operators import define_operator
 
 Attention = Callable[..., Tensor]
@@ -49,6 +50,8 @@ def varlen_problem(device: torch.device, dtype: torch.dtype, head_dim: int | Non
     """Return why the varlen kernel does not support this device, dtype and head size (None if it does)."""
     if device.type != "cuda":
         return f"the varlen kernel needs CUDA, not {device.type}"
+    if capability(device) < AMPERE:
+        return "the varlen kernel needs an Ampere GPU (compute capability 8.0) or newer"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the varlen kernel needs bf16 or fp16, not {dtype}"
     if head_dim is not None and (head_dim > MAX_HEAD_DIM or head_dim % 8):
@@ -96,7 +99,7 @@ def flash_problem(name: str, device: torch.device) -> str | None:
         is_installed = False
     if not is_installed:
         return f"{name} is not installed"
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in _MAJORS[name]:
+    if capability(device)[0] not in _MAJORS[name]:
         return f"{name} has no kernels for this device"
     return None
 
