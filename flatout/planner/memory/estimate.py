@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from flatout.config.schema import Config, Recompute
 from flatout.planner.layout import ALONE, ParallelLayout
+from flatout.planner.memory.correction import Correction
 from flatout.planner.shape import LayerShape, Linear, ModelShape
 
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
@@ -121,7 +123,8 @@ class MemoryModel:
     Frozen weights, quantized or not, are sharded if each layer's are freed after its pass, and otherwise whole.
     With `expert_ranks` N, `shape` is that of one rank (`ModelShape.on_one_of`): 1/N of the experts, no more sharded.
 
-    Attention that materializes its score matrix (model.attention: plain) is not counted.
+    Attention that materializes its score matrix (model.attention: plain) is not counted. `corrections` are those of the
+    device by `kind_of_pass`.
     """
 
     config: Config
@@ -130,6 +133,7 @@ class MemoryModel:
     compiled: bool
     parallel_layout: ParallelLayout = ALONE
     transposed_weights: bool = False
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
 
     @property
     def widths(self) -> Widths:
@@ -184,8 +188,21 @@ class MemoryModel:
         """Return the bytes of all layers' inputs: `full` keeps them, and `offload` moves them to the host."""
         return self.shape.num_layers * num_tokens * self.shape.hidden_size * self.widths.hidden
 
+    def kind_of_pass(self, recompute: Recompute) -> str:
+        """Name what decides a pass's temporaries: a measured pass corrects only its own kind."""
+        layout, how = self.parallel_layout, "compiled" if self.compiled else "eager"
+        weights = ("freed" if layout.reshard_after_forward else "kept") + " transposed" * self.transposed_weights
+        return f"{recompute} {how} {self.precision} {layout.strategy} {layout.num_shards} {weights}"
+
     def estimate(self, size: MicroBatchSize, recompute: Recompute, *, accumulates: bool = True) -> MemoryEstimate:
         """Estimate the peak with micro-batches of this size; a step has several of them if it `accumulates`."""
+        fitted = self.fitted_estimate(size, recompute, accumulates)
+        measured = self.corrections.get(self.kind_of_pass(recompute), Correction())
+        activations, working = measured.of(fitted.activations_bytes, fitted.working_bytes)
+        return replace(fitted, activations_bytes=activations, working_bytes=working)
+
+    def fitted_estimate(self, size: MicroBatchSize, recompute: Recompute, accumulates: bool) -> MemoryEstimate:
+        """Return `estimate` by the fitted constants alone, without what was measured on the device."""
         if self.parallel_layout.shards_state and self.parallel_layout.expert_ranks > 1:
             return self._beside_experts(size, recompute, accumulates)
         shape, width, lora = self.shape, self.widths, self.config.lora
@@ -224,7 +241,7 @@ class MemoryModel:
             self, shape=self.shape.without_experts, parallel_layout=replace(self.parallel_layout, expert_ranks=1)
         )
         models = (replace(self, parallel_layout=ALONE), replace(rest, parallel_layout=ALONE), rest)
-        whole, bare, sharded = (model.estimate(size, recompute, accumulates=accumulates) for model in models)
+        whole, bare, sharded = (model.fitted_estimate(size, recompute, accumulates) for model in models)
         return replace(
             whole,
             weights_bytes=sharded.weights_bytes + whole.weights_bytes - bare.weights_bytes,
