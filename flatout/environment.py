@@ -23,6 +23,8 @@ LAUNCHED = "FLATOUT_LAUNCHED"
 MIN_SECRET = 16
 # set by the user: start-up checks everything anew, whatever earlier starts have proved
 CHECK_AGAIN = "FLATOUT_CHECK_AGAIN"
+# set by the user: kernels are chosen as on a GPU of this compute capability, such as 8.0
+CAPABILITY = "FLATOUT_CAPABILITY"
 # the variables by which torch launchers identify a process within a run
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -104,10 +106,20 @@ def checks_again() -> bool:
     return os.environ.get(CHECK_AGAIN, "0") not in ("", "0")
 
 
+def named_capability() -> tuple[int, int] | None:
+    """Return the compute capability (major, minor) in CAPABILITY; None if unset. Raises UsageError for other text."""
+    if not (text := os.environ.get(CAPABILITY)):
+        return None
+    major, dot, minor = text.partition(".")
+    if not (dot and text.isascii() and major.isdigit() and minor.isdigit()):
+        raise UsageError(f"{CAPABILITY} is {text!r} in the environment, expected a compute capability such as 8.0")
+    return int(major), int(minor)
+
+
 def numeric_environment() -> dict[str, str]:
     """Return the variables that can change what torch, CUDA and the kernels' packages compute."""
     prefixes = (
-        "CUBLAS", "CUDA", "CUDNN", "FLA_", "FLASH", "MKL", "NVIDIA", "NVTE", "PYTORCH", "TORCH", "TRITON",
+        CAPABILITY, "CUBLAS", "CUDA", "CUDNN", "FLA_", "FLASH", "MKL", "NVIDIA", "NVTE", "PYTORCH", "TORCH", "TRITON",
         "TRANSFORMERS",
     )  # fmt: skip
     # variables that only name places, devices of one kind, or what to print

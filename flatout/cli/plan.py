@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="e.g. batch.samples_per_step=64")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="plan for N GPUs (default 1)")
     parser.add_argument("--tokens-per-s", type=float, metavar="X", help="tokens/s over all ranks; adds a time estimate")
-    parser.add_argument("--device", metavar="GPU", help="plan memory for this GPU: h200, h100, a100-80, 4090, t4 ...")
+    gpu = parser.add_mutually_exclusive_group()
+    gpu.add_argument("--device", metavar="GPU", help="plan memory for this GPU: h200, h100, 4090 ...; all: for each")
+    gpu.add_argument("--measured", type=Path, metavar="FILE", help="memory.json of a run: plan for its GPU as measured")
     parser.add_argument("--step", type=int, metavar="I", help="print the ranks and micro-batches of step I (from 0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -45,17 +47,25 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--ranks is {args.ranks:,}; expected 1 to {MAX_RANKS:,}")
     if args.tokens_per_s is not None and not 0 < args.tokens_per_s < math.inf:
         raise UsageError(f"--tokens-per-s is {args.tokens_per_s:g}; expected a finite number above 0")
-    if args.device is not None and args.device.lower() not in DEVICES:
-        raise UsageError(f"--device is {args.device}; expected one of {', '.join(DEVICES)}")
-    device = DEVICES[args.device.lower()] if args.device is not None else None
+    name = (args.device or "").lower()
+    if name not in ("", "all", *DEVICES):
+        raise UsageError(f"--device is {args.device}; expected one of {', '.join(DEVICES)}, or all")
+    if name == "all" and args.step is not None:
+        raise UsageError("--step prints the micro-batches for one GPU; name it with --device")
     config, recorder = load_config(args.config, args.overrides), MemoryCallback()
     with ConsoleCallback(Console(stderr=True)) as console:
         console.on_phase("importing torch and transformers")
-        from flatout.trainer.plan_summary import summarize_plan
+        from flatout.trainer.memory_check import read_record
+        from flatout.trainer.plan_summary import fit_devices, summarize_plan
         from flatout.trainer.planning import plan_run
 
-        reporter = Reporter(recorder, PhaseCallback(console))
-        planned = plan_run(config, reporter, Rank(0, args.ranks), lambda: device)
+        device = read_record(args.measured, UsageError) if args.measured else DEVICES.get(name)
+        reporter, rank = Reporter(recorder, PhaseCallback(console)), Rank(0, args.ranks)
+        planned = plan_run(config, reporter, rank, lambda: device)
+    if name == "all":
+        fits = fit_devices(config, planned, rank)
+        print(json.dumps(fits) if args.json else rows(fits.items()))
+        return 0
     plan = planned.plan
     if args.step is not None:
         if not 0 <= args.step < plan.num_steps:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flatout.kernels.capability import ADA, capability
+
 # torch._scaled_mm needs sizes in multiples of this
 MULTIPLE = 16
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether a device has float8 arithmetic: compute capability 8.9 or newer."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    """Whether a device has float8 arithmetic: an Ada GPU (compute capability 8.9) or newer."""
+    return capability(device) >= ADA
 
 
 def fp8_problem(device: torch.device, num_rows: int, num_columns: int) -> str | None:

@@ -28,13 +28,20 @@ def proof_key(loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
     modules = {type(module).__module__ for module in model.modules()} - {"torch"}
     sources = {name: Path(file) for name in modules if (file := getattr(sys.modules.get(name), "__file__", None))}
     return {
-        **code_identity(),
+        **process_key(device),
         "sources": hashes_of({name: path for name, path in sources.items() if not name.startswith("torch.")}),
         # as text: a configuration can hold infinity and dtypes, which JSON does not have
         "model": json.dumps(model.config.to_dict(), default=str, sort_keys=True),
         "attention": loaded.attention,
         "layout": "rows" if loaded.rows else "packed",
         "dtype": [str(loaded.dtype), str(model.dtype), loaded.autocast],
+    }
+
+
+def process_key(device: torch.device) -> dict[str, Any]:
+    """Return the part of `proof_key` that does not depend on the model."""
+    return {
+        **code_identity(),
         "device": _device(device),
         "torch": [
             torch.__version__,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
+
+from flatout.planner.memory.correction import Correction
 
 GIB = 1 << 30
 # used by the CUDA context and loaded kernels, which torch's count of allocated bytes does not include
@@ -14,11 +16,15 @@ CONTEXT_BYTES = int(0.6 * GIB)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU to plan for. `memory_bytes` is what training may use; `has_bf16` means in hardware."""
+    """A GPU to plan for. `memory_bytes` is what training may use; `has_bf16` means in hardware.
+
+    `corrections` of the memory model, by `MemoryModel.kind_of_pass`, are what passes on it have measured.
+    """
 
     name: str
     memory_bytes: int
     has_bf16: bool = True
+    corrections: Mapping[str, Correction] = field(default_factory=dict, hash=False)
 
 
 def weakest(devices: Sequence[Device]) -> Device:

@@ -35,13 +35,15 @@ from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import flat_offset_of, is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, connect
-from flatout.planner.memory.estimate import HEAD_TILE_ROWS
+from flatout.planner.devices import Device
+from flatout.planner.memory.constants import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
 from flatout.trainer.context_ranks import share_context, share_of
 from flatout.trainer.expert_ranks import share_experts
 from flatout.trainer.feed import Feed
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
 from flatout.trainer.load import load_trainable
+from flatout.trainer.memory_check import MemoryCheck
 from flatout.trainer.planning import PlannedRun, plan_run
 from flatout.trainer.proofs import Proofs
 from flatout.trainer.rank_meter import RankMeter
@@ -58,8 +60,52 @@ def build_run(
     rank: Rank,
     watch: PeerWatch | None = None,
     objective: Objective = CROSS_ENTROPY,
+    memory_check: MemoryCheck | None = None,
 ) -> Run:
     """Build model, strategy, optimizer and feed, and restore what was `saved`. Raises a FlatoutError.
+
+    A run that starts at step 0 measures passes with `memory_check`. If these change the plan, it is built again, which
+    may measure passes of another kind, but each kind once.
+    """
+    device = choose_device(config.wanted_device, rank)
+    while True:
+        stood_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        run, no_graphs, sizes = assemble_run(
+            config, planned, checkpoints, saved, reporter, rank, watch or PeerWatch(config.faults, reporter.event),
+            objective,
+        )  # fmt: skip
+        if memory_check is None or saved is not None:
+            break
+        found, is_off = memory_check.check(run, stood_bytes)
+        planned = plan_again(config, run.planned, found, reporter, rank, objective) if is_off else run.planned
+        if planned.split == run.planned.split:
+            memory_check.record(found)
+            run = replace(run, planned=replace(planned, device=found), memory=planned.memory, prompts=planned.prompts)
+            break
+        run.close()
+        del run
+        if device.type == "cuda":
+            # compiled graphs belong to the model that is dropped
+            torch.compiler.reset()
+        free_memory(device)
+    reporter.phase("recording graphs")
+    reporter.stage("graphs", record_graphs(run, no_graphs))
+    run.saver.reserve(sizes)
+    return run
+
+
+def assemble_run(
+    config: Config,
+    planned: PlannedRun,
+    checkpoints: Checkpoints,
+    saved: SavedCheckpoint | None,
+    reporter: Reporter,
+    rank: Rank,
+    watch: PeerWatch,
+    objective: Objective,
+) -> tuple[Run, str | None, list[int]]:
+    """Return the run, why it records no CUDA graphs (None: it does), and the bytes of each tensor it will save.
+
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
     """
     device = choose_device(config.wanted_device, rank)
@@ -96,7 +142,7 @@ def build_run(
         fingerprints=planned.fingerprints,
         memory=planned.memory,
         fused_lora=fused,
-        watch=watch or PeerWatch(config.faults, reporter.event),
+        watch=watch,
         rank_meter=RankMeter(device),
         divisors=planned.divisors,
         routers=loss.routers,
@@ -104,10 +150,29 @@ def build_run(
     if saved is not None:
         restore(run, saved)
     run.model.train()
-    reporter.phase("recording graphs")
-    reporter.stage("graphs", record_graphs(run, no_graphs or (None if compiled.is_complete else NOT_COMPILED)))
-    run.saver.reserve(sizes)
-    return run
+    return run, no_graphs or (None if compiled.is_complete else NOT_COMPILED), sizes
+
+
+def plan_again(
+    config: Config,
+    planned: PlannedRun,
+    device: Device | None,
+    reporter: Reporter,
+    rank: Rank,
+    objective: Objective,
+    problems: tuple[str | None, str | None] | None = None,
+) -> PlannedRun:
+    """Return the run's plan, made again for this device or with these `problems` (None: those known before)."""
+    problems = problems or planned.problems
+    again = plan_run(config, reporter, rank, lambda: device, objective, *problems)
+    return replace(again, fingerprints=planned.fingerprints, recalls=planned.recalls)
+
+
+def free_memory(device: torch.device) -> None:
+    """Free what a model held that no frame holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def make_feeds(
@@ -151,12 +216,9 @@ def load_or_replan(
             raise
         found = str(error).partition("; ")[0]
     # here no frame of the failed check holds the model any more
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(device)
     problems = (None, found) if shared else (found, None)
-    again = plan_run(config, reporter, rank, lambda: planned.device, objective, *problems)
-    again = replace(again, fingerprints=planned.fingerprints, recalls=planned.recalls)
+    again = plan_again(config, planned, planned.device, reporter, rank, objective, problems)
     proofs = Proofs(config, again, group, reporter)
     return load_trainable(config, again, device, reporter, proofs), again, proofs
 

@@ -9,7 +9,7 @@ import torch
 
 from flatout.config.schema import Config
 from flatout.data.tokenizer import new_token_ids
-from flatout.environment import ask_for_deterministic_cublas, keep_compiled_kernels
+from flatout.environment import CAPABILITY, ask_for_deterministic_cublas, keep_compiled_kernels, named_capability
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import import_compiler
 from flatout.models.experts.router import prepare_biases
@@ -38,6 +38,8 @@ def load_trainable(
     if device.type == "cuda" and config.compile != "off":
         reporter.stage("compile", f"kernels are cached in {keep_compiled_kernels()}")
         importing = import_compiler()
+    if device.type == "cuda" and (named := named_capability()):
+        reporter.stage("kernels", f"chosen as on compute capability {named[0]}.{named[1]}: {CAPABILITY} is set")
     waits = weights_wait_in_files(config, planned, device)
     reporter.phase("loading weights")
     token_ids, num_rows = new_token_ids(config.data, config.model.name)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flatout.planner.devices import GIB, Peak, nominal_peak
+from flatout.planner.memory.correction import TOLERANCE
 from flatout.planner.memory.estimate import MicroBatchSize
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.record import MAX_EXPERT_MAPS, StepRecord
@@ -177,11 +178,13 @@ class PeakMemoryReporter:
         if planned is None:
             return
         measured_bytes = torch.cuda.max_memory_allocated(run.device)
-        run.reporter.stage(
-            "memory",
+        line = (
             f"planned {planned.total_bytes / GIB:.1f} GiB, measured {measured_bytes / GIB:.1f} GiB "
-            f"with {size.num_tokens:,} tokens in a micro-batch",
+            f"with {size.num_tokens:,} tokens in a micro-batch"
         )
+        if abs(off := measured_bytes / planned.total_bytes - 1) > TOLERANCE:
+            line += f": {abs(off):.0%} {'more' if off > 0 else 'less'} than planned"
+        run.reporter.stage("memory", line)
 
 
 def is_due(num_completed: int, every: float | None, num_steps: int) -> bool:

@@ -92,6 +92,15 @@ def plan_training(
         pass_tokens=pass_tokens if rows else None,
         prefixes=prefixes,
     )
+    return fit_plan(config, shape, whole_steps, rank, device)
+
+
+def fit_plan(
+    config: Config, shape: ModelShape, plan: RunPlan, rank: Rank, device: Device | None
+) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
+    """Choose strategy, recompute level and token budget for the same steps, and lay the steps out by them."""
+    whole_tokens = row_length(int(plan.samples.lengths.max())) * plan.batch.samples_per_step
+    whole_steps = plan.with_layout(whole_tokens, make_cost(config, shape))
     tokens = TokenStatistics.of(whole_steps)
     parallel_layout = choose_parallel_layout(
         config, shape, tokens, device, num_ranks=rank.world, num_nodes=rank.num_nodes

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.config.schema import Config
-from flatout.planner.devices import ANY_DEVICE, Device
+from flatout.errors import ResourceError
+from flatout.parallel.rank import Rank
+from flatout.planner.devices import ANY_DEVICE, DEVICES, GIB, Device
 from flatout.planner.explain import PlanReport, explain, report_rows
-from flatout.planner.memory.budget import MemoryDecision, longest_document_tokens, memory_model
+from flatout.planner.memory.budget import MemoryDecision, budget_bytes, longest_document_tokens, memory_model
+from flatout.trainer.memory_check import largest_pass, size_of
+from flatout.trainer.plan_steps import fit_plan
 from flatout.trainer.planning import PlannedRun
 
 
@@ -42,6 +46,24 @@ class PlanSummary:
             yield "longest document", f"{self.longest_document_tokens:,} tokens, alone in a micro-batch"
         for kind, facts in events:
             yield kind, ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def fit_devices(config: Config, planned: PlannedRun, rank: Rank) -> dict[str, str]:
+    """Say for every GPU of `DEVICES` how the planned steps fit on it, by the fitted constants of the memory model."""
+    found = {}
+    for device in DEVICES.values():
+        try:
+            plan, _, decision = fit_plan(config, planned.shape, planned.plan, rank, device)
+        except ResourceError as error:
+            found[device.name] = f"does not fit: {str(error).partition(';')[0]}"
+            continue
+        estimate = decision.estimate(size_of(largest_pass(plan)[2]))
+        assert estimate is not None
+        found[device.name] = (
+            f"{decision.micro_batch_tokens:,} tokens per micro-batch, recompute {decision.recompute}: "
+            f"{estimate.total_bytes / GIB:.1f} of {budget_bytes(config, device) / GIB:.1f} GiB"
+        )
+    return found
 
 
 def summarize_plan(

@@ -63,7 +63,8 @@ class PlannedRun:
     """Tokens and steps of a run. `fingerprints` identifies the data, the plan and the objective.
 
     `divisors` (num_samples,) is what each sample adds to the divisor of its step; None: its label tokens. `sharing`
-    says whether samples share prefixes, and why. `recalls` is explained in `trainer/proofs.py`.
+    says whether samples share prefixes, and why. `recalls` is explained in `trainer/proofs.py`. `problems` are what
+    `plan_run` was told as `unpackable` and `unsharable`.
     """
 
     shape: ModelShape
@@ -78,6 +79,21 @@ class PlannedRun:
     device: Device | None = None
     sharing: str = ""
     recalls: bool = False
+    problems: tuple[str | None, str | None] = (None, None)
+
+    @property
+    def split(self) -> list[Any]:
+        """What decides how steps are cut into passes, and what passes do: equal on all ranks."""
+        layout, memory = self.parallel_layout, self.memory
+        return [
+            self.plan.layout.name,
+            self.plan.shares_prefixes,
+            layout.strategy,
+            memory.micro_batch_tokens,
+            memory.recompute,
+            memory.transposed_weights,
+            layout.reshard_after_forward,
+        ]
 
 
 def plan_run(
@@ -138,7 +154,7 @@ def plan_run(
         fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
     if divisors is not None:
         fingerprints["objective"] = {"name": objective.name, "divisors": xxh3_64_hexdigest(divisors.tobytes())}
-    facts = (fingerprints, divisors, device, sharing)
+    facts = (fingerprints, divisors, device, sharing, False, (unpackable, unsharable))
     return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, *facts)
 
 
@@ -297,20 +313,12 @@ def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -
 
     Collective. For example, a node was started with another config file, or built its data from other rows.
     """
-    layout, memory, prompts = planned.parallel_layout, planned.memory, planned.prompts
-    split = [
-        planned.plan.layout.name,
-        planned.plan.shares_prefixes,
-        layout.strategy,
-        memory.micro_batch_tokens,
-        memory.recompute,
-        memory.transposed_weights,
-    ]
+    prompts = planned.prompts
     mine = {
         "host": socket.gethostname(),
         "config": config.model_dump(mode="json"),
         "data": {**planned.fingerprints, "prompts": prompts and xxh3_64_hexdigest(repr(prompts.prompts).encode())},
-        "split": [*split, layout.reshard_after_forward],
+        "split": planned.split,
     }
     first, *others = group.all_gather(mine)
     for index, other in enumerate(others, start=1):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -45,6 +45,7 @@ from flatout.track.trackers import require_installed
 from flatout.trainer.build import build_run
 from flatout.trainer.evaluate import evaluate_now
 from flatout.trainer.loop import run_steps, save
+from flatout.trainer.memory_check import MemoryCheck
 from flatout.trainer.planning import plan_run, require_same_run, weakest_gpu
 from flatout.trainer.resume import check_facts, find_checkpoint, restore_weights
 from flatout.trainer.run_facts import gather_gpus, run_start
@@ -184,7 +185,12 @@ def _train(
 
     def find_device() -> Device | None:
         reporter.phase("opening the device")
-        return weakest_gpu(config, rank, meet)
+        gpu = weakest_gpu(config, rank, meet)
+        return gpu and memory_check().corrected(gpu)
+
+    @cache
+    def memory_check() -> MemoryCheck:
+        return MemoryCheck(config, meet(), reporter, recalls=recalls)
 
     # tokenizing may take long, so it comes before ranks connect, which has a timeout
     planned = plan_run(config, reporter, rank, find_device, objective)
@@ -206,7 +212,7 @@ def _train(
         reporter.event("resumed", {"step": checkpoint.step})
     elif (config.folder / "start.json").exists():
         reporter.event("restarted", {"step": 0})
-    run = build_run(config, planned, checkpoints, checkpoint, reporter, rank, watch, objective)
+    run = build_run(config, planned, checkpoints, checkpoint, reporter, rank, watch, objective, memory_check())
     del checkpoint  # its open files would keep deleted checkpoints on disk
     reporter.phase("starting the loop")
     gpus = gather_gpus(run)
@@ -217,9 +223,7 @@ def _train(
             run_steps(run)
             finish(run, final_dir)
     finally:
-        run.saver.close()
-        for feed in (run.feed, *run.eval_feeds):
-            feed.close()
+        run.close()
     return Result(config.folder, final_dir, run.plan.num_steps, run.progress)
 
 

@@ -111,6 +111,12 @@ class Run:
     state: LoopState = field(default_factory=LoopState)
     stop: StopRequest = field(default_factory=StopRequest)
 
+    def close(self) -> None:
+        """End the threads that save and read ahead."""
+        self.saver.close()
+        for feed in (self.feed, *self.eval_feeds):
+            feed.close()
+
     @property
     def data_rank(self) -> int:
         """This process's place in the plan."""

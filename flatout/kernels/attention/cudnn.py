@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.attention.flash import Attention, packed_operator
+from flatout.kernels.capability import HOPPER, capability
 
-# ragged batches need Hopper or newer; 64-bit boundaries need cuDNN 9.6
-_MIN_MAJOR = 9
+# 64-bit boundaries need cuDNN 9.6
 _MIN_BACKEND = 90600
 # the backward pass's workspace is sized for tokens rounded up to a multiple of this, so that a run has few graphs
 _TOKENS_MULTIPLE = 4096
@@ -32,7 +32,8 @@ def cudnn_problem(device: torch.device) -> str | None:
     """Return why cuDNN's attention cannot be tried on this device (None if it can)."""
     if find_spec("cudnn") is None:
         return "cudnn is not installed (nvidia-cudnn-frontend)"
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < _MIN_MAJOR:
+    # ragged batches
+    if capability(device) < HOPPER:
         return "cudnn has no kernels for packed documents on this device"
     if (torch.backends.cudnn.version() or 0) < _MIN_BACKEND:
         return f"cudnn needs cuDNN 9.6, but torch has {torch.backends.cudnn.version()}"

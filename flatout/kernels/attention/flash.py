@@ -19,6 +19,7 @@ from torch import Tensor
 from flatout.kernels.attention.reference import packed_attention
 from flatout.kernels.attention.shared_prefix import SharedPrefixes, add_prefix_gradients, attend_to_prefixes
 from flatout.kernels.attention.varlen import varlen_backward, varlen_forward
+from flatout.kernels.capability import AMPERE, capability
 from flatout.kernels.operators import define_operator
 
 Attention = Callable[..., Tensor]
@@ -44,6 +45,8 @@ def varlen_problem(device: torch.device, dtype: torch.dtype, head_dim: int | Non
     """Return why the varlen kernel does not support this device, dtype and head size (None if it does)."""
     if device.type != "cuda":
         return f"the varlen kernel needs CUDA, not {device.type}"
+    if capability(device) < AMPERE:
+        return "the varlen kernel needs an Ampere GPU (compute capability 8.0) or newer"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the varlen kernel needs bf16 or fp16, not {dtype}"
     if head_dim is not None and (head_dim > MAX_HEAD_DIM or head_dim % 8):
@@ -78,7 +81,7 @@ def flash_problem(name: str, device: torch.device) -> str | None:
         is_installed = False
     if not is_installed:
         return f"{name} is not installed"
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in _MAJORS[name]:
+    if capability(device)[0] not in _MAJORS[name]:
         return f"{name} has no kernels for this device"
     return None
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flatout.kernels.capability import AMPERE, capability
 from flatout.kernels.fp8 import quantize_rows
 
 # rows of a kernel's tile, which belongs to one expert; the widest narrow side of an outer product in registers
@@ -194,7 +195,7 @@ def fits_grouped_mm(*sides: Tensor) -> bool:
     return all(
         side.is_cuda
         and side.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(side.device) >= (8, 0)
+        and capability(side.device) >= AMPERE
         and sorted(stride % 8 for stride in side.stride())[:-1] == [0] * (side.dim() - 1)
         and min(side.stride()) == 1
         and side.data_ptr() % 16 == 0

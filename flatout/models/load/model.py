@@ -14,8 +14,10 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 
 from flatout.config.schema import BaseConfig, FullConfig, ModelConfig
+from flatout.environment import named_capability
 from flatout.errors import CheckpointError, FlatoutError, PackingError, ResourceError, UsageError, reason_of
 from flatout.io.hub import hub_errors, hub_source
+from flatout.kernels.capability import choose_kernels_of
 from flatout.models.arch_quirks import choose_layout
 from flatout.models.attention import Implementation, choose_attention, register, registered_name
 from flatout.models.bases.frozen_linear import num_weights
@@ -94,10 +96,10 @@ def load_model(
     Modules with names ending in one of `keep_dense` are not quantized; `context_ranks` as in `choose_attention`. `seed`
     determines random weights for a kind of device. Raises UsageError, SecurityError or CheckpointError.
     """
+    choose_kernels_of(named_capability())
     check_source(config.name, config.revision, needs_weights=config.init == "pretrained")
     storage = base.storage if method == "lora" else "model"
     model_config = read_config(config.name, config.revision, storage)
-    source_format = dequantized_method(model_config)
     text = model_config.get_text_config()
     compute_dtype = resolve_precision(config.precision, device)
     weight_dtype = weight_dtype_of(method, full, compute_dtype)
@@ -117,7 +119,7 @@ def load_model(
     model.train()
     dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
     report = _report(config, model, dtypes, f"transformers: {own}" if own else ": ".join(choice), unused)
-    if source_format and config.init == "pretrained":
+    if config.init == "pretrained" and (source_format := dequantized_method(model_config)):
         report.append(f"the files' {source_format} weights are dequantized")
     report += filter(None, (prepare_experts(model), scale_by_document(model)))
     if storage != "model":

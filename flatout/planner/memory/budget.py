@@ -9,7 +9,9 @@ from flatout.config.schema import Config, Recompute
 from flatout.errors import ResourceError
 from flatout.planner.devices import GIB, Device
 from flatout.planner.layout import ALONE, ParallelLayout, resolve_layout
-from flatout.planner.memory.estimate import MemoryEstimate, MemoryModel, MicroBatchSize, Precision
+from flatout.planner.memory.constants import Precision
+from flatout.planner.memory.correction import Correction
+from flatout.planner.memory.estimate import MemoryEstimate, MemoryModel, MicroBatchSize
 from flatout.planner.shape import ModelShape
 from flatout.planner.steps.rows import row_length
 from flatout.planner.steps.run_plan import RunPlan
@@ -126,7 +128,8 @@ def memory_model(
     compiled = config.compile == "auto" and half and not config.deterministic
     compiled = compiled and (not shape.has_experts or (shape.groups_experts and config.model.experts == "auto"))
     compiled = compiled and parallel_layout.compiles
-    return MemoryModel(config, shape.on_one_of(config.experts.parallel), precision, compiled, parallel_layout)
+    own_shape = shape.on_one_of(config.experts.parallel)
+    return MemoryModel(config, own_shape, precision, compiled, parallel_layout, corrections=device.corrections)
 
 
 def choose_micro_batch(
@@ -221,6 +224,8 @@ def _decide(
         f"{num_tokens:,} tokens per micro-batch, recompute {level}: {budget / GIB:.1f} GiB of {device.name} hold "
         f"{fits:,} tokens, a step has at most {tokens.rank_step_tokens:,} per rank"
     )
+    if (measured := model.corrections.get(model.kind_of_pass(level), Correction())) != Correction():
+        reason += f"; measured passes take {measured}"
     if level == "offload":
         reason += f"; {model.inputs_bytes(num_tokens) / GIB:.1f} GiB of layer inputs are kept in host memory"
     accumulates = num_tokens < tokens.rank_step_tokens

@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from flatout.config.schema import Config, Recompute
 from flatout.planner.layout import ALONE, ParallelLayout
+from flatout.planner.memory.constants import (
+    ADAM_8BIT_BLOCKS,
+    ADAM_8BIT_BYTES,
+    BACKWARD_SHARE,
+    BUDGET_SHARE,
+    CONSTANT_BYTES,
+    EAGER_SHARE,
+    ELEMENT_BYTES,
+    HEAD_TILE_ROWS,
+    LAST_NORM_BYTES,
+    NF4_BYTES,
+    OFFLOAD_INPUTS,
+    Precision,
+)
+from flatout.planner.memory.correction import Correction
 from flatout.planner.shape import LayerShape, Linear, ModelShape
-
-Precision = Literal["bf16", "fp16", "fp32", "fp64"]
-
-_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-
-# Constants fitted to peaks measured on one H200 (torch 2.11, LoRA rank 16, bf16, 32 chat-like samples in one
-# micro-batch; benchmarks/memory_points.py compares predictions with measurements):
-#   Qwen3-8B compiled 115.7 to 116.8 GiB at 21.0 k to 21.3 k tokens; memory budget 0.5: 69.2, 0.25: 46.2 GiB
-#   at 17.4 k tokens bf16 97.9, fp8 91.4, NF4 with fp8 products 88.3 GiB; full with bf16 weights and 8-bit moments
-#   115.1 at 16.8 k; Qwen3-1.7B full at 20.8 k tokens: fp32 masters 67.5, bf16 weights 58.5, fp8 products 53.7 GiB
-#   Qwen3-30B-A3B at 20.8 k tokens 119.7 GiB, with adapters of experts 130.2; NF4, recompute full, 8-bit moments 23.1
-#   Qwen3-0.6B compiled 26.4 GiB at 19.5 k and 28.3 GiB at 21.2 k tokens; eager 34.7 GiB at 19.5 k
-# activations of eager layers, relative to compiled ones (norms and rotations in fp32, unfused products)
-EAGER_SHARE = 1.37
-# share of the activations beyond the layers' inputs that `budget` keeps
-BUDGET_SHARE = 0.47
-# one layer's activation gradients that coexist with its activations, relative to those
-BACKWARD_SHARE = 0.75
-# bytes per token and hidden element around the last norm, which runs eagerly: fp32 input and output, 16-bit output
-LAST_NORM_BYTES = 10
-# bytes per parameter: 8-bit moments with one scale per 256, and 4-bit weights with two levels of scales
-ADAM_8BIT_BYTES = 2.03
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-# values that share a scale of 8-bit moments: a divisor of the last dimension in this range (see `optim.adamw_8bit`)
-ADAM_8BIT_BLOCKS = range(64, 257)
-# layer inputs on the GPU while they are copied to the host or back
-OFFLOAD_INPUTS = 3
-# cuBLAS workspaces, batch tensors
-CONSTANT_BYTES = 64 << 20
-# rows of logits that the loss head holds at a time: enough for full speed, fewer if memory is short
-HEAD_TILE_ROWS = {"none": 2048, "selective": 2048, "budget": 2048, "full": 512, "offload": 128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +107,8 @@ class MemoryModel:
     With `expert_ranks` N, `shape` is that of one rank (`ModelShape.on_one_of`): 1/N of the experts, no more sharded.
     With `context_ranks` N, a rank holds 1/N of a micro-batch's tokens, and in the backward pass of a layer working
     memory for the keys and values of all: gathered, picked, and with gradients in each query head.
-    Attention that materializes its score matrix (model.attention: plain) is not counted.
+    Attention that materializes its score matrix (model.attention: plain) is not counted. `corrections` are those of the
+    device by `kind_of_pass`.
     """
 
     config: Config
@@ -131,11 +117,12 @@ class MemoryModel:
     compiled: bool
     parallel_layout: ParallelLayout = ALONE
     transposed_weights: bool = False
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
 
     @property
     def widths(self) -> Widths:
         """Bytes per element; hidden states between layers are as wide as the embedding's weights."""
-        is_full, compute = self.config.method == "full", _ELEMENT_BYTES[self.precision]
+        is_full, compute = self.config.method == "full", ELEMENT_BYTES[self.precision]
         trained = compute if is_full and self.config.full.weights == "bf16" else max(4, compute)
         return Widths(compute, trained, compute if compute < trained else 0, trained if is_full else compute)
 
@@ -186,8 +173,21 @@ class MemoryModel:
         own_tokens = -(-num_tokens // self.parallel_layout.context_ranks)
         return self.shape.num_layers * own_tokens * self.shape.hidden_size * self.widths.hidden
 
+    def kind_of_pass(self, recompute: Recompute) -> str:
+        """Name what decides a pass's temporaries: a measured pass corrects only its own kind."""
+        layout, how = self.parallel_layout, "compiled" if self.compiled else "eager"
+        weights = ("freed" if layout.reshard_after_forward else "kept") + " transposed" * self.transposed_weights
+        return f"{recompute} {how} {self.precision} {layout.strategy} {layout.num_shards} {weights}"
+
     def estimate(self, size: MicroBatchSize, recompute: Recompute, *, accumulates: bool = True) -> MemoryEstimate:
         """Estimate the peak with micro-batches of this size; a step has several of them if it `accumulates`."""
+        fitted = self.fitted_estimate(size, recompute, accumulates)
+        measured = self.corrections.get(self.kind_of_pass(recompute), Correction())
+        activations, working = measured.of(fitted.activations_bytes, fitted.working_bytes)
+        return replace(fitted, activations_bytes=activations, working_bytes=working)
+
+    def fitted_estimate(self, size: MicroBatchSize, recompute: Recompute, accumulates: bool) -> MemoryEstimate:
+        """Return `estimate` by the fitted constants alone, without what was measured on the device."""
         if self.parallel_layout.context_ranks > 1:
             return self._of_a_share(size, recompute, accumulates)
         if self.parallel_layout.shards_state and self.parallel_layout.expert_ranks > 1:
@@ -229,7 +229,7 @@ class MemoryModel:
         # one rank may have most labels, as those of an answer at a document's end
         own = MicroBatchSize(own_tokens, min(size.num_labels, own_tokens), own_documents)
         alone = replace(self, parallel_layout=replace(self.parallel_layout, context_ranks=1))
-        share = alone.estimate(own, recompute, accumulates=accumulates)
+        share = alone.fitted_estimate(own, recompute, accumulates)
         # of a document's keys, the pieces of a share have 1 + 1 / 2N
         picked = 1 + 1 / (2 * num_ranks)
         keys = max(layer.key_width * (2 + 2 * picked) + layer.pair_width * picked for layer in self.shape.layers)
@@ -241,7 +241,7 @@ class MemoryModel:
             self, shape=self.shape.without_experts, parallel_layout=replace(self.parallel_layout, expert_ranks=1)
         )
         models = (replace(self, parallel_layout=ALONE), replace(rest, parallel_layout=ALONE), rest)
-        whole, bare, sharded = (model.estimate(size, recompute, accumulates=accumulates) for model in models)
+        whole, bare, sharded = (model.fitted_estimate(size, recompute, accumulates) for model in models)
         return replace(
             whole,
             weights_bytes=sharded.weights_bytes + whole.weights_bytes - bare.weights_bytes,

@@ -6,6 +6,7 @@ from tiny_models import save_tiny_model, tiny_config
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import UsageError
+from flatout.kernels.capability import choose_kernels_of
 from flatout.models import attention
 from flatout.models.arch_quirks import choose_layout, logits_scale
 from flatout.models.blocks import decoder_layers
@@ -98,6 +99,15 @@ def choice(wanted, device=CUDA, dtype=torch.bfloat16, model_type="llama", **fiel
     return attention.choose_attention(wanted, config, device=device, dtype=dtype).implementation
 
 
+@pytest.fixture
+def hopper():
+    """Kernels are chosen as on a Hopper GPU, without one."""
+    choose_kernels_of((9, 0))
+    yield
+    choose_kernels_of(None)
+
+
+@pytest.mark.usefixtures("hopper")
 def test_attention_is_chosen_from_the_config(monkeypatch):
     for problem in ("flash_problem", "cudnn_problem"):
         monkeypatch.setattr(attention, problem, lambda *_: "the package is not installed")
@@ -112,6 +122,7 @@ def test_attention_is_chosen_from_the_config(monkeypatch):
     assert choice("plain") == "plain"
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("wanted", "device", "fields", "message"),
     [

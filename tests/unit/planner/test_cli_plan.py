@@ -92,6 +92,29 @@ def test_a_named_gpu_gets_a_decision_and_its_longest_document(run_file, capsys):
     assert "--device is 4091; expected one of b200, h200" in capsys.readouterr().err
 
 
+def test_every_card_gets_a_line_without_a_gpu(run_file, capsys):
+    settings = ["batch.micro_batch_tokens=null", "--device", "all"]
+    assert main(["plan", str(run_file), *settings]) == 0
+    text = capsys.readouterr().out
+    assert too_wide(text) == []
+    for name in ("RTX 4090", "A100 40GB", "A100 80GB", "L40S", "H100", "B200"):
+        assert re.search(rf"^{name} +[\d,]+ tokens per micro-batch, recompute none:", text, re.MULTILINE)
+    assert main(["plan", str(run_file), *settings, "memory=0.01", "--json"]) == 0
+    assert all(
+        text.startswith("does not fit: the longest sample") for text in json.loads(capsys.readouterr().out).values()
+    )
+    # what a card gets here is what it gets by name
+    limit = ["batch.micro_batch_tokens=null", "batch.samples_per_step=120", "memory=0.2"]
+    assert main(["plan", str(run_file), *limit, "--device", "all", "--json"]) == 0
+    line = json.loads(capsys.readouterr().out)["RTX 4090"]
+    assert main(["plan", str(run_file), *limit, "--device", "4090", "--json"]) == 0
+    named = json.loads(capsys.readouterr().out)
+    assert line.startswith(f"{named['micro_batch_tokens']:,} tokens per micro-batch, recompute {named['recompute']}:")
+    assert f"{named['memory']['total_bytes'] / 2**30:.1f} of" in line
+    assert main(["plan", str(run_file), *settings, "--step", "0"]) == 2
+    assert "--step prints the micro-batches for one GPU" in capsys.readouterr().err
+
+
 def test_without_a_gpu_the_plan_is_the_cpus(run_file, capsys):
     assert main(["plan", str(run_file), "batch.micro_batch_tokens=null", "batch.samples_per_step=120", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)

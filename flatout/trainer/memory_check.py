@@ -1,0 +1,253 @@
+"""Measure the peak memory of small passes before step 0, and correct the memory model's constants on this GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from flatout.config.schema import Config
+from flatout.environment import checks_again
+from flatout.errors import CheckpointError, FlatoutError, ResourceError
+from flatout.io.durable_io import DurableIO
+from flatout.io.json_file import read_json, validated
+from flatout.io.kept_facts import find_facts, keep_facts
+from flatout.models.proof_key import process_key
+from flatout.parallel.control_group import ControlGroup
+from flatout.parallel.process_group import choose_device
+from flatout.parallel.shards import local_part
+from flatout.planner.devices import GIB, Device
+from flatout.planner.memory.correction import Correction, MeasuredPass, fit_correction
+from flatout.planner.memory.estimate import MicroBatchSize
+from flatout.planner.steps.rows import row_length
+from flatout.planner.steps.run_plan import RunPlan
+from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.track.callback import Reporter
+from flatout.trainer.model_shape import read_text_config
+from flatout.trainer.planning import PlannedRun
+from flatout.trainer.proofs import SETTINGS
+from flatout.trainer.rank_meter import RankMeter
+from flatout.trainer.state import Run
+from flatout.trainer.step import accumulate_gradients
+
+# file of the run folder with the device that its plan is for
+RECORD = "memory.json"
+KIND = "memory"
+# shares of the plan's largest micro-batch that are measured: they fit even if it needs twice its estimate. The first
+# allocates gradients and workspaces, and does not count
+SHARES = (0.25, 0.25, 0.5)
+# a plan whose largest pass takes less than this share of the memory is not limited by it
+LEAST_SHARE = 0.5
+NUM_STEPS_SEEN = 500
+
+# returns the peak bytes of each step on this rank, without the optimizer's state
+Measure = Callable[[Run, Sequence[StepPlan], int], list[int]]
+
+
+def measure_passes(run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> list[int]:
+    """Run the forward and backward passes of each step, without an update; return each one's peak on this rank.
+
+    Gradients stay allocated from one step to the next, as in a step of several micro-batches. `stood_bytes` were
+    allocated before the run's model. What the optimizer holds already is not counted. Clears torch's peaks.
+    """
+    # a meter of its own: these passes belong to no step
+    run, peaks = replace(run, rank_meter=RankMeter(run.device)), []
+    states = (value for state in run.optimizer.state.values() for value in state.values())
+    held = sum(local_part(value).nbytes for value in states if isinstance(value, Tensor) and value.is_cuda)
+    for step in steps:
+        torch.cuda.synchronize(run.device)
+        torch.cuda.reset_peak_memory_stats(run.device)
+        accumulate_gradients(run, step)
+        run.strategy.sum_gradients(run.parameters)
+        torch.cuda.synchronize(run.device)
+        peaks.append(torch.cuda.max_memory_allocated(run.device) - stood_bytes - held)
+    run.optimizer.zero_grad(set_to_none=True)
+    torch.cuda.reset_peak_memory_stats(run.device)
+    return peaks
+
+
+class MemoryCheck:
+    """Finds what passes have measured, measures new ones, and keeps the result; all methods are collective.
+
+    A run that has checkpoints keeps its plan: only what its folder recorded corrects it. Any other start takes what an
+    equal start has kept (`recalls` as in `Proofs`), and measures what that one has not.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        group: ControlGroup,
+        reporter: Reporter,
+        *,
+        recalls: bool = False,
+        measure: Measure = measure_passes,
+    ) -> None:
+        self._config, self._group, self._reporter, self._measure = config, group, reporter, measure
+        self._recalls = recalls and not checks_again()
+        self._key: dict[str, Any] | None = None
+
+    def corrected(self, gpu: Device) -> Device:
+        """Return the GPU with the corrections that are known. Raises CheckpointError for a damaged record."""
+        found = self._group.run_on_first_rank(self._known)
+        return replace(gpu, corrections={kind: Correction(**values) for kind, values in found.items()})
+
+    def _known(self) -> dict[str, Any]:
+        folder = self._config.folder
+        if fixed_plan(self._config):
+            return {}
+        if any((folder / "checkpoints").glob("step-*")):
+            record = folder / RECORD
+            return dict(asdict(read_record(record))["corrections"]) if record.exists() else {}
+        if not self._recalls:
+            return {}
+        self._key = _key(self._config, self._group)
+        try:
+            kept = find_facts(KIND, self._key)
+        except CheckpointError as error:
+            self._reporter.stage("memory", f"{error}; this record is ignored, and memory is measured again")
+            return {}
+        return {} if kept is None else dict(kept.facts)
+
+    def check(self, run: Run, stood_bytes: int) -> tuple[Device | None, bool]:
+        """Measure passes of a run before its first step; return its device as now known, and whether to plan again.
+
+        A line says what was found, or why nothing was measured. `stood_bytes` as in `measure_passes`.
+        """
+        planned = run.planned
+        if (device := planned.device) is None:
+            return None, False
+        if why_not := reason_not_to_measure(self._config, planned):
+            self._reporter.stage("memory", f"not measured: {why_not}")
+            return device, False
+        self._reporter.phase("measuring memory")
+        steps = choose_passes(planned)
+        peaks = self._measure(run, steps, stood_bytes)
+        # the cap that running out of memory has set lasts for the run
+        found = self._group.all_gather(None if run.state.micro_batch_cap is not None else peaks)
+        if None in found:
+            self._reporter.stage("memory", f"not measured: out of memory on rank {found.index(None)}")
+            return device, False
+        # all ranks correct by the one that took most
+        most = max(found, key=lambda peaks: int(peaks[-1]))
+        large, correction = correction_of(planned, list(zip(steps, most, strict=True)))
+        line, is_off = str(large), correction != Correction()
+        self._reporter.stage("memory", f"{line}; planned again with {correction}" if is_off else line)
+        assert planned.memory.model is not None
+        kind = planned.memory.model.kind_of_pass(planned.memory.recompute)
+        device = replace(device, corrections={**device.corrections, kind: correction})
+        self._keep(device)
+        return device, is_off
+
+    def _keep(self, device: Device) -> None:
+        if self._key is None:
+            return
+        try:
+            keep_facts(KIND, self._key, asdict(device)["corrections"])
+        except ResourceError as error:
+            self._reporter.stage("memory", f"{error}; the next start measures again")
+
+    def record(self, device: Device | None) -> None:
+        """Write the device that a run is planned for to its folder, for a resumed run and for `flatout plan`."""
+
+        def write() -> None:
+            if device is not None:
+                DurableIO().write_json(self._config.folder / RECORD, asdict(device))
+
+        self._group.run_on_first_rank(write)
+
+
+def read_record(path: Path, error: type[FlatoutError] = CheckpointError) -> Device:
+    """Read the device and its corrections that a run has recorded. Raises `error` for a missing or damaged file."""
+    return validated(TypeAdapter(Device), read_json(path, error), str(path), error)
+
+
+def fixed_plan(config: Config) -> str | None:
+    """Return why the plan of this configuration must not depend on measurements; None if it may."""
+    if config.batch.micro_batch_tokens:
+        return "batch.micro_batch_tokens is set"
+    return "the plan of a deterministic run does not depend on measurements" if config.deterministic else None
+
+
+def reason_not_to_measure(config: Config, planned: PlannedRun) -> str | None:
+    """Return why no pass of this plan is measured; None if passes are."""
+    memory, model = planned.memory, planned.memory.model
+    if model is None or memory.budget_bytes is None:
+        return "there is no GPU"
+    if why := fixed_plan(config):
+        return why
+    if planned.parallel_layout.strategy == "deepspeed":
+        return "DeepSpeed holds state of its own"
+    if planned.parallel_layout.context_ranks > 1:
+        return "several ranks share each micro-batch"
+    if config.full.update == "backward":
+        return "the backward pass updates the weights"
+    if model.kind_of_pass(memory.recompute) in model.corrections:
+        return "an earlier start has measured these passes on this GPU"
+    _, _, largest = largest_pass(planned.plan)
+    need = model.estimate(size_of(largest), memory.recompute, accumulates=memory.accumulates).total_bytes
+    if need < LEAST_SHARE * memory.budget_bytes:
+        return f"the largest micro-batch needs {need / GIB:.2f} GiB of {memory.budget_bytes / GIB:.1f}"
+    return None
+
+
+def size_of(batch: MicroBatch) -> MicroBatchSize:
+    """Return what the memory model counts of a micro-batch."""
+    return MicroBatchSize(batch.num_padded_tokens, batch.num_label_tokens, len(batch.sample_ids))
+
+
+def largest_pass(plan: RunPlan) -> tuple[StepPlan, int, MicroBatch]:
+    """Return a step with the plan's largest micro-batch, its rank and itself; looks at `NUM_STEPS_SEEN` steps."""
+    steps = (step for step in plan.sampled_steps(NUM_STEPS_SEEN) if step.num_label_tokens)
+    every = ((step, rank, batch) for step in steps for rank, own in enumerate(step.ranks) for batch in own)
+    return max(every, key=lambda found: found[2].num_padded_tokens)
+
+
+def choose_passes(planned: PlannedRun) -> list[StepPlan]:
+    """Return steps of one micro-batch of `SHARES` of the largest one, the same on every rank.
+
+    They are larger where a sample is, as samples stay whole.
+    """
+    step, rank, batch = largest_pass(planned.plan)
+    samples = planned.plan.samples
+    ids = [sample_id for own in step.ranks[rank] for sample_id in own.sample_ids]
+    longest = int(samples.lengths[samples.indices_of(ids)].max())
+    longest = longest if batch.row_length is None else row_length(longest)
+    found = []
+    for share in SHARES:
+        cut = planned.plan.resplit(step, rank, max(longest, int(share * batch.num_padded_tokens)))
+        largest = max(cut, key=lambda batch: batch.num_padded_tokens)
+        found.append(replace(step, ranks=((largest,),) * len(step.ranks)))
+    return found
+
+
+def correction_of(planned: PlannedRun, passes: Sequence[tuple[StepPlan, int]]) -> tuple[MeasuredPass, Correction]:
+    """Return the last pass, and the correction by the last two; peaks are as `measure_passes` returns them."""
+    memory, model, found = planned.memory, planned.memory.model, []
+    assert model is not None
+    for step, peak_bytes in passes[-2:]:
+        batch = step.ranks[0][0]
+        fitted = model.fitted_estimate(size_of(batch), memory.recompute, accumulates=True)
+        sizes = (fitted.total_bytes, fitted.activations_bytes + fitted.working_bytes)
+        found.append(MeasuredPass(batch.num_padded_tokens, *sizes, peak_bytes + fitted.optimizer_bytes))
+    size = size_of(largest_pass(planned.plan)[2])
+    most = model.fitted_estimate(size, memory.recompute, memory.accumulates)
+    pass_bytes = most.activations_bytes + most.working_bytes
+    return found[-1], fit_correction(*found, most_bytes=most.total_bytes, most_pass_bytes=pass_bytes)
+
+
+def _key(config: Config, group: ControlGroup) -> dict[str, Any]:
+    """Return what corrections depend on, apart from the kind of a pass."""
+    text = read_text_config(config.model.name, config.model.revision)
+    return {
+        **process_key(choose_device(config.wanted_device, group.rank)),
+        "settings": json.dumps(config.model_dump(mode="json", include=SETTINGS | {"optim"})),
+        "model": json.dumps(text.to_dict(), default=str, sort_keys=True),
+        "new_tokens": list(config.data.added_tokens),
+        "ranks": [group.rank.world, group.rank.num_nodes],
+    }

@@ -1,0 +1,175 @@
+"""On a CUDA GPU: a plan that measured passes have corrected is within 5 % of the peak of real steps."""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from flatout.config.schema import Config
+from flatout.parallel.rank import Rank
+from flatout.planner.devices import GIB, Device
+from flatout.planner.memory import estimate
+from flatout.track.callback import MemoryCallback, Reporter
+from flatout.trainer.memory_check import largest_pass, read_record, size_of
+from flatout.trainer.planning import PlannedRun, plan_run
+from flatout.trainer.run import train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+SHAPES = {
+    "wide": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4},
+    "deep": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16},
+}
+
+
+class Told(MemoryCallback):
+    """Remembers the lines about memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def on_stage(self, name: str, text: str) -> None:
+        if name == "memory":
+            self.lines.append(text)
+
+    def starts(self, start: str) -> list[str]:
+        return [line for line in self.lines if line.startswith(start)]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLATOUT_CHECK_AGAIN")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    torch.compiler.reset()
+
+
+def count_fewer_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the memory model count 0.7 of what layers save, as constants of another GPU may."""
+    count = estimate.activation_elements
+    monkeypatch.setattr(estimate, "activation_elements", lambda shape: int(0.7 * count(shape)))
+
+
+def make_model(tiny: Any, folder: Path, **sizes: int) -> Path:
+    shape = Qwen3Config.from_pretrained(tiny.model_dir)
+    num_layers = sizes["num_hidden_layers"]
+    shape.update({**sizes, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64})
+    shape.update({"layer_types": ["full_attention"] * num_layers, "max_window_layers": num_layers})
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(shape).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny.model_dir).save_pretrained(folder)
+    return folder
+
+
+def planned_for(config: Config, gpu: Device) -> PlannedRun:
+    return plan_run(config, Reporter(), Rank(), lambda: gpu)
+
+
+def limited(tiny: Any, folder: Path, model: Path, **changes: Any) -> Config:
+    """A run whose step takes about two passes: memory for its state and 0.6 of its activations."""
+    batch = {"samples_per_step": 100, "max_steps": 3, "micro_batch_tokens": None}
+    values = {"model": {"name": str(model)}, "batch": batch, "device": "cuda", **changes}
+    free = tiny.config(folder, **values)
+    planned = planned_for(free, Device("a GPU", 60 * GIB))
+    whole = planned.memory.estimate(size_of(largest_pass(planned.plan)[2]))
+    assert whole is not None
+    need = whole.state_bytes + 0.6 * (whole.activations_bytes + whole.working_bytes)
+    limit: Config = tiny.config(folder, **values, memory=need / 0.94 / GIB)
+    return limit
+
+
+def step_peak_bytes(config: Config, *, recalls: bool = False) -> tuple[int, Told]:
+    """The peak of the run's steps beyond what this process held before, and what the run told."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, told = torch.cuda.memory_allocated(), Told()
+    train(config, callbacks=[told], recalls=recalls)
+    lines = map(json.loads, (config.folder / "metrics.jsonl").read_text().splitlines())
+    peaks = [line["peak_memory_bytes"] for line in lines if line["kind"] == "step"]
+    return max(peaks) - before, told
+
+
+def assert_planned_within_5_percent(config: Config, peak_bytes: int) -> PlannedRun:
+    planned = planned_for(config, read_record(config.folder / "memory.json"))
+    found = planned.memory.estimate(size_of(largest_pass(planned.plan)[2]))
+    assert found is not None
+    assert found.total_bytes == pytest.approx(peak_bytes, rel=0.05)
+    return planned
+
+
+@pytest.mark.parametrize("constants", ["fitted", "of another GPU"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_the_corrected_plan_is_within_5_percent(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, recompute: str, constants: str
+) -> None:
+    if constants != "fitted":
+        count_fewer_activations(monkeypatch)
+    model = make_model(tiny, tmp_path / "model", **SHAPES[shape])
+    config = limited(tiny, tmp_path / "run", model, compile="off", recompute=recompute)
+    peak_bytes, told = step_peak_bytes(config)
+    assert told.starts("measured")
+    assert_planned_within_5_percent(config, peak_bytes)
+    if constants != "fitted" and recompute == "none":
+        assert "planned again with" in told.starts("measured")[0]
+    # the line after the second step agrees
+    (line,) = told.starts("planned")
+    assert "than planned" not in line
+
+
+def test_compiled_layers_and_full_fine_tuning_are_within_5_percent(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the plan changes, so the run is built and compiled a second time."""
+    count_fewer_activations(monkeypatch)
+    model = make_model(tiny, tmp_path / "model", **SHAPES["wide"])
+    for name, changes in {"compiled": {}, "full": {"method": "full", "compile": "off"}}.items():
+        config = limited(tiny, tmp_path / name, model, recompute="none", **changes)
+        peak_bytes, told = step_peak_bytes(config)
+        assert "planned again with" in told.starts("measured")[0]
+        assert_planned_within_5_percent(config, peak_bytes)
+
+
+def test_an_equal_start_measures_nothing_and_takes_the_same_steps(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count_fewer_activations(monkeypatch)
+    model = make_model(tiny, tmp_path / "model", **SHAPES["deep"])
+    plans = []
+    for name in ("first", "second"):
+        config = limited(tiny, tmp_path / name, model, compile="off", recompute="none")
+        peak_bytes, told = step_peak_bytes(config, recalls=True)
+        assert bool(told.starts("measured")) == (name == "first")
+        plans.append(assert_planned_within_5_percent(config, peak_bytes))
+    assert plans[0].split == plans[1].split
+    assert plans[0].device is not None
+    assert plans[1].device is not None
+    assert plans[0].device.corrections == plans[1].device.corrections
+
+
+def test_measuring_leaves_no_trace_in_the_numbers(tiny: Any, tmp_path: Path) -> None:
+    """Equal losses with and without measured passes, at the same micro-batches."""
+    model = make_model(tiny, tmp_path / "model", **SHAPES["wide"])
+    config = limited(tiny, tmp_path / "measured", model, compile="off", recompute="none")
+    _, told = step_peak_bytes(config)
+    assert told.starts("measured")
+    tokens = planned_for(config, read_record(config.folder / "memory.json")).memory.micro_batch_tokens
+    batch = {"samples_per_step": 100, "max_steps": 3, "micro_batch_tokens": tokens}
+    same = tiny.config(
+        tmp_path / "given", model={"name": str(model)}, batch=batch, device="cuda", compile="off", recompute="none"
+    )
+    _, told = step_peak_bytes(same)
+    assert told.starts("not measured: batch.micro_batch_tokens is set")
+
+    def losses(config: Config) -> list[float]:
+        lines = map(json.loads, (config.folder / "metrics.jsonl").read_text().splitlines())
+        return [line["loss"] for line in lines if line["kind"] == "step"]
+
+    assert losses(config) == pytest.approx(losses(same), rel=1e-3)

@@ -1,0 +1,283 @@
+"""Measured passes correct the memory plan: once, the same on every start, and never that of a resumed run."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout.checkpoint.write import Checkpoints
+from flatout.cli.main import main
+from flatout.config.read import dump_config
+from flatout.config.schema import Config
+from flatout.errors import CheckpointError
+from flatout.parallel.control_group import ControlGroup
+from flatout.parallel.rank import Rank
+from flatout.planner.devices import GIB, Device
+from flatout.planner.memory.correction import Correction, MeasuredPass, fit_correction
+from flatout.planner.steps.step_plan import StepPlan
+from flatout.track.callback import MemoryCallback, Reporter
+from flatout.trainer.build import build_run
+from flatout.trainer.memory_check import MemoryCheck, choose_passes, largest_pass, read_record, size_of
+from flatout.trainer.planning import PlannedRun, plan_run
+from flatout.trainer.state import Run
+
+# a GPU that holds about a third of a step of the tiny model in one pass
+GPU = Device("a GPU", int(0.1 * GIB))
+MIB = 1 << 20
+# a GPU that keeps 8,192 tokens busy without recomputation, unless passes take much more than planned
+LARGER_GIB = 0.14
+
+
+class Told(MemoryCallback):
+    """Remembers the lines of start-up by stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+
+    def on_stage(self, name: str, text: str) -> None:
+        self.lines.append((name, text))
+
+    def of(self, stage: str) -> list[str]:
+        return [text for name, text in self.lines if name == stage]
+
+
+@pytest.fixture
+def config(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.delenv("FLATOUT_CHECK_AGAIN")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    shutil.copytree(tiny.model_dir, model)
+    made: Config = tiny.config(
+        tmp_path / "run",
+        model={"name": str(model)},
+        batch={"samples_per_step": 120, "max_steps": 2, "micro_batch_tokens": None},
+        device="cpu",
+        recompute="none",
+    )
+    made.folder.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+class Start:
+    """One start of a run that is planned for `GPU`, whose passes take `factor` times their fitted bytes and more."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        factor: float = 1.0,
+        more_bytes: int = 0,
+        recalls: bool = False,
+        gpu: Device = GPU,
+        measure: Callable[[Run, Sequence[StepPlan], int], list[int]] | None = None,
+    ) -> None:
+        self.told, self.num_measured, self.factor, self.more_bytes = Told(), 0, factor, more_bytes
+        reporter, rank = Reporter(self.told), Rank()
+        group = ControlGroup(rank)
+        check = MemoryCheck(config, group, reporter, recalls=recalls, measure=measure or self.measure)
+        planned = plan_run(config, reporter, rank, lambda: check.corrected(gpu))
+        self.first_plan = planned
+        checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
+        run = build_run(config, planned, checkpoints, None, reporter, rank, memory_check=check)
+        self.planned: PlannedRun = run.planned
+        assert run.plan.layout == run.planned.plan.layout
+        run.close()
+
+    def measure(self, run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> list[int]:
+        self.num_measured += 1
+        model, found = run.memory.model, []
+        assert model is not None
+        for step in steps:
+            fitted = model.fitted_estimate(size_of(step.ranks[0][0]), run.memory.recompute, True)
+            taken = fitted.activations_bytes + fitted.working_bytes
+            state = fitted.state_bytes - fitted.optimizer_bytes
+            found.append(int(state + self.factor * taken + self.more_bytes))
+        return found
+
+    @property
+    def tokens(self) -> int:
+        return self.planned.memory.micro_batch_tokens
+
+
+def passes(scale: float, offset_bytes: int, *planned: int, state_bytes: int = 1000 * MIB) -> list[MeasuredPass]:
+    return [
+        MeasuredPass(own // MIB, state_bytes + own, own, int(state_bytes + scale * own + offset_bytes))
+        for own in planned
+    ]
+
+
+@pytest.mark.parametrize("offset_bytes", [0, 300 * MIB, -90 * MIB])
+@pytest.mark.parametrize("scale", [0.8, 1.0, 1.13, 1.6])
+def test_the_line_through_two_passes_predicts_the_largest(scale: float, offset_bytes: int) -> None:
+    found = passes(scale, offset_bytes, 1000 * MIB, 2000 * MIB)
+    most = 4000 * MIB
+    correction = fit_correction(*found, most_bytes=most + 1000 * MIB, most_pass_bytes=most)
+    off = (scale - 1) * most + offset_bytes
+    if abs(off) <= 0.05 * (most + 1000 * MIB):
+        assert correction == Correction()
+    else:
+        activations, working = correction.of(most - 500 * MIB, 500 * MIB)
+        assert activations + working == pytest.approx(scale * most + offset_bytes, rel=1e-3)
+
+
+def test_passes_of_one_size_are_corrected_in_proportion_and_noise_is_bounded() -> None:
+    same = passes(1.3, 0, 1000 * MIB, 1000 * MIB)
+    assert fit_correction(*same, most_bytes=3000 * MIB, most_pass_bytes=2000 * MIB) == Correction(1.3, 0)
+    # 40 MiB appear between two passes that differ by little
+    small, large = passes(1.0, 0, 10 * MIB, 20 * MIB, state_bytes=100 * MIB)
+    large = replace(large, measured_bytes=large.measured_bytes + 40 * MIB)
+    noisy = fit_correction(small, large, most_bytes=140 * MIB, most_pass_bytes=40 * MIB)
+    assert noisy == Correction(2.0, 20 * MIB)
+    # a pass never takes less than nothing
+    assert Correction(0.5, -100 * MIB).of(MIB, MIB) == (MIB // 2, 0)
+
+
+def test_what_is_measured_are_quarters_and_halves_of_the_largest_pass(config: Config) -> None:
+    planned = plan_run(config, Reporter(), Rank(), lambda: GPU)
+    _, _, largest = largest_pass(planned.plan)
+    steps = choose_passes(planned)
+    shares = [step.ranks[0][0].num_padded_tokens / largest.num_padded_tokens for step in steps]
+    assert [share <= bound for share, bound in zip(shares, (0.25, 0.25, 0.5), strict=True)] == [True] * 3
+    assert shares[2] > 0.4
+    on_two = plan_run(config, Reporter(), Rank(0, 2), lambda: GPU)
+    assert all(len(step.ranks) == 2 and step.ranks[0] == step.ranks[1] for step in choose_passes(on_two))
+
+
+def test_a_gpu_that_takes_more_is_planned_again_before_step_0(config: Config) -> None:
+    held = Start(config)
+    assert held.num_measured == 1
+    assert held.planned.split == held.first_plan.split
+    (line,) = [text for text in held.told.of("memory") if text.startswith("measured")]
+    assert "planned again" not in line
+    off = Start(config, factor=1.25)
+    assert off.tokens < held.tokens
+    assert off.num_measured == 1
+    (line,) = [text for text in off.told.of("memory") if text.startswith("measured")]
+    assert line.endswith("planned again with 25.0% more per token and 0.00 GiB more per pass")
+    assert "measured passes take 25.0% more per token" in off.planned.memory.reason
+    # what the corrected plan says of its largest pass is what that pass takes
+    model, memory = off.planned.memory.model, off.planned.memory
+    assert model is not None
+    _, _, largest = largest_pass(off.planned.plan)
+    fitted = model.fitted_estimate(size_of(largest), memory.recompute, True)
+    truth = fitted.state_bytes + 1.25 * (fitted.activations_bytes + fitted.working_bytes)
+    estimate = memory.estimate(size_of(largest))
+    assert estimate is not None
+    assert estimate.total_bytes == pytest.approx(truth, rel=0.01)
+    assert memory.budget_bytes is not None
+    assert truth <= memory.budget_bytes * 1.01
+
+
+def test_a_gpu_that_takes_less_holds_more_tokens(config: Config) -> None:
+    assert Start(config, factor=0.7).tokens > Start(config).tokens
+
+
+@pytest.mark.parametrize("factor", [1.02, 1.25])
+def test_an_equal_start_measures_nothing_and_plans_alike(config: Config, factor: float) -> None:
+    first = Start(config, factor=factor, recalls=True)
+    second = Start(config, factor=factor, recalls=True)
+    assert (first.num_measured, second.num_measured) == (1, 0)
+    assert second.first_plan.split == first.planned.split == second.planned.split
+    assert second.planned.device == first.planned.device
+    assert second.planned.memory.reason == first.planned.memory.reason
+    assert "not measured: an earlier start has measured these passes on this GPU" in second.told.of("memory")
+    # other code in the process, or another setting: measured again
+    assert Start(config, factor=factor).num_measured == 1
+    other = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 8})})
+    assert Start(other, factor=factor, recalls=True).num_measured == 1
+
+
+def test_each_recompute_level_is_measured_once(config: Config) -> None:
+    """Passes that take more lead to another level, whose passes are measured as well."""
+    auto, gpu = config.model_copy(update={"recompute": "auto"}), Device("a GPU", int(LARGER_GIB * GIB))
+    start = Start(auto, factor=1.6, recalls=True, gpu=gpu)
+    assert start.planned.device is not None
+    levels = [kind.split()[0] for kind in start.planned.device.corrections]
+    assert levels == ["none", "full", "offload"]
+    assert start.num_measured == 3
+    again = Start(auto, factor=1.6, recalls=True, gpu=gpu)
+    assert again.num_measured == 0
+    assert again.first_plan.split == start.planned.split
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"batch": {"micro_batch_tokens": 4096}}, "batch.micro_batch_tokens is set"),
+        ({"deterministic": True}, "the plan of a deterministic run does not depend on measurements"),
+    ],
+)
+def test_a_plan_that_measurements_may_not_change_is_not_measured(
+    tiny: Any, config: Config, changes: dict[str, Any], why: str
+) -> None:
+    values = config.model_dump()
+    for key, value in changes.items():
+        values[key] = values[key] | value if isinstance(value, dict) else value
+    Start(config, factor=1.25, recalls=True)
+    start = Start(Config.model_validate(values), factor=1.25, recalls=True)
+    assert start.num_measured == 0
+    assert start.planned.device == GPU
+    assert f"not measured: {why}" in start.told.of("memory")
+    assert start.planned.split == start.first_plan.split
+
+
+def test_a_plan_that_memory_does_not_limit_is_not_measured(config: Config) -> None:
+    start = Start(config, factor=2.0, gpu=Device("a large GPU", 80 * GIB))
+    assert start.num_measured == 0
+    assert any("not measured: the largest micro-batch needs" in text for text in start.told.of("memory"))
+
+
+def test_a_run_that_does_not_fit_as_measured_says_so(config: Config) -> None:
+    from flatout.errors import ResourceError
+
+    with pytest.raises(ResourceError, match="the longest sample has"):
+        Start(config, more_bytes=GIB)
+
+
+def test_a_resumed_run_keeps_the_corrections_of_its_start(config: Config) -> None:
+    first = Start(config, factor=1.25, recalls=True)
+    assert read_record(config.folder / "memory.json") == first.planned.device
+    # another start finds other facts
+    other = config.model_copy(update={"run_dir": config.folder.parent / "other"})
+    (config.folder / "checkpoints" / "step-1").mkdir(parents=True)
+
+    def known(config: Config) -> Device:
+        return MemoryCheck(config, ControlGroup(Rank()), Reporter(), recalls=True).corrected(GPU)
+
+    assert known(config) == first.planned.device
+    (config.folder / "memory.json").unlink()
+    # from before there were records: the constants, though an equal start has kept a correction
+    assert known(config) == GPU
+    assert known(other) == first.planned.device
+    (config.folder / "memory.json").write_text('{"name": "a GPU", "memory_bytes": "much"}')
+    with pytest.raises(CheckpointError, match=r"memory\.json: memory_bytes"):
+        known(config)
+
+
+def test_plan_without_a_gpu_reproduces_a_runs_plan(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = Start(config, factor=1.25)
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    record = str(config.folder / "memory.json")
+    assert main(["plan", str(tmp_path / "run.yaml"), "--measured", record, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["micro_batch_tokens"] == start.tokens
+    assert values["decision"] == start.planned.memory.reason
+    assert main(["plan", str(tmp_path / "run.yaml"), "--measured", str(tmp_path / "none.json")]) == 2
+    assert "none.json: the file is missing" in capsys.readouterr().err
+
+
+def test_running_out_of_memory_while_measuring_changes_no_plan(config: Config) -> None:
+    def runs_out(run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> list[int]:
+        run.state.micro_batch_cap = 512
+        return [GIB] * len(steps)
+
+    start = Start(config, measure=runs_out)
+    assert "not measured: out of memory on rank 0" in start.told.of("memory")
+    assert start.planned.split == start.first_plan.split
