@@ -56,6 +56,8 @@ def measure_passes(run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> lis
     Gradients stay allocated from one step to the next, as in a step of several micro-batches. `stood_bytes` were
     allocated before the run's model. What the optimizer holds already is not counted. Clears torch's peaks.
     """
+    # the plan counts tokens before they are padded to the sizes of recorded graphs
+    size_buckets, run.feed.size_buckets = run.feed.size_buckets, ()
     # a meter of its own: these passes belong to no step
     run, peaks = replace(run, rank_meter=RankMeter(run.device)), []
     states = (value for state in run.optimizer.state.values() for value in state.values())
@@ -69,6 +71,7 @@ def measure_passes(run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> lis
         peaks.append(torch.cuda.max_memory_allocated(run.device) - stood_bytes - held)
     run.optimizer.zero_grad(set_to_none=True)
     torch.cuda.reset_peak_memory_stats(run.device)
+    run.feed.size_buckets = size_buckets
     return peaks
 
 
@@ -136,6 +139,9 @@ class MemoryCheck:
         # all ranks correct by the one that took most
         most = max(found, key=lambda peaks: int(peaks[-1]))
         large, correction = correction_of(planned, list(zip(steps, most, strict=True)))
+        if correction is None:
+            self._reporter.stage("memory", f"{large}; the plan stays, as these passes tell nothing of larger ones")
+            return device, False
         line, is_off = str(large), correction != Correction()
         self._reporter.stage("memory", f"{line}; planned again with {correction}" if is_off else line)
         assert planned.memory.model is not None
@@ -226,8 +232,10 @@ def choose_passes(planned: PlannedRun) -> list[StepPlan]:
     return found
 
 
-def correction_of(planned: PlannedRun, passes: Sequence[tuple[StepPlan, int]]) -> tuple[MeasuredPass, Correction]:
-    """Return the last pass, and the correction by the last two; peaks are as `measure_passes` returns them."""
+def correction_of(
+    planned: PlannedRun, passes: Sequence[tuple[StepPlan, int]]
+) -> tuple[MeasuredPass, Correction | None]:
+    """Return the last pass, and `fit_correction` of the last two; peaks are as `measure_passes` returns them."""
     memory, model, found = planned.memory, planned.memory.model, []
     assert model is not None
     for step, peak_bytes in passes[-2:]:

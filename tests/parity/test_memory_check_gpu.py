@@ -119,9 +119,6 @@ def test_the_corrected_plan_is_within_5_percent(
     assert_planned_within_5_percent(config, peak_bytes)
     if constants != "fitted" and recompute == "none":
         assert "planned again with" in told.starts("measured")[0]
-    # the line after the second step agrees
-    (line,) = told.starts("planned")
-    assert "than planned" not in line
 
 
 def test_compiled_layers_and_full_fine_tuning_are_within_5_percent(
@@ -130,8 +127,14 @@ def test_compiled_layers_and_full_fine_tuning_are_within_5_percent(
     """Here the plan changes, so the run is built and compiled a second time."""
     count_fewer_activations(monkeypatch)
     model = make_model(tiny, tmp_path / "model", **SHAPES["wide"])
-    for name, changes in {"compiled": {}, "full": {"method": "full", "compile": "off"}}.items():
-        config = limited(tiny, tmp_path / name, model, recompute="none", **changes)
+    # kernels for documents, which compiled layers need, are 16-bit
+    kinds = {
+        "compiled": {"model": {"name": str(model), "precision": "bf16"}},
+        "full": {"method": "full", "compile": "off"},
+    }
+    for name, changes in kinds.items():
+        config = limited(tiny, tmp_path / name, model, recompute="none", cuda_graphs="off", **changes)
+        assert (config.compile == "auto") == (name == "compiled")
         peak_bytes, told = step_peak_bytes(config)
         assert "planned again with" in told.starts("measured")[0]
         assert_planned_within_5_percent(config, peak_bytes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 # the fitted constants stay where they predict the peak this well
 TOLERANCE = 0.05
-# a measured slope beyond these comes from passes that are too small to measure
+# a measured slope beyond these comes from passes that are too small to measure, or from memory that is not theirs
 LEAST_SCALE, MOST_SCALE = 0.5, 2.0
 # passes that differ by less than this share of their bytes have no slope
 LEAST_GROWTH = 0.1
@@ -55,8 +55,10 @@ class MeasuredPass:
         return self.measured_bytes - (self.planned_bytes - self.planned_pass_bytes)
 
 
-def fit_correction(small: MeasuredPass, large: MeasuredPass, *, most_bytes: int, most_pass_bytes: int) -> Correction:
-    """Return the line through two measured passes.
+def fit_correction(
+    small: MeasuredPass, large: MeasuredPass, *, most_bytes: int, most_pass_bytes: int
+) -> Correction | None:
+    """Return the line through two measured passes; None if its slope is beyond what another GPU can explain.
 
     `most_bytes` and `most_pass_bytes` are planned for the run's largest pass. Where the line is within `TOLERANCE` of
     that peak, the constants hold on this GPU, and the result changes nothing: so a start that finds it kept plans
@@ -65,7 +67,9 @@ def fit_correction(small: MeasuredPass, large: MeasuredPass, *, most_bytes: int,
     less, more = small.planned_pass_bytes, large.planned_pass_bytes
     has_slope = more - less > LEAST_GROWTH * more
     slope = (large.pass_bytes - small.pass_bytes) / (more - less) if has_slope else large.pass_bytes / more
-    scale = round(min(max(slope, LEAST_SCALE), MOST_SCALE), 4)
+    if not LEAST_SCALE <= slope <= MOST_SCALE:
+        return None
+    scale = round(slope, 4)
     # exact at the larger pass
     offset_bytes = round(large.pass_bytes - scale * more)
     change = (scale - 1) * most_pass_bytes + offset_bytes

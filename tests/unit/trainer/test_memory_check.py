@@ -121,18 +121,18 @@ def test_the_line_through_two_passes_predicts_the_largest(scale: float, offset_b
     if abs(off) <= 0.05 * (most + 1000 * MIB):
         assert correction == Correction()
     else:
+        assert correction is not None
         activations, working = correction.of(most - 500 * MIB, 500 * MIB)
         assert activations + working == pytest.approx(scale * most + offset_bytes, rel=1e-3)
 
 
-def test_passes_of_one_size_are_corrected_in_proportion_and_noise_is_bounded() -> None:
+def test_passes_of_one_size_are_corrected_in_proportion_and_noise_corrects_nothing() -> None:
     same = passes(1.3, 0, 1000 * MIB, 1000 * MIB)
     assert fit_correction(*same, most_bytes=3000 * MIB, most_pass_bytes=2000 * MIB) == Correction(1.3, 0)
     # 40 MiB appear between two passes that differ by little
     small, large = passes(1.0, 0, 10 * MIB, 20 * MIB, state_bytes=100 * MIB)
     large = replace(large, measured_bytes=large.measured_bytes + 40 * MIB)
-    noisy = fit_correction(small, large, most_bytes=140 * MIB, most_pass_bytes=40 * MIB)
-    assert noisy == Correction(2.0, 20 * MIB)
+    assert fit_correction(small, large, most_bytes=140 * MIB, most_pass_bytes=40 * MIB) is None
     # a pass never takes less than nothing
     assert Correction(0.5, -100 * MIB).of(MIB, MIB) == (MIB // 2, 0)
 
@@ -235,8 +235,10 @@ def test_a_plan_that_memory_does_not_limit_is_not_measured(config: Config) -> No
 def test_a_run_that_does_not_fit_as_measured_says_so(config: Config) -> None:
     from flatout.errors import ResourceError
 
+    gpu = Device("a GPU", int(0.09 * GIB))
+    Start(config, gpu=gpu)
     with pytest.raises(ResourceError, match="the longest sample has"):
-        Start(config, more_bytes=GIB)
+        Start(config, factor=1.95, gpu=gpu)
 
 
 def test_a_resumed_run_keeps_the_corrections_of_its_start(config: Config) -> None:
@@ -281,3 +283,11 @@ def test_running_out_of_memory_while_measuring_changes_no_plan(config: Config) -
     start = Start(config, measure=runs_out)
     assert "not measured: out of memory on rank 0" in start.told.of("memory")
     assert start.planned.split == start.first_plan.split
+
+
+def test_passes_that_take_far_more_than_any_card_explains_leave_the_plan(config: Config) -> None:
+    start = Start(config, factor=3.0)
+    (line,) = [text for text in start.told.of("memory") if text.startswith("measured")]
+    assert line.endswith("; the plan stays, as these passes tell nothing of larger ones")
+    assert start.planned.device is not None
+    assert not start.planned.device.corrections
