@@ -25,7 +25,7 @@ from flatout.config.read import make_config
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import DEVICES, GIB
 from flatout.planner.memory.budget import memory_model
-from flatout.planner.memory.estimate import MicroBatchSize
+from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import Reporter
 from flatout.trainer.planning import gpu_of, plan_run
 from flatout.trainer.run import train

@@ -7,7 +7,7 @@ import json
 import math
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,10 @@ from rich.console import Console
 
 from flatout.cli.screen import WIDTH, rows
 from flatout.config.read import load_config
+from flatout.config.schema import Config
 from flatout.errors import UsageError
 from flatout.parallel.rank import Rank
-from flatout.planner.devices import DEVICES
+from flatout.planner.devices import DEVICES, Device
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback, PhaseCallback
@@ -32,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("config", type=Path, help="a YAML file, or a .py file that sets `config` (which runs as code)")
     parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="e.g. batch.samples_per_step=64")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="plan for N GPUs (default 1)")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="plan for N GPUs (default: as many as `gpus` names, or 1)"
+    )
     parser.add_argument("--tokens-per-s", type=float, metavar="X", help="tokens/s over all ranks; adds a time estimate")
     gpu = parser.add_mutually_exclusive_group()
     gpu.add_argument("--device", metavar="GPU", help="plan memory for this GPU: h200, h100, 4090 ...; all: for each")
@@ -43,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Returns 0; raises FlatoutError for a configuration or data that cannot be planned."""
-    if not 1 <= args.ranks <= MAX_RANKS:
+    if args.ranks is not None and not 1 <= args.ranks <= MAX_RANKS:
         raise UsageError(f"--ranks is {args.ranks:,}; expected 1 to {MAX_RANKS:,}")
     if args.tokens_per_s is not None and not 0 < args.tokens_per_s < math.inf:
         raise UsageError(f"--tokens-per-s is {args.tokens_per_s:g}; expected a finite number above 0")
@@ -53,14 +56,16 @@ def run(args: argparse.Namespace) -> int:
     if name == "all" and args.step is not None:
         raise UsageError("--step prints the micro-batches for one GPU; name it with --device")
     config, recorder = load_config(args.config, args.overrides), MemoryCallback()
+    num_ranks = args.ranks or len(config.gpus or [0])
+    if config.gpus is not None and len(config.gpus) != num_ranks:
+        raise UsageError(f"--ranks is {num_ranks}, but gpus names {len(config.gpus)}; leave one of them out")
     with ConsoleCallback(Console(stderr=True)) as console:
         console.on_phase("importing torch and transformers")
-        from flatout.trainer.memory_check import read_record
         from flatout.trainer.plan_summary import fit_devices, summarize_plan
         from flatout.trainer.planning import plan_run
 
-        device = read_record(args.measured, UsageError) if args.measured else DEVICES.get(name)
-        reporter, rank = Reporter(recorder, PhaseCallback(console)), Rank(0, args.ranks)
+        reporter, rank = Reporter(recorder, PhaseCallback(console)), Rank(0, num_ranks)
+        device = _device(config, name, args.measured)
         planned = plan_run(config, reporter, rank, lambda: device)
     if name == "all":
         fits = fit_devices(config, planned, rank)
@@ -76,6 +81,19 @@ def run(args: argparse.Namespace) -> int:
     summary = summarize_plan(config, planned, device, args.tokens_per_s)
     print(json.dumps(_plain_values(summary)) if args.json else rows(summary.rows(recorder.events)))
     return 0
+
+
+def _device(config: Config, name: str, measured: Path | None) -> Device | None:
+    """Return the GPU to plan for; None for the CPU, and for every GPU."""
+    from flatout.trainer.memory_check import fixed_plan, read_record
+
+    if measured is not None:
+        device = read_record(measured, UsageError)
+        return replace(device, corrections={}) if fixed_plan(config) else device
+    if name == "all" and config.full.update == "backward":
+        # its steps must fit in one pass, which no plan without a GPU has
+        return max(DEVICES.values(), key=lambda one: one.memory_bytes)
+    return DEVICES.get(name)
 
 
 def _plain_values(summary: PlanSummary) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class ExpertsConfig(Section):
     that have them, such as DeepSeek-V3 (which used 0.001), and method: full. 0: they stay as they are."""
     parallel: int = Field(default=1, ge=1)
     """Number of consecutive ranks that share each layer's fused experts (expert parallelism): each holds and trains
-    as many of them, for the tokens of all. It divides the number of ranks and of experts."""
+    an equal part of them, for the tokens of all. Must divide the number of ranks and the number of experts."""
 
 
 class LoraConfig(Section):

@@ -64,9 +64,8 @@ class ContextConfig(Section):
     """Ranks that share the tokens of micro-batches (context parallelism)."""
 
     parallel: int = Field(default=1, ge=1)
-    """Number of consecutive ranks that share each micro-batch, so that a document may be about as many times as long.
-    Each computes an equal part of the tokens, and attends to the keys and values of all. Must divide the number of
-    ranks."""
+    """Number of consecutive ranks that split the tokens of each micro-batch, so that longer documents fit. Must divide
+    the number of ranks."""
 
 
 class CommConfig(Section):
@@ -101,6 +100,7 @@ def check_context(config: Any) -> None:
         f"strategy: {config.strategy}": config.strategy in ("single", "deepspeed"),
         f"{num_gpus} gpus, which it does not divide": num_gpus % num_ranks,
         f"experts.parallel: {config.experts.parallel}": config.experts.parallel > 1,
+        "faults.min_ranks, which leaves out single ranks": config.faults.min_ranks is not None,
         "batch.layout: rows": config.batch.layout == "rows",
         "batch.share_prefix: on": config.batch.share_prefix == "on",
         "full.update: backward": config.full.update == "backward",

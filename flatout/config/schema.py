@@ -331,8 +331,8 @@ class Config(Section):
             deepspeed.check(self)
         check_context(self)
         if traits and not shards:
-            unused = ("reshard_after_forward", "prefetch")
-            refuse_unused(self.sharding, unused, f"strategy: {self.strategy}, which does not shard state")
+            why = f"strategy: {self.strategy}, which does not shard state"
+            refuse_unused(self.sharding, ("reshard_after_forward", "prefetch"), why, path="sharding.")
         if self.strategy == "single" and self.comm != CommConfig():
             raise ValueError("comm.compress has no effect with strategy: single, which does not communicate")
         if self.sharding.offload and not shards:
@@ -360,6 +360,7 @@ class Config(Section):
                     "model.precision: fp16": self.model.precision == "fp16",
                     "base.backward: fp8": self.base.backward == "fp8",
                     "batch.layout: rows": self.batch.layout == "rows",
+                    "faults.min_ranks, which leaves out single ranks": self.faults.min_ranks is not None,
                     "optim.name: adamw8bit": self.optim.name == "adamw8bit",
                     "full.weights: bf16": self.full.weights == "bf16",
                     "full.update: backward": self.full.update == "backward",

@@ -45,8 +45,11 @@ def nested_kinds(annotation: Any) -> list[Any]:
     return [annotation, *(kind for part in get_args(annotation) for kind in nested_kinds(part))]
 
 
-def refuse_unused(section: BaseModel, names: Sequence[str], why: str) -> None:
-    """Raise ValueError if one of `names` differs from its default; `why` is what makes it have no effect."""
+def refuse_unused(section: BaseModel, names: Sequence[str], why: str, *, path: str = "") -> None:
+    """Raise ValueError if one of `names` differs from its default; `why` is what makes it have no effect.
+
+    `path` is that of the section, such as "sharding.", where the error is not raised by the section itself.
+    """
     for name in names:
         if getattr(section, name) != type(section).model_fields[name].default:
-            raise ValueError(f"{name} has no effect with {why}")
+            raise ValueError(f"{path}{name} has no effect with {why}")

@@ -27,7 +27,7 @@ from flatout.parallel.process_group import join_group, leave_group
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import ANY_DEVICE, GIB
 from flatout.planner.memory.budget import memory_model
-from flatout.planner.memory.estimate import MicroBatchSize
+from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.trainer.model_shape import read_shape
 
 JOIN_S = 300.0

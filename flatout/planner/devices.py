@@ -16,7 +16,7 @@ CONTEXT_BYTES = int(0.6 * GIB)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU to plan for. `memory_bytes` is what training may use; `has_bf16` means in hardware.
+    """A GPU to plan for. `memory_bytes` is what training may use; `has_bf16` and `has_fp8` mean in hardware.
 
     `corrections` of the memory model, by `MemoryModel.kind_of_pass`, are what passes on it have measured.
     """
@@ -24,22 +24,24 @@ class Device:
     name: str
     memory_bytes: int
     has_bf16: bool = True
+    has_fp8: bool = True
     corrections: Mapping[str, Correction] = field(default_factory=dict, hash=False)
 
 
 def weakest(devices: Sequence[Device]) -> Device:
-    """Return the least capable device: the smallest memory, and bf16 only if all have it."""
+    """Return the least capable device: the smallest memory, and bf16 and float8 only if all have it."""
     smallest = min(devices, key=lambda device: device.memory_bytes)
     among = "" if len({device.name for device in devices}) == 1 else f" (the smallest of {len(devices)} GPUs)"
-    return Device(smallest.name + among, smallest.memory_bytes, all(device.has_bf16 for device in devices))
+    arithmetic = (all(device.has_bf16 for device in devices), all(device.has_fp8 for device in devices))
+    return Device(smallest.name + among, smallest.memory_bytes, *arithmetic)
 
 
 # for a plan without a named GPU
 ANY_DEVICE = Device("a GPU", 0)
 
 
-def _device(name: str, total_gib: float, *, has_bf16: bool = True) -> Device:
-    return Device(name, int(total_gib * GIB) - CONTEXT_BYTES, has_bf16)
+def _device(name: str, total_gib: float, *, has_bf16: bool = True, has_fp8: bool = True) -> Device:
+    return Device(name, int(total_gib * GIB) - CONTEXT_BYTES, has_bf16, has_fp8)
 
 
 # total memory as the driver reports it, which is less than the name says
@@ -48,15 +50,15 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         "b200": _device("B200", 178.3),
         "h200": _device("H200", 139.8),
         "h100": _device("H100", 79.1),
-        "a100-80": _device("A100 80GB", 79.1),
-        "a100-40": _device("A100 40GB", 39.4),
+        "a100-80": _device("A100 80GB", 79.1, has_fp8=False),
+        "a100-40": _device("A100 40GB", 39.4, has_fp8=False),
         "l40s": _device("L40S", 44.3),
         "5090": _device("RTX 5090", 31.3),
         "4090": _device("RTX 4090", 23.5),
-        "3090": _device("RTX 3090", 23.5),
-        "a10g": _device("A10G", 22.0),
+        "3090": _device("RTX 3090", 23.5, has_fp8=False),
+        "a10g": _device("A10G", 22.0, has_fp8=False),
         "l4": _device("L4", 22.0),
-        "t4": _device("T4", 14.5, has_bf16=False),
+        "t4": _device("T4", 14.5, has_bf16=False, has_fp8=False),
     }
 )
 

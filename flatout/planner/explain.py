@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from flatout.planner.memory.estimate import MemoryEstimate, MicroBatchSize
+from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
 from flatout.planner.steps.run_plan import RunPlan
 
 # steps, sampled evenly over the run, that estimate the balance at other numbers of ranks

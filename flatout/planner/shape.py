@@ -185,7 +185,7 @@ def check_expert_ranks(shape: ModelShape, expert_ranks: int, num_ranks: int) -> 
     if expert_ranks == 1:
         return
     if num_ranks % expert_ranks:
-        why = f"it must divide the number of ranks (gpus, or --ranks of flatout plan); got {num_ranks}"
+        why = f"it must divide the number of ranks, which is {num_ranks} (gpus, or --ranks of flatout plan)"
     elif not shape.groups_experts or not counts:
         found = "has no experts" if not shape.has_experts else "computes its experts by its own code"
         why = f"model type {shape.model_type} {found}"
@@ -193,7 +193,8 @@ def check_expert_ranks(shape: ModelShape, expert_ranks: int, num_ranks: int) -> 
         why = f"it must divide the number of experts; model type {shape.model_type} has {odd[0]}"
     else:
         return
-    raise UsageError(f"experts.parallel: {expert_ranks}: {why}; set it to 1 or a divisor of both")
+    remedy = "set it to 1 or a divisor" if shape.groups_experts and counts else "set it to 1"
+    raise UsageError(f"experts.parallel: {expert_ranks}: {why}; {remedy}")
 
 
 def check_positions(shape: ModelShape, longest_sample: int, *, origin: str) -> dict[str, Any]:

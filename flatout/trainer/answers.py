@@ -14,7 +14,7 @@ from torch import Tensor
 from flatout.models.generate import stop_token_ids
 from flatout.models.packed import PackedBatch, flatten_samples, padded_num_boundaries
 from flatout.parallel.strategies.protocol import oom_as_resource_error
-from flatout.planner.memory.estimate import MicroBatchSize
+from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.steps.rows import row_length
 from flatout.track.record import Answer, AnswersRecord
 from flatout.trainer.prompts import PromptSet

@@ -27,8 +27,8 @@ def check_context(config: Config, rank: Rank, objective: Objective) -> None:
         return
     if rank.world % num_ranks:
         raise UsageError(
-            f"context.parallel: {num_ranks}: it must divide the number of ranks (gpus, or --ranks of flatout plan); "
-            f"got {rank.world}; set it to 1 or a divisor"
+            f"context.parallel: {num_ranks}: it must divide the number of ranks, which is {rank.world} (gpus, or "
+            "--ranks of flatout plan); set it to 1 or a divisor"
         )
     why = whole_document_problem(read_text_config(config.model.name, config.model.revision))
     if why is None and objective is not CROSS_ENTROPY:

@@ -24,7 +24,7 @@ from flatout.parallel.process_group import choose_device
 from flatout.parallel.shards import local_part
 from flatout.planner.devices import GIB, Device
 from flatout.planner.memory.correction import Correction, MeasuredPass, fit_correction
-from flatout.planner.memory.estimate import MicroBatchSize
+from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.steps.rows import row_length
 from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
@@ -53,7 +53,7 @@ Measure = Callable[[Run, Sequence[StepPlan], int], list[int]]
 def measure_passes(run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> list[int]:
     """Run the forward and backward passes of each step, without an update; return each one's peak on this rank.
 
-    Gradients stay allocated from one step to the next, as in a step of several micro-batches. `stood_bytes` were
+    Gradients stay allocated from one step to the next if steps have several micro-batches. `stood_bytes` were
     allocated before the run's model. What the optimizer holds already is not counted. Clears torch's peaks.
     """
     # the plan counts tokens before they are padded to the sizes of recorded graphs
@@ -63,6 +63,8 @@ def measure_passes(run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> lis
     states = (value for state in run.optimizer.state.values() for value in state.values())
     held = sum(local_part(value).nbytes for value in states if isinstance(value, Tensor) and value.is_cuda)
     for step in steps:
+        if not run.memory.accumulates:
+            run.optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize(run.device)
         torch.cuda.reset_peak_memory_stats(run.device)
         accumulate_gradients(run, step)
@@ -72,6 +74,8 @@ def measure_passes(run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> lis
     run.optimizer.zero_grad(set_to_none=True)
     torch.cuda.reset_peak_memory_stats(run.device)
     run.feed.size_buckets = size_buckets
+    if run.routers:
+        run.routers.forget_step()
     return peaks
 
 
@@ -97,16 +101,23 @@ class MemoryCheck:
 
     def corrected(self, gpu: Device) -> Device:
         """Return the GPU with the corrections that are known. Raises CheckpointError for a damaged record."""
-        found = self._group.run_on_first_rank(self._known)
+        found = self._group.run_on_first_rank(lambda: self._known(gpu))
         return replace(gpu, corrections={kind: Correction(**values) for kind, values in found.items()})
 
-    def _known(self) -> dict[str, Any]:
+    def _known(self, gpu: Device) -> dict[str, Any]:
         folder = self._config.folder
         if fixed_plan(self._config):
             return {}
         if any((folder / "checkpoints").glob("step-*")):
             record = folder / RECORD
-            return dict(asdict(read_record(record))["corrections"]) if record.exists() else {}
+            if not record.exists():
+                return {}
+            recorded = read_record(record)
+            if recorded.name == gpu.name:
+                return dict(asdict(recorded)["corrections"])
+            line = f"{record.name} is of {recorded.name}: its measured passes say nothing of {gpu.name}"
+            self._reporter.stage("memory", line)
+            return {}
         if not self._recalls:
             return {}
         self._key = _key(self._config, self._group)
@@ -131,10 +142,10 @@ class MemoryCheck:
         self._reporter.phase("measuring memory")
         steps = choose_passes(planned)
         peaks = self._measure(run, steps, stood_bytes)
-        # the cap that running out of memory has set lasts for the run
         found = self._group.all_gather(None if run.state.micro_batch_cap is not None else peaks)
         if None in found:
-            self._reporter.stage("memory", f"not measured: out of memory on rank {found.index(None)}")
+            line = f"not measured: out of memory on rank {found.index(None)}; its micro-batches stay smaller"
+            self._reporter.stage("memory", line)
             return device, False
         # all ranks correct by the one that took most
         most = max(found, key=lambda peaks: int(peaks[-1]))
@@ -189,13 +200,17 @@ def reason_not_to_measure(config: Config, planned: PlannedRun) -> str | None:
         return why
     if planned.parallel_layout.strategy == "deepspeed":
         return "DeepSpeed holds state of its own"
-    if planned.parallel_layout.context_ranks > 1:
-        return "several ranks share each micro-batch"
+    if planned.parallel_layout.context_ranks > 1 or planned.parallel_layout.expert_ranks > 1:
+        return "several ranks share each micro-batch, or experts"
+    if planned.parallel_layout.shards_state:
+        return "state is sharded, so a pass alone holds other gradients than a step"
     if config.full.update == "backward":
         return "the backward pass updates the weights"
     if model.kind_of_pass(memory.recompute) in model.corrections:
-        return "an earlier start has measured these passes on this GPU"
-    _, _, largest = largest_pass(planned.plan)
+        return "these passes were measured on this GPU before"
+    if (found := largest_pass(planned.plan)) is None:
+        return "no step has labels"
+    _, _, largest = found
     need = model.estimate(size_of(largest), memory.recompute, accumulates=memory.accumulates).total_bytes
     if need < LEAST_SHARE * memory.budget_bytes:
         return f"the largest micro-batch needs {need / GIB:.2f} GiB of {memory.budget_bytes / GIB:.1f}"
@@ -207,11 +222,14 @@ def size_of(batch: MicroBatch) -> MicroBatchSize:
     return MicroBatchSize(batch.num_padded_tokens, batch.num_label_tokens, len(batch.sample_ids))
 
 
-def largest_pass(plan: RunPlan) -> tuple[StepPlan, int, MicroBatch]:
-    """Return a step with the plan's largest micro-batch, its rank and itself; looks at `NUM_STEPS_SEEN` steps."""
+def largest_pass(plan: RunPlan) -> tuple[StepPlan, int, MicroBatch] | None:
+    """Return a step with the plan's largest micro-batch, its rank and itself; looks at `NUM_STEPS_SEEN` steps.
+
+    None if none of these steps has labels.
+    """
     steps = (step for step in plan.sampled_steps(NUM_STEPS_SEEN) if step.num_label_tokens)
     every = ((step, rank, batch) for step in steps for rank, own in enumerate(step.ranks) for batch in own)
-    return max(every, key=lambda found: found[2].num_padded_tokens)
+    return max(every, key=lambda found: found[2].num_padded_tokens, default=None)
 
 
 def choose_passes(planned: PlannedRun) -> list[StepPlan]:
@@ -219,17 +237,19 @@ def choose_passes(planned: PlannedRun) -> list[StepPlan]:
 
     They are larger where a sample is, as samples stay whole.
     """
-    step, rank, batch = largest_pass(planned.plan)
+    found = largest_pass(planned.plan)
+    assert found is not None
+    step, rank, batch = found
     samples = planned.plan.samples
     ids = [sample_id for own in step.ranks[rank] for sample_id in own.sample_ids]
     longest = int(samples.lengths[samples.indices_of(ids)].max())
     longest = longest if batch.row_length is None else row_length(longest)
-    found = []
+    steps = []
     for share in SHARES:
         cut = planned.plan.resplit(step, rank, max(longest, int(share * batch.num_padded_tokens)))
         largest = max(cut, key=lambda batch: batch.num_padded_tokens)
-        found.append(replace(step, ranks=((largest,),) * len(step.ranks)))
-    return found
+        steps.append(replace(step, ranks=((largest,),) * len(step.ranks)))
+    return steps
 
 
 def correction_of(
@@ -240,10 +260,12 @@ def correction_of(
     assert model is not None
     for step, peak_bytes in passes[-2:]:
         batch = step.ranks[0][0]
-        fitted = model.fitted_estimate(size_of(batch), memory.recompute, accumulates=True)
+        fitted = model.fitted_estimate(size_of(batch), memory.recompute, memory.accumulates)
         sizes = (fitted.total_bytes, fitted.activations_bytes + fitted.working_bytes)
         found.append(MeasuredPass(batch.num_padded_tokens, *sizes, peak_bytes + fitted.optimizer_bytes))
-    size = size_of(largest_pass(planned.plan)[2])
+    largest = largest_pass(planned.plan)
+    assert largest is not None
+    size = size_of(largest[2])
     most = model.fitted_estimate(size, memory.recompute, memory.accumulates)
     pass_bytes = most.activations_bytes + most.working_bytes
     return found[-1], fit_correction(*found, most_bytes=most.total_bytes, most_pass_bytes=pass_bytes)

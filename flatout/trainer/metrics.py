@@ -11,7 +11,7 @@ import torch
 
 from flatout.planner.devices import GIB, Peak, nominal_peak
 from flatout.planner.memory.correction import TOLERANCE
-from flatout.planner.memory.estimate import MicroBatchSize
+from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.record import MAX_EXPERT_MAPS, StepRecord
 from flatout.trainer.clocks import StepClock

@@ -55,10 +55,13 @@ def fit_devices(config: Config, planned: PlannedRun, rank: Rank) -> dict[str, st
         try:
             plan, _, decision = fit_plan(config, planned.shape, planned.plan, rank, device)
         except ResourceError as error:
-            found[device.name] = f"does not fit: {str(error).partition(';')[0]}"
+            found[device.name] = f"cannot train: {str(error).partition(';')[0]}"
             continue
-        estimate = decision.estimate(size_of(largest_pass(plan)[2]))
-        assert estimate is not None
+        largest = largest_pass(plan)
+        estimate = None if largest is None else decision.estimate(size_of(largest[2]))
+        if estimate is None:
+            found[device.name] = "no step has labels"
+            continue
         found[device.name] = (
             f"{decision.micro_batch_tokens:,} tokens per micro-batch, recompute {decision.recompute}: "
             f"{estimate.total_bytes / GIB:.1f} of {budget_bytes(config, device) / GIB:.1f} GiB"

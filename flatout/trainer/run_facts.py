@@ -16,7 +16,7 @@ from flatout.config.schema import Config
 from flatout.errors import DataError
 from flatout.io.redact import redacted
 from flatout.models.packed import segment_lengths
-from flatout.planner.memory.estimate import MicroBatchSize
+from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, padding_share
 from flatout.track.record import GpuFacts, PlanFacts, RunStart

@@ -28,6 +28,7 @@ from flatout.optim.update import (
     supports_found_inf,
 )
 from flatout.parallel.shards import local_part
+from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.planning import loss_divisor
 from flatout.trainer.rank_meter import RankFigures, gathered_figures, scatter_figures
@@ -117,13 +118,12 @@ def accumulate_gradients(run: Run, step: StepPlan) -> tuple[Tensor, Tensor]:
 def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor] | MicroBatch:
     """Return the sums over all micro-batches, or the micro-batch that did not fit in memory."""
     run.fused_lora.refresh()
-    divisor = divisor_of(run, step)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
-    num_correct = torch.zeros((), dtype=torch.float64, device=run.device)
-    index = 0
+    index, divisor = 0, divisor_of(run, step)
+    loss_sum, num_correct = torch.zeros(2, dtype=torch.float64, device=run.device)
     try:
         if run.routers:
-            start_routers(run, run.routers, step, micro_batches)
+            with oom_as_resource_error(run.rank) if run.shares_passes else nullcontext():
+                start_routers(run, run.routers, step, micro_batches)
         for index, batch in enumerate(run.feed.batches(micro_batches)):
             # in lockstep every rank must run every pass, or the others would hang
             if run.stop.requested and not run.shares_passes:

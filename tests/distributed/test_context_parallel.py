@@ -19,7 +19,7 @@ from flatout.errors import FlatoutError
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import DEVICES
 from flatout.planner.memory.budget import longest_document_tokens
-from flatout.planner.memory.estimate import MicroBatchSize
+from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.planning import plan_run
 from flatout.trainer.run import train

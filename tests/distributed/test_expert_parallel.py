@@ -16,7 +16,7 @@ from flatout.config.read import make_config
 from flatout.errors import FlatoutError
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import DEVICES
-from flatout.planner.memory.estimate import MicroBatchSize
+from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.model_shape import read_shape
 from flatout.trainer.planning import plan_run

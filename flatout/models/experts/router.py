@@ -96,6 +96,10 @@ class Routers:
         """Whether the step's choices are not known yet, but its gradients need them."""
         return bool(self.balance_loss) and self._shares is None
 
+    def forget_step(self) -> None:
+        """Forget the last step, so that the next one counts anew even if its index is the same."""
+        self._step = self._shares = None
+
     def finish_counts(self) -> None:
         """End the pass that only counts: the gradients of the step use its counts."""
         self._set_shares()

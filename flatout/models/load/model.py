@@ -18,6 +18,7 @@ from flatout.environment import named_capability
 from flatout.errors import CheckpointError, FlatoutError, PackingError, ResourceError, UsageError, reason_of
 from flatout.io.hub import hub_errors, hub_source
 from flatout.kernels.capability import choose_kernels_of
+from flatout.kernels.fp8 import has_fp8
 from flatout.models.arch_quirks import choose_layout
 from flatout.models.attention import Implementation, choose_attention, register, registered_name
 from flatout.models.bases.frozen_linear import num_weights
@@ -59,12 +60,18 @@ class LoadedModel:
         return nullcontext() if self.waiting is None else self.waiting.first_layers()
 
 
+def arithmetic_of(device: torch.device) -> tuple[bool, bool]:
+    """Return whether a device has bf16 and float8 arithmetic in hardware; a CPU has neither."""
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return has_bf16, has_fp8(device)
+
+
 def resolve_precision(name: Literal["auto", "bf16", "fp16", "fp32", "fp64"], device: torch.device) -> torch.dtype:
     """Return the compute dtype: auto is bf16 on GPUs that have it in hardware, otherwise fp32.
 
     Raises ResourceError if bf16 is requested by name on a GPU without it.
     """
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    has_bf16, _ = arithmetic_of(device)
     if name == "auto":
         return torch.bfloat16 if has_bf16 else torch.float32
     if name == "bf16" and device.type == "cuda" and not has_bf16:

@@ -11,7 +11,8 @@ from flatout.planner.devices import GIB, Device
 from flatout.planner.layout import ALONE, ParallelLayout, resolve_layout
 from flatout.planner.memory.constants import Precision
 from flatout.planner.memory.correction import Correction
-from flatout.planner.memory.estimate import MemoryEstimate, MemoryModel, MicroBatchSize
+from flatout.planner.memory.estimate import MemoryModel
+from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
 from flatout.planner.shape import ModelShape
 from flatout.planner.steps.rows import row_length
 from flatout.planner.steps.run_plan import RunPlan
@@ -151,6 +152,11 @@ def choose_micro_batch(
         level = _levels(config, compiled=False)[0]
         num_tokens = given or max(CPU_MICRO_BATCH_TOKENS, tokens.longest_sample)
         return MemoryDecision(num_tokens, level, f"{num_tokens:,} tokens per micro-batch, recompute {level}: no GPU")
+    if config.computes_in_fp8 and not device.has_fp8:
+        raise ResourceError(
+            f"{_fp8_setting(config)} needs a GPU with float8 arithmetic (compute capability 8.9 or newer), which "
+            f"{device.name} does not have; leave it out"
+        )
     model = memory_model(config, shape, device, parallel_layout)
     for level in _levels(config, compiled=model.compiled):
         decision, fits, enough = _decide(model, level, tokens, device)
@@ -162,6 +168,7 @@ def choose_micro_batch(
         need = model.estimate(tokens.micro_batch(num_tokens), level).total_bytes / (1 - MARGIN)
         smaller = "base.storage: nf4" if config.method == "lora" else "method: lora, optim.name: adamw8bit"
         what = "a whole step (full.update: backward)" if whole_step else "the longest sample"
+        smaller += "" if parallel_layout.shards_state else ", shard its state over several GPUs (strategy: fsdp)"
         smaller += "" if whole_step else ", share samples among ranks (context.parallel)"
         raise ResourceError(
             f"{what} has {num_tokens:,} tokens, which need about {need / GIB:.1f} GiB with recompute: {level}, and "
@@ -169,6 +176,15 @@ def choose_micro_batch(
             f"set {smaller}, or use a GPU with more memory"
         )
     return decision
+
+
+def _fp8_setting(config: Config) -> str:
+    """Return the setting for which products run in fp8."""
+    if config.method == "full":
+        return f"full.compute: {config.full.compute}"
+    if config.base.backward == "fp8":
+        return "base.backward: fp8"
+    return "base.storage: fp8" if config.base.storage == "fp8" else "base.compute: fp8"
 
 
 def spend_spare_memory(
@@ -285,7 +301,7 @@ def longest_document_tokens(
 ) -> int:
     """Return the longest single document that this GPU could train on, at the heaviest allowed recompute level."""
     model = memory_model(config, shape, device, parallel_layout)
-    tokens = TokenStatistics(1, LONGEST_TOKENS, label_share, float(LONGEST_TOKENS))
+    tokens = TokenStatistics(LONGEST_TOKENS, LONGEST_TOKENS, label_share, float(LONGEST_TOKENS))
     heaviest = _levels(config, compiled=model.compiled)[-1]
     return largest_fit(model, heaviest, tokens, device, LONGEST_TOKENS)
 

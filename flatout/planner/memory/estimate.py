@@ -24,43 +24,8 @@ from flatout.planner.memory.constants import (
     Precision,
 )
 from flatout.planner.memory.correction import Correction
+from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
 from flatout.planner.shape import LayerShape, Linear, ModelShape
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatchSize:
-    """The counts of one forward pass."""
-
-    num_tokens: int
-    num_labels: int
-    num_documents: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryEstimate:
-    """Bytes allocated at the peak of one step on one rank.
-
-    `activations_bytes` are saved for the backward pass; `working_bytes` is the larger of the temporaries of the head
-    and of one layer's backward pass. `in_turn`: gradients are allocated as activations are freed, so only the larger of
-    the two counts. The CUDA context and allocator waste are not included.
-    """
-
-    weights_bytes: int
-    adapter_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int
-    working_bytes: int
-    in_turn: bool = False
-
-    @property
-    def state_bytes(self) -> int:
-        return self.weights_bytes + self.adapter_bytes + self.gradients_bytes + self.optimizer_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        never_together = min(self.gradients_bytes, self.activations_bytes) if self.in_turn else 0
-        return self.state_bytes + self.activations_bytes + self.working_bytes - never_together
 
 
 class Widths(NamedTuple):
@@ -176,8 +141,10 @@ class MemoryModel:
     def kind_of_pass(self, recompute: Recompute) -> str:
         """Name what decides a pass's temporaries: a measured pass corrects only its own kind."""
         layout, how = self.parallel_layout, "compiled" if self.compiled else "eager"
-        weights = ("freed" if layout.reshard_after_forward else "kept") + " transposed" * self.transposed_weights
-        return f"{recompute} {how} {self.precision} {layout.strategy} {layout.num_shards} {weights}"
+        parts = [recompute, how, self.precision, layout.strategy, self.config.batch.layout]
+        parts += ["transposed"] * self.transposed_weights
+        parts += [f"experts/{layout.expert_ranks}"] * (layout.expert_ranks > 1)
+        return " ".join([*parts, *[f"context/{layout.context_ranks}"] * (layout.context_ranks > 1)])
 
     def estimate(self, size: MicroBatchSize, recompute: Recompute, *, accumulates: bool = True) -> MemoryEstimate:
         """Estimate the peak with micro-batches of this size; a step has several of them if it `accumulates`."""
@@ -233,7 +200,15 @@ class MemoryModel:
         # of a document's keys, the pieces of a share have 1 + 1 / 2N
         picked = 1 + 1 / (2 * num_ranks)
         keys = max(layer.key_width * (2 + 2 * picked) + layer.pair_width * picked for layer in self.shape.layers)
-        return replace(share, working_bytes=share.working_bytes + int(size.num_tokens * keys * self.widths.compute))
+        elements, layers = size.num_tokens * self.widths.compute, self.shape.layers
+        # without a kernel for pieces of documents (16 bit), attention over whole documents saves its inputs and output
+        whole = 0 if self.precision in ("bf16", "fp16") else sum(one.pair_width + one.key_width for one in layers)
+        whole = whole // len(layers) if recompute in ("full", "offload") else whole
+        return replace(
+            share,
+            activations_bytes=share.activations_bytes + elements * whole,
+            working_bytes=share.working_bytes + int(elements * keys),
+        )
 
     def _beside_experts(self, size: MicroBatchSize, recompute: Recompute, accumulates: bool) -> MemoryEstimate:
         """Return the estimate where several ranks share the experts: their state is not sharded, but the rest is."""

@@ -101,7 +101,7 @@ def test_every_card_gets_a_line_without_a_gpu(run_file, capsys):
         assert re.search(rf"^{name} +[\d,]+ tokens per micro-batch, recompute none:", text, re.MULTILINE)
     assert main(["plan", str(run_file), *settings, "memory=0.01", "--json"]) == 0
     assert all(
-        text.startswith("does not fit: the longest sample") for text in json.loads(capsys.readouterr().out).values()
+        text.startswith("cannot train: the longest sample") for text in json.loads(capsys.readouterr().out).values()
     )
     # what a card gets here is what it gets by name
     limit = ["batch.micro_batch_tokens=null", "batch.samples_per_step=120", "memory=0.2"]
@@ -113,6 +113,34 @@ def test_every_card_gets_a_line_without_a_gpu(run_file, capsys):
     assert f"{named['memory']['total_bytes'] / 2**30:.1f} of" in line
     assert main(["plan", str(run_file), *settings, "--step", "0"]) == 2
     assert "--step prints the micro-batches for one GPU" in capsys.readouterr().err
+
+
+def test_every_card_is_planned_where_a_step_must_be_one_pass(tiny, tmp_path, capsys):
+    batch = {"samples_per_step": 120, "micro_batch_tokens": None}
+    one_pass = {"method": "full", "full": {"update": "backward"}, "optim": {"max_grad_norm": None}, "batch": batch}
+    (tmp_path / "run.yaml").write_text(dump_config(tiny.config(tmp_path / "run", **one_pass)))
+    assert main(["plan", str(tmp_path / "run.yaml"), "--device", "all"]) == 0
+    assert "B200" in capsys.readouterr().out
+
+
+def test_cards_without_float8_arithmetic_are_told(run_file, capsys):
+    fp8 = [str(run_file), "base.storage=fp8", "batch.micro_batch_tokens=null"]
+    assert main(["plan", *fp8, "--device", "all", "--json"]) == 0
+    lines = json.loads(capsys.readouterr().out)
+    without = {name for name, text in lines.items() if text.startswith("cannot train: base.storage: fp8 needs")}
+    assert without == {"A100 80GB", "A100 40GB", "RTX 3090", "A10G", "T4"}
+    assert main(["plan", *fp8, "--device", "3090"]) == 6
+    assert "which RTX 3090 does not have; leave it out" in capsys.readouterr().err
+
+
+def test_ranks_are_those_of_gpus(run_file, capsys):
+    shared = [str(run_file), "context.parallel=2", "batch.micro_batch_tokens=null", "--device", "h100"]
+    assert main(["plan", *shared]) == 2
+    assert "must divide the number of ranks, which is 1 (gpus, or --ranks" in capsys.readouterr().err
+    assert main(["plan", *shared, "gpus=[0,1]"]) == 0
+    assert "2 ranks share each micro-batch" in capsys.readouterr().out
+    assert main(["plan", *shared, "gpus=[0,1]", "--ranks", "4"]) == 2
+    assert "--ranks is 4, but gpus names 2; leave one of them out" in capsys.readouterr().err
 
 
 def test_without_a_gpu_the_plan_is_the_cpus(run_file, capsys):

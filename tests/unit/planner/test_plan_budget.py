@@ -17,7 +17,7 @@ from flatout.planner.memory.budget import (
     memory_model,
     spend_spare_memory,
 )
-from flatout.planner.memory.estimate import MicroBatchSize
+from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.steps.run_plan import make_plan
 from flatout.trainer.model_shape import make_shape
 

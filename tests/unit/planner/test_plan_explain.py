@@ -8,7 +8,7 @@ from flatout.config.schema import BatchConfig
 from flatout.planner.cost import CostModel
 from flatout.planner.devices import GIB
 from flatout.planner.explain import explain, report_rows
-from flatout.planner.memory.estimate import MemoryEstimate, MicroBatchSize
+from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
 from flatout.planner.steps.run_plan import make_plan
 
 COST = CostModel(per_token=1e12, per_pair=1e9, per_label=1e11)

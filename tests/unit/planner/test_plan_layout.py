@@ -8,7 +8,8 @@ from flatout.errors import ProblemsError, UsageError
 from flatout.planner.devices import DEVICES, GIB, Device
 from flatout.planner.layout import ParallelLayout
 from flatout.planner.memory.budget import TokenStatistics, choose_micro_batch, choose_parallel_layout
-from flatout.planner.memory.estimate import MemoryModel, MicroBatchSize
+from flatout.planner.memory.estimate import MemoryModel
+from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.trainer.model_shape import make_shape
 
 SHAPE = make_shape(QWEN3_8B)

@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from flatout.config.read import make_config
 from flatout.planner.devices import GIB
 from flatout.planner.layout import ALONE, resolve_layout
-from flatout.planner.memory.estimate import MemoryModel, MicroBatchSize, activation_elements
+from flatout.planner.memory.estimate import MemoryModel, activation_elements
+from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.trainer.model_shape import make_shape
 
 SMALL = {

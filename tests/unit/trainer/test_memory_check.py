@@ -21,7 +21,14 @@ from flatout.planner.memory.correction import Correction, MeasuredPass, fit_corr
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.memory_check import MemoryCheck, choose_passes, largest_pass, read_record, size_of
+from flatout.trainer.memory_check import (
+    MemoryCheck,
+    choose_passes,
+    largest_pass,
+    read_record,
+    reason_not_to_measure,
+    size_of,
+)
 from flatout.trainer.planning import PlannedRun, plan_run
 from flatout.trainer.state import Run
 
@@ -185,7 +192,7 @@ def test_an_equal_start_measures_nothing_and_plans_alike(config: Config, factor:
     assert second.first_plan.split == first.planned.split == second.planned.split
     assert second.planned.device == first.planned.device
     assert second.planned.memory.reason == first.planned.memory.reason
-    assert "not measured: an earlier start has measured these passes on this GPU" in second.told.of("memory")
+    assert "not measured: these passes were measured on this GPU before" in second.told.of("memory")
     # other code in the process, or another setting: measured again
     assert Start(config, factor=factor).num_measured == 1
     other = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 8})})
@@ -261,6 +268,35 @@ def test_a_resumed_run_keeps_the_corrections_of_its_start(config: Config) -> Non
         known(config)
 
 
+def test_corrections_of_one_card_say_nothing_of_another(config: Config) -> None:
+    Start(config, factor=1.25, recalls=True)
+    (config.folder / "checkpoints" / "step-1").mkdir(parents=True)
+    told = Told()
+    check = MemoryCheck(config, ControlGroup(Rank()), Reporter(told), recalls=True)
+    other = Device("another GPU", 2 * GIB)
+    assert check.corrected(other) == other
+    assert told.of("memory") == ["memory.json is of a GPU: its measured passes say nothing of another GPU"]
+
+
+def test_corrections_do_not_reach_other_layouts_and_groups(config: Config) -> None:
+    model = Start(config).planned.memory.model
+    assert model is not None
+    kinds = {model.kind_of_pass("none"), model.kind_of_pass("full")}
+    for changes in ({"context_ranks": 2}, {"expert_ranks": 2}, {"strategy": "zero3"}):
+        changed = replace(model, parallel_layout=replace(model.parallel_layout, **changes))
+        kinds.add(changed.kind_of_pass("none"))
+    rows = config.model_copy(update={"batch": config.batch.model_copy(update={"layout": "rows"})})
+    kinds.add(replace(model, config=rows).kind_of_pass("none"))
+    assert len(kinds) == 6
+
+
+def test_passes_of_sharded_state_are_not_measured(config: Config) -> None:
+    planned = Start(config).planned
+    for changes, why in (({"strategy": "zero3"}, "state is sharded"), ({"context_ranks": 2}, "several ranks share")):
+        layout = replace(planned.parallel_layout, **changes)
+        assert (reason_not_to_measure(config, replace(planned, parallel_layout=layout)) or "").startswith(why)
+
+
 def test_plan_without_a_gpu_reproduces_a_runs_plan(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,6 +307,9 @@ def test_plan_without_a_gpu_reproduces_a_runs_plan(
     values = json.loads(capsys.readouterr().out)
     assert values["micro_batch_tokens"] == start.tokens
     assert values["decision"] == start.planned.memory.reason
+    # as in the run, a plan that is fixed takes no measurement
+    assert main(["plan", str(tmp_path / "run.yaml"), "--measured", record, "--json", "deterministic=true"]) == 0
+    assert json.loads(capsys.readouterr().out)["micro_batch_tokens"] > start.tokens
     assert main(["plan", str(tmp_path / "run.yaml"), "--measured", str(tmp_path / "none.json")]) == 2
     assert "none.json: the file is missing" in capsys.readouterr().err
 
@@ -281,7 +320,7 @@ def test_running_out_of_memory_while_measuring_changes_no_plan(config: Config) -
         return [GIB] * len(steps)
 
     start = Start(config, measure=runs_out)
-    assert "not measured: out of memory on rank 0" in start.told.of("memory")
+    assert "not measured: out of memory on rank 0; its micro-batches stay smaller" in start.told.of("memory")
     assert start.planned.split == start.first_plan.split
 
 
