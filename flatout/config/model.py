@@ -85,9 +85,10 @@ class FullConfig(Section):
     weights: Literal["fp32", "bf16"] = "fp32"
     """fp32 master weights, or bf16 only with stochastic rounding: a third of the memory of masters and copies."""
     compute: Literal["model", "fp8", "fp8_rowwise"] = "model"
-    """fp8: run linear layers through torchao's Float8Linear, with one scale per tensor, and gather sharded weights in
-    fp8; fp8_rowwise: with one scale per row. Forward and input gradient of grouped experts are fp8 with one scale per
-    row. Routers, the head, and the first and last decoder layer stay in model.precision. Needs torchao and compile."""
+    """fp8_rowwise: output and input gradient of linear layers are fp8 products with one scale per row; weight gradients
+    stay in model.precision. fp8: all three by torchao's Float8Linear, with one scale per tensor; sharded weights are
+    gathered in fp8. Grouped experts compute as fp8_rowwise with both. Routers, the head, and the first and last decoder
+    layer stay in model.precision. Needs compile."""
     update: Literal["step", "backward"] = "step"
     """backward: update each weight as soon as its gradient is ready, so gradients are never all in memory; needs
     one micro-batch per step and no clipping (optim.max_grad_norm: null)."""

@@ -1,7 +1,8 @@
-"""Full fine-tuning with fp8 matrix products: torchao's Float8Linear for linear layers, grouped products for experts."""
+"""Full fine-tuning with fp8 matrix products: Fp8Linear or torchao's Float8Linear, grouped products for experts."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 
 from flatout.errors import ResourceError, UsageError
 from flatout.kernels.fp8 import MULTIPLE, has_fp8
+from flatout.models.bases.fp8_linear import Fp8Linear
 from flatout.models.bases.frozen_experts import CAST_TO_FP8
 from flatout.models.blocks import decoder_layers
 from flatout.models.experts.block import MATMUL, experts_modules, is_grouped
@@ -27,12 +29,12 @@ def convert_to_float8(
 ) -> str:
     """Convert the layers of `fitting_linears` and the experts of `experts_to_float8`; return a line for the console.
 
-    All three products are in fp8 (arXiv:2209.05433), with scales computed each time. fp8 has one per tensor (e4m3;
-    output gradients e5m2): the fastest on H100-class GPUs, and if the run `shards` state, weights are gathered in fp8.
-    fp8_rowwise has one per row (e4m3, powers of 2): less rounding, and weights are gathered in the compute dtype.
-    Experts always have one per row, and weight gradients in the compute dtype. Weights keep their dtype. Call it before
-    compiling the layers: uncompiled, the casts cost more than fp8 gains.
-    Raises UsageError without torchao, with compile off or if no layer fits, ResourceError on a GPU without fp8.
+    Scales are computed each time (arXiv:2209.05433). fp8 is torchao's: all three products, one scale per tensor (e4m3;
+    output gradients e5m2), and if the run `shards` state, weights are gathered in fp8. fp8_rowwise is `Fp8Linear`:
+    output and input gradient, one scale per row (e4m3), weight gradients in the compute dtype, in which weights are
+    also gathered. Experts compute as fp8_rowwise with both. Weights keep their dtype. Call it before compiling the
+    layers: uncompiled, the casts cost more than fp8 gains.
+    Raises UsageError for fp8 without torchao, with compile off or if no layer fits, ResourceError on a GPU without fp8.
     """
     if compile_mode == "off":
         raise UsageError(
@@ -43,12 +45,6 @@ def convert_to_float8(
         raise ResourceError(
             f"full.compute: {compute} needs a CUDA GPU of compute capability 8.9 or newer; use full.compute: model"
         )
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise UsageError(
-            f"full.compute: {compute} needs torchao; install flatout[gpu] or use full.compute: model"
-        ) from error
     fitting, num_others = fitting_linears(model)
     num_experts = experts_to_float8(model)
     if not fitting and not num_experts:
@@ -56,14 +52,11 @@ def convert_to_float8(
             f"full.compute: {compute} needs linear layers or experts with widths in multiples of {MULTIPLE} between "
             "the first and the last decoder layer; this model has none, use full.compute: model"
         )
-    is_rowwise = compute == "fp8_rowwise"
-    # torchao gathers only weights with one scale in fp8
-    tensorwise = Float8LinearConfig(enable_fsdp_float8_all_gather=shards)
-    convert_to_float8_training(
-        model,
-        module_filter_fn=lambda module, name: module in fitting,
-        config=Float8LinearConfig.from_recipe_name("rowwise") if is_rowwise else tensorwise,
-    )
+    if is_rowwise := compute == "fp8_rowwise":
+        for linear in fitting:
+            linear.__class__ = Fp8Linear
+    else:
+        _convert_by_torchao(model, fitting, shards)
     gathered = ", gathered in fp8" if shards and not is_rowwise else ""
     num_layers = len(experts_modules(model))
     experts = f"experts of {num_experts} of {num_layers} layers do with one per row; " if num_layers else ""
@@ -71,6 +64,20 @@ def convert_to_float8(
         f"{len(fitting)} linear layers compute in fp8, one scale per {'row' if is_rowwise else 'tensor'}{gathered}; "
         f"{experts}"
         f"{num_others} do not (the first and last decoder layer, routers, other widths)"
+    )
+
+
+def _convert_by_torchao(model: PreTrainedModel, fitting: Collection[nn.Linear], shards: bool) -> None:
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise UsageError(
+            "full.compute: fp8 needs torchao; install flatout[gpu], or use full.compute: fp8_rowwise or model"
+        ) from error
+    convert_to_float8_training(
+        model,
+        module_filter_fn=lambda module, name: module in fitting,
+        config=Float8LinearConfig(enable_fsdp_float8_all_gather=shards),
     )
 
 
