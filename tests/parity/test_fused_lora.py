@@ -17,23 +17,27 @@ from flatout.models.packed import flatten_samples
 CPU = torch.device("cpu")
 
 
-def adapted(folder, family, *, precision="fp64", **lora):
-    save_tiny_model(folder, family)
+def adapted(folder, family, *, precision="fp64", device=CPU, shape=None, **lora):
+    save_tiny_model(folder, family, **(shape or {}))
     config = ModelConfig(name=str(folder), precision=precision)
-    model = load_model(config, method="lora", device=CPU, seed=0).model
-    add_lora(model, LoraConfig(rank=3, **lora), seed=0)
+    model = load_model(config, method="lora", device=device, seed=0).model
+    add_lora(model, LoraConfig(**{"rank": 3, **lora}), seed=0)
     generator = torch.Generator().manual_seed(1)
     for layer in lora_layers(model).values():
-        layer.lora_b.data.normal_(0, 0.3, generator=generator)
+        layer.lora_b.data.copy_(torch.empty(layer.lora_b.shape).normal_(0, 0.3, generator=generator))
     return model
 
 
-def loss_and_gradients(model):
-    batch = flatten_samples(tiny_samples([9, 1, 17, 5]))
+def loss_and_gradients(model, lengths=(9, 1, 17, 5)):
+    batch = flatten_samples(tiny_samples(lengths)).to(model.device)
     loss = packed_loss(model, batch).loss_sum
     named = trainable_parameters(model)
     gradients = torch.autograd.grad(loss, list(named.values()))
     return loss.detach(), dict(zip(named, gradients, strict=True))
+
+
+def relative(found, truth):
+    return float((found.double() - truth).norm() / truth.norm())
 
 
 def fused_modules(model):
@@ -51,6 +55,56 @@ def test_fused_equals_alone(family, tmp_path):
     assert fused_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(fused_gradients[name], gradient, rtol=1e-10, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("alpha", [6, 3])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_the_one_pass_operator_has_the_plain_gradients(backend, alpha, tmp_path):
+    """Without a kernel it computes the reference, so every bit is the same."""
+    torch._dynamo.reset()
+    model = adapted(tmp_path, "qwen2", precision="fp32", alpha=alpha)
+    fuse_layers(model)
+    assert not any(module.one_pass for module in fused_modules(model))
+    loss, gradients = loss_and_gradients(model)
+    for module in fused_modules(model):
+        module.one_pass = True
+    for layer in decoder_layers(model):
+        if backend is not None:
+            layer.mlp.compile(backend=backend, fullgraph=True, dynamic=True)
+    one_pass_loss, one_pass = loss_and_gradients(model)
+    assert torch.equal(one_pass_loss, loss)
+    for name, gradient in gradients.items():
+        assert torch.equal(one_pass[name], gradient), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("rank", [8, 16, 64])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_gradients_by_the_kernel_are_as_near_to_fp64_as_the_plain_ones(is_compiled, rank, tmp_path):
+    """In bf16, eager and compiled, for several sizes of a batch."""
+    torch._dynamo.reset()
+    shape = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 640}
+    cuda = torch.device("cuda", 0)
+    truth = adapted(tmp_path, "qwen3", rank=rank, alpha=rank // 2, shape=shape)
+    model = adapted(tmp_path, "qwen3", rank=rank, alpha=rank // 2, shape=shape, precision="bf16", device=cuda)
+    fuse_layers(truth)
+    fuse_layers(model)
+    if not all(module.one_pass for module in fused_modules(model)):
+        pytest.skip("this GPU has no kernel")
+    if is_compiled:
+        for layer in decoder_layers(model):
+            layer.compile(fullgraph=True, dynamic=True)
+    for lengths in ([300, 211], [97, 64, 5], [700]):
+        _, exact = loss_and_gradients(truth, lengths)
+        errors = []
+        for one_pass in (True, False):
+            for module in fused_modules(model):
+                module.one_pass = one_pass
+            _, found = loss_and_gradients(model, lengths)
+            errors.append({name: relative(found[name].cpu(), gradient) for name, gradient in exact.items()})
+        for name in exact:
+            assert errors[0][name] <= 1.2 * errors[1][name] + 2e-3, name
 
 
 def test_what_is_fused(tmp_path):

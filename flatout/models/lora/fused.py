@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
+from flatout.kernels.lora import adapter_gradients, reference, register_ops, uses_kernel
 from flatout.models.bases.frozen_linear import FrozenMatmul, fuse_bases
 from flatout.models.blocks import hidden_states
 from flatout.models.lora.layer import LoraLinear, lora_layers
@@ -29,13 +30,14 @@ class _FusedLora(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, narrow: Tensor, product: FrozenMatmul, ranks: tuple[int, ...], scaling: float,
-        *rest: Tensor,
+        one_pass: bool, *rest: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         wides, storage, masters = rest[: len(ranks)], rest[len(ranks) : -2 * len(ranks)], rest[-2 * len(ranks) :]
         low = F.linear(x, narrow)
         outputs = product.forward(x, *storage)
         ctx.save_for_backward(x, low, narrow, *wides, *storage)
-        ctx.product, ctx.ranks, ctx.scaling, ctx.dtype = product, ranks, scaling, masters[0].dtype
+        ctx.product, ctx.ranks, ctx.one_pass = product, ranks, one_pass
+        ctx.scaling, ctx.dtype = scaling, masters[0].dtype
         return tuple(
             output + F.linear(part, wide)
             for output, part, wide in zip(outputs, low.split(ranks, dim=-1), wides, strict=True)
@@ -45,24 +47,23 @@ class _FusedLora(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, low, narrow, *tensors = ctx.saved_tensors
         wides, storage = tensors[: len(ctx.ranks)], tensors[len(ctx.ranks) :]
-        low_grad = torch.cat([grad @ wide for grad, wide in zip(grads, wides, strict=True)], dim=-1)
+        # sums over all tokens: (..., N), (..., K) to (N, K)
+        rows, x_rows, low_rows = [grad.flatten(0, -2) for grad in grads], x.flatten(0, -2), low.flatten(0, -2)
+        gradients = adapter_gradients if ctx.one_pass else reference.adapter_gradients
+        low_grad, wide_grads = gradients(rows, low_rows, wides, ctx.scaling, ctx.dtype)
         x_grad = None
         if ctx.needs_input_grad[0]:
-            x_grad = ctx.product.backward(grads, *storage) + low_grad @ narrow
-        # summed over all tokens: (..., N), (..., K) to (N, K)
-        narrow_grads = (low_grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(ctx.dtype).split(ctx.ranks)
-        wide_grads = (
-            (grad.flatten(0, -2).t() @ part.flatten(0, -2)).to(ctx.dtype) * ctx.scaling
-            for grad, part in zip(grads, low.split(ctx.ranks, dim=-1), strict=True)
-        )
-        return x_grad, None, None, None, None, *(None,) * len(tensors), *narrow_grads, *wide_grads
+            x_grad = ctx.product.backward(grads, *storage) + (low_grad @ narrow).view(x.shape)
+        narrow_grads = (low_grad.t() @ x_rows).to(ctx.dtype).split(ctx.ranks)
+        return x_grad, *(None,) * (5 + len(tensors)), *narrow_grads, *wide_grads
 
 
 class FusedLora(nn.Module):
     """Several LoRA layers with the same input, computed together when the first of them is called.
 
     The members keep their names and trained masters; their frozen weights share one storage. The products use copies
-    of the masters in the compute dtype, which `FusedLayers.refresh` updates.
+    of the masters in the compute dtype, which `FusedLayers.refresh` updates. `one_pass` takes the adapters' gradients
+    from the operator that reads an output's gradient once, which pays where it has a kernel.
     """
 
     narrow: Tensor
@@ -78,6 +79,8 @@ class FusedLora(nn.Module):
         bases = [member.base for member in members]
         self.biases = [base.bias for base in bases]
         options: dict[str, Any] = {"dtype": first.compute_dtype, "device": first.lora_a.device}
+        register_ops()
+        self.one_pass = uses_kernel(self.ranks, options["dtype"], options["device"])
         self.product, storage = fuse_bases(bases, fp8=fp8, transposed=transposed)
         self._num_storage = len(storage)
         for index, tensor in enumerate(storage):
@@ -102,8 +105,9 @@ class FusedLora(nn.Module):
             storage = [getattr(self, f"storage_{index}") for index in range(self._num_storage)]
             masters = [member.lora_a for member in self.members] + [member.lora_b for member in self.members]
             outputs = _FusedLora.apply(
-                x, self.narrow, self.product, self.ranks, self.scaling, *self.wides, *storage, *masters
-            )
+                x, self.narrow, self.product, self.ranks, self.scaling, self.one_pass,
+                *self.wides, *storage, *masters,
+            )  # fmt: skip
             biased = (y if bias is None else y + bias for y, bias in zip(outputs, self.biases, strict=True))
             self.pending = (x, tuple(biased))
         if self.pending is None or self.pending[0] is not x:

@@ -43,6 +43,7 @@ def event(name: str, start: float = 0, duration: float = 1, *ranges: str) -> Eve
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("Memset (Device)", "copies"),
         ("_dequantize_kernel", "quantize"),
+        ("_lora_gradients_kernel", "LoRA"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "optimizer"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
         ("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel", "other"),
