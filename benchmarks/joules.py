@@ -44,6 +44,7 @@ from flatout.bench.inputs import LABEL_SHARE, chat_lengths
 from flatout.config.read import make_config
 from flatout.config.schema import BaseConfig
 from flatout.kernels.fp8 import quantize_rows, scaled_product
+from flatout.kernels.lora import adapter_gradients, reference, register_ops, uses_kernel
 from flatout.profile.energy import read_joules
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback
@@ -218,6 +219,9 @@ def quantizing(shape: dict[str, Any], num_tokens: int, base: BaseConfig) -> Iter
 
 def adapters(shape: dict[str, Any], num_tokens: int) -> Iterator[Operation]:
     """The narrow products of fused LoRA layers, forward and backward, as in flatout/models/lora/fused.py."""
+    register_ops()
+    has_kernel = uses_kernel([RANK], torch.bfloat16, torch.device(DEVICE))
+    gradients = adapter_gradients if has_kernel else reference.adapter_gradients
     for name, (outputs, num_in) in groups_of(shape).items():
         x, narrow = randn(num_tokens, num_in), randn(RANK * len(outputs), num_in, scale=0.02)
         wides = [randn(n, RANK, scale=0.02) for n in outputs]
@@ -227,8 +231,7 @@ def adapters(shape: dict[str, Any], num_tokens: int) -> Iterator[Operation]:
             low = F.linear(x, narrow)
             parts = low.split(RANK, dim=-1)
             added = [F.linear(part, wide) for part, wide in zip(parts, wides, strict=True)]
-            low_grad = torch.cat([grad @ wide for grad, wide in zip(grads, wides, strict=True)], dim=-1)
-            wide_grads = [grad.t() @ part for grad, part in zip(grads, parts, strict=True)]
+            low_grad, wide_grads = gradients(grads, low, wides, 1.0, torch.float32)
             return added, low_grad @ narrow, low_grad.t() @ x, wide_grads
 
         yield Operation(f"LoRA r{RANK} {name}, both passes", "LoRA", shape["num_hidden_layers"], both)
