@@ -241,5 +241,9 @@ def describe_event(kind: str, facts: Mapping[str, Any]) -> str:
     """Return an event as a readable line; figures that only matter for a study of saves are left to events.jsonl."""
     if kind == START_UP:
         return describe_start(facts)
+    if kind == "overlap":
+        where = f"{facts['data']}: " if "data" in facts else ""
+        count = facts["eval_samples_also_trained_on"]
+        return f"{where}{count:,} evaluation samples are also in the training data; remove the duplicate rows"
     hidden = ("staged_s", "copied_s", "step") if kind == "saved" else ()
     return "  ".join(f"{name} {value}" for name, value in facts.items() if name not in hidden)

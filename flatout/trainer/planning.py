@@ -234,8 +234,7 @@ def plan_evaluation(
         num_seen = int(np.isin(eval_store.hashes[list(eval_plan.sample_ids)], train_hashes).sum())
         if num_seen:
             where = {"data": name} if len(stores) > 1 else {}
-            facts = {**where, "eval_samples_also_trained_on": num_seen, "do": "remove the duplicate rows"}
-            reporter.event("overlap", facts)
+            reporter.event("overlap", {**where, "eval_samples_also_trained_on": num_seen})
         eval_sets.append(EvalSet(name, eval_store, eval_plan, sample_divisors(objective, eval_store, reporter)))
     return tuple(eval_sets)
 
