@@ -131,9 +131,9 @@ def compile_layers(
     ranks must make the same call. `proved` says that an equal process has compared all layers: then only the first and
     last of each kind are compared, and all if one of these differs. With `share`, batches are shares of micro-batches.
     Off on the CPU, in fp64 and for transformers' own experts, whose routing is not a static graph. A layer whose
-    gradients differ runs eagerly, and so do all layers of a class that does not compile; nothing else in the process
-    changes. With dropout, the comparison runs without it, and the graph with dropout is compiled as well, so that no
-    step compiles anything.
+    gradients differ runs eagerly, and so do all layers of a class and type (`layer_types`) that does not compile;
+    nothing else in the process changes. With dropout, the comparison runs without it, and the graph with dropout is
+    compiled as well, so that no step compiles anything.
     Random state, gradients, weights and mode do not change.
     """
     model = loaded.model
@@ -227,9 +227,11 @@ def _compare(
         try:
             cosine, what = _smallest_cosine(loaded, trained[layer], call)
         except (TorchDynamoException, InductorError) as error:
-            # layers of one class share their code, and trying each of them would take minutes
-            same = [other for other in layers if type(other) is type(layer)]
-            _run_eagerly(same, f"{type(layer).__name__} does not compile ({first_line(error)})", reasons)
+            # layers of one class and type share their code, and trying each of them would take minutes
+            types = _layer_types(layers, loaded.model)
+            own = types[layers.index(layer)]
+            same = [other for other, kind in zip(layers, types, strict=True) if kind == own]
+            _run_eagerly(same, f"{own[0]} does not compile ({first_line(error)})", reasons)
             continue
         cosines[layer] = min(cosine, cosines.get(layer, 1.0))
         if not cosine >= smallest_cosine:
@@ -238,14 +240,20 @@ def _compare(
     return cosines
 
 
+def _layer_types(layers: Sequence[nn.Module], model: PreTrainedModel) -> list[tuple[str, ...]]:
+    """Return each layer's class and, where the config has one, its entry of `layer_types`."""
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    own = [(kind,) for kind in types] if len(types) == len(layers) else [()] * len(layers)
+    return [(type(layer).__name__, *kind) for layer, kind in zip(layers, own, strict=True)]
+
+
 def _ends_of_kinds(layers: Sequence[nn.Module], model: PreTrainedModel) -> set[nn.Module]:
     """Return the first and the last layer of each kind: of the same modules, shapes and type of attention."""
-    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
     kinds: dict[Any, list[nn.Module]] = {}
-    for index, layer in enumerate(layers):
+    for layer, own in zip(layers, _layer_types(layers, model), strict=True):
         modules = [(name, type(module)) for name, module in layer.named_modules()]
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in layer.named_parameters()]
-        kind = (types[index] if len(types) == len(layers) else None, tuple(modules), tuple(shapes))
+        kind = (own, tuple(modules), tuple(shapes))
         kinds.setdefault(kind, []).append(layer)
     return {layer for same in kinds.values() for layer in (same[0], same[-1])}
 

@@ -142,6 +142,30 @@ def test_batches_with_and_without_shared_prefixes_run_by_one_graph(compilable, r
             assert torch.allclose(after, packed_loss(compilable.model, prefixes).loss_sum)
 
 
+def test_one_type_of_layer_that_does_not_compile_leaves_the_others_of_its_class_compiled(compilable, runs):
+    """As in hybrids, whose recurrent layers have the class of those with attention."""
+    layers = decoder_layers(compilable.model)
+
+    class Hybrid(type(layers[1])):
+        def forward(self, *args, **kwargs):
+            if self.is_recurrent:
+                torch._dynamo.graph_break()
+            return super().forward(*args, **kwargs)
+
+    for index, layer in enumerate(layers):
+        layer.__class__, layer.is_recurrent = Hybrid, index < 2
+    config = compilable.model.config
+    config.layer_types, config.sliding_window = ["sliding_attention", "sliding_attention", "full_attention"], 4096
+    compilable.model.model.has_sliding_layers = True
+    before = packed_loss(compilable.model, batch()).loss_sum
+    outcome = compile_on_the_cpu(compilable)
+    assert (outcome.num_compiled, outcome.num_layers) == (1, 3)
+    assert "2 run eagerly: Hybrid does not compile (" in outcome.line
+    after, num_compiled = loss_and_runs(compilable, runs)
+    assert torch.allclose(after, before)
+    assert num_compiled == 1
+
+
 def test_one_class_that_does_not_compile_leaves_the_others_compiled(compilable, runs):
     layers = decoder_layers(compilable.model)
 
