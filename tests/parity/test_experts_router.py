@@ -136,3 +136,22 @@ def test_routers_are_read_in_one_graph() -> None:
             assert torch.equal(router.flatout_routed[1], choices)
             (grad,) = torch.autograd.grad(router.flatout_routed[0].logsumexp(-1).sum(), router.weight)
             assert bool(grad.any())
+
+
+def test_a_repeated_step_keeps_its_counts_and_a_forgotten_one_does_not(tmp_path: Path) -> None:
+    """Passes that are measured before step 0 have its index, but other samples."""
+    model = loaded_model("qwen3_moe", tmp_path)
+    loss = PackedLoss(model)
+    routers = loss.routers = Routers(model, ExpertsConfig(balance_loss=0.1))
+
+    def start() -> bool:
+        routers.start_step(
+            0, num_tokens=NUM_TOKENS, divisor=1.0, device=torch.device("cpu"), sum_values=lambda values: values
+        )
+        return routers.needs_counts
+
+    assert start()
+    loss(flatten_samples(SAMPLES))
+    assert not start()
+    routers.forget_step()
+    assert start()
