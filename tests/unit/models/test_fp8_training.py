@@ -4,6 +4,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from flatout.errors import ResourceError, UsageError
 from flatout.models.bases import fp8_training
+from flatout.models.bases.fp8_linear import Fp8Linear
 from flatout.models.bases.fp8_training import convert_to_float8, fitting_linears
 
 SHAPE = {
@@ -32,13 +33,25 @@ def test_routers_stay() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_no_layer_between_the_first_and_the_last_is_refused(monkeypatch: pytest.MonkeyPatch, num_layers: int) -> None:
-    pytest.importorskip("torchao", reason="needs the gpu extra")
     model = AutoModelForCausalLM.from_config(
         Qwen3Config(**{**SHAPE, "num_hidden_layers": num_layers}, intermediate_size=48)
     )
     monkeypatch.setattr(fp8_training, "has_fp8", lambda device: True)
     with pytest.raises(UsageError, match="between the first and the last decoder layer; this model has none"):
-        convert_to_float8(model, "fp8", compile_mode="auto", shards=False)
+        convert_to_float8(model, "fp8_rowwise", compile_mode="auto", shards=False)
+
+
+def test_rowwise_layers_keep_their_parameters_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**{**SHAPE, "num_hidden_layers": 3}, intermediate_size=48))
+    before = {name: (id(parameter), parameter.clone()) for name, parameter in model.named_parameters()}
+    monkeypatch.setattr(fp8_training, "has_fp8", lambda device: True)
+    line = convert_to_float8(model, "fp8_rowwise", compile_mode="auto", shards=False)
+    assert line.startswith("7 linear layers compute in fp8, one scale per row; 14 do not")
+    assert [type(layer.mlp.up_proj) for layer in model.model.layers] == [nn.Linear, Fp8Linear, nn.Linear]
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == {
+        name: address for name, (address, _) in before.items()
+    }
+    assert all(parameter.equal(before[name][1]) for name, parameter in model.named_parameters())
 
 
 def test_refusals_name_the_way_out() -> None:
