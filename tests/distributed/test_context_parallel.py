@@ -126,6 +126,7 @@ def test_ranks_equal_one(tiny: Any, long_chats: Path, models: dict[str, str], tm
         assert_close(report, "fp32", {"loss": 1e-9, "norm": 1e-9, "grads": 1e-6, "weights": 1e-4})
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumes_under_another_number_of_ranks(
     tiny: Any, long_chats: Path, tmp_path: Path, metrics_of: Any
 ) -> None:
@@ -174,7 +175,11 @@ def test_the_command_line_trains_with_shared_micro_batches(tiny: Any, tmp_path: 
 @pytest.mark.parametrize(
     ("num_ranks", "sections", "said"),
     [
-        (3, {}, "context.parallel: 2: it must divide the number of ranks (gpus, or --ranks of flatout plan); got 3"),
+        (
+            3,
+            {},
+            "context.parallel: 2: it must divide the number of ranks, which is 3 (gpus, or --ranks",
+        ),
         (2, {"experts": {"parallel": 2}}, "context.parallel: 2 does not work with experts.parallel: 2"),
         (2, {"strategy": "deepspeed", "precision": "fp32"}, "does not work with strategy: deepspeed"),
         (2, {"gpus": [0, 1, 2]}, "does not work with 3 gpus, which it does not divide"),

@@ -127,7 +127,8 @@ def test_ranks_equal_one(tiny: Any, models: dict[str, str], tmp_path: Path, num_
     assert report["fp64 lora ddp"]["num_fillers"] > 0
 
 
-@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_run_resumes_to_the_bit_and_moves_to_one_process(
     tiny: Any, models: dict[str, str], tmp_path: Path, method: str
 ) -> None:
@@ -161,7 +162,11 @@ def test_a_run_resumes_to_the_bit_and_moves_to_one_process(
 @pytest.mark.parametrize(
     ("num_ranks", "sections", "said"),
     [
-        (3, {}, "experts.parallel: 2: it must divide the number of ranks (gpus, or --ranks of flatout plan); got 3"),
+        (
+            3,
+            {},
+            "experts.parallel: 2: it must divide the number of ranks, which is 3 (gpus, or --ranks",
+        ),
         (6, {"experts": {"parallel": 3}}, "it must divide the number of experts; model type qwen3_moe has 8"),
         (2, {"model": None}, "model type qwen3 has no experts"),
         (2, {"strategy": "deepspeed", "precision": "fp32"}, "does not work with strategy: deepspeed"),

@@ -69,6 +69,7 @@ def test_a_killed_and_a_stopped_rank(tiny: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(weights[0][name], tensor, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_blocked_rank_says_how_the_run_ended_until_it_starts_again(tiny: Any, tmp_path: Path) -> None:
     """Rank 1 is stopped before any checkpoint, so a collective holds rank 0 until it is ended."""

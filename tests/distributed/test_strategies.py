@@ -227,6 +227,7 @@ def test_two_ranks_equal_one(two_ranks: dict[str, dict[str, Any]]) -> None:
     check_low_bit(two_ranks, "fp32", "bf16")
 
 
+@pytest.mark.exhaustive
 def test_four_ranks_equal_one(four_ranks: dict[str, dict[str, Any]]) -> None:
     assert_close(four_ranks, "fp64", EXACT)
     assert_close(four_ranks, "nf4", {"loss": 1e-6, "norm": 1e-6, "grads": 1e-6, "weights": 1e-4})

@@ -75,6 +75,7 @@ def test_a_setting_that_no_check_depends_on_does_not(start: Any, change: str) ->
     assert is_reused(start(change))
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_share_micro_batches_prove_anew_and_compare_shares_in_every_start(start: Any) -> None:
     pair = ("gpus=[0,1]", "device=cpu")
     start(*pair)
