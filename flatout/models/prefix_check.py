@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from flatout.errors import SharedPrefixError, first_line
-from flatout.models.blocks import decoder_layers, hidden_states
+from flatout.models.blocks import hidden_states
 from flatout.models.load.model import LoadedModel
 from flatout.models.packed import PackedBatch, flatten_samples
-from flatout.models.probe import embedded_tokens, has_experts, relative_error, widened
+from flatout.models.probe import embedded_tokens, first_states, has_experts, relative_error, widened
 
 # tokens of a prefix (0: none), and what follows in each of its samples
 _PREFIXES = ((8, (6, 3, 11)), (5, (2, 9)), (0, (6,)))
-# rounding in 16 bit, and in float8 above all, grows with every layer until a comparison says nothing
-_SHARING_LAYERS = 2
 _PREFIX_TOKENS = sum(prefix_tokens + sum(lengths) for prefix_tokens, lengths in _PREFIXES)
 _LIMITS, _16_BIT_LIMIT = {torch.float64: 1e-6, torch.float32: 1e-4}, 0.1
 # states that have nothing in common differ by about 1.4
@@ -93,21 +90,11 @@ def _states_and_gradient(
 
     See `embedded_tokens` for `change`.
     """
-    found: list[torch.Tensor] = []
-
-    def record(module: torch.nn.Module, args: object, output: Any) -> None:
-        states = output[0] if isinstance(output, tuple) else output
-        found.append(states.flatten(0, -2)[batch.label_rows])
-
-    last = decoder_layers(model)[:_SHARING_LAYERS][-1]
-    hook = last.register_forward_hook(record)
-    try:
-        with embedded_tokens(model, change) as embedded:
-            hidden_states(model, batch)
-            direction = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(0)).to(found[0])
-            (gradient,) = torch.autograd.grad(found[0], embedded, direction)
-    finally:
-        hook.remove()
+    with first_states(model) as found, embedded_tokens(model, change) as embedded:
+        hidden_states(model, batch)
+        states = found[0][batch.label_rows]
+        direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
+        (gradient,) = torch.autograd.grad(states, embedded, direction)
     ids, places = batch.token_ids.unique(return_inverse=True)
     by_token = widened(gradient.new_zeros(len(ids), gradient.shape[-1])).index_add(0, places, widened(gradient[0]))
-    return widened(found[0].detach()), by_token
+    return widened(states.detach()), by_token

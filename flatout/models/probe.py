@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from flatout.models.blocks import decoder_layers
 from flatout.models.context.share import ContextShare
 from flatout.models.experts.lora import num_expert_tensors
 from flatout.models.packed import PackedBatch, flatten_samples
+
+# layers after which states are compared
+_NUM_FIRST = 2
 
 
 def has_experts(model: PreTrainedModel) -> bool:
@@ -69,6 +73,25 @@ def relative_error(ours: torch.Tensor, truth: torch.Tensor, experts: bool, lengt
 def widened(values: torch.Tensor) -> torch.Tensor:
     """Return values in fp32, or in fp64 if they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+@contextmanager
+def first_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Record the states (T, D) after the first layers in passes of the whole model, which the list then holds.
+
+    Rounding in 16 bit, and in float8 above all, grows with every layer until a comparison says nothing.
+    """
+    found: list[torch.Tensor] = []
+
+    def record(module: torch.nn.Module, args: object, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        found.append(states.flatten(0, -2))
+
+    hook = decoder_layers(model)[:_NUM_FIRST][-1].register_forward_hook(record)
+    try:
+        yield found
+    finally:
+        hook.remove()
 
 
 @contextmanager
