@@ -364,6 +364,7 @@ def compile_model(
             wrapper=wrapper,
             proved=known is not None,
             share=feed.share,
+            gather=proofs.gather,
         )
     if compiled.num_compared is None and compiled.is_complete:
         proofs.keep("compiled layers", {"smallest_cosine": compiled.smallest_cosine})

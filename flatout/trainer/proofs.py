@@ -103,6 +103,10 @@ class Proofs:
             return f"{by_weight} layers are exported as target_parameters, which PEFT needs for this model"
         return None
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's JSON value, by rank."""
+        return self._group.all_gather(value)
+
     def find(self, kind: str) -> KeptFacts | None:
         """Return what was proved; None on all ranks unless all have found it."""
         if not self._recalls:

@@ -30,10 +30,15 @@ from flatout.models.probe import has_experts, random_batch
 _WARM_UP_LENGTHS = ((200, 31, 150), (700, 300, 129, 16, 5))
 # a layer, its arguments, and whether autocast was on around it: a strategy may turn it off
 _LayerCall: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any], bool]
+_Gather: TypeAlias = Callable[[Any], Sequence[Any]]
 _Forward: TypeAlias = Callable[[PackedBatch], tuple[torch.Tensor, torch.Tensor]]
 # a difference in the last bit before quantizing can move a value by 1/16: a correct layer has shown 0.9895
 _SMALLEST_FP8_COSINE = 0.97
 _SMALLEST_COSINE = {torch.bfloat16: 0.99, torch.float16: 0.99, torch.float32: 0.99999}
+
+
+def _alone(value: Any) -> Sequence[Any]:
+    return (value,)
 
 
 def import_compiler() -> Thread:
@@ -121,6 +126,7 @@ def compile_layers(
     wrapper: _Forward | None = None,
     proved: bool = False,
     share: ContextShare | None = None,
+    gather: _Gather = _alone,
 ) -> CompileOutcome:
     """Compile every decoder layer, compare each with eager on two small batches, and warm up the whole model.
 
@@ -130,6 +136,7 @@ def compile_layers(
     `wrapper` is what training calls, if not `loss`; one pass without gradients records how it calls the layers. All
     ranks must make the same call. `proved` says that an equal process has compared all layers: then only the first and
     last of each kind are compared, and all if one of these differs. With `share`, batches are shares of micro-batches.
+    `gather` returns a value of every rank.
     Off on the CPU, in fp64 and for transformers' own experts, whose routing is not a static graph. A layer whose
     gradients differ runs eagerly, and so do all layers of a class and type (`layer_types`) that does not compile;
     nothing else in the process changes. With dropout, the comparison runs without it, and the graph with dropout is
@@ -145,7 +152,7 @@ def compile_layers(
         smallest = _SMALLEST_FP8_COSINE if fp8 else _SMALLEST_COSINE[loaded.dtype]
         loss = loss or PackedLoss(loaded.model)
         options = {"num_boundaries": num_boundaries, "num_shared_boundaries": num_shared_boundaries, "share": share}
-        outcome = _compile(loaded, options, smallest, loss, wrapper or loss, proved)
+        outcome = _compile(loaded, options, smallest, loss, wrapper or loss, proved, gather)
     model.train(was_training)
     return outcome
 
@@ -157,6 +164,7 @@ def _compile(
     loss: _Forward,
     wrapper: _Forward,
     proved: bool = False,
+    gather: _Gather = _alone,
 ) -> CompileOutcome:
     # importing the compiler takes a second, and only runs on a GPU need it
     from torch._dynamo.exc import TorchDynamoException
@@ -186,10 +194,11 @@ def _compile(
         layer.compile(fullgraph=True, dynamic=True)
     reasons: dict[nn.Module, str] = {}
     ends = _ends_of_kinds(layers, model) if proved else set(layers)
-    cosines = _compare(loaded, trained, [call for call in calls if call[0] in ends], smallest_cosine, reasons)
+    cosines = _compare(loaded, trained, [call for call in calls if call[0] in ends], smallest_cosine, reasons, gather)
     num_compared = len(ends) if len(ends) < len(layers) and not reasons else None
     if num_compared is None:
-        cosines |= _compare(loaded, trained, [call for call in calls if call[0] not in ends], smallest_cosine, reasons)
+        rest = [call for call in calls if call[0] not in ends]
+        cosines |= _compare(loaded, trained, rest, smallest_cosine, reasons, gather)
     model.train()
     try:
         # with dropout, this compiles another graph
@@ -210,10 +219,11 @@ def _compare(
     calls: Iterable[_LayerCall],
     smallest_cosine: float,
     reasons: dict[nn.Module, str],
+    gather: _Gather,
 ) -> dict[nn.Module, float]:
     """Return the smallest cosine of each layer that was compared; those that must run eagerly are added to `reasons`.
 
-    A layer that does not compile has none.
+    A layer that does not compile has none. Ranks decide together, since layers may exchange tensors with other ranks.
     """
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import InductorError
@@ -224,19 +234,23 @@ def _compare(
         layer = call[0]
         if layer in reasons:
             continue
+        broken = differs = None
         try:
             cosine, what = _smallest_cosine(loaded, trained[layer], call)
+            cosines[layer] = min(cosine, cosines.get(layer, 1.0))
+            if not cosine >= smallest_cosine:
+                where = f"{what} of layer {layers.index(layer)}"
+                differs = f"{where} differs compiled from eager (cosine {cosine:.6f})"
         except (TorchDynamoException, InductorError) as error:
+            broken = f"{type(layer).__name__} does not compile ({first_line(error)})"
+        every_broken, every_differs = zip(*gather((broken, differs)), strict=True)
+        if why := next(filter(None, every_broken), None):
             # layers of one class and type share their code, and trying each of them would take minutes
             types = _layer_types(layers, loaded.model)
             own = types[layers.index(layer)]
-            same = [other for other, kind in zip(layers, types, strict=True) if kind == own]
-            _run_eagerly(same, f"{own[0]} does not compile ({first_line(error)})", reasons)
-            continue
-        cosines[layer] = min(cosine, cosines.get(layer, 1.0))
-        if not cosine >= smallest_cosine:
-            where = f"{what} of layer {layers.index(layer)}"
-            _run_eagerly([layer], f"{where} differs compiled from eager (cosine {cosine:.6f})", reasons)
+            _run_eagerly([other for other, kind in zip(layers, types, strict=True) if kind == own], why, reasons)
+        elif why := next(filter(None, every_differs), None):
+            _run_eagerly([layer], why, reasons)
     return cosines
 
 

@@ -68,10 +68,10 @@ def batch():
     return flatten_samples([(np.arange(9), np.ones(9, bool))], num_boundaries=64)
 
 
-def compile_on_the_cpu(loaded, num_shared_boundaries=None, proved=False):
+def compile_on_the_cpu(loaded, num_shared_boundaries=None, proved=False, **options):
     loss = PackedLoss(loaded.model)
     boundaries = {"num_boundaries": 64, "num_shared_boundaries": num_shared_boundaries}
-    return compiling._compile(loaded, boundaries, 0.99, loss, loss, proved)
+    return compiling._compile(loaded, boundaries, 0.99, loss, loss, proved, **options)
 
 
 def compiles_elsewhere():
@@ -164,6 +164,22 @@ def test_one_type_of_layer_that_does_not_compile_leaves_the_others_of_its_class_
     after, num_compiled = loss_and_runs(compilable, runs)
     assert torch.allclose(after, before)
     assert num_compiled == 1
+
+
+@pytest.mark.parametrize(
+    ("broken", "differs", "num_compiled"), [(None, "output differs there", 2), ("it does not compile there", None, 0)]
+)
+def test_what_another_rank_finds_holds_here_too(compilable, runs, broken, differs, num_compiled):
+    """Layers may exchange tensors with other ranks, so all ranks run the same ones compiled."""
+    found = iter([(None, None), (broken, differs)])
+
+    def gather(own):
+        return [own, next(found, (None, None))]
+
+    outcome = compile_on_the_cpu(compilable, gather=gather)
+    assert outcome.num_compiled == num_compiled
+    assert (broken or differs) in outcome.line
+    assert loss_and_runs(compilable, runs)[1] == num_compiled
 
 
 def test_one_class_that_does_not_compile_leaves_the_others_compiled(compilable, runs):
