@@ -12,7 +12,7 @@ from flatout.errors import SharedPrefixError, first_line
 from flatout.models.blocks import hidden_states
 from flatout.models.load.model import LoadedModel
 from flatout.models.packed import PackedBatch, flatten_samples
-from flatout.models.probe import embedded_tokens, first_states, has_experts, relative_error, widened
+from flatout.models.probe import MODEL_ERRORS, embedded_tokens, first_states, has_experts, relative_error, widened
 
 # tokens of a prefix (0: none), and what follows in each of its samples
 _PREFIXES = ((8, (6, 3, 11)), (5, (2, 9)), (0, (6,)))
@@ -45,7 +45,7 @@ def check_shared_prefixes(loaded: LoadedModel) -> str:
                 limits = [max(limit, min(3 * error, _MOST)) for limit, error in zip(limits, rounded, strict=True)]
     except torch.OutOfMemoryError:
         raise
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except MODEL_ERRORS as error:
         raise SharedPrefixError(
             f"model type {model.config.model_type} fails on shared prefixes ({type(error).__name__}: "
             f"{first_line(error)}); set batch.share_prefix: off"

@@ -15,6 +15,8 @@ from flatout.models.context.share import ContextShare
 from flatout.models.experts.lora import num_expert_tensors
 from flatout.models.packed import PackedBatch, flatten_samples
 
+# what transformers' own code raises if it cannot handle a batch
+MODEL_ERRORS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 # layers after which states are compared
 _NUM_FIRST = 2
 

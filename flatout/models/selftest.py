@@ -17,7 +17,7 @@ from flatout.models.head import packed_loss
 from flatout.models.load.model import LoadedModel
 from flatout.models.packed import PackedBatch
 from flatout.models.prefix_check import check_shared_prefixes
-from flatout.models.probe import embedded_tokens, has_experts, random_batch, relative_error, widened
+from flatout.models.probe import MODEL_ERRORS, embedded_tokens, has_experts, random_batch, relative_error, widened
 from flatout.models.rope import length_limits, plain_rope
 
 # uneven, and 32 in total: fp32 cosines differ by one ulp if a length is not a multiple of the CPU's SIMD width
@@ -82,8 +82,7 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
             return line
     except torch.OutOfMemoryError:
         raise
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # what transformers' own code raises if it cannot handle several documents in one row
+    except MODEL_ERRORS as error:
         raise PackingError(
             f"model type {model.config.model_type} fails on {_kind(loaded)} documents ({type(error).__name__}: "
             f"{first_line(error)}); choose a different model"

@@ -115,7 +115,7 @@ class MemoryCheck:
             recorded = read_record(record)
             if recorded.name == gpu.name:
                 return dict(asdict(recorded)["corrections"])
-            line = f"{record.name} is of {recorded.name}: its measured passes say nothing of {gpu.name}"
+            line = f"{record.name} was measured on {recorded.name} and is not used on {gpu.name}"
             self._reporter.stage("memory", line)
             return {}
         if not self._recalls:
@@ -151,7 +151,7 @@ class MemoryCheck:
         most = max(found, key=lambda peaks: int(peaks[-1]))
         large, correction = correction_of(planned, list(zip(steps, most, strict=True)))
         if correction is None:
-            self._reporter.stage("memory", f"{large}; the plan stays, as these passes tell nothing of larger ones")
+            self._reporter.stage("memory", f"{large}; not used, as no GPU explains this difference")
             return device, False
         line, is_off = str(large), correction != Correction()
         self._reporter.stage("memory", f"{line}; planned again with {correction}" if is_off else line)

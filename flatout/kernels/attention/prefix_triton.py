@@ -1,4 +1,4 @@
-"""Attention of suffixes to their shared prefixes, merged in place: a program each for a tile of rows and a head.
+"""Attention of suffixes to their shared prefixes, merged in place: one program per tile of rows and head.
 
 The formulas are those of `shared_prefix`. FlashAttention's backward pass has one program per tile of keys and head,
 which leaves most of a GPU idle for a prefix of a few hundred tokens; here several share the queries of one tile of
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# programs per processor that the gradients of keys and values are cut into
+# programs per processor for the gradients of keys and values
 _WAVES = 4
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -275,7 +275,7 @@ def test_corrections_of_one_card_say_nothing_of_another(config: Config) -> None:
     check = MemoryCheck(config, ControlGroup(Rank()), Reporter(told), recalls=True)
     other = Device("another GPU", 2 * GIB)
     assert check.corrected(other) == other
-    assert told.of("memory") == ["memory.json is of a GPU: its measured passes say nothing of another GPU"]
+    assert told.of("memory") == ["memory.json was measured on a GPU and is not used on another GPU"]
 
 
 def test_corrections_do_not_reach_other_layouts_and_groups(config: Config) -> None:
@@ -327,6 +327,6 @@ def test_running_out_of_memory_while_measuring_changes_no_plan(config: Config) -
 def test_passes_that_take_far_more_than_any_card_explains_leave_the_plan(config: Config) -> None:
     start = Start(config, factor=3.0)
     (line,) = [text for text in start.told.of("memory") if text.startswith("measured")]
-    assert line.endswith("; the plan stays, as these passes tell nothing of larger ones")
+    assert line.endswith("; not used, as no GPU explains this difference")
     assert start.planned.device is not None
     assert not start.planned.device.corrections
