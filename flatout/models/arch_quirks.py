@@ -88,12 +88,24 @@ def packing_problem(config: Any) -> str | None:
             f"its recurrent state leaks between packed documents without {' and '.join(missing)}" if missing else None
         )
     kinds = getattr(config, "layer_types", None) or ()
-    stateful = sorted({kind for kind in kinds if any(part in kind for part in _STATEFUL_LAYERS)})
+    stateful = sorted({kind for kind in kinds if is_stateful_kind(kind)})
     if config.model_type in STATEFUL:
         return "its recurrent or convolution state leaks from one packed document into the next"
     if stateful:
         return f"its {', '.join(stateful)} layers carry state from one packed document into the next"
     return None
+
+
+def is_stateful_kind(kind: str) -> bool:
+    """Whether an entry of a config's `layer_types` names layers that keep a state."""
+    return any(part in kind for part in _STATEFUL_LAYERS)
+
+
+def loops_over_tokens(config: Any) -> bool:
+    """Whether transformers computes this model's recurrence by a Python loop, since kernels for it are missing."""
+    if (hybrid := PACKED_HYBRIDS.get(config.model_type)) is not None:
+        return hybrid is _DELTA_RULE and find_spec("fla") is None
+    return config.model_type in STATEFUL
 
 
 def sharing_problem(config: Any, longest: int) -> str | None:

@@ -71,10 +71,10 @@ def planned_for(config: Config, gpu: Device) -> PlannedRun:
     return plan_run(config, Reporter(), Rank(), lambda: gpu)
 
 
-def limited(tiny: Any, folder: Path, model: Path, **changes: Any) -> Config:
+def limited(tiny: Any, folder: Path, model_dir: Path, **changes: Any) -> Config:
     """A run whose step takes about two passes: memory for its state and 0.6 of its activations."""
     batch = {"samples_per_step": 100, "max_steps": 3, "micro_batch_tokens": None}
-    values = {"model": {"name": str(model)}, "batch": batch, "device": "cuda", **changes}
+    values = {"model": {"name": str(model_dir)}, "batch": batch, "device": "cuda", **changes}
     free = tiny.config(folder, **values)
     planned = planned_for(free, Device("a GPU", 60 * GIB))
     whole = planned.memory.estimate(size_of(largest_pass(planned.plan)[2]))

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from flatout.errors import first_line
 from flatout.models.blocks import decoder_layers
+from flatout.models.compile.regions import Regions, ends_of_kinds
 from flatout.models.context.share import ContextShare
 from flatout.models.experts.block import computes_experts
 from flatout.models.head import PackedLoss
@@ -89,7 +89,8 @@ def report_compilations(log: Callable[[float], None]) -> Iterator[None]:
 class CompileOutcome:
     """How many decoder layers run compiled, why the others do not, and how close compiled gradients are to eager.
 
-    `num_compared` layers were compared with eager ones; None: all that compile.
+    `num_compared` layers were compared with eager ones; None: all that compile. `num_split` of the compiled ones are
+    several graphs, for `split_reason`.
     """
 
     num_compiled: int
@@ -97,10 +98,13 @@ class CompileOutcome:
     reason: str | None = None
     smallest_cosine: float = 1.0
     num_compared: int | None = None
+    num_split: int = 0
+    split_reason: str | None = None
 
     @property
     def is_complete(self) -> bool:
-        return self.num_compiled == self.num_layers
+        """Whether every layer is one graph."""
+        return self.num_compiled == self.num_layers and not self.num_split
 
     @property
     def line(self) -> str:
@@ -111,8 +115,12 @@ class CompileOutcome:
         proof = f"gradients equal eager ones (smallest cosine {self.smallest_cosine:.6f}{of})"
         if self.is_complete:
             return f"{self.num_layers} layers as one graph; {proof}"
-        num_eager = self.num_layers - self.num_compiled
-        return f"{self.num_compiled} of {self.num_layers} layers; {proof}; {num_eager} run eagerly: {self.reason}"
+        parts = [f"{self.num_compiled} of {self.num_layers} layers; {proof}"]
+        if self.num_split:
+            parts.append(f"{self.num_split} are several graphs: {self.split_reason}")
+        if num_eager := self.num_layers - self.num_compiled:
+            parts.append(f"{num_eager} run eagerly: {self.reason}")
+        return "; ".join(parts)
 
 
 def compile_layers(
@@ -138,9 +146,9 @@ def compile_layers(
     last of each kind are compared, and all if one of these differs. With `share`, batches are shares of micro-batches.
     `gather` returns a value of every rank.
     Off on the CPU, in fp64 and for transformers' own experts, whose routing is not a static graph. A layer whose
-    gradients differ runs eagerly, and so do all layers of a class and type (`layer_types`) that does not compile;
-    nothing else in the process changes. With dropout, the comparison runs without it, and the graph with dropout is
-    compiled as well, so that no step compiles anything.
+    gradients differ runs eagerly, and so do all layers of a class and type (`layer_types`) that does not compile, not
+    even around kernels that exclude themselves from compilation; nothing else in the process changes. With dropout, the
+    comparison runs without it, and the graph with dropout is compiled as well, so that no step compiles anything.
     Random state, gradients, weights and mode do not change.
     """
     model = loaded.model
@@ -171,7 +179,8 @@ def _compile(
     from torch._inductor.exc import InductorError
 
     model = loaded.model
-    layers = decoder_layers(model)
+    regions = Regions(model)
+    layers = regions.layers
     # read here, as a sharded layer has other parameters during a pass
     trained = {layer: list(trainable_parameters(layer).values()) for layer in layers}
     every = list(trainable_parameters(model).values())
@@ -190,15 +199,13 @@ def _compile(
     # the first layer's input must require a gradient like the others', or it would need another graph
     model.enable_input_require_grads()
     calls = [call for batch in batches for call in _layer_calls(loaded, layers, batch, wrapper)]
-    for layer in layers:
-        layer.compile(fullgraph=True, dynamic=True)
-    reasons: dict[nn.Module, str] = {}
-    ends = _ends_of_kinds(layers, model) if proved else set(layers)
-    cosines = _compare(loaded, trained, [call for call in calls if call[0] in ends], smallest_cosine, reasons, gather)
-    num_compared = len(ends) if len(ends) < len(layers) and not reasons else None
+    regions.compile()
+    ends = ends_of_kinds(layers, model) if proved else set(layers)
+    cosines = _compare(loaded, trained, [call for call in calls if call[0] in ends], smallest_cosine, regions, gather)
+    num_compared = len(ends) if len(ends) < len(layers) and not (regions.eager or regions.split) else None
     if num_compared is None:
         rest = [call for call in calls if call[0] not in ends]
-        cosines |= _compare(loaded, trained, rest, smallest_cosine, reasons, gather)
+        cosines |= _compare(loaded, trained, rest, smallest_cosine, regions, gather)
     model.train()
     try:
         # with dropout, this compiles another graph
@@ -207,10 +214,13 @@ def _compile(
                 loss_sum, _ = loss(batch)
             _gradients(loss_sum, every, None)
     except (TorchDynamoException, InductorError) as error:
-        _run_eagerly(layers, f"the layers do not compile for training ({first_line(error)})", reasons)
-    kept = [cosine for layer, cosine in cosines.items() if layer not in reasons]
-    reason = "; ".join(dict.fromkeys(reasons.values())) or None
-    return CompileOutcome(len(layers) - len(reasons), len(layers), reason, min(kept, default=1.0), num_compared)
+        regions.run_eagerly(layers, f"the layers do not compile for training ({first_line(error)})")
+    eager, split = regions.eager, regions.split
+    kept = [cosine for layer, cosine in cosines.items() if layer not in eager]
+    reason, split_reason = ("; ".join(dict.fromkeys(found.values())) or None for found in (eager, split))
+    return CompileOutcome(
+        len(layers) - len(eager), len(layers), reason, min(kept, default=1.0), num_compared, len(split), split_reason
+    )
 
 
 def _compare(
@@ -218,58 +228,39 @@ def _compare(
     trained: Mapping[nn.Module, list[nn.Parameter]],
     calls: Iterable[_LayerCall],
     smallest_cosine: float,
-    reasons: dict[nn.Module, str],
+    regions: Regions,
     gather: _Gather,
 ) -> dict[nn.Module, float]:
-    """Return the smallest cosine of each layer that was compared; those that must run eagerly are added to `reasons`.
+    """Return the smallest cosine of each layer that was compared; `regions` learns which do not compile or differ.
 
     A layer that does not compile has none. Ranks decide together, since layers may exchange tensors with other ranks.
     """
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import InductorError
 
-    layers = list(trained)
     cosines: dict[nn.Module, float] = {}
     for call in calls:
         layer = call[0]
-        if layer in reasons:
-            continue
-        broken = differs = None
-        try:
-            cosine, what = _smallest_cosine(loaded, trained[layer], call)
-            cosines[layer] = min(cosine, cosines.get(layer, 1.0))
-            if not cosine >= smallest_cosine:
-                where = f"{what} of layer {layers.index(layer)}"
-                differs = f"{where} differs compiled from eager (cosine {cosine:.6f})"
-        except (TorchDynamoException, InductorError) as error:
-            broken = f"{type(layer).__name__} does not compile ({first_line(error)})"
-        every_broken, every_differs = zip(*gather((broken, differs)), strict=True)
-        if why := next(filter(None, every_broken), None):
-            # layers of one class and type share their code, and trying each of them would take minutes
-            types = _layer_types(layers, loaded.model)
-            own = types[layers.index(layer)]
-            _run_eagerly([other for other, kind in zip(layers, types, strict=True) if kind == own], why, reasons)
-        elif why := next(filter(None, every_differs), None):
-            _run_eagerly([layer], why, reasons)
+        # once more after a layer was split
+        while layer not in regions.eager:
+            broken = differs = None
+            try:
+                cosine, what = _smallest_cosine(loaded, trained[layer], call)
+                cosines[layer] = min(cosine, cosines.get(layer, 1.0))
+                if not cosine >= smallest_cosine:
+                    where = f"{what} of layer {regions.layers.index(layer)}"
+                    differs = f"{where} differs compiled from eager (cosine {cosine:.6f})"
+            except (TorchDynamoException, InductorError) as error:
+                broken = f"{type(layer).__name__} does not compile ({first_line(error)})"
+            every_broken, every_differs = zip(*gather((broken, differs)), strict=True)
+            if why := next(filter(None, every_broken), None):
+                # all of its kind, as trying each of them would take minutes
+                regions.fall_back(layer, why)
+                continue
+            if why := next(filter(None, every_differs), None):
+                regions.run_eagerly([layer], why)
+            break
     return cosines
-
-
-def _layer_types(layers: Sequence[nn.Module], model: PreTrainedModel) -> list[tuple[str, ...]]:
-    """Return each layer's class and, where the config has one, its entry of `layer_types`."""
-    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    own = [(kind,) for kind in types] if len(types) == len(layers) else [()] * len(layers)
-    return [(type(layer).__name__, *kind) for layer, kind in zip(layers, own, strict=True)]
-
-
-def _ends_of_kinds(layers: Sequence[nn.Module], model: PreTrainedModel) -> set[nn.Module]:
-    """Return the first and the last layer of each kind: of the same modules, shapes and type of attention."""
-    kinds: dict[Any, list[nn.Module]] = {}
-    for layer, own in zip(layers, _layer_types(layers, model), strict=True):
-        modules = [(name, type(module)) for name, module in layer.named_modules()]
-        shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in layer.named_parameters()]
-        kind = (own, tuple(modules), tuple(shapes))
-        kinds.setdefault(kind, []).append(layer)
-    return {layer for same in kinds.values() for layer in (same[0], same[-1])}
 
 
 def _row_length(lengths: Sequence[int]) -> int:
@@ -278,12 +269,6 @@ def _row_length(lengths: Sequence[int]) -> int:
     Widths of models are. The compiler would take a length that equals one for the same number, and compile again.
     """
     return max(lengths) // 32 * 32 + 48
-
-
-def _run_eagerly(layers: Iterable[nn.Module], reason: str, reasons: dict[nn.Module, str]) -> None:
-    for layer in layers:
-        layer.compile(disable=True)
-        reasons[layer] = reason
 
 
 @contextmanager

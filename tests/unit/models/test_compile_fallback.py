@@ -18,6 +18,7 @@ from flatout.kernels.attention.reference import packed_attention
 from flatout.models.attention import window_marker
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile import layers as compiling
+from flatout.models.compile.regions import ends_of_kinds
 from flatout.models.head import PackedLoss, packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora
@@ -121,10 +122,10 @@ def test_of_layers_that_were_all_compared_before_only_the_ends_of_each_kind_are(
     outcome = compile_on_the_cpu(compilable, proved=True)
     assert outcome.is_complete
     assert outcome.line.endswith("(smallest cosine 1.000000 of 2 layers)")
-    assert compiling._ends_of_kinds(layers, compilable.model) == {layers[0], layers[2]}
+    assert ends_of_kinds(layers, compilable.model) == {layers[0], layers[2]}
     assert loss_and_runs(compilable, runs)[1] == 3
     compilable.model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
-    assert compiling._ends_of_kinds(layers, compilable.model) == set(layers)
+    assert ends_of_kinds(layers, compilable.model) == set(layers)
 
 
 def test_batches_with_and_without_shared_prefixes_run_by_one_graph(compilable, runs):
@@ -164,6 +165,92 @@ def test_one_type_of_layer_that_does_not_compile_leaves_the_others_of_its_class_
     after, num_compiled = loss_and_runs(compilable, runs)
     assert torch.allclose(after, before)
     assert num_compiled == 1
+
+
+def test_layers_around_a_kernel_that_excludes_itself_are_several_graphs(compilable, runs):
+    """As the recurrent layers of hybrids are with flash-linear-attention."""
+    layers = decoder_layers(compilable.model)
+    calls = []
+
+    @torch.compiler.disable
+    def kernel(x):
+        calls.append(torch.compiler.is_compiling())
+        return x * 2
+
+    class Mixer(type(layers[0].mlp)):
+        def forward(self, x):
+            return super().forward(kernel(x + 1) - 1)
+
+    class Recurrent(type(layers[0])):
+        pass
+
+    for layer in layers[:2]:
+        layer.__class__, layer.mlp.__class__ = Recurrent, Mixer
+    before = packed_loss(compilable.model, batch()).loss_sum
+    outcome = compile_on_the_cpu(compilable)
+    assert (outcome.num_compiled, outcome.num_split, outcome.is_complete) == (3, 2, False)
+    assert "3 of 3 layers; gradients equal eager ones" in outcome.line
+    assert "2 are several graphs: Recurrent does not compile (" in outcome.line
+    calls.clear()
+    after, num_graphs = loss_and_runs(compilable, runs)
+    assert torch.allclose(after, before)
+    # two norms, attention, and the mixer before and after its kernel
+    assert num_graphs == 2 * 5 + 1
+    assert calls == [False, False]
+
+
+def without_kinds(config, model_type):
+    """Another model type, whose config does not tell each layer's type; this model's code still reads its own."""
+    config.model_type, config.layer_types = model_type, [*config.layer_types, "full_attention"]
+
+
+def test_a_recurrence_that_is_a_loop_over_tokens_is_never_compiled(compilable, runs):
+    """Such a loop would be unrolled, once for each number of tokens."""
+    layers = decoder_layers(compilable.model)
+    without_kinds(compilable.model.config, "jamba")
+    traced = []
+
+    class Recurrence(type(layers[0].mlp)):
+        def forward(self, x):
+            traced.append(torch.compiler.is_compiling())
+            return super().forward(x)
+
+    for layer in layers[:2]:
+        layer.mlp.__class__, layer.mlp.conv1d = Recurrence, nn.Conv1d(1, 1, 1)
+    before = packed_loss(compilable.model, batch()).loss_sum
+    outcome = compile_on_the_cpu(compilable)
+    assert (outcome.num_compiled, outcome.num_split) == (3, 2)
+    assert "2 are several graphs: transformers computes its recurrence by a loop over tokens" in outcome.line
+    after, num_graphs = loss_and_runs(compilable, runs)
+    assert torch.allclose(after, before)
+    assert num_graphs == 2 * 3 + 1
+    assert not any(traced)
+
+
+def test_all_layers_of_a_recurrence_without_a_convolution_run_eagerly(compilable, runs):
+    without_kinds(compilable.model.config, "rwkv")
+    outcome = compile_on_the_cpu(compilable)
+    assert outcome.line == "off: transformers computes its recurrence by a loop over tokens"
+    assert loss_and_runs(compilable, runs)[1] == 0
+
+
+def test_compiled_layers_of_hybrids_do_not_take_the_branch_for_exporting(compilable, runs):
+    """torch before 2.14 would, and transformers calls no kernel that knows documents there."""
+    layers = decoder_layers(compilable.model)
+
+    class Kernel(type(layers[0].mlp)):
+        def forward(self, x):
+            return x if torch.compiler.is_exporting() else super().forward(x)
+
+    for layer in layers:
+        layer.mlp.__class__ = Kernel
+    config = compilable.model.config
+    config.model_type, config.conv_kernel = "mamba2", 1
+    before = packed_loss(compilable.model, batch()).loss_sum
+    assert compile_on_the_cpu(compilable).is_complete
+    after, num_compiled = loss_and_runs(compilable, runs)
+    assert torch.allclose(after, before)
+    assert num_compiled == 3
 
 
 @pytest.mark.parametrize(
