@@ -70,8 +70,9 @@ def check(config: Settings) -> None:
             "strategy: deepspeed does not work with optim.name: adamw8bit and full.weights: bf16, since it keeps fp32 "
             "weights and moments; change that or set strategy: fsdp"
         )
-    if config.full.compute != "model":
-        raise ValueError(f"strategy: deepspeed does not work with full.compute: {config.full.compute}; set fsdp")
+    for name, default in (("compute", "model"), ("hidden_states", "fp32")):
+        if (value := getattr(config.full, name)) != default:
+            raise ValueError(f"strategy: deepspeed does not work with full.{name}: {value}; set fsdp")
     beside = config.lora.modules_to_save or (config.method == "lora" and config.data.added_tokens)
     if beside and stage_of(config.deepspeed) == 3:
         raise ValueError(

@@ -89,9 +89,18 @@ class FullConfig(Section):
     stay in model.precision. fp8: all three by torchao's Float8Linear, with one scale per tensor; sharded weights are
     gathered in fp8. Grouped experts compute as fp8_rowwise with both. Routers, the head, and the first and last decoder
     layer stay in model.precision. Needs compile."""
+    hidden_states: Literal["fp32", "model"] = "fp32"
+    """Dtype of the hidden states between decoder layers. fp32: that of the weights, as in transformers under
+    torch.autocast; model: model.precision, as in most pretraining: less memory and time, more rounding."""
     update: Literal["step", "backward"] = "step"
     """backward: update each weight as soon as its gradient is ready, so gradients are never all in memory; needs
     one micro-batch per step and no clipping (optim.max_grad_norm: null)."""
+
+    @model_validator(mode="after")
+    def _hidden_states_have_a_choice(self) -> Self:
+        if self.weights == "bf16" and self.hidden_states == "model":
+            raise ValueError("hidden_states model has no effect with weights bf16, where all are bf16; leave it out")
+        return self
 
 
 class ExpertsConfig(Section):

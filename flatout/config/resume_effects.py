@@ -19,7 +19,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "changes the initial weights": "model.init",
         "changes rounding in every step, far more than the order of sums does": "model.precision",
         "changes the base weights": "base.storage",
-        "changes rounding in every step": "base.compute base.backward full.compute",
+        "changes rounding in every step": "base.compute base.backward full.compute full.hidden_states",
         "changes the precision of the trained weights": "full.weights",
         # content, tokenizer, template and mask are also compared by fingerprint; the settings fail earlier, by name
         "changes the rows": "data.sources",

@@ -186,3 +186,19 @@ def test_fp8_products_learn_as_bf16_ones_do(tmp_path: Path, weights: str, comput
     assert cosine > 0.97
     assert worst < 0.05
     assert curves[1][-4:].mean() < 0.9 * curves[1][:4].mean()
+
+
+def test_narrow_hidden_states_compile_and_learn_as_wide_ones_do(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    curves, gradients = [], []
+    for hidden_states in ("fp32", "model"):
+        loaded = load(tmp_path, 4, hidden_states=hidden_states)
+        assert compile_layers(loaded, "auto", num_boundaries=padded_num_boundaries(100)).is_complete
+        named = dict(loaded.model.named_parameters())
+        grads = torch.autograd.grad(loss_of(loaded, batches(1)[0]), list(named.values()))
+        assert {grad.dtype for grad in grads} == {torch.float32}
+        gradients.append(torch.cat([grad.double().flatten() for grad in grads]))
+        curves.append(losses(loaded, make_optimizer(named, OptimConfig(lr=1e-3), seed=1), 40))
+    assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.99
+    assert ((curves[1] - curves[0]).abs().max() / curves[0][0]) < 0.05
+    assert curves[1][-4:].mean() < 0.9 * curves[1][:4].mean()

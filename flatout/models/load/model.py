@@ -23,6 +23,7 @@ from flatout.models.arch_quirks import choose_layout
 from flatout.models.attention import Implementation, choose_attention, register, registered_name
 from flatout.models.bases.frozen_linear import num_weights
 from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, register_experts
+from flatout.models.hidden_dtype import narrow_hidden_states
 from flatout.models.load import quantized
 from flatout.models.load.auto_class import auto_class
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
@@ -44,7 +45,8 @@ class LoadedModel:
 
     `dtype` is the compute dtype of the forward and backward pass; `autocast` means that the weights are fp32 masters
     and the model must run under torch.autocast(dtype). `report` has lines for the console. `rows`: every document is a
-    padded row, and `attention` may be one of transformers' own.
+    padded row, and `attention` may be one of transformers' own. `narrow_hidden_states`: those between layers are in
+    `dtype`, though the weights are not.
     """
 
     model: PreTrainedModel
@@ -54,6 +56,7 @@ class LoadedModel:
     report: tuple[str, ...]
     waiting: DeferredWeights | None = None
     rows: bool = False
+    narrow_hidden_states: bool = False
 
     def present(self) -> AbstractContextManager[None]:
         """Make the model runnable within this context; if its weights are still in files, only its first layers."""
@@ -99,9 +102,8 @@ def load_model(
     full: fp32 master weights (fp64 for fp64), all trained, or with `full.weights: bf16` only bf16 weights.
     Reads only safetensors, never runs code from the model's repository, never makes up a missing weight.
     `on_host` leaves pretrained weights in their mapped files, in the files' dtype, and quantized ones in host memory
-    (see `DeferredWeights`). Embedding and head grow to `num_rows` rows if they have fewer (see `grow_vocabulary`).
-    Modules with names ending in one of `keep_dense` are not quantized; `context_ranks` as in `choose_attention`. `seed`
-    determines random weights for a kind of device. Raises UsageError, SecurityError or CheckpointError.
+    (see `DeferredWeights`). Embedding and head grow to `num_rows` rows. Modules that `keep_dense` names (by ending) are
+    not quantized; `context_ranks` as in `choose_attention`. Raises UsageError, SecurityError or CheckpointError.
     """
     choose_kernels_of(named_capability())
     check_source(config.name, config.revision, needs_weights=config.init == "pretrained")
@@ -114,30 +116,31 @@ def load_model(
         choose_layout(text, "packed")
     choice = choose_attention(config.attention, text, device=device, dtype=compute_dtype, context_ranks=context_ranks)
     register(choice.implementation)
-    options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": registered_name(choice.implementation)}
     register_experts()
+    options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": registered_name(choice.implementation)}
     options["experts_implementation"] = IMPLEMENTATION if config.experts == "auto" else "eager"
     with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER):
-        made = _make_attending(config, storage, model_config, options, rows, device, seed, on_host, keep_dense)
-        model, unused, own = made
+        rest = (device, seed, on_host, keep_dense)
+        model, unused, own = _make_attending(config, storage, model_config, options, rows, *rest)
         grow_vocabulary(model, num_rows, seed=seed)
     if method == "lora":
         model.requires_grad_(False)
     model.train()
     dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
-    report = _report(config, model, dtypes, f"transformers: {own}" if own else ": ".join(choice), unused)
-    if config.init == "pretrained" and (source_format := dequantized_method(model_config)):
-        report.append(f"the files' {source_format} weights are dequantized")
-    report += filter(None, (prepare_experts(model), scale_by_document(model)))
-    if storage != "model":
-        report += quantized.describe_storage(model, storage)
+    autocast = weight_dtype != compute_dtype
+    narrowed = narrow_hidden_states(model, compute_dtype) if autocast and full.hidden_states == "model" else None
+    source_format = dequantized_method(model_config) if config.init == "pretrained" else None
+    report = _report(config, model, dtypes, f"transformers: {own}" if own else ": ".join(choice), unused, source_format)
+    report += filter(None, (prepare_experts(model), scale_by_document(model), narrowed))
+    report += quantized.describe_storage(model, storage) if storage != "model" else []
     return LoadedModel(
         model=model,
         dtype=compute_dtype,
-        autocast=weight_dtype != compute_dtype,
+        autocast=autocast,
         attention="transformers" if own else choice.implementation,
         report=tuple(report),
         rows=rows,
+        narrow_hidden_states=narrowed is not None,
     )
 
 
@@ -311,7 +314,14 @@ def load_pretrained(
     return model, sorted(map(str, loading["unexpected_keys"]))
 
 
-def _report(config: ModelConfig, model: PreTrainedModel, dtypes: str, attention: str, unused: list[str]) -> list[str]:
+def _report(
+    config: ModelConfig,
+    model: PreTrainedModel,
+    dtypes: str,
+    attention: str,
+    unused: list[str],
+    source_format: str | None,
+) -> list[str]:
     source = "random weights" if config.init == "random" else "pretrained"
     lines = [
         f"{Path(config.name).name}: {model.config.model_type}, {num_weights(model):,} parameters, {source}, {dtypes}",
@@ -319,4 +329,6 @@ def _report(config: ModelConfig, model: PreTrainedModel, dtypes: str, attention:
     ]
     if unused:
         lines.append(f"{len(unused)} weights in the files are unused by this model: {', '.join(unused[:3])}")
+    if source_format:
+        lines.append(f"the files' {source_format} weights are dequantized")
     return lines

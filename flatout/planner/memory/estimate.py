@@ -44,9 +44,9 @@ class Widths(NamedTuple):
 class MemoryModel:
     """The memory of a run as a function of its micro-batches.
 
-    Let e be the bytes per element of the precision (s of the hidden states: m under full's autocast), m = max(4, e)
-    those of master weights, fat = `activation_elements` * e + 4 per head (attention's log-sum-exp) the bytes per token
-    and layer, D the hidden size and L the number of layers:
+    Let e be the bytes per element of the precision (s of the hidden states, m with full.hidden_states fp32),
+    m = max(4, e) those of master weights, fat = `activation_elements` * e + 4 per head (attention's log-sum-exp) the
+    bytes per token and layer, D the hidden size and L the number of layers:
 
         weights      lora: e per parameter, or fp8 and nf4 for the blocks' linear layers (with `transposed_weights`
                      one more byte for fused LoRA, with base.backward fp8 for all of these layers), without an untied
@@ -86,10 +86,11 @@ class MemoryModel:
 
     @property
     def widths(self) -> Widths:
-        """Bytes per element; hidden states between layers are as wide as the embedding's weights."""
+        """Bytes per element; with `full.hidden_states` fp32, hidden states are as wide as trained weights."""
         is_full, compute = self.config.method == "full", ELEMENT_BYTES[self.precision]
+        is_wide = is_full and self.config.full.hidden_states == "fp32"
         trained = compute if is_full and self.config.full.weights == "bf16" else max(4, compute)
-        return Widths(compute, trained, compute if compute < trained else 0, trained if is_full else compute)
+        return Widths(compute, trained, compute if compute < trained else 0, trained if is_wide else compute)
 
     @property
     def transposable_bytes(self) -> int:

@@ -57,6 +57,7 @@ TRAINS: dict[str, tuple[Any, dict[str, Any]]] = {
     "base.storage": ("nf4", {}),
     "base.backward": ("fp8", {}),
     "full.weights": ("bf16", {**FULL, "model": {"precision": "bf16"}}),
+    "full.hidden_states": ("model", {**FULL, "model": {"precision": "bf16"}}),
     "batch.samples_per_step": (5, {}),
     "batch.epochs": (0.1, {"batch": {"max_steps": None, "epochs": 0.2}}),
     "batch.max_steps": (2, {}),

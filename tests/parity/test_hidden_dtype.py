@@ -1,0 +1,76 @@
+"""full.hidden_states: model. Hidden states between layers take the compute dtype, weights and gradients stay fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import save_tiny_model
+
+from flatout.config.schema import FullConfig, ModelConfig
+from flatout.errors import UsageError
+from flatout.models.blocks import decoder_layers
+from flatout.models.head import packed_loss
+from flatout.models.load.model import LoadedModel, load_model
+from flatout.models.packed import flatten_samples
+from flatout.models.selftest import check_packing
+
+
+def load(folder: Path, kind: str, hidden_states: Any, precision: Any, rows: bool = False) -> LoadedModel:
+    if not folder.exists():
+        save_tiny_model(folder, kind)
+    config = ModelConfig(name=str(folder), precision=precision)
+    full = FullConfig(hidden_states=hidden_states)
+    return load_model(config, method="full", device=torch.device("cpu"), seed=0, full=full, rows=rows)
+
+
+def pass_of(loaded: LoadedModel) -> tuple[float, torch.Tensor, set[torch.dtype]]:
+    """The loss, all gradients, and the dtypes of what layers get; without dropout."""
+    loaded.model.eval()
+    seen = set()
+
+    def record(module: Any, args: Any, kwargs: Any) -> None:
+        seen.add((args[0] if args else kwargs["hidden_states"]).dtype)
+
+    for layer in decoder_layers(loaded.model):
+        layer.register_forward_pre_hook(record, with_kwargs=True)
+    samples = [(np.arange(length) % 50, np.ones(length, bool)) for length in (9, 20)]
+    batch = flatten_samples(samples, row_length=24 if loaded.rows else None)
+    with torch.autocast("cpu", dtype=loaded.dtype, enabled=loaded.autocast):
+        loss = packed_loss(loaded.model, batch).loss_sum
+    loss.backward()
+    grads = [parameter.grad for parameter in loaded.model.parameters() if parameter.grad is not None]
+    assert {grad.dtype for grad in grads} == {next(loaded.model.parameters()).dtype}
+    return loss.item(), torch.cat([grad.double().flatten() for grad in grads]), seen
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("rows", [False, True])
+def test_only_the_hidden_states_are_narrower(tmp_path: Path, kind: str, rows: bool) -> None:
+    wide = load(tmp_path / "model", kind, "fp32", "bf16", rows)
+    narrow = load(tmp_path / "model", kind, "model", "bf16", rows)
+    assert "hidden states between layers are bfloat16" in narrow.report
+    assert "no leak" in check_packing(narrow)
+    loss, grads, dtypes = pass_of(wide)
+    narrow_loss, narrow_grads, narrow_dtypes = pass_of(narrow)
+    assert (dtypes, narrow_dtypes) == ({torch.float32}, {torch.bfloat16})
+    assert narrow_loss == pytest.approx(loss, rel=1e-2)
+    assert torch.nn.functional.cosine_similarity(grads, narrow_grads, dim=0) > 0.99
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_it_changes_nothing_where_weights_are_as_narrow(tmp_path: Path, precision: str) -> None:
+    wide = pass_of(load(tmp_path / "model", "qwen3", "fp32", precision))
+    narrow = pass_of(load(tmp_path / "model", "qwen3", "model", precision))
+    assert wide[0] == narrow[0]
+    assert torch.equal(wide[1], narrow[1])
+
+
+def test_layers_that_widen_them_are_refused(tmp_path: Path) -> None:
+    """Norms with fp32 weights at the end of a branch return fp32."""
+    loaded = load(tmp_path / "model", "exaone4", "model", "bf16")
+    with pytest.raises(UsageError, match=r"model type exaone4 computes those of layer 1 in float32; set fp32$"):
+        check_packing(loaded)
