@@ -6,9 +6,9 @@ One JSON line a mode, then one that compares them:
     python benchmarks/fp8_full.py --shape qwen3-8b --gpus 4 strategy=fsdp
     python benchmarks/fp8_full.py --shape tiny --steps 8 --modes bf16       # on a CPU
 
-Samples have chat-like lengths, 32 a step, and are made of 256 phrases, so that random weights learn something. Weights
-are fp32 masters. Each mode runs in fresh processes through the real plan, set-up and loop; the first 3 steps are left
-out of the rate. `worst_difference` is that of means over 10 steps, relative to bf16.
+Samples have chat-like lengths, 32 a step. Each token depends on the one before it, which random weights learn smoothly.
+Weights: fp32 masters. Each mode runs in fresh processes through the real plan, set-up and loop; the first 3 steps are
+left out of the rate. `worst_difference` is that of means over 10 steps, relative to bf16.
 """
 
 from __future__ import annotations
@@ -31,17 +31,23 @@ from flatout.bench.inputs import MIN_ID, Samples, chat_samples
 from flatout.parallel.rank import Rank
 
 MODES = {"bf16": [], "fp8": ["full.compute=fp8"], "fp8_rowwise": ["full.compute=fp8_rowwise"]}
-NUM_PHRASES, PHRASE_LENGTH = 256, 16
+# tokens, and the tokens that may follow each, with chances of 1, 1/2, 1/3, ...
+NUM_TOKENS, NUM_FOLLOWERS = 1000, 16
 MEAN_OVER = 10
 
 
-def phrases(num_steps: int, samples_per_step: int) -> Samples:
-    """Samples of chat-like lengths whose ids are phrases in random order."""
-    ids, loss_mask, lengths = chat_samples(num_steps * samples_per_step // SAMPLES_PER_STEP, 1000)
+def bigrams(num_steps: int, samples_per_step: int) -> Samples:
+    """Samples of chat-like lengths from a random first-order Markov chain."""
+    ids, loss_mask, lengths = chat_samples(num_steps * samples_per_step // SAMPLES_PER_STEP, NUM_TOKENS)
     random = np.random.default_rng(0)
-    known = random.integers(MIN_ID, 1000, (NUM_PHRASES, PHRASE_LENGTH), dtype=np.int32)
-    drawn = random.integers(NUM_PHRASES, size=len(ids) // PHRASE_LENGTH + 1)
-    return known[drawn].reshape(-1)[: len(ids)], loss_mask, lengths
+    followers = random.integers(NUM_TOKENS - MIN_ID, size=(NUM_TOKENS - MIN_ID, NUM_FOLLOWERS))
+    chances = 1 / np.arange(1, NUM_FOLLOWERS + 1)
+    drawn = random.choice(NUM_FOLLOWERS, size=len(ids), p=chances / chances.sum())
+    chain, token = np.empty(len(ids), np.int32), 0
+    for at, which in enumerate(drawn.tolist()):
+        token = followers[token, which]
+        chain[at] = token
+    return chain + MIN_ID, loss_mask, lengths
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -97,7 +103,7 @@ def main() -> None:
             print(json.dumps(found), flush=True)
         return
     if args.mode:
-        samples = phrases(args.steps, args.samples)
+        samples = bigrams(args.steps, args.samples)
         prepare(args.out / args.mode, shape_config(args.shape), args.steps, args.samples, samples)
         spread_over(args.gpus)
     for mode in args.modes:
