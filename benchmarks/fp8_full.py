@@ -6,7 +6,7 @@ One JSON line a mode, then one that compares them:
     python benchmarks/fp8_full.py --shape qwen3-8b --gpus 4 strategy=fsdp
     python benchmarks/fp8_full.py --shape tiny --steps 8 --modes bf16       # on a CPU
 
-Samples have chat-like lengths, 32 a step. Each token depends on the one before it, which random weights learn smoothly.
+Samples have chat-like lengths, 32 a step. Each token depends on the one before it, so that weights can learn something.
 Weights: fp32 masters. Each mode runs in fresh processes through the real plan, set-up and loop; the first 3 steps are
 left out of the rate. `worst_difference` is that of means over 10 steps, relative to bf16.
 """
@@ -32,7 +32,7 @@ from flatout.parallel.rank import Rank
 
 MODES = {"bf16": [], "fp8": ["full.compute=fp8"], "fp8_rowwise": ["full.compute=fp8_rowwise"]}
 # tokens, and the tokens that may follow each, with chances of 1, 1/2, 1/3, ...
-NUM_TOKENS, NUM_FOLLOWERS = 1000, 16
+NUM_TOKENS, NUM_FOLLOWERS = 64 + MIN_ID, 4
 MEAN_OVER = 10
 
 

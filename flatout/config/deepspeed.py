@@ -72,7 +72,7 @@ def check(config: Settings) -> None:
         )
     for name, default in (("compute", "model"), ("hidden_states", "fp32")):
         if (value := getattr(config.full, name)) != default:
-            raise ValueError(f"strategy: deepspeed does not work with full.{name}: {value}; set fsdp")
+            raise ValueError(f"strategy: deepspeed does not work with full.{name}: {value}; set strategy: fsdp")
     beside = config.lora.modules_to_save or (config.method == "lora" and config.data.added_tokens)
     if beside and stage_of(config.deepspeed) == 3:
         raise ValueError(

@@ -90,8 +90,8 @@ class FullConfig(Section):
     gathered in fp8. Grouped experts compute as fp8_rowwise with both. Routers, the head, and the first and last decoder
     layer stay in model.precision. Needs compile."""
     hidden_states: Literal["fp32", "model"] = "fp32"
-    """Dtype of the hidden states between decoder layers. fp32: that of the weights, as in transformers under
-    torch.autocast; model: model.precision, as in most pretraining: less memory and time, more rounding."""
+    """Dtype of the hidden states between decoder layers. fp32: as wide as the weights, as in transformers under
+    torch.autocast; model: model.precision, which must be bf16: less memory and time, more rounding."""
     update: Literal["step", "backward"] = "step"
     """backward: update each weight as soon as its gradient is ready, so gradients are never all in memory; needs
     one micro-batch per step and no clipping (optim.max_grad_norm: null)."""

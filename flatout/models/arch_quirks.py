@@ -102,10 +102,14 @@ def is_stateful_kind(kind: str) -> bool:
 
 
 def loops_over_tokens(config: Any) -> bool:
-    """Whether transformers computes this model's recurrence by a Python loop, since kernels for it are missing."""
+    """Whether transformers may compute this model's recurrence by a Python loop, as it does without kernels for it.
+
+    Kernels are only looked for where a table above names them.
+    """
     if (hybrid := PACKED_HYBRIDS.get(config.model_type)) is not None:
         return hybrid is _DELTA_RULE and find_spec("fla") is None
-    return config.model_type in STATEFUL
+    kinds = getattr(config, "layer_types", None) or ()
+    return config.model_type in STATEFUL or any(is_stateful_kind(kind) and kind != "conv" for kind in kinds)
 
 
 def sharing_problem(config: Any, longest: int) -> str | None:

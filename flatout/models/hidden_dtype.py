@@ -5,45 +5,40 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
+from flatout.config.schema import FullConfig
 from flatout.errors import UsageError
-from flatout.models.blocks import decoder_layers, hidden_states, text_decoder
-from flatout.models.packed import PackedBatch
+from flatout.models.blocks import decoder_layers
 
 
-def narrow_hidden_states(model: PreTrainedModel, dtype: torch.dtype) -> str:
-    """Cast what the decoder's embeddings return to `dtype`; return a line for the console.
+def narrow_hidden_states(model: PreTrainedModel, full: FullConfig, dtype: torch.dtype) -> str | None:
+    """Apply `full.hidden_states`: cast what the first decoder layer gets, and what each returns, to `dtype`.
 
-    Under torch.autocast, layers compute their products in it and add them to what they get, so it stays this dtype.
+    Returns a line for the console, None if the setting has its default. Raises UsageError for fp16, whose range is too
+    small for hidden states of models that were trained in bf16.
     """
+    if full.hidden_states == "fp32":
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if dtype == torch.float16:
+        raise UsageError("full.hidden_states: model needs model.precision bf16; got fp16, where they may overflow")
+    if model.dtype == dtype:
+        return f"full.hidden_states: model has no effect, as the weights are {name} too"
 
-    def cast(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output.to(dtype)
+    def narrow(states: Any) -> Any:
+        return (states[0].to(dtype), *states[1:]) if isinstance(states, tuple) else states.to(dtype)
 
-    inside = {module for layer in decoder_layers(model) for module in layer.modules()}
-    for module in text_decoder(model).modules():
-        if isinstance(module, nn.Embedding) and module not in inside:
-            module.register_forward_hook(cast)
-    return f"hidden states between layers are {str(dtype).removeprefix('torch.')}"
+    def cast_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return (narrow(args), kwargs) if args else (args, kwargs | {"hidden_states": kwargs["hidden_states"].to(dtype)})
 
+    def cast_output(_: nn.Module, args: Any, output: Any) -> Any:
+        return narrow(output)
 
-def check_hidden_states(model: PreTrainedModel, batch: PackedBatch, dtype: torch.dtype) -> None:
-    """Run one pass under autocast. Raises UsageError if a decoder layer gets hidden states in another dtype."""
-    found: list[torch.dtype] = []
-
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append((args[0] if args else kwargs["hidden_states"]).dtype)
-
-    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in decoder_layers(model)]
-    try:
-        hidden_states(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if wrong := [index for index, own in enumerate(found) if own != dtype]:
-        raise UsageError(
-            f"full.hidden_states: model type {model.config.model_type} computes those of layer {wrong[0]} in "
-            f"{str(found[wrong[0]]).removeprefix('torch.')}; set fp32"
-        )
+    layers = decoder_layers(model)
+    layers[0].register_forward_pre_hook(cast_input, with_kwargs=True)
+    for layer in layers:
+        # some return fp32: those with experts, or with a norm after attention or MLP
+        layer.register_forward_hook(cast_output)
+    return f"hidden states between layers are {name}"

@@ -14,7 +14,6 @@ from flatout.errors import NumericError, PackingError, UsageError, first_line
 from flatout.models.arch_quirks import WINDOW_FIELDS, packed_hybrid
 from flatout.models.blocks import TRANSFORMERS_ATTENTION, hidden_states, last_states, model_inputs
 from flatout.models.head import packed_loss
-from flatout.models.hidden_dtype import check_hidden_states
 from flatout.models.load.model import LoadedModel
 from flatout.models.packed import PackedBatch
 from flatout.models.prefix_check import check_shared_prefixes
@@ -71,9 +70,6 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
     model.eval()
     try:
         with torch.no_grad(), torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
-            if loaded.narrow_hidden_states:
-                batch = random_batch(model, _LENGTHS, row_length=sum(_LENGTHS) if loaded.rows else None)
-                check_hidden_states(model, batch, loaded.dtype)
             error, tolerance = _check(loaded)
             if packed_hybrid(model.config)[1]:
                 _check_backward(loaded)

@@ -345,7 +345,7 @@ def compile_model(
     reporter: Reporter,
     proofs: Proofs,
 ) -> CompileOutcome:
-    """Compile the layers after sharding; unless all compile, `selective` and `budget` recompute fall back to `full`.
+    """Compile the layers after sharding; without one graph for each, `selective` and `budget` fall back to `full`.
 
     `loss` and `wrapper` are as for `compile_layers`. Attention and the head also prepare their kernels here.
     """
@@ -379,5 +379,5 @@ def compile_model(
             prepare_head(loaded.model, HEAD_TILE_ROWS[planned.memory.recompute])
     if recompute in ("selective", "budget") and not compiled.is_complete:
         apply_recompute(loaded.model, "full")
-        reporter.stage("recompute", f"full instead of {recompute}, which needs compiled layers")
+        reporter.stage("recompute", f"full instead of {recompute}, which needs layers that are one graph")
     return compiled

@@ -21,6 +21,7 @@ from flatout.config.schema import Config
 from flatout.data.tokenizer import new_token_ids
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.models.blocks import replace_module
+from flatout.models.hidden_dtype import narrow_hidden_states
 from flatout.models.load.inference import load_for_inference
 from flatout.models.load.model import load_model, resolve_precision
 from flatout.models.lora.adapter import load_adapter, save_adapter
@@ -128,6 +129,7 @@ def _dense_model(config: Config, device: torch.device, num_rows: int) -> PreTrai
             dtype = torch.promote_types(dtype, torch.float32)
         model = load_for_inference(config.model.name, revision=config.model.revision, device=device, dtype=dtype)
         grow_vocabulary(model, num_rows, seed=config.seed)
+        narrow_hidden_states(model, config.full, resolve_precision(config.model.precision, device))
         return model
     # random and quantized weights must come from flatout's own loader
     loaded = load_model(

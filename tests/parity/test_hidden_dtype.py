@@ -13,8 +13,10 @@ from tiny_models import save_tiny_model
 from flatout.config.schema import FullConfig, ModelConfig
 from flatout.errors import UsageError
 from flatout.models.blocks import decoder_layers
+from flatout.models.compile.recompute import apply_recompute
 from flatout.models.head import packed_loss
 from flatout.models.load.model import LoadedModel, load_model
+from flatout.models.lora.layer import freeze
 from flatout.models.packed import flatten_samples
 from flatout.models.selftest import check_packing
 
@@ -47,7 +49,8 @@ def pass_of(loaded: LoadedModel) -> tuple[float, torch.Tensor, set[torch.dtype]]
     return loss.item(), torch.cat([grad.double().flatten() for grad in grads]), seen
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3_text"])
+# the last two return fp32 themselves: by the experts' input after a norm, by a norm after attention and MLP
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3_text", "qwen3_moe", "exaone4"])
 @pytest.mark.parametrize("rows", [False, True])
 def test_only_the_hidden_states_are_narrower(tmp_path: Path, kind: str, rows: bool) -> None:
     wide = load(tmp_path / "model", kind, "fp32", "bf16", rows)
@@ -62,15 +65,53 @@ def test_only_the_hidden_states_are_narrower(tmp_path: Path, kind: str, rows: bo
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
-def test_it_changes_nothing_where_weights_are_as_narrow(tmp_path: Path, precision: str) -> None:
+def test_it_changes_nothing_where_weights_are_as_narrow_and_says_so(tmp_path: Path, precision: str) -> None:
     wide = pass_of(load(tmp_path / "model", "qwen3", "fp32", precision))
-    narrow = pass_of(load(tmp_path / "model", "qwen3", "model", precision))
+    loaded = load(tmp_path / "model", "qwen3", "model", precision)
+    assert any("hidden_states: model has no effect, as the weights are float" in line for line in loaded.report)
+    narrow = pass_of(loaded)
     assert wide[0] == narrow[0]
     assert torch.equal(wide[1], narrow[1])
 
 
-def test_layers_that_widen_them_are_refused(tmp_path: Path) -> None:
-    """Norms with fp32 weights at the end of a branch return fp32."""
-    loaded = load(tmp_path / "model", "exaone4", "model", "bf16")
-    with pytest.raises(UsageError, match=r"model type exaone4 computes those of layer 1 in float32; set fp32$"):
-        check_packing(loaded)
+def test_fp16_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"needs model\.precision bf16; got fp16"):
+        load(tmp_path / "model", "qwen3", "model", "fp16")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "exaone4"])
+def test_compiled_layers_get_and_return_the_same(tmp_path: Path, kind: str) -> None:
+    loaded = load(tmp_path / "model", kind, "model", "bf16")
+    loss, grads, _ = pass_of(loaded)
+    loaded.model.zero_grad()
+    runs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        return lambda *args: runs.append(1) or graph(*args)
+
+    # the sdpa form's loop over documents is no graph, so only the MLPs and norms around it are
+    for layer in decoder_layers(loaded.model):
+        layer.compile(dynamic=True, backend=backend)
+    compiled_loss, compiled_grads, dtypes = pass_of(loaded)
+    torch._dynamo.reset()
+    assert runs
+    assert dtypes == {torch.bfloat16}
+    assert compiled_loss == pytest.approx(loss, rel=1e-5)
+    assert torch.nn.functional.cosine_similarity(grads, compiled_grads, dim=0) > 0.9999
+
+
+@pytest.mark.parametrize("level", ["full", "offload"])
+def test_recomputed_layers_get_the_same_dtype(tmp_path: Path, level: Any) -> None:
+    """Offload replaces a frozen embedding by one on the host."""
+    save_tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=False)
+    kept = load(tmp_path / "model", "qwen3", "model", "bf16")
+    freeze(kept.model, ["embed_tokens"])
+    loss, grads, _ = pass_of(kept)
+    loaded = load(tmp_path / "model", "qwen3", "model", "bf16")
+    freeze(loaded.model, ["embed_tokens"])
+    assert apply_recompute(loaded.model, level) == (level == "offload")
+    loaded.model.train()
+    again_loss, again_grads, dtypes = pass_of(loaded)
+    assert dtypes == {torch.bfloat16}
+    assert again_loss == loss
+    assert torch.equal(grads, again_grads)

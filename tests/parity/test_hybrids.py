@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from model_table import LENGTHS, documents, gradients, plain_loss, tiny
+from transformers import AutoModelForCausalLM
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import UsageError
 from flatout.models.arch_quirks import choose_layout
+from flatout.models.compile.regions import Regions
 from flatout.models.head import packed_loss
 from flatout.models.load.model import LoadedModel, load_model
 from flatout.models.packed import flatten_samples, padded_num_boundaries
@@ -75,6 +77,28 @@ def test_kernels_that_refuse_a_backward_pass_are_found_at_the_start(tmp_path: Pa
     norm.register_forward_hook(refuse_gradients)
     with pytest.raises(UsageError, match=r"recurrent layers cannot be trained .*: install another compiler$"):
         check_packing(loaded)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["falcon_mamba", "jamba", "kimi_linear", "mamba", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "zamba"],
+)
+def test_no_graph_contains_a_loop_over_tokens(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("fla") and model_type.startswith("qwen3"):
+        pytest.skip("its kernels are installed")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny(model_type))
+    compiled: dict[torch.nn.Module, bool] = {}
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda part, disable=False, **_: compiled.update({part: not disable})
+    )
+    regions = Regions(model)
+    regions.compile()
+    assert regions.split
+    parts = [part for layer in regions.split for part in layer.children() if compiled.get(part)]
+    whole = [layer for layer in regions.layers if layer not in regions.split and compiled[layer]]
+    assert parts
+    assert not [part for one in (*parts, *whole) for part in one.modules() if isinstance(part, torch.nn.Conv1d)]
 
 
 @pytest.mark.gpu

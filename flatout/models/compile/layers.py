@@ -146,8 +146,8 @@ def compile_layers(
     last of each kind are compared, and all if one of these differs. With `share`, batches are shares of micro-batches.
     `gather` returns a value of every rank.
     Off on the CPU, in fp64 and for transformers' own experts, whose routing is not a static graph. A layer whose
-    gradients differ runs eagerly, and so do all layers of a class and type (`layer_types`) that does not compile, not
-    even around kernels that exclude themselves from compilation; nothing else in the process changes. With dropout, the
+    gradients differ runs eagerly. Layers of a class and type (`layer_types`) that is not one graph are split around
+    kernels that exclude themselves from compilation; otherwise, or if that fails, they run eagerly. With dropout, the
     comparison runs without it, and the graph with dropout is compiled as well, so that no step compiles anything.
     Random state, gradients, weights and mode do not change.
     """
@@ -251,7 +251,7 @@ def _compare(
                     where = f"{what} of layer {regions.layers.index(layer)}"
                     differs = f"{where} differs compiled from eager (cosine {cosine:.6f})"
             except (TorchDynamoException, InductorError) as error:
-                broken = f"{type(layer).__name__} does not compile ({first_line(error)})"
+                broken = f"{type(layer).__name__} is not one graph ({first_line(error)})"
             every_broken, every_differs = zip(*gather((broken, differs)), strict=True)
             if why := next(filter(None, every_broken), None):
                 # all of its kind, as trying each of them would take minutes

@@ -31,18 +31,18 @@ class Regions:
         self._types = layer_types(self.layers, model)
 
     def compile(self) -> None:
-        """Compile every layer as one graph, except recurrent ones that transformers computes by a loop over tokens."""
+        """Compile every layer as one graph, except recurrent ones that may be a loop over tokens."""
         if packed_hybrid(self._config)[1]:
             _tell_compile_from_export()
         for layer in self.layers:
             layer.compile(fullgraph=True, dynamic=True)
         if not loops_over_tokens(self._config):
             return
-        why = "transformers computes its recurrence by a loop over tokens"
+        why = "transformers may compute its recurrence by a loop over tokens"
         has_kinds = all(len(kind) > 1 for kind in self._types)
         has_convolution = {layer: _has_convolution(layer) for layer in self.layers}
         for layer, kind in zip(self.layers, self._types, strict=True):
-            if has_convolution[layer] and (not has_kinds or is_stateful_kind(kind[-1])):
+            if has_convolution[layer]:
                 self._split(layer, why)
             elif is_stateful_kind(kind[-1]) if has_kinds else not any(has_convolution.values()):
                 self.run_eagerly([layer], why)
@@ -50,7 +50,8 @@ class Regions:
     def fall_back(self, layer: nn.Module, why: str) -> None:
         """Split all layers of this layer's kind if a kernel excludes itself, otherwise let them run eagerly."""
         own = self._types[self.layers.index(layer)]
-        same = [other for other, kind in zip(self.layers, self._types, strict=True) if kind == own]
+        kinds = zip(self.layers, self._types, strict=True)
+        same = [other for other, kind in kinds if kind == own and other not in self.eager]
         if layer in self.split or _EXCLUDED not in why:
             self.run_eagerly(same, why)
             return
@@ -99,10 +100,11 @@ def _has_convolution(module: nn.Module) -> bool:
 
 
 def _tell_compile_from_export() -> None:
-    """Let `torch.compiler.is_exporting()` be false in compiled code, as torch 2.14 does (pytorch/pytorch#176499).
+    """Let `torch.compiler.is_exporting()` be false in compiled code, as newer torch does (pytorch/pytorch#176499).
 
-    While it is true, transformers calls its own loop over tokens, which ignores documents, in place of kernels of other
-    packages. This lasts as long as the process, since layers may be compiled again during a run.
+    In torch 2.11 it is true there, and while it is, transformers calls its own loop over tokens, which ignores
+    documents, in place of kernels of other packages. This lasts as long as the process, since layers may be compiled
+    again during a run; torch.export in strict mode sees it, too.
     """
     from torch._dynamo.variables import torch as tracing
 

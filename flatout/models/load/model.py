@@ -45,8 +45,7 @@ class LoadedModel:
 
     `dtype` is the compute dtype of the forward and backward pass; `autocast` means that the weights are fp32 masters
     and the model must run under torch.autocast(dtype). `report` has lines for the console. `rows`: every document is a
-    padded row, and `attention` may be one of transformers' own. `narrow_hidden_states`: those between layers are in
-    `dtype`, though the weights are not.
+    padded row, and `attention` may be one of transformers' own.
     """
 
     model: PreTrainedModel
@@ -56,7 +55,6 @@ class LoadedModel:
     report: tuple[str, ...]
     waiting: DeferredWeights | None = None
     rows: bool = False
-    narrow_hidden_states: bool = False
 
     def present(self) -> AbstractContextManager[None]:
         """Make the model runnable within this context; if its weights are still in files, only its first layers."""
@@ -127,8 +125,7 @@ def load_model(
         model.requires_grad_(False)
     model.train()
     dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
-    autocast = weight_dtype != compute_dtype
-    narrowed = narrow_hidden_states(model, compute_dtype) if autocast and full.hidden_states == "model" else None
+    narrowed = narrow_hidden_states(model, full, compute_dtype)
     source_format = dequantized_method(model_config) if config.init == "pretrained" else None
     report = _report(config, model, dtypes, f"transformers: {own}" if own else ": ".join(choice), unused, source_format)
     report += filter(None, (prepare_experts(model), scale_by_document(model), narrowed))
@@ -136,11 +133,10 @@ def load_model(
     return LoadedModel(
         model=model,
         dtype=compute_dtype,
-        autocast=autocast,
+        autocast=weight_dtype != compute_dtype,
         attention="transformers" if own else choice.implementation,
         report=tuple(report),
         rows=rows,
-        narrow_hidden_states=narrowed is not None,
     )
 
 
