@@ -7,8 +7,8 @@ One JSON line a mode, then one that compares them:
     python benchmarks/fp8_full.py --shape tiny --steps 8 --modes bf16       # on a CPU
 
 Samples have chat-like lengths, 32 a step. Each token depends on the one before it, so that weights can learn something.
-Weights: fp32 masters. Each mode runs in fresh processes through the real plan, set-up and loop; the first 3 steps are
-left out of the rate. `worst_difference` is that of means over 10 steps, relative to bf16.
+Weights are fp32 masters. Each mode runs in fresh processes through the real plan, set-up and loop; the first 3 steps
+are left out of the rate. `worst_difference` is that of means over 10 steps, relative to bf16.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ class Regions:
         self.eager: dict[nn.Module, str] = {}
         self._config = model.config.get_text_config()
         self._types = layer_types(self.layers, model)
+        self._loops = loops_over_tokens(self._config)
 
     def compile(self) -> None:
         """Compile every layer as one graph, except recurrent ones that may be a loop over tokens."""
@@ -36,7 +37,7 @@ class Regions:
             _tell_compile_from_export()
         for layer in self.layers:
             layer.compile(fullgraph=True, dynamic=True)
-        if not loops_over_tokens(self._config):
+        if not self._loops:
             return
         why = "transformers may compute its recurrence by a loop over tokens"
         has_kinds = all(len(kind) > 1 for kind in self._types)
@@ -70,9 +71,8 @@ class Regions:
     def _split(self, layer: nn.Module, why: str) -> None:
         # torch has no public way back from Module.compile; compile(disable=True) would disable the parts as well
         layer._compiled_call_impl = None
-        loops = loops_over_tokens(self._config)
         for part in layer.children():
-            if not (loops and _has_convolution(part)):
+            if not (self._loops and _has_convolution(part)):
                 part.compile(dynamic=True)
         self.split[layer] = why
 

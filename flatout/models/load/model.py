@@ -114,22 +114,24 @@ def load_model(
         choose_layout(text, "packed")
     choice = choose_attention(config.attention, text, device=device, dtype=compute_dtype, context_ranks=context_ranks)
     register(choice.implementation)
-    register_experts()
     options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": registered_name(choice.implementation)}
+    register_experts()
     options["experts_implementation"] = IMPLEMENTATION if config.experts == "auto" else "eager"
     with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER):
-        rest = (device, seed, on_host, keep_dense)
-        model, unused, own = _make_attending(config, storage, model_config, options, rows, *rest)
+        made = _make_attending(config, storage, model_config, options, rows, device, seed, on_host, keep_dense)
+        model, unused, own = made
         grow_vocabulary(model, num_rows, seed=seed)
     if method == "lora":
         model.requires_grad_(False)
     model.train()
     dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
+    report = _report(config, model, dtypes, f"transformers: {own}" if own else ": ".join(choice), unused)
+    if config.init == "pretrained" and (source_format := dequantized_method(model_config)):
+        report.append(f"the files' {source_format} weights are dequantized")
     narrowed = narrow_hidden_states(model, full, compute_dtype)
-    source_format = dequantized_method(model_config) if config.init == "pretrained" else None
-    report = _report(config, model, dtypes, f"transformers: {own}" if own else ": ".join(choice), unused, source_format)
     report += filter(None, (prepare_experts(model), scale_by_document(model), narrowed))
-    report += quantized.describe_storage(model, storage) if storage != "model" else []
+    if storage != "model":
+        report += quantized.describe_storage(model, storage)
     return LoadedModel(
         model=model,
         dtype=compute_dtype,
@@ -310,14 +312,7 @@ def load_pretrained(
     return model, sorted(map(str, loading["unexpected_keys"]))
 
 
-def _report(
-    config: ModelConfig,
-    model: PreTrainedModel,
-    dtypes: str,
-    attention: str,
-    unused: list[str],
-    source_format: str | None,
-) -> list[str]:
+def _report(config: ModelConfig, model: PreTrainedModel, dtypes: str, attention: str, unused: list[str]) -> list[str]:
     source = "random weights" if config.init == "random" else "pretrained"
     lines = [
         f"{Path(config.name).name}: {model.config.model_type}, {num_weights(model):,} parameters, {source}, {dtypes}",
@@ -325,6 +320,4 @@ def _report(
     ]
     if unused:
         lines.append(f"{len(unused)} weights in the files are unused by this model: {', '.join(unused[:3])}")
-    if source_format:
-        lines.append(f"the files' {source_format} weights are dequantized")
     return lines

@@ -107,6 +107,15 @@ def loss_and_runs(loaded, runs):
     return loss, len(runs)
 
 
+def compile_and_compare(loaded, runs, **options):
+    """The outcome of compiling, and how many graphs a batch then runs; its loss must stay the same."""
+    before = packed_loss(loaded.model, batch()).loss_sum
+    outcome = compile_on_the_cpu(loaded, **options)
+    after, num_graphs = loss_and_runs(loaded, runs)
+    assert torch.allclose(after, before)
+    return outcome, num_graphs
+
+
 def test_layers_that_compile_are_told_with_their_proof(compilable, runs):
     before = packed_loss(compilable.model, batch()).loss_sum
     outcome = compile_on_the_cpu(compilable)
@@ -159,12 +168,9 @@ def test_one_type_of_layer_that_does_not_compile_leaves_the_others_of_its_class_
     config = compilable.model.config
     config.layer_types, config.sliding_window = ["sliding_attention", "sliding_attention", "full_attention"], 4096
     compilable.model.model.has_sliding_layers = True
-    before = packed_loss(compilable.model, batch()).loss_sum
-    outcome = compile_on_the_cpu(compilable)
+    outcome, num_compiled = compile_and_compare(compilable, runs)
     assert (outcome.num_compiled, outcome.num_layers) == (1, 3)
     assert "2 run eagerly: Hybrid is not one graph (" in outcome.line
-    after, num_compiled = loss_and_runs(compilable, runs)
-    assert torch.allclose(after, before)
     assert num_compiled == 1
 
 
@@ -187,14 +193,12 @@ def test_layers_around_a_kernel_that_excludes_itself_are_several_graphs(compilab
 
     for layer in layers[:2]:
         layer.__class__, layer.mlp.__class__ = Recurrent, Mixer
-    before = packed_loss(compilable.model, batch()).loss_sum
-    outcome = compile_on_the_cpu(compilable)
+    outcome, num_graphs = compile_and_compare(compilable, runs)
     assert (outcome.num_compiled, outcome.num_split, outcome.is_complete) == (3, 2, False)
     assert "3 of 3 layers; gradients equal eager ones" in outcome.line
     assert "2 are several graphs: Recurrent is not one graph (" in outcome.line
     calls.clear()
-    after, num_graphs = loss_and_runs(compilable, runs)
-    assert torch.allclose(after, before)
+    loss_and_runs(compilable, runs)
     # two norms, attention, and the mixer before and after its kernel
     assert num_graphs == 2 * 5 + 1
     assert calls == [False, False]
@@ -218,12 +222,9 @@ def test_a_recurrence_that_is_a_loop_over_tokens_is_never_compiled(compilable, r
 
     for layer in layers[:2]:
         layer.mlp.__class__, layer.mlp.conv1d = Recurrence, nn.Conv1d(1, 1, 1)
-    before = packed_loss(compilable.model, batch()).loss_sum
-    outcome = compile_on_the_cpu(compilable)
+    outcome, num_graphs = compile_and_compare(compilable, runs)
     assert (outcome.num_compiled, outcome.num_split) == (3, 2)
     assert "2 are several graphs: transformers may compute its recurrence by a loop over tokens" in outcome.line
-    after, num_graphs = loss_and_runs(compilable, runs)
-    assert torch.allclose(after, before)
     assert num_graphs == 2 * 3 + 1
     assert not any(traced)
 
@@ -249,12 +250,10 @@ def test_compiled_layers_of_hybrids_do_not_take_the_branch_for_exporting(compila
         layer.mlp.__class__ = Kernel
     config = compilable.model.config
     config.model_type, config.conv_kernel = "mamba2", 1
-    before = packed_loss(compilable.model, batch()).loss_sum
-    assert compile_on_the_cpu(compilable).is_complete
+    outcome, num_compiled = compile_and_compare(compilable, runs)
+    assert outcome.is_complete
     # newer torch does not read this entry
     assert states[torch.compiler.is_exporting] is False
-    after, num_compiled = loss_and_runs(compilable, runs)
-    assert torch.allclose(after, before)
     assert num_compiled == 3
 
 
@@ -283,12 +282,9 @@ def test_one_class_that_does_not_compile_leaves_the_others_compiled(compilable, 
             return super().forward(*args, **kwargs)
 
     layers[1].__class__ = Breaking
-    before = packed_loss(compilable.model, batch()).loss_sum
-    outcome = compile_on_the_cpu(compilable)
+    outcome, num_compiled = compile_and_compare(compilable, runs)
     assert (outcome.num_compiled, outcome.num_layers) == (2, 3)
     assert "1 run eagerly: Breaking is not one graph (" in outcome.line
-    after, num_compiled = loss_and_runs(compilable, runs)
-    assert torch.allclose(after, before)
     assert num_compiled == 2
     assert compiles_elsewhere()
 
@@ -318,14 +314,11 @@ def test_a_layer_that_differs_compiled_runs_eagerly(compilable, runs, monkeypatc
         compile_module(module, **{**options, **({"backend": wrong} if module is layers[2] else {})})
 
     monkeypatch.setattr(nn.Module, "compile", compile_wrongly)
-    before = packed_loss(compilable.model, batch()).loss_sum
-    outcome = compile_on_the_cpu(compilable, proved=proved)
+    outcome, num_compiled = compile_and_compare(compilable, runs, proved=proved)
     # also if an earlier start found all layers equal: now all are compared again
     assert (outcome.num_compiled, outcome.num_layers, outcome.num_compared) == (2, 3, None)
     # all gradients are negated, so rounding decides which has the smallest cosine
     assert re.search("1 run eagerly: the .* of layer 2 differs compiled from eager", outcome.line)
-    after, num_compiled = loss_and_runs(compilable, runs)
-    assert torch.allclose(after, before)
     assert num_compiled == 2
 
 

@@ -84,7 +84,10 @@ def test_what_is_asked_for_is_taken_or_refused():
         ({"strategy": "fsdp", "base": {"backward": "fp8"}}, "fsdp does not work with base.backward: fp8, which copies"),
         ({"strategy": "deepspeed", "method": "full", "optim": {"name": "adamw8bit"}}, "set strategy: fsdp"),
         ({"strategy": "deepspeed", "method": "full", "full": {"weights": "bf16"}}, "set strategy: fsdp"),
-        ({"strategy": "deepspeed", "method": "full", "full": {"compute": "fp8_rowwise"}}, "fp8_rowwise; set strategy"),
+        (
+            {"strategy": "deepspeed", "method": "full", "full": {"compute": "fp8_rowwise"}},
+            "fp8_rowwise; set strategy: fsdp",
+        ),
         ({"strategy": "ddp", "sharding": {"offload": True}}, "sharding.offload needs strategy"),
         ({"strategy": "fsdp", "sharding": {"replicas": 2}}, "sharding.replicas is only for strategy: hsdp"),
     ],
