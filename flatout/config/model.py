@@ -85,10 +85,10 @@ class FullConfig(Section):
     weights: Literal["fp32", "bf16"] = "fp32"
     """fp32 master weights, or bf16 only with stochastic rounding: a third of the memory of masters and copies."""
     compute: Literal["model", "fp8", "fp8_rowwise"] = "model"
-    """fp8_rowwise: outputs and gradients of linear layers are fp8 products with one scale per row; in weight gradients,
-    output gradients have one per tensor. fp8: torchao's Float8Linear, with one scale per tensor; sharded weights are
-    gathered in fp8. Grouped experts have one scale per row with both, and weight gradients in model.precision. Routers,
-    the head, and the first and last decoder layer stay in model.precision. Needs compile."""
+    """fp8_rowwise: output and input gradient of linear layers are fp8 products with one scale per row; weight gradients
+    stay in model.precision. fp8: all three by torchao's Float8Linear, with one scale per tensor; sharded weights are
+    gathered in fp8. Grouped experts compute as fp8_rowwise with both. Routers, the head, and the first and last decoder
+    layer stay in model.precision. Needs compile."""
     hidden_states: Literal["fp32", "model"] = "fp32"
     """Dtype of the hidden states between decoder layers. fp32: as wide as the weights, as in transformers under
     torch.autocast; model: model.precision, which must be bf16: less memory and time, more rounding."""

