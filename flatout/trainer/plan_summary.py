@@ -53,7 +53,7 @@ def fit_devices(config: Config, planned: PlannedRun, rank: Rank) -> dict[str, st
     found = {}
     for device in DEVICES.values():
         try:
-            plan, _, decision = fit_plan(config, planned.shape, planned.plan, rank, device)
+            plan, layout, decision = fit_plan(config, planned.shape, planned.plan, rank, device)
         except ResourceError as error:
             found[device.name] = f"cannot train: {str(error).partition(';')[0]}"
             continue
@@ -62,8 +62,9 @@ def fit_devices(config: Config, planned: PlannedRun, rank: Rank) -> dict[str, st
         if estimate is None:
             found[device.name] = "no step has labels"
             continue
+        strategy = f"{layout.strategy}, " if rank.world > 1 else ""
         found[device.name] = (
-            f"{decision.micro_batch_tokens:,} tokens per micro-batch, recompute {decision.recompute}: "
+            f"{strategy}{decision.micro_batch_tokens:,} tokens per micro-batch, recompute {decision.recompute}: "
             f"{estimate.total_bytes / GIB:.1f} of {budget_bytes(config, device) / GIB:.1f} GiB"
         )
     return found

@@ -144,7 +144,7 @@ def plan_run(
     reporter.stage("memory", memory.reason)
     if config.full.update == "backward":
         check_backward_update(config, plan, rank)
-    reporter.stage("plan", plan.describe())
+    reporter.stage("plan", plan.describe(parallel_layout.context_ranks))
     eval_sets = plan_evaluation(config, store, train_ids, eval_ids, plan, memory, reporter, objective)
     divisors = sample_divisors(objective, store, reporter)
     evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets]

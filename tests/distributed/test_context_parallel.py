@@ -161,11 +161,14 @@ def test_a_run_resumes_under_another_number_of_ranks(
         assert two["num_ranks"] == 2
 
 
-def test_the_command_line_trains_with_shared_micro_batches(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+def test_the_command_line_trains_with_shared_micro_batches(
+    tiny: Any, tmp_path: Path, metrics_of: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(json.dumps(tiny.config(tmp_path / "run").model_dump(mode="json", exclude_unset=True)))
     more = ["batch.max_steps=2", "context.parallel=2"]
     assert main(["train", str(config), "gpus=[0,1]", "device=cpu", *more]) == 0
+    assert "1 group(s) of 2 ranks" in capfd.readouterr().out
     alone = [f"run_dir={tmp_path / 'one'}", "batch.max_steps=2"]
     assert main(["train", str(config), "device=cpu", *alone]) == 0
     losses = [[record["loss"] for record in metrics_of(tmp_path / name)] for name in ("run", "one")]

@@ -170,15 +170,19 @@ class RunPlan:
         samples = self.samples.take(self.samples.indices_of(ids))
         return tuple(self.layout.micro_batches(samples.items(self.layout.cost), max_tokens=micro_batch_tokens))
 
-    def describe(self) -> str:
-        """Describe the plan in one line; balance and padding come from a sample of its steps."""
+    def describe(self, ranks_per_group: int = 1) -> str:
+        """Describe the plan in one line; balance and padding come from a sample of its steps.
+
+        If `ranks_per_group` ranks share each micro-batch, a group of them is one rank of the plan.
+        """
         steps = list(self.sampled_steps(32))
         balance = sum(step.balance for step in steps) / len(steps)
         padding = padding_share(steps)
         epochs = self.epoch_after(self.step(self.num_steps - 1))
+        ranks = "rank(s)" if ranks_per_group == 1 else f"group(s) of {ranks_per_group} ranks"
         return (
             f"{self.num_steps:,} steps of {self.batch.samples_per_step} samples, {epochs:.4g} epochs of "
-            f"{self.num_samples:,}; {self.layout.num_ranks} rank(s), balance {balance:.3f}, "
+            f"{self.num_samples:,}; {self.layout.num_ranks} {ranks}, balance {balance:.3f}, "
             f"{self.padding_avoided(steps):.0%} padding avoided{f', {padding:.1%} padding' if padding else ''}"
         )
 

@@ -111,6 +111,8 @@ def test_every_card_gets_a_line_without_a_gpu(run_file, capsys):
     named = json.loads(capsys.readouterr().out)
     assert line.startswith(f"{named['micro_batch_tokens']:,} tokens per micro-batch, recompute {named['recompute']}:")
     assert f"{named['memory']['total_bytes'] / 2**30:.1f} of" in line
+    assert main(["plan", str(run_file), *settings, "--ranks", "2"]) == 0
+    assert re.search(r"^H100 +ddp, [\d,]+ tokens per micro-batch", capsys.readouterr().out, re.MULTILINE)
     assert main(["plan", str(run_file), *settings, "--step", "0"]) == 2
     assert "--step prints the micro-batches for one GPU" in capsys.readouterr().err
 
