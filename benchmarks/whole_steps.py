@@ -19,7 +19,7 @@ from flatout.bench import run as flatout_bench
 from flatout.bench.figures import WARMUP_STEPS, recorded_figures
 from flatout.bench.inputs import Samples, chat_samples, write_store, write_tokenizer
 from flatout.config.read import make_config
-from flatout.environment import expandable_segments_env
+from flatout.environment import allocator_env
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback
@@ -79,7 +79,7 @@ def spread_over(num_gpus: int) -> NoReturn:
     """
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}") if num_gpus > 1 else ()
     sys.stdout.flush()
-    env = {**os.environ, **expandable_segments_env(os.environ)}
+    env = {**os.environ, **allocator_env(os.environ)}
     os.execve(sys.executable, [sys.executable, *launcher, *sys.argv, "--part"], env)
 
 

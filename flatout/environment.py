@@ -85,15 +85,17 @@ def ask_for_deterministic_cublas() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def expandable_segments_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that enables expandable segments in torch's allocator, against fragmentation.
+def allocator_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that sets torch's allocator: expandable segments, and pages of pinned memory by 8 threads.
 
-    Steps differ in tokens, so without it, fragments left by earlier sizes can fill a GPU. Empty if the user has set
-    the allocator. Adopt it before importing torch: importing a library may already use CUDA.
+    Steps differ in tokens, so without expandable segments, fragments left by earlier sizes can fill a GPU. One thread
+    takes seconds to pin the copy of the state that asynchronous saves need, and kernel launches wait for it. Empty if
+    the user has set the allocator. Adopt it before importing torch: importing a library may already use CUDA.
     """
     if sys.platform != "linux" or any(name in env for name in _ALLOCATOR_SETTINGS):
         return {}
-    return {_ALLOCATOR_SETTINGS[0]: "expandable_segments:True"}
+    pinned = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+    return {_ALLOCATOR_SETTINGS[0]: f"expandable_segments:True,{pinned}"}
 
 
 def cache_folder() -> Path:

@@ -18,7 +18,7 @@ from typing import Any
 from flatout.bench.figures import WARMUP_STEPS
 from flatout.bench.inputs import NAME, digest
 from flatout.data.registry import built_dir
-from flatout.environment import environment, expandable_segments_env
+from flatout.environment import allocator_env, environment
 from flatout.errors import ResourceError, UsageError
 
 from .inputs import write_samples
@@ -165,7 +165,7 @@ def _run(row: Row, repeat: int, settings: Settings, inputs: Mapping[str, Any], l
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.num_gpus}")
     command = [sys.executable, *(launcher if row.num_gpus > 1 else ()), *program, str(job_path)]
     # as `flatout train` does for itself
-    more = expandable_segments_env(environment()) if row.system == "flatout" else {}
+    more = allocator_env(environment()) if row.system == "flatout" else {}
     code = _run_process(command, log, None if left_s == float("inf") else left_s, more)
     shutil.rmtree(settings.work / f"{stem}.run", ignore_errors=True)
     run: dict[str, Any] = {"row": row.name, "repeat": repeat}

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from flatout.bench.figures import WARMUP_STEPS
     from flatout.cli.screen import quiet_transformers, rows
     from flatout.config.read import load_config, make_config
-    from flatout.environment import environment, expandable_segments_env, set_environment
+    from flatout.environment import allocator_env, environment, set_environment
     from flatout.errors import UsageError
     from flatout.launch.launch_mode import RunHere, choose_launch_mode
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
                 f"gpus: {config.gpus}: this command benchmarks one GPU; for several run "
                 f"`torchrun --nproc-per-node={mode.num_procs} -m flatout bench ...` without gpus"
             )
-        set_environment({**expandable_segments_env(environment()), **mode.environment})
+        set_environment({**allocator_env(environment()), **mode.environment})
         # import torch only after the configuration is checked
         from flatout.bench.run import measure, measured_config
 

@@ -21,8 +21,8 @@ from flatout.environment import (
     LAUNCHED,
     LOGS,
     PARENT,
+    allocator_env,
     environment,
-    expandable_segments_env,
     set_environment,
     whole_number,
 )
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if isinstance(place, SpawnRanks):
             return start_ranks(config, place, words, launched_at=own_launch)
-        set_environment({**expandable_segments_env(environment()), **place.environment})
+        set_environment({**allocator_env(environment()), **place.environment})
         # a .py configuration may change anything in this process
         _train_here(config, args.profile, start_up, recalls=args.config.suffix != ".py")
         return 0

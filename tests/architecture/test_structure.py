@@ -57,7 +57,7 @@ MAX_PACKAGE_LINES = {
     "data": 3899,
     "demo": 480,
     "doctor": 400,
-    "environment": 146,
+    "environment": 148,
     "errors": 118,
     "eval": 141,
     "export": 800,

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from flatout.config.read import make_config
-from flatout.environment import expandable_segments_env, keep_compiled_kernels
+from flatout.environment import allocator_env, keep_compiled_kernels
 from flatout.errors import ResourceError, UsageError
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
@@ -72,7 +72,7 @@ def test_a_cache_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPa
 
 def test_segments_grow_unless_the_user_has_set_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
-    assert expandable_segments_env({"PATH": "/bin"}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert expandable_segments_env({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}) == {}
+    assert allocator_env({"PATH": "/bin"})["PYTORCH_ALLOC_CONF"].startswith("expandable_segments:True,pinned_use")
+    assert allocator_env({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}) == {}
     monkeypatch.setattr("sys.platform", "win32")
-    assert expandable_segments_env({}) == {}
+    assert allocator_env({}) == {}
