@@ -108,6 +108,7 @@ def test_rope_by_length_agrees_packed_and_on_two_ranks(tiny: Any, length_scaled:
     assert max(difference for (case, _), difference in rows.items() if "float32" not in case) < 1e-13
 
 
+@pytest.mark.exhaustive
 def test_every_strategy_agrees_on_every_number_of_ranks_it_is_for(tiny: Any, tmp_path: Path) -> None:
     """The settings ask for rounded sums, which the exact rows leave out and say so."""
     batch = {"samples_per_step": 12}
