@@ -122,11 +122,11 @@ class PackedBatch:
         return len(self.label_rows)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """Return the batch on `device`. Copies to a GPU are from pinned memory and non-blocking."""
+        """Return the batch on `device`. Copies to a GPU are from pinned memory and non-blocking, others complete."""
         pin = device.type == "cuda" and self.token_ids.device.type == "cpu"
 
         def copy(own: torch.Tensor) -> torch.Tensor:
-            return (own.pin_memory() if pin else own).to(device, non_blocking=True)
+            return (own.pin_memory() if pin else own).to(device, non_blocking=device.type != "cpu")
 
         moved: dict[str, Any] = {name: copy(getattr(self, name)) for name in _TENSORS}
         if pin:

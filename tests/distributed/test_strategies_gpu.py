@@ -25,12 +25,14 @@ LIMITS = {
 }
 
 
-def run_near_one(cases: Cases, num_ranks: int) -> dict[str, dict[str, Any]]:
+def run_near_one(
+    cases: Cases, num_ranks: int, limits_of: dict[str, dict[str, float]] = LIMITS
+) -> dict[str, dict[str, Any]]:
     """All cases over so many GPUs, each within its precision's limits of one GPU; the differences are printed."""
     report = run_cases(cases.cases, cases.folder, num_ranks, 600)
     for entry in report.values():
         print(entry)
-    for precision, limits in LIMITS.items():
+    for precision, limits in limits_of.items():
         assert_close(report, precision, limits)
     return report
 

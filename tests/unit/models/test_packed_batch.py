@@ -1,5 +1,7 @@
 """Packing by hand-written integers: positions restart, boundaries, and which rows predict what."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -35,6 +37,17 @@ def test_dtypes_and_moving():
     assert {packed.token_ids.dtype, packed.position_ids.dtype, packed.label_rows.dtype, packed.label_ids.dtype} == {
         torch.int64
     }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_batch_moved_to_the_host_is_whole():
+    there = batch().to(torch.device("cuda"))
+    # the GPU is busy, so an unfinished copy would be read
+    torch.cuda._sleep(200_000_000)
+    moved = replace(there, token_ids=there.token_ids + 1).to(torch.device("cpu"))
+    assert torch.equal(moved.token_ids, batch().token_ids + 1)
+    assert torch.equal(moved.cu_seqlens, batch().cu_seqlens)
 
 
 def test_inputs_are_not_changed():
