@@ -73,6 +73,7 @@ def take_steps(
     checkpoints = Checkpoints(config.folder, keep=1, on_event=reporter.event, group=meet())
     run = build_run(config, planned, checkpoints, None, reporter, rank)
     before(run)
+    reporter.phase("step", 1)
     try:
         run_steps(run)
         after(run)

@@ -8,6 +8,7 @@ runs one of the processes; it reads the job from the folder and writes the rows 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,7 +72,9 @@ def run_rank_cases(cases: Sequence[RankCase], folder: Path) -> list[Row]:
     why = ""
     if lost is not None:
         # the last error in its log, which a stack trace may follow, or the last line
-        lines = (folder / f"rank-{lost}.log").read_text(errors="replace").strip().splitlines()
+        log_text = (folder / f"rank-{lost}.log").read_text(errors="replace").strip()
+        # torch begins each line of a traceback with the rank, once for every process group of the process
+        lines = re.sub(r"^(\[rank\d+\]: )+", "", log_text, flags=re.MULTILINE).splitlines()
         told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         why = (told or lines or ["no output"])[-1]
         if processes[lost].returncode == ResourceError.exit_code:

@@ -72,7 +72,7 @@ MAX_PACKAGE_LINES = {
     "studio": 1160,
     "track": 2240,
     "trainer": 4352,
-    "verifier": 755,
+    "verifier": 758,
     "view": 1237,
 }
 

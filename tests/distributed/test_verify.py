@@ -1,6 +1,7 @@
 """`flatout verify` on whole models: several architectures, packed, accumulated and over real processes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,12 @@ def test_a_lost_process_is_a_failed_row_that_names_it_and_leaves_nobody_behind(t
     assert "nowhere/facts.json: the file is missing" in row.note
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [command for command in commands if str(tmp_path / "ranks").encode() in command]
+
+
+def test_a_traceback_of_a_rank_is_told_without_the_prefixes_that_torch_adds(tiny: Any, tmp_path: Path) -> None:
+    from flatout.verifier.ranks import RankCase, run_rank_cases
+
+    values = tiny.config(tmp_path / "run").model_dump(mode="json") | {"strategy": "ddp"}
+    no_path: Any = None
+    (row,) = run_rank_cases([RankCase("ddp", 2, values, 0, no_path, 1e-4)], tmp_path / "ranks")
+    assert re.match(r"rank \d ended: TypeError: ", row.note), row.note
