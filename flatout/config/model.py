@@ -91,7 +91,7 @@ class FullConfig(Section):
     layer stay in model.precision. Needs compile."""
     hidden_states: Literal["fp32", "model"] = "fp32"
     """Dtype of the hidden states between decoder layers. fp32: as wide as the weights, as in transformers under
-    torch.autocast; model: model.precision, which must be bf16: less memory and time, more rounding."""
+    torch.autocast; model: model.precision, which must be bf16: a little less memory and time, more rounding."""
     update: Literal["step", "backward"] = "step"
     """backward: update each weight as soon as its gradient is ready, so gradients are never all in memory; needs
     one micro-batch per step and no clipping (optim.max_grad_norm: null)."""
