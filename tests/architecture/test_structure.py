@@ -67,7 +67,7 @@ MAX_PACKAGE_LINES = {
     "models": 7374,
     "optim": 645,
     "parallel": 1555,
-    "planner": 2715,
+    "planner": 2724,
     "profile": 339,
     "studio": 1160,
     "track": 2240,

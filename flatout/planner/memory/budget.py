@@ -233,19 +233,33 @@ def _decide(
     enough = most = min(given or tokens.pass_tokens, tokens.pass_tokens)
     if not given and config.full.update == "step":
         enough = min(most, max(BUSY_TOKENS * config.context.parallel, tokens.longest_sample))
-    fits = largest_fit(model, level, tokens, device, most)
+    holds = fits = largest_fit(model, level, tokens, device, most)
+    if enough < most:
+        fits = min(fits, max(enough, _indexed_tokens(model)))
     num_tokens = given or max(fits, tokens.longest_sample)
     budget = budget_bytes(config, device)
     reason = (
         f"{num_tokens:,} tokens per micro-batch, recompute {level}: {budget / GIB:.1f} GiB of {device.name} hold "
-        f"{fits:,} tokens, a step has at most {tokens.rank_step_tokens:,} per rank"
+        f"{holds:,} tokens, a step has at most {tokens.rank_step_tokens:,} per rank"
     )
+    if fits < holds:
+        reason += "; a tensor of more tokens would need 64-bit indices"
     if (measured := model.corrections.get(model.kind_of_pass(level), Correction())) != Correction():
         reason += f"; measured passes take {measured}"
     if level == "offload":
         reason += f"; {model.inputs_bytes(num_tokens) / GIB:.1f} GiB of layer inputs are kept in host memory"
     accumulates = num_tokens < tokens.rank_step_tokens
     return MemoryDecision(num_tokens, level, reason, model, budget, accumulates), fits, enough
+
+
+def _indexed_tokens(model: MemoryModel) -> int:
+    """Return the most tokens of a micro-batch whose widest tensor, gate and up projection, has 32-bit indices.
+
+    For more, the compiler makes other and slower kernels, in the first step that needs them.
+    """
+    widest = max(layer.mlp_elements * 2 // 3 for layer in model.shape.layers)
+    tokens = 2**31 // max(widest, model.shape.hidden_size) // TOKENS_MULTIPLE * TOKENS_MULTIPLE
+    return tokens * model.config.context.parallel if model.compiled else LONGEST_TOKENS
 
 
 def choose_parallel_layout(

@@ -87,6 +87,25 @@ def test_partial_is_for_compiled_layers():
     assert chosen(79, compile="off", recompute="budget").recompute == "full"
 
 
+def test_indices_of_a_micro_batch_have_32_bits_if_its_samples_allow():
+    """Gate and up projection of Qwen3-8B have 24,576 values a token."""
+    large = TokenStatistics(longest_sample=2048, rank_step_tokens=300_000, label_share=0.6, mean_length=530.0)
+    decision = chosen(139, large, recompute="full")
+    assert 2**31 * 0.99 < decision.micro_batch_tokens * 24_576 <= 2**31
+    assert "64-bit indices" in decision.reason
+    assert decision.accumulates
+    eager = chosen(139, large, recompute="full", compile="off")
+    assert eager.micro_batch_tokens * 24_576 > 2**31
+    assert "64-bit" not in eager.reason
+    shared = chosen(139, large, recompute="full", context={"parallel": 2})
+    assert shared.micro_batch_tokens == 2 * decision.micro_batch_tokens
+    # a longer document cannot be cut, and a given size stays
+    longer = TokenStatistics(longest_sample=131_072, rank_step_tokens=300_000, label_share=0.6, mean_length=50_000.0)
+    assert chosen(139, longer, recompute="full").micro_batch_tokens == 131_072
+    given = chosen(139, large, recompute="full", batch={"samples_per_step": 600, "micro_batch_tokens": 100_000})
+    assert given.micro_batch_tokens == 100_000
+
+
 def test_without_a_gpu():
     decision = choose_micro_batch(config_of(), SHAPE, TOKENS, None)
     assert (decision.micro_batch_tokens, decision.recompute, decision.model) == (8192, "none", None)
