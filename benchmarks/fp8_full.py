@@ -19,13 +19,12 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bench.rows import SAMPLES_PER_STEP
 from bench.shapes import SHAPES, shape_config
-from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
+from whole_steps import gib, make_parser, on_each_rank, prepare, spread_over, take_steps
 
 from flatout.bench.inputs import MIN_ID, Samples, chat_samples
 from flatout.parallel.rank import Rank
@@ -86,16 +85,11 @@ def compare(measured: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, gpus=1, steps=200)
     parser.add_argument("--shape", choices=[name for name in SHAPES if name == "tiny" or "qwen3-" in name])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--samples", type=int, default=SAMPLES_PER_STEP, help="samples a step, over all GPUs")
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
-    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path("/tmp/fp8_full"))
-    parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
     if args.part:
         if (found := measure(args)) is not None:

@@ -23,13 +23,12 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from bench.machine import gpu_memory
 from bench.rows import SAMPLES_PER_STEP
 from bench.shapes import SHAPES, shape_config
-from whole_steps import prepare, spread_over, take_steps
+from whole_steps import make_parser, prepare, spread_over, take_steps
 
 from flatout.bench.figures import WARMUP_STEPS, recorded_figures
 from flatout.bench.inputs import LABEL_SHARE, chat_lengths
@@ -124,19 +123,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, gpus=1, steps=12)
     parser.add_argument("--shape", choices=[name for name in SHAPES if name == "tiny" or "qwen3-" in name])
     parser.add_argument("--mode", choices=MODES)
     parser.add_argument("--budget", type=int)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--samples", type=int, default=SAMPLES_PER_STEP, help="samples a step, over all GPUs")
     parser.add_argument(
         "--save", action="store_true", help="save the state once beside training, and tell what it waited"
     )
-    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path("/tmp/full_finetune"))
-    parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
     if args.mode and not args.part:
         prepare(args.out / args.mode, shape_config(args.shape), args.steps, args.samples)

@@ -17,12 +17,11 @@ import argparse
 import json
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from bench.shapes import SHAPES, shape_config
-from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
+from whole_steps import gib, make_parser, on_each_rank, prepare, spread_over, take_steps
 
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.parallel.rank import Rank
@@ -67,14 +66,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, gpus=2, steps=6)
     parser.add_argument("--shape", choices=SHAPES, default="llama-70b")
     parser.add_argument("--layers", type=int, help="decoder layers, the shape's own if not given")
-    parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path("/tmp/large_lora"))
-    parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
     if not args.part:
         shape = shape_config(args.shape)

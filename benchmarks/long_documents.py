@@ -18,13 +18,11 @@ import json
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from bench.shapes import SHAPES, shape_config
-from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
+from whole_steps import gib, make_parser, on_each_rank, prepare, spread_over, take_steps
 
 from flatout.bench.inputs import LABEL_SHARE, MAX_ID, MIN_ID, Samples
 from flatout.parallel.rank import Rank
@@ -48,31 +46,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     taken = take_steps(args.out, overrides, args.steps, 1, after=after)
     if not Rank.from_env().is_first:
         return None
-    steps, run = taken.records, taken.run
+    steps = taken.records
     return {
         "shape": args.shape,
         "tokens": args.tokens[0],
         "overrides": args.overrides,
-        "gpus": run.rank.world,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "recompute": run.memory.recompute,
+        **taken.facts,
         **found,
         "step_s": [round(step.step_s, 2) for step in steps],
         "tokens_per_s": round(args.tokens[0] / statistics.fmean(step.step_s for step in steps[1:] or steps)),
         "mfu": round(steps[-1].mfu or 0.0, 3),
-        "losses": [round(step.loss, 4) for step in steps],
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, gpus=1, steps=3)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[131072], help="tokens of the document")
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path("/tmp/long_documents"))
-    parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
     if len(args.tokens) > 1:
         for num_tokens in args.tokens:

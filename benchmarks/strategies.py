@@ -20,12 +20,11 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from bench.rows import SAMPLES_PER_STEP
 from bench.shapes import SHAPES, shape_config
-from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
+from whole_steps import gib, make_parser, on_each_rank, prepare, spread_over, take_steps
 
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback
@@ -62,15 +61,10 @@ def measure(args: argparse.Namespace, strategy: str) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, gpus=2, steps=8)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
     parser.add_argument("--strategies", type=lambda text: text.split(","), default=list(STRATEGIES))
-    parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--samples", type=int, default=SAMPLES_PER_STEP, help="samples a step, over all GPUs")
-    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path("/tmp/strategies"))
-    parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
     if len(args.strategies) > 1:
         for strategy in args.strategies:

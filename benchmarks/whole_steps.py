@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -40,19 +41,37 @@ class Steps:
         """The step records; empty on every rank but the first."""
         return self.recorder.steps
 
-    def summary(self, launched_s: float) -> dict[str, Any]:
-        """What a benchmark tells of any steps; only on the first rank."""
-        steps, rates = self.records, recorded_figures(self.recorder, launched_s)
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The machine, the recompute level and all losses; only on the first rank."""
         return {
             "gpus": self.run.rank.world,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "recompute": self.run.memory.recompute,
+            "losses": [round(step.loss, 4) for step in self.records],
+        }
+
+    def summary(self, launched_s: float) -> dict[str, Any]:
+        """What a benchmark tells of steps beyond the warm-up; only on the first rank."""
+        rates = recorded_figures(self.recorder, launched_s)
+        return {
+            **self.facts,
             "tokens_per_s": round(rates["tokens_per_s"]),
             "step_p50_s": round(rates["step_p50_s"], 4),
             "launch_to_first_step_s": round(rates["launch_to_first_step_s"], 1),
-            "recompute": self.run.memory.recompute,
-            "micro_batches": [step.num_micro_batches for step in steps[WARMUP_STEPS:]],
-            "losses": [round(step.loss, 4) for step in steps],
+            "micro_batches": [step.num_micro_batches for step in self.records[WARMUP_STEPS:]],
         }
+
+
+def make_parser(description: str | None, *, gpus: int, steps: int) -> argparse.ArgumentParser:
+    """The options of every script that spreads steps over ranks, with its defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=gpus)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("/tmp") / Path(sys.argv[0]).stem)
+    parser.add_argument("overrides", nargs="*")
+    return parser
 
 
 def prepare(

@@ -16,7 +16,7 @@ from test_strategies_gpu import LIMITS, run_near_one
 pytestmark = pytest.mark.gpu
 __all__ = ["models"]
 # where two experts nearly tie, rounding to bf16 chooses another one (two H200s: loss 0.017 after 8 full updates)
-NEAR = {**LIMITS, "bf16": {**LIMITS["bf16"], "loss": 5e-2, "norm": 2e-1}}
+NEAR = {**LIMITS, "bf16": {**LIMITS["bf16"], "loss": 3e-2}}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

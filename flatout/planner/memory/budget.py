@@ -243,7 +243,7 @@ def _decide(
         f"{holds:,} tokens, a step has at most {tokens.rank_step_tokens:,} per rank"
     )
     if fits < holds:
-        reason += "; a tensor of more tokens would need 64-bit indices"
+        reason += "; tensors of more tokens would need 64-bit indices"
     if (measured := model.corrections.get(model.kind_of_pass(level), Correction())) != Correction():
         reason += f"; measured passes take {measured}"
     if level == "offload":
@@ -253,12 +253,12 @@ def _decide(
 
 
 def _indexed_tokens(model: MemoryModel) -> int:
-    """Return the most tokens of a micro-batch whose widest tensor, gate and up projection, has 32-bit indices.
+    """Return the most tokens of a compiled micro-batch whose widest tensor (gate and up) has fewer than 2^31 values.
 
-    For more, the compiler makes other and slower kernels, in the first step that needs them.
+    Larger tensors need 64-bit indices: the compiler makes slower kernels for them in the first step that has one.
     """
     widest = max(layer.mlp_elements * 2 // 3 for layer in model.shape.layers)
-    tokens = 2**31 // max(widest, model.shape.hidden_size) // TOKENS_MULTIPLE * TOKENS_MULTIPLE
+    tokens = (2**31 - 1) // max(widest, model.shape.hidden_size) // TOKENS_MULTIPLE * TOKENS_MULTIPLE
     return tokens * model.config.context.parallel if model.compiled else LONGEST_TOKENS
 
 

@@ -1,5 +1,7 @@
 """The choice of micro-batch and recompute level: its limits, its order, and what it refuses."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from qwen3_8b import QWEN3_8B
@@ -99,6 +101,12 @@ def test_indices_of_a_micro_batch_have_32_bits_if_its_samples_allow():
     assert "64-bit" not in eager.reason
     shared = chosen(139, large, recompute="full", context={"parallel": 2})
     assert shared.micro_batch_tokens == 2 * decision.micro_batch_tokens
+    # 131,072 tokens of 16,384 values would be one too many
+    layers = tuple(replace(layer, mlp_elements=3 * 8192) for layer in SHAPE.layers)
+    power = choose_micro_batch(
+        config_of(recompute="full"), replace(SHAPE, layers=layers), large, Device("a GPU", 139 * GIB)
+    )
+    assert power.micro_batch_tokens == 131_072 - 512
     # a longer document cannot be cut, and a given size stays
     longer = TokenStatistics(longest_sample=131_072, rank_step_tokens=300_000, label_share=0.6, mean_length=50_000.0)
     assert chosen(139, longer, recompute="full").micro_batch_tokens == 131_072
