@@ -342,7 +342,11 @@ def loop_all(
 
 
 class StepEnergy(MemoryCallback):
-    """Reads the counter after the warm-up and after the last step, with the GPU drained both times."""
+    """Reads the counter twice, with the GPU drained both times.
+
+    A step's record comes while the next step runs, so each reading stands one step behind the record that asks for it:
+    the last record but one reads after the last step.
+    """
 
     def __init__(self, num_steps: int) -> None:
         super().__init__()
@@ -351,14 +355,14 @@ class StepEnergy(MemoryCallback):
 
     def on_step(self, record: StepRecord) -> None:
         super().on_step(record)
-        if len(self.steps) in (WARMUP_STEPS, self._num_steps):
+        if len(self.steps) in (WARMUP_STEPS, self._num_steps - 1):
             torch.cuda.synchronize()
             self._read.append((time.perf_counter(), read_joules()))
 
     def figures(self, idle: float) -> dict[str, float]:
-        """The whole steps after the warm-up."""
+        """The whole steps between the two readings."""
         (started_s, first), (ended_s, last) = self._read
-        timed, wall_s = self.steps[WARMUP_STEPS:], ended_s - started_s
+        timed, wall_s = self.steps[WARMUP_STEPS + 1 :], ended_s - started_s
         num_tokens = sum(record.num_tokens for record in timed)
         return {
             "num_steps": len(timed), "num_tokens": num_tokens, "step_s": wall_s / len(timed),
@@ -423,13 +427,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=DENSE_SHAPES, default="qwen3-8b")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each operation")
-    parser.add_argument("--steps", type=int, default=WARMUP_STEPS + 8)
+    parser.add_argument("--steps", type=int, default=WARMUP_STEPS + 9)
     parser.add_argument("--out", type=Path, default=Path("joules.json"))
     parser.add_argument("--work", type=Path, default=Path("/tmp/joules"))
     parser.add_argument("overrides", nargs="*", help="settings of the step, e.g. base.storage=fp8")
     args = parser.parse_args()
-    if args.steps <= WARMUP_STEPS:
-        parser.error(f"--steps is {args.steps}; the first {WARMUP_STEPS} are left out, so take more")
+    if args.steps < WARMUP_STEPS + 2:
+        parser.error(f"--steps is {args.steps}; the first {WARMUP_STEPS + 1} are left out, so take more")
     paths = {"run_dir": "run", "model_dir": "model", "data_root": "data"}
     job = {name: str(args.work / leaf) for name, leaf in paths.items()}
     job |= {"num_steps": args.steps, "samples_per_step": SAMPLES_PER_STEP}

@@ -35,7 +35,7 @@ from flatout.launch.ranks import MODULE, end_with_parent
 from flatout.parallel.rank import Rank
 from flatout.track.console import ConsoleCallback
 from flatout.track.run_log import read_run
-from flatout.track.start_up import StartUpClock, process_launch
+from flatout.track.start_up import StartUpClock, bytecode_problem, process_launch
 from flatout.track.summary import next_commands, summarize, summary_lines
 
 # modules that take long to import, by package
@@ -155,6 +155,8 @@ def _train_here(config: Config, profile_steps: int | None, start_up: StartUpCloc
                 if Rank.from_env().is_first:
                     console.on_phase(f"importing {package}")
                 import_module(module)
+            if Rank.from_env().is_first and (problem := bytecode_problem(HEAVY_IMPORTS)):
+                console.on_stage("imports", problem, "yellow")
             from flatout.profile.profiler import Profiler
             from flatout.trainer.run import train
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -58,6 +59,22 @@ def process_launch() -> float:
     except (OSError, AttributeError, IndexError, ValueError):
         return time.time()
     return time.time() - age_s
+
+
+def bytecode_problem(packages: Iterable[str]) -> str | None:
+    """Return which of these imported packages Python compiles at every start, as it keeps no bytecode; None if none.
+
+    Some container images set PYTHONDONTWRITEBYTECODE and install without bytecode: torch and transformers then take
+    several seconds longer to import.
+    """
+    found = ((name, spec) for name in packages if (spec := sys.modules[name].__spec__) is not None)
+    uncached = [name for name, spec in found if spec.cached is not None and not Path(spec.cached).exists()]
+    if not uncached:
+        return None
+    remedy = "PYTHONPYCACHEPREFIX=FOLDER names a folder that you can write"
+    if sys.dont_write_bytecode:
+        remedy = f"unset PYTHONDONTWRITEBYTECODE; where the packages are read-only, {remedy}"
+    return f"Python compiles {', '.join(uncached)} at every start, as it keeps no bytecode: {remedy}"
 
 
 def stages_of(event: Mapping[str, Any]) -> dict[str, float]:

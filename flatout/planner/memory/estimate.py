@@ -58,11 +58,11 @@ class MemoryModel:
         optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes per trained parameter (LoRA: as adamw for B, whose rows are
                      shorter than a block)
         activations  none: L fat per token; selective: without the norms' outputs and the MLP's product; budget: the
-                     inputs L D s and 0.47 of the rest; full: L D s; offload: 3 D s;
-                     and always 10 D per token around the last norm
+                     inputs L D s and 0.47 of the rest; full: L D s; offload: 3 D s
         working      the larger of: the head's `HEAD_TILE_ROWS` of logits and their gradient, label rows and their
-                     gradient; and the backward pass of one layer: 0.75 fat per token, the recomputed share of it, and
-                     one weight group unpacked (nf4) or transposed (fp8, unless kept transposed)
+                     gradient, and 10 D per token around the last norm; and the backward pass of one layer: 0.38 fat
+                     per token, the recomputed share of it, and one weight group unpacked (nf4) or transposed (fp8,
+                     unless kept transposed)
 
     State that `parallel_layout` splits into n shards counts 1/n, or nothing if it is kept on the host
     (`sharding.offload`). Unsharded temporaries are added: gathered weights, of all layers or of those in flight, and of
@@ -326,14 +326,15 @@ class MemoryModel:
         # a layer that is computed again makes its experts' adapters anew
         share = 1 / shape.num_layers if recompute in ("full", "offload") else 1.0
         copies = factors * self.widths.copies * share if self.widths.copies else 0
-        return int(kept + copies) + size.num_tokens * shape.hidden_size * LAST_NORM_BYTES
+        return int(kept + copies)
 
     def _working_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
         """Return the larger of the head's temporaries and those of one layer's backward pass."""
         shape, base, element = self.shape, self.config.base, self.widths.compute
-        # one tile's logits and their gradient; the label rows and their gradient
+        # one tile's logits and their gradient; the label rows and their gradient; what the last norm saves
         num_tile_rows = min(size.num_labels, HEAD_TILE_ROWS[recompute])
         head = 2 * (num_tile_rows * shape.vocab_size + size.num_labels * shape.hidden_size) * element
+        head += size.num_tokens * shape.hidden_size * LAST_NORM_BYTES
         if self.config.method == "full" or shape.trains_head(self.config.lora):
             # the head's weight gradient is summed in fp32, in addition to a narrower copy of the weight or the gradient
             head += shape.vocab_size * shape.hidden_size * (4 + (element if element < 4 else 0))

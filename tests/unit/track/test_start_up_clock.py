@@ -1,7 +1,12 @@
 """Every second of a start belongs to one stage."""
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.record import describe_event
@@ -78,3 +83,19 @@ def test_a_report_lists_the_stages_of_the_last_start_and_their_sum() -> None:
     rows = start_rows(RunLog(Path("run"), events=[earlier, {"kind": "saved"}, last]))
     assert rows == [("planning", "1.50"), ("step", "2.00"), ("launch to the end of the first step", "3.50")]
     assert start_rows(RunLog(Path("run"))) == []
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not kept"])
+def test_packages_without_bytecode_are_named(tmp_path: Path, keeps: bool) -> None:
+    code = (
+        "import json; from flatout.track.start_up import bytecode_problem; print(bytecode_problem(['json', 'flatout']))"
+    )
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    if not keeps:
+        env["PYTHONDONTWRITEBYTECODE"] = "1"
+    told = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    if keeps:
+        assert told == "None\n"
+    else:
+        assert told.startswith("Python compiles json, flatout at every start, as it keeps no bytecode: unset PYTHOND")

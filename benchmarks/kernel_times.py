@@ -1,6 +1,6 @@
 """Our operations beside plain torch, Liger, bitsandbytes and PEFT: forward and backward, errors first.
 
-    python benchmarks/kernels.py --out kernels            (--tiny on a CPU: only shows that it runs)
+    python benchmarks/kernel_times.py --out kernels         (--tiny on a CPU: only shows that it runs)
 
 Each variant gives an output and the gradient of its input. The error is the relative L2 distance to the same in fp32;
 ours may have twice the plain form's own error in the forward and three times in the backward, else the row is RED and
