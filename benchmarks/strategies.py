@@ -53,7 +53,9 @@ def measure(args: argparse.Namespace, strategy: str) -> dict[str, Any] | None:
         run.optimizer.zero_grad(set_to_none=True)
         found["held_gib"] = on_each_rank(run, gib("memory_allocated"))
 
-    taken = take_steps(args.out / strategy, overrides, args.steps, args.samples, after=after)
+    taken = take_steps(
+        args.out / strategy, overrides, args.steps, args.samples, after=after, profile_steps=args.profile
+    )
     if not rank.is_first:
         return None
     facts = {"strategy": strategy, "shape": args.shape, "overrides": args.overrides}
@@ -65,6 +67,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
     parser.add_argument("--strategies", type=lambda text: text.split(","), default=list(STRATEGIES))
     parser.add_argument("--samples", type=int, default=SAMPLES_PER_STEP, help="samples a step, over all GPUs")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="profile N steps of the first rank")
     args = parser.parse_intermixed_args()
     if len(args.strategies) > 1:
         for strategy in args.strategies:

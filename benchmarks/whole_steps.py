@@ -22,7 +22,8 @@ from flatout.bench.inputs import Samples, chat_samples, write_store, write_token
 from flatout.config.read import make_config
 from flatout.environment import allocator_env
 from flatout.parallel.rank import Rank
-from flatout.track.callback import MemoryCallback, Reporter
+from flatout.profile.profiler import Profiler
+from flatout.track.callback import Callback, MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.record import StepRecord
 from flatout.track.run_folder import RunFolderWriter
@@ -110,13 +111,20 @@ def take_steps(
     *,
     before: Callable[[Run], None] = lambda run: None,
     after: Callable[[Run, MemoryCallback], None] = lambda run, recorder: None,
+    profile_steps: int = 0,
 ) -> Steps:
-    """This process's part of a run in a prepared folder; `before` and `after` its steps all ranks are still joined."""
+    """This process's part of a run in a prepared folder; `before` and `after` its steps all ranks are still joined.
+
+    The first rank profiles `profile_steps` steps, which slows down all ranks.
+    """
     paths = {"run_dir": str(out / "run"), "model_dir": str(out / "model"), "data_root": str(out / "data")}
     job = {**paths, "num_steps": num_steps, "samples_per_step": samples_per_step}
     config, recorder = make_config(base_values(job, overrides), list(overrides)), MemoryCallback()
-    is_first = Rank.from_env().is_first
-    reporter = Reporter(*((ConsoleCallback(), RunFolderWriter(config.folder), recorder) if is_first else ()))
+    callbacks: list[Callback] = []
+    if Rank.from_env().is_first:
+        callbacks = [ConsoleCallback(), RunFolderWriter(config.folder), recorder]
+        callbacks += [Profiler(config.folder, profile_steps, print)] if profile_steps else []
+    reporter = Reporter(*callbacks)
     run = flatout_bench.take_steps(config, reporter, before=before, after=lambda run: after(run, recorder))
     return Steps(run, recorder)
 
