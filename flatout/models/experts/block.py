@@ -178,9 +178,7 @@ def _experts_forward(
         if group is None:
             output = compute(x, top_k_weights, top_k_index)
         else:
-            # quantized weights are unpacked for each product, so all tokens take one
-            num_parts = 2 if up is down is DENSE else 1
-            output = exchange(x, top_k_weights, top_k_index, group, num_experts, compute, num_parts=num_parts)
+            output = exchange(x, top_k_weights, top_k_index, group, num_experts, compute)
     return output.to(hidden_states.dtype)
 
 

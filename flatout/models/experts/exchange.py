@@ -18,8 +18,6 @@ def exchange(
     group: RankGroup,
     num_experts: int,
     compute: Callable[[Tensor, Tensor, Tensor], Tensor],
-    *,
-    num_parts: int,
 ) -> Tensor:
     """Return the outputs (T, D) of all ranks' experts for this rank's tokens `x` (T, D).
 
@@ -29,59 +27,41 @@ def exchange(
 
     An all-to-all would send a token only to the (1 - (1 - 1/N)^k) N ranks that it needs: 0.996 N for N = 2 and k = 8,
     0.90 N for N = 4. It needs counts on the host in every layer; this needs only that T is the same on all ranks.
-    In two parts of the tokens (`num_parts`), the second is sent while the first is computed.
+    Sending one half of the tokens while the other is computed takes more time than it hides: products of half as many
+    rows, twice the launches, and communication that shares the GPU with them.
     """
     ids, weights = _GatherSlots.apply(chosen, weights, group)
     ids = ids - group.place * num_experts
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    middle = (x.shape[0] + 1) // 2
-    spans = [slice(0, middle), slice(middle, None)] if num_parts == 2 and x.shape[0] > 1 else [slice(None)]
-    sent = [_Start.apply(x[span], all_gather, group) for span in spans]
-    outputs = []
-    for span, part in zip(spans, sent, strict=True):
-        tokens = _Finish.apply(*part, reduce_scatter, group)
-        own = compute(tokens, weights[:, span].flatten(0, 1), ids[:, span].flatten(0, 1))
-        outputs.append(_Start.apply(own, reduce_scatter, group))
-    outputs = [_Finish.apply(*part, all_gather, group) for part in outputs]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    own = compute(_Gather.apply(x, group), weights.flatten(0, 1), ids.flatten(0, 1))
+    outputs: Tensor = _SumOwn.apply(own, group)
+    return outputs
 
 
-class _Start(torch.autograd.Function):
-    """Start a collective; return x, to which the gradient belongs, and the result. Both are for `_Finish` only.
-
-    In the backward pass, wait for the gradient's collective, which `_Finish` has started. Whatever is between the two
-    runs beside the collective, in both passes.
-    """
+class _Gather(torch.autograd.Function):
+    """Gather x (T, D) of all ranks: (N T, D). Its gradient is summed over ranks."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, collective: Callable[[Tensor, RankGroup], Tensor], group: RankGroup
-    ) -> tuple[Tensor, Tensor]:
-        started = collective(x, group)
-        ctx.mark_non_differentiable(started)
-        return x.view_as(x), started
+    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
+        ctx.group = group
+        return wait(all_gather(x, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return wait(grads[0]), None, None
+        return wait(reduce_scatter(grads[0], ctx.group)), None
 
 
-class _Finish(torch.autograd.Function):
-    """Wait for a started collective. In the backward pass, start its `reverse`."""
+class _SumOwn(torch.autograd.Function):
+    """Sum x (N T, D) over ranks and keep this rank's (T, D). Its gradient is gathered."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, started: Tensor, reverse: Callable[[Tensor, RankGroup], Tensor], group: RankGroup
-    ) -> Tensor:
-        ctx.reverse, ctx.group = reverse, group
-        arrived = wait(started)
-        # recomputation stops at the last saved tensor, which must not be before this wait
-        ctx.save_for_backward(arrived.new_empty(0))
-        return arrived
+    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
+        ctx.group = group
+        return wait(reduce_scatter(x, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.reverse(grads[0], ctx.group), None, None, None
+        return wait(all_gather(grads[0], ctx.group)), None
 
 
 class _GatherSlots(torch.autograd.Function):
