@@ -23,6 +23,7 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.shards import local_part
 from flatout.planner.devices import GIB, Device
+from flatout.planner.layout import ParallelLayout
 from flatout.planner.memory.correction import Correction, MeasuredPass, fit_correction
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.steps.rows import row_length
@@ -198,23 +199,37 @@ def reason_not_to_measure(config: Config, planned: PlannedRun) -> str | None:
         return "there is no GPU"
     if why := fixed_plan(config):
         return why
-    if planned.parallel_layout.strategy == "deepspeed":
-        return "DeepSpeed holds state of its own"
-    if planned.parallel_layout.context_ranks > 1 or planned.parallel_layout.expert_ranks > 1:
-        return "several ranks share each micro-batch, or experts"
-    if planned.parallel_layout.shards_state:
-        return "state is sharded, so a pass alone holds other gradients than a step"
+    if why := _shared_state(planned.parallel_layout):
+        return why
     if config.full.update == "backward":
         return "the backward pass updates the weights"
     if model.kind_of_pass(memory.recompute) in model.corrections:
         return "these passes were measured on this GPU before"
     if (found := largest_pass(planned.plan)) is None:
         return "no step has labels"
-    _, _, largest = found
+    step, rank, largest = found
     need = model.estimate(size_of(largest), memory.recompute, accumulates=memory.accumulates).total_bytes
     if need < LEAST_SHARE * memory.budget_bytes:
         return f"the largest micro-batch needs {need / GIB:.2f} GiB of {memory.budget_bytes / GIB:.1f}"
+    if (longest := _longest_sample(planned, step, rank)) > SHARES[-1] * largest.num_padded_tokens:
+        return f"one sample has {longest:,} of the largest micro-batch's {largest.num_padded_tokens:,} tokens"
     return None
+
+
+def _shared_state(layout: ParallelLayout) -> str | None:
+    """Return why a pass alone takes other memory than in a step; None if it takes the same."""
+    if layout.strategy == "deepspeed":
+        return "DeepSpeed holds state of its own"
+    if layout.context_ranks > 1 or layout.expert_ranks > 1:
+        return "several ranks share each micro-batch, or experts"
+    return "state is sharded, so a pass alone holds other gradients than a step" if layout.shards_state else None
+
+
+def _longest_sample(planned: PlannedRun, step: StepPlan, rank: int) -> int:
+    """Return the tokens of the longest sample of a rank's step, padding of rows included."""
+    ids = [sample_id for own in step.ranks[rank] for sample_id in own.sample_ids]
+    longest = int(planned.plan.samples.lengths[planned.plan.samples.indices_of(ids)].max())
+    return longest if step.ranks[rank][0].row_length is None else row_length(longest)
 
 
 def size_of(batch: MicroBatch) -> MicroBatchSize:
@@ -240,11 +255,7 @@ def choose_passes(planned: PlannedRun) -> list[StepPlan]:
     found = largest_pass(planned.plan)
     assert found is not None
     step, rank, batch = found
-    samples = planned.plan.samples
-    ids = [sample_id for own in step.ranks[rank] for sample_id in own.sample_ids]
-    longest = int(samples.lengths[samples.indices_of(ids)].max())
-    longest = longest if batch.row_length is None else row_length(longest)
-    steps = []
+    longest, steps = _longest_sample(planned, step, rank), []
     for share in SHARES:
         cut = planned.plan.resplit(step, rank, max(longest, int(share * batch.num_padded_tokens)))
         largest = max(cut, key=lambda batch: batch.num_padded_tokens)

@@ -67,11 +67,11 @@ MAX_PACKAGE_LINES = {
     "models": 7374,
     "optim": 645,
     "parallel": 1555,
-    "planner": 2725,
+    "planner": 2734,
     "profile": 339,
     "studio": 1160,
     "track": 2254,
-    "trainer": 4352,
+    "trainer": 4356,
     "verifier": 758,
     "view": 1237,
 }

@@ -70,8 +70,8 @@ class MemoryModel:
     activations as above. DeepSpeed's stages 1 and 3 keep their gradients' memory between steps, stage 3 also buffers.
     Frozen weights, quantized or not, are sharded if each layer's are freed after its pass, and otherwise whole.
     With `expert_ranks` N, `shape` is that of one rank (`ModelShape.on_one_of`): 1/N of the experts, no more sharded.
-    With `context_ranks` N, a rank holds 1/N of a micro-batch's tokens, and in the backward pass of a layer working
-    memory for the keys and values of all: gathered, picked, and with gradients in each query head.
+    With `context_ranks` N, a rank holds 1/N of a micro-batch's tokens, and in the backward pass of attention, when the
+    MLP's activations are freed, the keys and values of all: gathered, picked, and with gradients in each query head.
     Attention that materializes its score matrix (model.attention: plain) is not counted. `corrections` are those of the
     device by `kind_of_pass`.
     """
@@ -202,13 +202,15 @@ class MemoryModel:
         picked = 1 + 1 / (2 * num_ranks)
         keys = max(layer.key_width * (2 + 2 * picked) + layer.pair_width * picked for layer in self.shape.layers)
         elements, layers = size.num_tokens * self.widths.compute, self.shape.layers
+        # they come once the MLP's activations are freed
+        beside = alone._backward_share(recompute) * alone._layer_bytes(own_tokens, with_mlp=False) + CONSTANT_BYTES
         # without a kernel for pieces of documents (16 bit), attention over whole documents saves its inputs and output
         whole = 0 if self.precision in ("bf16", "fp16") else sum(one.pair_width + one.key_width for one in layers)
         whole = whole // len(layers) if recompute in ("full", "offload") else whole
         return replace(
             share,
             activations_bytes=share.activations_bytes + elements * whole,
-            working_bytes=share.working_bytes + int(elements * keys),
+            working_bytes=max(share.working_bytes, int(beside + elements * keys)),
         )
 
     def _beside_experts(self, size: MicroBatchSize, recompute: Recompute, accumulates: bool) -> MemoryEstimate:
@@ -292,13 +294,17 @@ class MemoryModel:
         linears = (linear for layer in self.shape.layers for linear in layer.linears)
         return sum(one.num_experts * (one.num_weights + 4 * one.num_in) for one in linears)
 
-    def _layer_bytes(self, num_tokens: int) -> float:
+    def _layer_bytes(self, num_tokens: int, *, with_mlp: bool = True) -> float:
         """Return the bytes that one layer saves for its backward pass without recomputation.
 
-        Dropout also saves each target's own input, DoRA both outputs of a target.
+        Dropout also saves each target's own input, DoRA both outputs of a target. Without the MLP, those of the rest.
         """
         shape, lora, width = self.shape, self.config.lora, self.widths
         elements = activation_elements(shape) - self._unsaved_elements
+        if not with_mlp:
+            elements = (
+                activation_elements(shape) - sum(layer.mlp_elements for layer in shape.layers) // shape.num_layers
+            )
         if self.config.method == "lora" and (lora.dropout or lora.dora):
             targets = shape.targeted(lora).values()
             own = sum(linear.num_in for linear in targets) if lora.dropout else 0
@@ -328,6 +334,10 @@ class MemoryModel:
         copies = factors * self.widths.copies * share if self.widths.copies else 0
         return int(kept + copies)
 
+    def _backward_share(self, recompute: Recompute) -> float:
+        """Return the share of a layer's activations that its backward pass takes: gradients and what it recomputes."""
+        return BACKWARD_SHARE + {"none": 0.0, "selective": 0.0, "budget": 1 - BUDGET_SHARE}.get(recompute, 1.0)
+
     def _working_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
         """Return the larger of the head's temporaries and those of one layer's backward pass."""
         shape, base, element = self.shape, self.config.base, self.widths.compute
@@ -341,9 +351,7 @@ class MemoryModel:
         elif self.num_rows:
             # the head with its trained rows
             head += shape.vocab_size * shape.hidden_size * element
-        # gradients and recomputed activations
-        again = {"none": 0.0, "selective": 0.0, "budget": 1 - BUDGET_SHARE}.get(recompute, 1.0)
-        layer = (BACKWARD_SHARE + again) * self._layer_bytes(size.num_tokens)
+        layer = self._backward_share(recompute) * self._layer_bytes(size.num_tokens)
         layer += size.num_tokens * self._unsaved_elements * element
         # FlashAttention-2 sums the queries' gradient in fp32, each document padded to 128 rows
         queries = (size.num_tokens + 128 * size.num_documents) * shape.num_heads * shape.head_dim * 4

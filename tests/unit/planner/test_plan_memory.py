@@ -1,5 +1,7 @@
 """The memory model: its parts against real tensors' sizes, its totals against peaks measured on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -174,6 +176,22 @@ def spread_gib(model, size, num_ranks, **sections):
 @pytest.mark.parametrize(("model", "size", "num_ranks", "sections", "measured_gib"), SPREAD)
 def test_totals_of_spread_runs_are_close_to_measured_peaks(model, size, num_ranks, sections, measured_gib):
     assert spread_gib(model, size, num_ranks, **sections) == pytest.approx(measured_gib, rel=0.025)
+
+
+def test_a_shared_micro_batch_is_close_to_its_measured_peak():
+    # two H200s: 262,144 tokens of one document
+    layout = replace(ALONE, strategy="ddp", context_ranks=2)
+    size = MicroBatchSize(262144, 157287, 1)
+    guess = estimate(shape=shape_of("8b"), size=size, recompute="full", accumulates=False, parallel_layout=layout)
+    assert guess.total_bytes / GIB == pytest.approx(75.4, rel=0.02)
+
+    # with more ranks, keys and values of all tokens take more than the MLP
+    def working(num_ranks):
+        layout = replace(ALONE, strategy="ddp", context_ranks=num_ranks)
+        size = MicroBatchSize(32768 * num_ranks, 1, 1)
+        return estimate(shape=shape_of("8b"), size=size, recompute="full", parallel_layout=layout).working_bytes
+
+    assert working(1) == working(2) < working(8) < working(16)
 
 
 @pytest.mark.parametrize(("model", "size", "num_ranks", "stage", "measured_gib"), DEEPSPEED)

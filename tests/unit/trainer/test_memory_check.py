@@ -239,6 +239,20 @@ def test_a_plan_that_memory_does_not_limit_is_not_measured(config: Config) -> No
     assert any("not measured: the largest micro-batch needs" in text for text in start.told.of("memory"))
 
 
+def test_a_document_that_fills_a_micro_batch_is_not_run_before_the_first_step(config: Config) -> None:
+    alone = config.model_copy(update={"batch": config.batch.model_copy(update={"samples_per_step": 1})})
+    planned = plan_run(alone, Reporter(), Rank(), lambda: GPU)
+    _, _, largest = largest_pass(planned.plan)
+    need = planned.memory.estimate(size_of(largest))
+    assert need is not None
+    start = Start(alone, factor=1.25, gpu=Device("a GPU", int(1.3 * need.total_bytes)))
+    assert start.num_measured == 0
+    count = f"{largest.num_tokens:,}"
+    assert f"not measured: one sample has {count} of the largest micro-batch's {count} tokens" in start.told.of(
+        "memory"
+    )
+
+
 def test_a_run_that_does_not_fit_as_measured_says_so(config: Config) -> None:
     from flatout.errors import ResourceError
 
