@@ -344,8 +344,8 @@ def loop_all(
 class StepEnergy(MemoryCallback):
     """Reads the counter twice, with the GPU drained both times.
 
-    A step's record comes while the next step runs, so each reading stands one step behind the record that asks for it:
-    the last record but one reads after the last step.
+    A step's record comes while the next step runs, so a reading is taken after the step that follows the record's: that
+    of the last record but one after the last step. With fp16, where no step runs ahead, the window would be another.
     """
 
     def __init__(self, num_steps: int) -> None:

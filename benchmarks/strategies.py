@@ -11,6 +11,7 @@ One JSON line a strategy, each in fresh processes:
 Samples have chat-like lengths, 32 samples a step or `--samples`; the first 3 steps are left out.
 deepspeed-1 to -3 need DeepSpeed. `held_gib` is what a GPU holds between steps once the optimizer has its state,
 `peak_gib` the most within a step, on each rank; a strategy that does not fit says so and the next one follows.
+`--profile N` shows where the first rank's time goes; then the rates include the profiler's overhead.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def measure(args: argparse.Namespace, strategy: str) -> dict[str, Any] | None:
     )
     if not rank.is_first:
         return None
-    facts = {"strategy": strategy, "shape": args.shape, "overrides": args.overrides}
+    facts = {"strategy": strategy, "shape": args.shape, "overrides": args.overrides, "profiled_steps": args.profile}
     return {**facts, **found, **taken.summary(launched_s)}
 
 

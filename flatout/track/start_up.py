@@ -10,6 +10,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from flatout.environment import environment
+
 # the kind of event that a start ends with
 EVENT = "start_up"
 # a line on the console names the longest stages, and only those that took so many seconds
@@ -67,13 +69,18 @@ def bytecode_problem(packages: Iterable[str]) -> str | None:
     Some container images set PYTHONDONTWRITEBYTECODE and install without bytecode: torch and transformers then take
     several seconds longer to import.
     """
-    found = ((name, spec) for name in packages if (spec := sys.modules[name].__spec__) is not None)
-    uncached = [name for name, spec in found if spec.cached is not None and not Path(spec.cached).exists()]
+    specs = {name: sys.modules[name].__spec__ for name in packages}
+    # a folder that may not be read holds nothing, too
+    cached = {name: spec.cached for name, spec in specs.items() if spec is not None and spec.cached is not None}
+    uncached = [name for name, path in cached.items() if not os.access(path, os.R_OK)]
     if not uncached:
         return None
     remedy = "PYTHONPYCACHEPREFIX=FOLDER names a folder that you can write"
     if sys.dont_write_bytecode:
-        remedy = f"unset PYTHONDONTWRITEBYTECODE; where the packages are read-only, {remedy}"
+        is_set = environment().get("PYTHONDONTWRITEBYTECODE")
+        remedy = (
+            f"{'unset PYTHONDONTWRITEBYTECODE' if is_set else 'leave out -B'}; where packages are read-only, {remedy}"
+        )
     return f"Python compiles {', '.join(uncached)} at every start, as it keeps no bytecode: {remedy}"
 
 

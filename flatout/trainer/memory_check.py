@@ -43,6 +43,8 @@ KIND = "memory"
 # shares of the plan's largest micro-batch that are measured: they fit even if it needs twice its estimate. The first
 # allocates gradients and workspaces, and does not count
 SHARES = (0.25, 0.25, 0.5)
+# a sample of more than this share of the largest micro-batch would be run whole, three times
+MOST_SHARE = 0.9
 # a plan whose largest pass takes less than this share of the memory is not limited by it
 LEAST_SHARE = 0.5
 NUM_STEPS_SEEN = 500
@@ -199,7 +201,7 @@ def reason_not_to_measure(config: Config, planned: PlannedRun) -> str | None:
         return "there is no GPU"
     if why := fixed_plan(config):
         return why
-    if why := _shared_state(planned.parallel_layout):
+    if why := _reason_of_layout(planned.parallel_layout):
         return why
     if config.full.update == "backward":
         return "the backward pass updates the weights"
@@ -211,12 +213,12 @@ def reason_not_to_measure(config: Config, planned: PlannedRun) -> str | None:
     need = model.estimate(size_of(largest), memory.recompute, accumulates=memory.accumulates).total_bytes
     if need < LEAST_SHARE * memory.budget_bytes:
         return f"the largest micro-batch needs {need / GIB:.2f} GiB of {memory.budget_bytes / GIB:.1f}"
-    if (longest := _longest_sample(planned, step, rank)) > SHARES[-1] * largest.num_padded_tokens:
-        return f"one sample has {longest:,} of the largest micro-batch's {largest.num_padded_tokens:,} tokens"
+    if (longest := _longest_sample(planned, step, rank)) > MOST_SHARE * largest.num_padded_tokens:
+        return f"a sample of {longest:,} tokens leaves no smaller pass than {largest.num_padded_tokens:,} tokens"
     return None
 
 
-def _shared_state(layout: ParallelLayout) -> str | None:
+def _reason_of_layout(layout: ParallelLayout) -> str | None:
     """Return why a pass alone takes other memory than in a step; None if it takes the same."""
     if layout.strategy == "deepspeed":
         return "DeepSpeed holds state of its own"

@@ -1,6 +1,6 @@
 """Constants of the memory model, fitted to peaks measured on one H200.
 
-Measured with torch 2.11, LoRA rank 16, bf16, 32 chat-like samples in one micro-batch;
+Measured with torch 2.11, LoRA rank 16, bf16, up to 32 chat-like samples in one micro-batch (131 k: one document);
 benchmarks/memory_points.py compares predictions with measurements:
 
     Qwen3-8B compiled 115.7 to 116.8 GiB at 21.0 k to 21.3 k tokens; memory budget 0.5: 69.2, 0.25: 46.2 GiB
@@ -21,7 +21,7 @@ ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 # activations of eager layers, relative to compiled ones (norms and rotations in fp32, unfused products)
 EAGER_SHARE = 1.37
 # share of the activations beyond the layers' inputs that `budget` keeps
-BUDGET_SHARE = 0.47
+BUDGET_SHARE = 0.49
 # one layer's activation gradients that coexist with its activations, relative to those
 BACKWARD_SHARE = 0.38
 # bytes per token and hidden element around the last norm, which runs eagerly: fp32 input and output, 16-bit output

@@ -58,7 +58,7 @@ class MemoryModel:
         optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes per trained parameter (LoRA: as adamw for B, whose rows are
                      shorter than a block)
         activations  none: L fat per token; selective: without the norms' outputs and the MLP's product; budget: the
-                     inputs L D s and 0.47 of the rest; full: L D s; offload: 3 D s
+                     inputs L D s and 0.49 of the rest; full: L D s; offload: 3 D s
         working      the larger of: the head's `HEAD_TILE_ROWS` of logits and their gradient, label rows and their
                      gradient, and 10 D per token around the last norm; and the backward pass of one layer: 0.38 fat
                      per token, the recomputed share of it, and one weight group unpacked (nf4) or transposed (fp8,
@@ -202,8 +202,8 @@ class MemoryModel:
         picked = 1 + 1 / (2 * num_ranks)
         keys = max(layer.key_width * (2 + 2 * picked) + layer.pair_width * picked for layer in self.shape.layers)
         elements, layers = size.num_tokens * self.widths.compute, self.shape.layers
-        # they come once the MLP's activations are freed
-        beside = alone._backward_share(recompute) * alone._layer_bytes(own_tokens, with_mlp=False) + CONSTANT_BYTES
+        # keys and values of all are gathered once the MLP's activations are freed
+        beside = alone._backward_bytes(own_tokens, recompute, with_mlp=False) + CONSTANT_BYTES
         # without a kernel for pieces of documents (16 bit), attention over whole documents saves its inputs and output
         whole = 0 if self.precision in ("bf16", "fp16") else sum(one.pair_width + one.key_width for one in layers)
         whole = whole // len(layers) if recompute in ("full", "offload") else whole
@@ -297,14 +297,11 @@ class MemoryModel:
     def _layer_bytes(self, num_tokens: int, *, with_mlp: bool = True) -> float:
         """Return the bytes that one layer saves for its backward pass without recomputation.
 
-        Dropout also saves each target's own input, DoRA both outputs of a target. Without the MLP, those of the rest.
+        Dropout also saves each target's own input, DoRA both outputs of a target; these count without the MLP, too.
         """
         shape, lora, width = self.shape, self.config.lora, self.widths
-        elements = activation_elements(shape) - self._unsaved_elements
-        if not with_mlp:
-            elements = (
-                activation_elements(shape) - sum(layer.mlp_elements for layer in shape.layers) // shape.num_layers
-            )
+        mlp = sum(layer.mlp_elements for layer in shape.layers) // shape.num_layers
+        elements = activation_elements(shape) - (self._unsaved_elements if with_mlp else mlp)
         if self.config.method == "lora" and (lora.dropout or lora.dora):
             targets = shape.targeted(lora).values()
             own = sum(linear.num_in for linear in targets) if lora.dropout else 0
@@ -319,12 +316,9 @@ class MemoryModel:
         inputs = self.inputs_bytes(size.num_tokens)
         everything = shape.num_layers * self._layer_bytes(size.num_tokens)
         factors = shape.num_lora_params(self.config.lora, of_experts=True) if self.config.method == "lora" else 0
-        # `selective` recomputes both norms' outputs and the MLP's product (mlp_elements are gate, up and product)
-        products = 0 if self._unsaved_elements else sum(layer.mlp_elements // 3 for layer in shape.layers)
-        again = size.num_tokens * (products + shape.num_layers * 2 * shape.hidden_size)
         kept = {
             "none": everything,
-            "selective": everything - again * self.widths.compute,
+            "selective": everything - shape.num_layers * self._selective_bytes(size.num_tokens),
             "budget": inputs + BUDGET_SHARE * (everything - inputs),
             "full": inputs,
             "offload": min(OFFLOAD_INPUTS, shape.num_layers) * inputs / shape.num_layers,
@@ -334,9 +328,18 @@ class MemoryModel:
         copies = factors * self.widths.copies * share if self.widths.copies else 0
         return int(kept + copies)
 
-    def _backward_share(self, recompute: Recompute) -> float:
-        """Return the share of a layer's activations that its backward pass takes: gradients and what it recomputes."""
-        return BACKWARD_SHARE + {"none": 0.0, "selective": 0.0, "budget": 1 - BUDGET_SHARE}.get(recompute, 1.0)
+    def _selective_bytes(self, num_tokens: int) -> int:
+        """Return the bytes that `selective` recomputes in one layer: both norms' outputs and the MLP's product."""
+        # mlp_elements are gate, up and product
+        products = 0 if self._unsaved_elements else sum(layer.mlp_elements // 3 for layer in self.shape.layers)
+        elements = products // self.shape.num_layers + 2 * self.shape.hidden_size
+        return num_tokens * elements * self.widths.compute
+
+    def _backward_bytes(self, num_tokens: int, recompute: Recompute, *, with_mlp: bool = True) -> float:
+        """Return the bytes of one layer's backward pass: gradients of activations, and what it recomputes."""
+        saved = self._layer_bytes(num_tokens, with_mlp=with_mlp)
+        share = BACKWARD_SHARE + {"none": 0.0, "selective": 0.0, "budget": 1 - BUDGET_SHARE}.get(recompute, 1.0)
+        return share * saved + (self._selective_bytes(num_tokens) if recompute == "selective" else 0)
 
     def _working_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
         """Return the larger of the head's temporaries and those of one layer's backward pass."""
@@ -351,7 +354,7 @@ class MemoryModel:
         elif self.num_rows:
             # the head with its trained rows
             head += shape.vocab_size * shape.hidden_size * element
-        layer = self._backward_share(recompute) * self._layer_bytes(size.num_tokens)
+        layer = self._backward_bytes(size.num_tokens, recompute)
         layer += size.num_tokens * self._unsaved_elements * element
         # FlashAttention-2 sums the queries' gradient in fp32, each document padded to 128 rows
         queries = (size.num_tokens + 128 * size.num_documents) * shape.num_heads * shape.head_dim * 4

@@ -38,12 +38,11 @@ SIZE = MicroBatchSize(16384, 9000, 32)
 
 def estimate(
     *, shape=SHAPE, size=SIZE, recompute="none", precision="bf16", compiled=True, parallel_layout=ALONE,
-    accumulates=True, **sections,
+    accumulates=True, transposed_weights=False, **sections,
 ):  # fmt: skip
     config = make_config({"model": {"name": "m"}, "lora": {"rank": 16}} | sections)
-    return MemoryModel(config, shape, precision, compiled, parallel_layout).estimate(
-        size, recompute, accumulates=accumulates
-    )
+    model = MemoryModel(config, shape, precision, compiled, parallel_layout, transposed_weights)
+    return model.estimate(size, recompute, accumulates=accumulates)
 
 
 def tiny_llama():
@@ -82,6 +81,7 @@ def test_weights_gradients_and_optimizer_are_the_real_bytes(method):
 # memory budget are not known exactly, so the middle of the others' stands for them
 LARGE = MicroBatchSize(17397, 10450, 32)
 LARGEST = MicroBatchSize(20750, 12464, 32)
+SMALLER = MicroBatchSize(12484, 7490, 32)
 HALF = MicroBatchSize(10409, 6245, 16)
 ATTENTION = {"rank": 16, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 EXPERTS = {"rank": 16, "targets": [*ATTENTION["targets"], "gate_up_proj", "down_proj"]}
@@ -96,7 +96,8 @@ MEASURED = [
     ("8b", {"size": LARGE, "base": {"storage": "fp8"}}, 91.4),
     ("8b", {"size": LARGE, "base": {"storage": "nf4", "compute": "fp8"}}, 88.3),
     ("8b", {"size": MicroBatchSize(1960, 1178, 4), "base": {"storage": "nf4"}, "recompute": "full"}, 7.5),
-    ("8b", {"size": MicroBatchSize(12484, 7490, 24), "recompute": "full"}, 21.7),
+    ("8b", {"size": SMALLER, "recompute": "full"}, 21.7),
+    ("8b", {"size": SMALLER, "recompute": "full", "base": {"storage": "fp8"}, "transposed_weights": True}, 22.0),
     ("8b", {"size": LARGE, "recompute": "offload"}, 18.4),
     ("8b", {"size": MicroBatchSize(131072, 78643, 1), "recompute": "full"}, 74.7),
     ("1.7b", {"size": LARGEST, "method": "full"}, 67.5),
@@ -158,7 +159,7 @@ def shape_of(model):
 @pytest.mark.parametrize(("model", "settings", "measured_gib"), MEASURED)
 def test_totals_are_close_to_measured_peaks(model, settings, measured_gib):
     estimated = estimate(shape=shape_of(model), accumulates=False, **settings)
-    assert estimated.total_bytes / GIB == pytest.approx(measured_gib, rel=0.05)
+    assert estimated.total_bytes / GIB == pytest.approx(measured_gib, rel=0.03)
 
 
 def spread_gib(model, size, num_ranks, **sections):
@@ -210,7 +211,12 @@ def test_activations_per_token_of_an_8b_model():
     kept = [estimate(recompute=level).total_bytes for level in ("none", "selective", "budget", "full", "offload")]
     assert kept == sorted(kept, reverse=True)
     # what a layer computes again stands beside the gradients while it does
-    assert estimate(recompute="full").working_bytes > estimate().working_bytes
+    long = MicroBatchSize(65536, 1, 1)
+    working = [estimate(size=long, recompute=level).working_bytes for level in ("none", "selective", "budget", "full")]
+    assert working == sorted(set(working))
+    # logits and what the last norm saves count where one layer takes less
+    wide = [estimate(size=MicroBatchSize(num_tokens, 2048, 8)).working_bytes for num_tokens in (8192, 16384)]
+    assert wide[1] - wide[0] == 8192 * 4096 * 10
 
 
 def test_mixture_of_experts_counts_the_tokens_experts():

@@ -11,7 +11,7 @@ import pytest
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.record import describe_event
 from flatout.track.run_log import RunLog
-from flatout.track.start_up import EVENT, StartUpClock, process_launch, stages_of
+from flatout.track.start_up import EVENT, StartUpClock, bytecode_problem, process_launch, stages_of
 from flatout.view.facts import start_rows
 
 
@@ -99,3 +99,12 @@ def test_packages_without_bytecode_are_named(tmp_path: Path, keeps: bool) -> Non
         assert told == "None\n"
     else:
         assert told.startswith("Python compiles json, flatout at every start, as it keeps no bytecode: unset PYTHOND")
+
+
+def test_a_cache_that_may_not_be_read_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert (bytecode_problem(["pytest"]) or "").startswith("Python compiles pytest at every start")
