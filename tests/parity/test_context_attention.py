@@ -38,7 +38,10 @@ from flatout.models.packed import KeyPieces, flatten_samples
 # queries and keys of each piece: a whole document, the middle and the end of one, a single query
 QUERIES, KEYS = (13, 5, 4, 1, 2), (13, 9, 30, 7, 2)
 CUDA = torch.device("cuda", 0)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+CUDA_MARKS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 
 
 def pieces_mask(
@@ -132,7 +135,7 @@ def register_stand_in() -> None:
     )
 
 
-@pytest.fixture(params=["sdpa", "varlen", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.fixture(params=["sdpa", "varlen", pytest.param("cuda", marks=CUDA_MARKS)])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     is_cuda = request.param == "cuda"
     if is_cuda:
@@ -227,6 +230,11 @@ def test_keys_are_gathered_and_their_gradients_return(place: Place, window: int 
     torch.testing.assert_close(*same, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "place",
+    ["sdpa", pytest.param("varlen", marks=pytest.mark.exhaustive), pytest.param("cuda", marks=CUDA_MARKS)],
+    indirect=True,
+)
 def test_a_share_of_one_rank_has_the_loss_of_the_whole(place: Place, tmp_path: Any) -> None:
     """Also in compiled layers, which are one graph for every size."""
     shape = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384} if place.is_cuda else {}

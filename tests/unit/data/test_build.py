@@ -427,7 +427,7 @@ REAL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tokenizer", ["tok_qwen3", "tok_minimind"])
+@pytest.mark.parametrize("tokenizer", [pytest.param("tok_qwen3", marks=pytest.mark.exhaustive), "tok_minimind"])
 def test_all_real_data_builds(tokenizer: str, shared: Path, tmp_path: Path) -> None:
     weights = {"t0_50k": 0.002, "alpaca_5000": 0.02, "oasst1_en_val": 0.1, "gsm8k": 0.02}
     sources = [{"path": str(shared / path), "weight": weights.get(path, 0.3), **more} for path, more in REAL]
