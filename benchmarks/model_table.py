@@ -419,6 +419,7 @@ def page(results: dict[str, Any]) -> str:
     counted = {name: row for name, row in rows.items() if row["counts"]}
     trained = {name: row for name, row in counted.items() if "refused" not in row}
     packed = sum(row["layout"] == "packed" for row in trained.values())
+    num_earlier = sum("earlier" in row for row in rows.values())
     return "\n".join([
         "# Models",
         "",
@@ -430,9 +431,15 @@ def page(results: dict[str, Any]) -> str:
         f"**{len(trained)} of {len(counted)}** that transformers itself can train are trained by flatout "
         f"({len(trained) / len(counted):.1%}): {packed} packed, {len(trained) - packed} in rows.",
         "",
-        f"{sum('earlier' in row for row in rows.values())} of these results are of an earlier commit (`earlier` in",
-        "`benchmarks/results/models.json`); `--again` measures a model once more.",
-        "",
+        *(
+            [
+                f"{num_earlier} of these results are of an earlier commit (`earlier` in",
+                "`benchmarks/results/models.json`); `--again` measures a model once more.",
+                "",
+            ]
+            if num_earlier
+            else []
+        ),
         "* layout: `packed` documents in one stream, or each as a padded row (`batch.layout`)",
         "* loss, gradient: the larger relative difference to plain transformers of the two methods",
         "* graph: each decoder layer is one graph for the compiler; `?`: not measured; `no`: also if tracing takes too",

@@ -59,7 +59,6 @@ def test_a_missing_factor_of_the_world_size_is_seen_over_ranks_only(tiny: Any, t
         assert rows[case]["cosine"] > 0.999999
 
 
-@pytest.mark.exhaustive
 def test_an_all_ones_mask_while_packing_is_seen_wherever_samples_meet(tiny: Any, tmp_path: Path) -> None:
     code, rows = verify_with([KNOWN["documents see each other"], NO_SELF_TEST], tiny, tmp_path)
     assert code == 5
