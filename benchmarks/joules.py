@@ -344,8 +344,8 @@ def loop_all(
 class StepEnergy(MemoryCallback):
     """Reads the counter twice, with the GPU drained both times.
 
-    A step's record comes while the next step runs, so a reading is taken after the step that follows the record's: that
-    of the last record but one after the last step. With fp16, where no step runs ahead, the window would be another.
+    A step's record comes while the next step runs. So each reading is taken after the step that follows the record: the
+    record before the last one reads after the last step. fp16 runs no step ahead, so its window would differ.
     """
 
     def __init__(self, num_steps: int) -> None:

@@ -155,7 +155,7 @@ def _train_here(config: Config, profile_steps: int | None, start_up: StartUpCloc
                 if Rank.from_env().is_first:
                     console.on_phase(f"importing {package}")
                 import_module(module)
-            if Rank.from_env().is_first and (problem := bytecode_problem(HEAVY_IMPORTS)):
+            if Rank.from_env().is_first and (problem := bytecode_problem(("torch", "transformers"))):
                 console.on_stage("imports", problem, "yellow")
             from flatout.profile.profiler import Profiler
             from flatout.trainer.run import train

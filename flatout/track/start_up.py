@@ -70,17 +70,15 @@ def bytecode_problem(packages: Iterable[str]) -> str | None:
     several seconds longer to import.
     """
     specs = {name: sys.modules[name].__spec__ for name in packages}
-    # a folder that may not be read holds nothing, too
+    # Path.exists raises for a folder that may not be read
     cached = {name: spec.cached for name, spec in specs.items() if spec is not None and spec.cached is not None}
     uncached = [name for name, path in cached.items() if not os.access(path, os.R_OK)]
     if not uncached:
         return None
     remedy = "PYTHONPYCACHEPREFIX=FOLDER names a folder that you can write"
     if sys.dont_write_bytecode:
-        is_set = environment().get("PYTHONDONTWRITEBYTECODE")
-        remedy = (
-            f"{'unset PYTHONDONTWRITEBYTECODE' if is_set else 'leave out -B'}; where packages are read-only, {remedy}"
-        )
+        change = "unset PYTHONDONTWRITEBYTECODE" if environment().get("PYTHONDONTWRITEBYTECODE") else "leave out -B"
+        remedy = f"{change}; where packages are read-only, {remedy}"
     return f"Python compiles {', '.join(uncached)} at every start, as it keeps no bytecode: {remedy}"
 
 

@@ -26,7 +26,6 @@ from flatout.planner.devices import GIB, Device
 from flatout.planner.layout import ParallelLayout
 from flatout.planner.memory.correction import Correction, MeasuredPass, fit_correction
 from flatout.planner.memory.sizes import MicroBatchSize
-from flatout.planner.steps.rows import row_length
 from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.track.callback import Reporter
@@ -43,8 +42,8 @@ KIND = "memory"
 # shares of the plan's largest micro-batch that are measured: they fit even if it needs twice its estimate. The first
 # allocates gradients and workspaces, and does not count
 SHARES = (0.25, 0.25, 0.5)
-# a sample of more than this share of the largest micro-batch would be run whole, three times
-MOST_SHARE = 0.9
+# a longer sample, as a share of the largest micro-batch, makes every measured pass nearly as long as the largest
+MAX_SAMPLE_SHARE = 0.9
 # a plan whose largest pass takes less than this share of the memory is not limited by it
 LEAST_SHARE = 0.5
 NUM_STEPS_SEEN = 500
@@ -213,8 +212,9 @@ def reason_not_to_measure(config: Config, planned: PlannedRun) -> str | None:
     need = model.estimate(size_of(largest), memory.recompute, accumulates=memory.accumulates).total_bytes
     if need < LEAST_SHARE * memory.budget_bytes:
         return f"the largest micro-batch needs {need / GIB:.2f} GiB of {memory.budget_bytes / GIB:.1f}"
-    if (longest := _longest_sample(planned, step, rank)) > MOST_SHARE * largest.num_padded_tokens:
-        return f"a sample of {longest:,} tokens leaves no smaller pass than {largest.num_padded_tokens:,} tokens"
+    longest, num_tokens = planned.plan.longest_sample(step.ranks[rank]), largest.num_padded_tokens
+    if longest > MAX_SAMPLE_SHARE * num_tokens:
+        return f"samples stay whole, and one has {longest:,} tokens; the largest micro-batch has {num_tokens:,}"
     return None
 
 
@@ -225,13 +225,6 @@ def _reason_of_layout(layout: ParallelLayout) -> str | None:
     if layout.context_ranks > 1 or layout.expert_ranks > 1:
         return "several ranks share each micro-batch, or experts"
     return "state is sharded, so a pass alone holds other gradients than a step" if layout.shards_state else None
-
-
-def _longest_sample(planned: PlannedRun, step: StepPlan, rank: int) -> int:
-    """Return the tokens of the longest sample of a rank's step, padding of rows included."""
-    ids = [sample_id for own in step.ranks[rank] for sample_id in own.sample_ids]
-    longest = int(planned.plan.samples.lengths[planned.plan.samples.indices_of(ids)].max())
-    return longest if step.ranks[rank][0].row_length is None else row_length(longest)
 
 
 def size_of(batch: MicroBatch) -> MicroBatchSize:
@@ -257,7 +250,7 @@ def choose_passes(planned: PlannedRun) -> list[StepPlan]:
     found = largest_pass(planned.plan)
     assert found is not None
     step, rank, batch = found
-    longest, steps = _longest_sample(planned, step, rank), []
+    longest, steps = planned.plan.longest_sample(step.ranks[rank]), []
     for share in SHARES:
         cut = planned.plan.resplit(step, rank, max(longest, int(share * batch.num_padded_tokens)))
         largest = max(cut, key=lambda batch: batch.num_padded_tokens)

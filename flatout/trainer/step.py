@@ -176,7 +176,7 @@ def micro_batches_of(run: Run, step: StepPlan) -> Sequence[MicroBatch]:
     cap_tokens = None if run.shares_passes else run.state.micro_batch_cap
     if cap_tokens is None or all(batch.num_padded_tokens <= cap_tokens for batch in planned):
         return planned
-    return run.plan.resplit(step, run.data_rank, max(cap_tokens, _longest(run, planned)))
+    return run.plan.resplit(step, run.data_rank, max(cap_tokens, run.plan.longest_sample(planned)))
 
 
 def lower_cap(run: Run, step: StepPlan, taken: Sequence[MicroBatch], *, failed: MicroBatch) -> None:
@@ -187,7 +187,7 @@ def lower_cap(run: Run, step: StepPlan, taken: Sequence[MicroBatch], *, failed: 
     """
     run.optimizer.zero_grad(set_to_none=True)
     release_memory(run)
-    cap_tokens = max(failed.num_padded_tokens * 2 // 3, _longest(run, taken))
+    cap_tokens = max(failed.num_padded_tokens * 2 // 3, run.plan.longest_sample(taken))
     if cap_tokens >= max(batch.num_padded_tokens for batch in taken):
         raise ResourceError(
             f"step {step.index + 1}: out of GPU memory with a micro-batch of {failed.num_padded_tokens:,} tokens, "
@@ -211,13 +211,6 @@ def release_memory(run: Run) -> None:
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)
         torch.cuda.empty_cache()
-
-
-def _longest(run: Run, micro_batches: Sequence[MicroBatch]) -> int:
-    """Return the tokens of the longest sample in these micro-batches, as a row with its padding."""
-    ids = [sample_id for batch in micro_batches for sample_id in batch.sample_ids]
-    longest = int(run.plan.samples.lengths[run.plan.samples.indices_of(ids)].max())
-    return max([longest, *(batch.row_length or 0 for batch in micro_batches)])
 
 
 def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures) -> Pending:

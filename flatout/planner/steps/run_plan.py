@@ -170,6 +170,12 @@ class RunPlan:
         samples = self.samples.take(self.samples.indices_of(ids))
         return tuple(self.layout.micro_batches(samples.items(self.layout.cost), max_tokens=micro_batch_tokens))
 
+    def longest_sample(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Return the tokens of the longest sample in these micro-batches, as a row with its padding."""
+        ids = [sample_id for batch in micro_batches for sample_id in batch.sample_ids]
+        longest = int(self.samples.lengths[self.samples.indices_of(ids)].max())
+        return max([longest, *(batch.row_length or 0 for batch in micro_batches)])
+
     def describe(self, ranks_per_group: int = 1) -> str:
         """Describe the plan in one line; balance and padding come from a sample of its steps.
 

@@ -248,7 +248,7 @@ def test_a_document_that_fills_a_micro_batch_is_not_run_before_the_first_step(co
     start = Start(alone, factor=1.25, gpu=Device("a GPU", int(1.3 * need.total_bytes)))
     assert start.num_measured == 0
     count = f"{largest.num_tokens:,}"
-    why = f"not measured: a sample of {count} tokens leaves no smaller pass than {count} tokens"
+    why = f"not measured: samples stay whole, and one has {count} tokens; the largest micro-batch has {count}"
     assert why in start.told.of("memory")
 
 
