@@ -41,7 +41,10 @@ _CATEGORIES = (
     # LoRA's matrices are as narrow as its rank, so cuBLAS picks narrow tiles for them
     ("LoRA", r"lora|low_rank|nvjet_\w*?_(?:\d+x(?:8|16|24|32)|(?:8|16|24|32)x\d+)_"),
     ("quantize", r"quanti[sz]e|(?<!_)quant_|nf4|amax"),
-    ("GEMM", r"nvjet|matmul|gemm|gemv|cutlass|xmma|cublas|split_?k|^triton_(?:tem|mm)_|scaled_mm|linear"),
+    (
+        "GEMM",
+        r"^segmented_product$|nvjet|matmul|gemm|gemv|cutlass|xmma|cublas|split_?k|^triton_(?:tem|mm)_|scaled_mm|linear",
+    ),
     ("GEMM", r"::(?:add|b|baddb)?mm$"),
     ("norms, elementwise", r"^triton_"),
     ("copies", r"memcpy|memset|copy|catarray|::cat$|fill|zero"),

@@ -3,47 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatout.errors import ResourceError, UsageError
-from flatout.kernels.fp8 import fp8_problem, quantize_rows, scaled_product
+from flatout.kernels import segmented
+from flatout.kernels.fp8 import fp8_problem, quantize_rows
 from flatout.kernels.nf4 import dequantize, register_ops
 from flatout.kernels.nf4.reference import Nf4Weight, quantize, row_scale
 from flatout.models.bases.frozen_experts import FrozenExperts
-
-
-@dataclass(frozen=True)
-class FrozenMatmul:
-    """Products of one input with several frozen weights W_i (N_i, K), which are stored as a list of tensors.
-
-    `forward(x (..., K), *storage)` returns x W_i.T for each i; `backward(gradients (..., N_i), *storage)` the sum of
-    dY_i W_i. `describe` is a word for the console.
-    """
-
-    describe: str
-    forward: Callable[..., Sequence[Tensor]]
-    backward: Callable[..., Tensor]
-
-
-class FrozenLinearFunction(torch.autograd.Function):
-    """x W.T by a FrozenMatmul of one weight; saves only the storage, as dequantized weights would fill the memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, matmul: FrozenMatmul, *storage: Tensor) -> Tensor:
-        ctx.save_for_backward(*storage)
-        ctx.matmul = matmul
-        (output,) = matmul.forward(x, *storage)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        storage = ctx.saved_tensors
-        return ctx.matmul.backward(grads, *storage), None, *(None,) * len(storage)
+from flatout.models.bases.matmul import FrozenLinearFunction, FrozenMatmul, Operands
 
 
 def _fp8_matmul(sizes: list[int], *, transposed: bool = False) -> FrozenMatmul:
@@ -81,35 +53,30 @@ def _dense_products(
 ) -> FrozenMatmul:
     """Make a FrozenMatmul; `weight` turns the storage into (sum of N_i, K) in a dtype, for the backward pass or not."""
 
-    def backward(grads: Sequence[Tensor], *storage: Tensor) -> Tensor:
-        weights = weight(storage, grads[0].dtype, True).split(sizes)
-        total: Tensor = grads[0] @ weights[0]
-        for grad, own in zip(grads[1:], weights[1:], strict=True):
-            total = total + grad @ own
-        return total
-
     return FrozenMatmul(
-        describe, lambda x, *storage: _split(F.linear(x, weight(storage, x.dtype, False)), sizes), backward
+        describe,
+        sizes,
+        lambda x, *storage: Operands([x], [weight(storage, x.dtype, False)]),
+        lambda grads, *storage: Operands(grads, weight(storage, grads[0].dtype, True).split(sizes), by_rows=True),
     )
 
 
 def _fp8_products(describe: str, sizes: list[int], weight: Callable[[Sequence[Tensor], bool], Tensor]) -> FrozenMatmul:
     """Storage begins with the outputs' scales; `weight` makes e4m3 (sum of N_i, K), in backward (K, sum of N_i)."""
 
-    def forward(x: Tensor, *storage: Tensor) -> Sequence[Tensor]:
+    def forward(x: Tensor, *storage: Tensor) -> Operands:
         quantized, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
-        product = scaled_product(quantized, weight(storage, False), scale, storage[0], x.dtype)
-        return _split(product.view(*x.shape[:-1], sum(sizes)), sizes)
+        return Operands([quantized], [weight(storage, False)], [scale], [storage[0]])
 
-    def backward(grads: Sequence[Tensor], *storage: Tensor) -> Tensor:
+    def backward(grads: Sequence[Tensor], *storage: Tensor) -> Operands:
         # the outputs' scales are folded into the gradient before it is quantized, so the backward pass can use the
         # forward's bytes: dX = (dY * row_scale) @ bytes
         transposed = weight(storage, True)
         ones = torch.ones(len(transposed), dtype=torch.float32, device=transposed.device)
         scaled = [grad * scale.to(grad.dtype) for grad, scale in zip(grads, storage[0].split(sizes), strict=True)]
-        return _fp8_input_grad(scaled, transposed.split(sizes, dim=1), [ones] * len(sizes))
+        return _quantized(scaled, transposed.split(sizes, dim=1), [ones] * len(sizes))
 
-    return FrozenMatmul(describe, forward, backward)
+    return FrozenMatmul(describe, sizes, forward, backward)
 
 
 def _fp8_backward_matmul(sizes: list[int]) -> FrozenMatmul:
@@ -121,28 +88,19 @@ def _fp8_backward_matmul(sizes: list[int]) -> FrozenMatmul:
     copies, scales = slice(1, 1 + len(sizes)), slice(1 + len(sizes), 1 + 2 * len(sizes))
     return FrozenMatmul(
         "dense, float8 input gradients",
-        lambda x, *storage: _split(F.linear(x, storage[0], *storage[scales.stop :]), sizes),
-        lambda grads, *storage: _fp8_input_grad(grads, storage[copies], storage[scales]),
+        sizes,
+        lambda x, *storage: Operands([x], [storage[0]], bias=next(iter(storage[scales.stop :]), None)),
+        lambda grads, *storage: _quantized(grads, storage[copies], storage[scales]),
     )
 
 
-def _fp8_input_grad(grads: Sequence[Tensor], transposed: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor:
-    """Return the sum of dY_i W_i (..., K) by float8 products.
+def _quantized(grads: Sequence[Tensor], transposed: Sequence[Tensor], scales: Sequence[Tensor]) -> Operands:
+    """Return the operands of the sum of dY_i W_i (T, K): gradients dY_i (..., N_i) are quantized by row.
 
-    Gradients dY_i (..., N_i) are quantized by row. W_i are `transposed` e4m3 (K, N_i) with `scales` fp32 (K,).
+    W_i are `transposed` e4m3 (K, N_i) with `scales` fp32 (K,).
     """
-    total = None
-    for grad, own, scale in zip(grads, transposed, scales, strict=True):
-        quantized, grad_scale = quantize_rows(grad.reshape(-1, grad.shape[-1]))
-        product = scaled_product(quantized, own, grad_scale, scale, grad.dtype).view(*grad.shape[:-1], len(own))
-        total = product if total is None else total + product
-    assert total is not None
-    return total
-
-
-def _split(output: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-    # not a view: views returned by an autograd function cannot be modified in place
-    return [output] if len(sizes) == 1 else output.split(sizes, dim=-1)
+    rows = [quantize_rows(grad.reshape(-1, grad.shape[-1])) for grad in grads]
+    return Operands([own for own, _ in rows], transposed, [scale for _, scale in rows], scales)
 
 
 class Fp8Linear(nn.Module):
@@ -287,14 +245,33 @@ def num_weights(model: nn.Module) -> int:
 
 
 def fuse_bases(
-    bases: Sequence[FrozenLinear], *, fp8: bool, transposed: bool = False
+    bases: Sequence[FrozenLinear], *, fp8: bool, transposed: bool = False, ranks: Sequence[int] = ()
 ) -> tuple[FrozenMatmul, list[Tensor]]:
     """Return one product for several frozen layers of the same input, and its tensors, whose memory the layers share.
 
     `fp8` multiplies NF4 weights in float8; float8 weights always are, and `transposed` keeps a second, transposed copy
-    of their bytes for the backward pass, with bitwise equal results. Raises UsageError for layers of mixed storage, and
+    of their bytes for the backward pass, with bitwise equal results. With adapters of these `ranks`, products and
+    adapters are summed in one accumulator where a kernel does that. Raises UsageError for layers of mixed storage, and
     ResourceError if the device or a layer's size does not support float8 products.
     """
+    sizes, in_features, first = [base.out_features for base in bases], bases[0].in_features, bases[0]
+    device, dtype = next(first.parameters()).device, first.weight.dtype if isinstance(first, nn.Linear) else first.dtype
+    segmented.register_ops()
+    one_accumulator = bool(ranks) and segmented.fits(device, dtype, sizes, in_features, ranks)
+    backward = [base for base in bases if isinstance(base, Fp8BackwardLinear)]
+    if one_accumulator and backward:
+        # quantized again, as one sum needs the same scales (K,) for all layers
+        quantized, scale = quantize_rows(torch.cat([base.weight.detach() for base in backward]).t())
+        for base, own in zip(backward, quantized.split([base.out_features for base in backward], dim=1), strict=True):
+            base.transposed.copy_(own)
+            base.column_scale.copy_(scale[:, 0])
+    matmul, storage = _joined(bases, fp8=fp8, transposed=transposed)
+    if one_accumulator:
+        matmul = replace(matmul, describe=f"{matmul.describe}, one accumulator", one_accumulator=True)
+    return matmul, storage
+
+
+def _joined(bases: Sequence[FrozenLinear], *, fp8: bool, transposed: bool) -> tuple[FrozenMatmul, list[Tensor]]:
     sizes, in_features = [base.out_features for base in bases], bases[0].in_features
     if isinstance(bases[0], Fp8Linear) or (fp8 and isinstance(bases[0], Nf4Linear)):
         device = next(bases[0].buffers()).device

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
-from flatout.models.bases.frozen_linear import FrozenMatmul, fuse_bases
+from flatout.models.bases.frozen_linear import fuse_bases
+from flatout.models.bases.matmul import FrozenMatmul, diagonal
 from flatout.models.blocks import hidden_states
 from flatout.models.lora.layer import LoraLinear, lora_layers
 from flatout.models.packed import flatten_samples
@@ -21,41 +22,38 @@ from flatout.models.packed import flatten_samples
 class _FusedLora(torch.autograd.Function):
     """y_i = x W_i.T + (x A_i.T) B_i.T of all members i; x is (..., K).
 
-    `narrow` is all A concatenated; `rest` are the scaled B (N_i, r_i), then the storage of the W, then the masters of
-    all A and all B, which receive the gradients. Products are summed by plain additions, which the compiler fuses into
-    the consumers of the result; an accumulating GEMM would read and write its output once more.
+    `narrow` (R, K) is all A concatenated, `turned` its copy (K, R) or None, `wide` (sum of N_i, R) has the scaled B on
+    its diagonal. `rest` is the storage of the W, then the masters of all A and all B, which receive the gradients.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, narrow: Tensor, product: FrozenMatmul, ranks: tuple[int, ...], scaling: float,
-        *rest: Tensor,
+        ctx: Any, x: Tensor, narrow: Tensor, turned: Tensor | None, wide: Tensor, product: FrozenMatmul,
+        ranks: tuple[int, ...], scaling: float, *rest: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        wides, storage, masters = rest[: len(ranks)], rest[len(ranks) : -2 * len(ranks)], rest[-2 * len(ranks) :]
+        storage, masters = rest[: -2 * len(ranks)], rest[-2 * len(ranks) :]
         low = F.linear(x, narrow)
-        outputs = product.forward(x, *storage)
-        ctx.save_for_backward(x, low, narrow, *wides, *storage)
+        ctx.save_for_backward(x, low, narrow, turned, wide, *storage)
         ctx.product, ctx.ranks, ctx.scaling, ctx.dtype = product, ranks, scaling, masters[0].dtype
-        return tuple(
-            output + F.linear(part, wide)
-            for output, part, wide in zip(outputs, low.split(ranks, dim=-1), wides, strict=True)
-        )
+        return tuple(product.outputs_with(product.forward(x, *storage), low, wide, ranks))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, low, narrow, *tensors = ctx.saved_tensors
-        wides, storage = tensors[: len(ctx.ranks)], tensors[len(ctx.ranks) :]
-        low_grad = torch.cat([grad @ wide for grad, wide in zip(grads, wides, strict=True)], dim=-1)
+        x, low, narrow, turned, wide, *storage = ctx.saved_tensors
+        wides = diagonal(wide, ctx.product.sizes, ctx.ranks)
+        low_grad = torch.cat([grad @ own for grad, own in zip(grads, wides, strict=True)], dim=-1)
         x_grad = None
         if ctx.needs_input_grad[0]:
-            x_grad = ctx.product.backward(grads, *storage) + low_grad @ narrow
+            operands = ctx.product.backward(grads, *storage)
+            apart = turned is None
+            x_grad = operands.total(x) + low_grad @ narrow if apart else operands.total_with(low_grad, turned)
         # summed over all tokens: (..., N), (..., K) to (N, K)
         narrow_grads = (low_grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(ctx.dtype).split(ctx.ranks)
         wide_grads = (
             (grad.flatten(0, -2).t() @ part.flatten(0, -2)).to(ctx.dtype) * ctx.scaling
             for grad, part in zip(grads, low.split(ctx.ranks, dim=-1), strict=True)
         )
-        return x_grad, None, None, None, None, *(None,) * len(tensors), *narrow_grads, *wide_grads
+        return x_grad, *(None,) * (6 + len(storage)), *narrow_grads, *wide_grads
 
 
 class FusedLora(nn.Module):
@@ -66,6 +64,8 @@ class FusedLora(nn.Module):
     """
 
     narrow: Tensor
+    turned: Tensor | None
+    wide: Tensor
 
     def __init__(self, members: Sequence[LoraLinear], *, fp8: bool, transposed: bool) -> None:
         super().__init__()
@@ -78,23 +78,24 @@ class FusedLora(nn.Module):
         bases = [member.base for member in members]
         self.biases = [base.bias for base in bases]
         options: dict[str, Any] = {"dtype": first.compute_dtype, "device": first.lora_a.device}
-        self.product, storage = fuse_bases(bases, fp8=fp8, transposed=transposed)
+        self.product, storage = fuse_bases(bases, fp8=fp8, transposed=transposed, ranks=self.ranks)
         self._num_storage = len(storage)
         for index, tensor in enumerate(storage):
             self.register_buffer(f"storage_{index}", tensor, persistent=False)
-        narrow = torch.zeros(sum(self.ranks), first.in_features, **options)
-        self.register_buffer("narrow", narrow, persistent=False)
+        rank = sum(self.ranks)
+        turned = torch.zeros(first.in_features, rank, **options) if self.product.one_accumulator else None
+        self.register_buffer("narrow", torch.zeros(rank, first.in_features, **options), persistent=False)
+        self.register_buffer("turned", turned, persistent=False)
+        self.register_buffer("wide", torch.zeros(sum(self.product.sizes), rank, **options), persistent=False)
         for index, member in enumerate(members):
-            wide = torch.zeros(member.out_features, member.rank, **options)
-            self.register_buffer(f"wide_{index}", wide, persistent=False)
             member.computed_by = (self, index)
         # registered as a submodule once, so that it is counted once
         first.fused = self
 
     @property
     def wides(self) -> list[Tensor]:
-        """Copies of every B, times `scaling`."""
-        return [getattr(self, f"wide_{index}") for index in range(len(self.ranks))]
+        """Views of the copies of every B, times `scaling`."""
+        return diagonal(self.wide, self.product.sizes, self.ranks)
 
     def output(self, index: int, x: Tensor) -> Tensor:
         """Return member `index`'s output for x (..., K); the first member computes the outputs of all."""
@@ -102,7 +103,7 @@ class FusedLora(nn.Module):
             storage = [getattr(self, f"storage_{index}") for index in range(self._num_storage)]
             masters = [member.lora_a for member in self.members] + [member.lora_b for member in self.members]
             outputs = _FusedLora.apply(
-                x, self.narrow, self.product, self.ranks, self.scaling, *self.wides, *storage, *masters
+                x, self.narrow, self.turned, self.wide, self.product, self.ranks, self.scaling, *storage, *masters
             )
             biased = (y if bias is None else y + bias for y, bias in zip(outputs, self.biases, strict=True))
             self.pending = (x, tuple(biased))
@@ -125,6 +126,9 @@ class FusedLayers:
         self._scalings = [member.scaling for member in members]
         self._narrows = [narrow for group in fused for narrow in group.narrow.split(group.ranks)]
         self._wides = [wide for group in fused for wide in group.wides]
+        turned = [(group.turned, group.narrow) for group in fused if group.turned is not None]
+        self._turned = [own for own, _ in turned]
+        self._to_turn = [narrow.t() for _, narrow in turned]
         kinds = {group.product.describe for group in fused}
         self.report = f"{len(self._narrows)} layers run as {len(fused)} matmuls ({', '.join(sorted(kinds))})"
 
@@ -139,6 +143,8 @@ class FusedLayers:
         if self._fused:
             torch._foreach_copy_(self._narrows, self._narrow_masters)
             torch._foreach_copy_(self._wides, torch._foreach_mul(self._wide_masters, self._scalings))
+        if self._turned:
+            torch._foreach_copy_(self._turned, self._to_turn)
 
 
 def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool = False) -> FusedLayers:

@@ -1,0 +1,165 @@
+"""Compile hopper.cu with NVRTC and launch it through the driver, with tiles described by TMA's tensor maps."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# rows and columns of a tile, bytes of K in a stage; as in hopper.cu
+ROWS, COLUMNS, STEP = 128, 256, 128
+MAX_SEGMENTS = 3
+# with the output's staging tiles, all of an SM's shared memory
+_STAGES = 3
+_SHARED_BYTES = _STAGES * (ROWS + COLUMNS) * STEP + ROWS * COLUMNS * 2 + 1024
+_GROUP = 8
+_THREADS = 384
+# CUtensorMapDataType: bytes, bfloat16; CUtensorMapSwizzle and L2 promotion of 128 bytes and 256 bytes
+_BYTES, _BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 0, 9, 3, 3
+
+
+class _Map(ctypes.Structure):
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+
+
+class _Params(ctypes.Structure):
+    # the last field only pads the structure to a multiple of 64 bytes, as the compiler does
+    _fields_ = (
+        ("x", _Map * 4),
+        ("w", _Map * 4),
+        ("out", _Map),
+        ("row_scale", ctypes.c_void_p * 3),
+        ("column_scale", ctypes.c_void_p),
+        ("m", ctypes.c_int),
+        ("n", ctypes.c_int),
+        ("num_segments", ctypes.c_int),
+        ("k_steps", ctypes.c_int * 3),
+        ("first_column", ctypes.c_int * 3),
+        ("first_rank", ctypes.c_int * 4),
+        ("padding", ctypes.c_int * 11),
+    )
+
+
+def num_tiles(num_rows: int, num_columns: int) -> int:
+    """Return how many tiles of two blocks a result (num_rows, num_columns) has."""
+    return -(-num_rows // (2 * ROWS)) * -(-num_columns // COLUMNS)
+
+
+def launch(
+    out: Tensor,
+    parts: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    row_scales: Sequence[Tensor],
+    column_scale: Tensor | None,
+    low: Tensor,
+    wide: Tensor,
+    first_columns: Sequence[int],
+    first_ranks: Sequence[int],
+    by_rows: bool,
+) -> None:
+    """Compute `reference.segmented_product` into `out` (M, N) bfloat16 on the current stream of its Hopper GPU.
+
+    Raises RuntimeError if the driver refuses.
+    """
+    with torch.cuda.device(out.device):
+        kernel = _kernel(out.device.index, column_scale is not None, by_rows)
+        # tensor maps must begin at multiples of 64 bytes
+        buffer = ctypes.create_string_buffer(ctypes.sizeof(_Params) + 64)
+        params = _Params.from_buffer(buffer, -ctypes.addressof(buffer) % 64)
+        for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            _describe(params.x[i], part, ROWS)
+            _describe(params.w[i], weight, 64 if by_rows else ROWS)
+            params.k_steps[i] = -(-part.shape[1] * part.element_size() // STEP)
+        for i, scale in enumerate(row_scales):
+            params.row_scale[i] = scale.data_ptr()
+        params.column_scale = None if column_scale is None else column_scale.data_ptr()
+        _describe(params.x[3], low, ROWS)
+        _describe(params.w[3], wide, ROWS)
+        _describe(params.out, out, 64)
+        params.m, params.n = out.shape
+        params.num_segments = len(parts)
+        for i in range(MAX_SEGMENTS):
+            # columns that no tile reaches
+            params.first_column[i] = first_columns[i] if i < len(first_columns) else 2**31 - 1
+        for i in range(MAX_SEGMENTS + 1):
+            params.first_rank[i] = first_ranks[min(i, len(first_ranks) - 1)]
+        num_blocks = torch.cuda.get_device_properties(out.device).multi_processor_count // 2 * 2
+        _check(
+            _driver().cuLaunchKernel(
+                kernel, min(num_blocks, 2 * num_tiles(*out.shape)), 1, 1, _THREADS, 1, 1, _SHARED_BYTES,
+                torch.cuda.current_stream().cuda_stream, (ctypes.c_void_p * 1)(ctypes.addressof(params)), None,
+            )
+        )  # fmt: skip
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    number, pointer = ctypes.c_uint, ctypes.c_void_p
+    driver.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    driver.cuTensorMapEncodeTiled.argtypes = [pointer, ctypes.c_int, number, *[pointer] * 5, *[ctypes.c_int] * 4]
+    return driver
+
+
+def _check(code: int) -> None:
+    if code:
+        raise RuntimeError(f"the driver refused a segmented product with CUDA error {code}; please report this")
+
+
+def _describe(target: _Map, tensor: Tensor, box_rows: int) -> None:
+    """Describe a matrix with contiguous rows, read or written in boxes of 128 bytes of `box_rows` rows."""
+    size, is_bytes = tensor.element_size(), tensor.element_size() == 1
+    rows, columns = tensor.shape
+    _check(
+        _driver().cuTensorMapEncodeTiled(
+            ctypes.addressof(target), _BYTES if is_bytes else _BFLOAT16, 2, tensor.data_ptr(),
+            (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(tensor.stride(0) * size),
+            (ctypes.c_uint32 * 2)(STEP // size, box_rows), (ctypes.c_uint32 * 2)(1, 1),
+            0, _SWIZZLE_128, _PROMOTE_256, 0,
+        )
+    )  # fmt: skip
+
+
+@cache
+def _kernel(device_index: int, fp8: bool, by_rows: bool) -> int:
+    """Return the function, compiled for the current device, which has this index."""
+    from cuda.bindings import driver
+
+    code = _compiled(fp8, by_rows)
+    module = _ok(driver.cuModuleLoadData(code))
+    function = _ok(driver.cuModuleGetFunction(module, b"segmented_product"))
+    shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _ok(driver.cuFuncSetAttribute(function, shared, _SHARED_BYTES))
+    return int(function)
+
+
+@cache
+def _compiled(fp8: bool, by_rows: bool) -> bytes:
+    from cuda.bindings import nvrtc
+
+    source = Path(__file__).with_name("hopper.cu").read_bytes()
+    program = _ok(nvrtc.nvrtcCreateProgram(source, b"hopper.cu", 0, [], []))
+    macros = {"FP8": int(fp8), "BY_ROWS": int(by_rows), "STAGES": _STAGES, "GROUP": _GROUP}
+    options = [b"--gpu-architecture=sm_90a", b"-std=c++17", *(f"-D{key}={macros[key]}".encode() for key in macros)]
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if int(result):
+        log = b" " * _ok(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"hopper.cu does not compile ({result}); please report this: {log.decode()}")
+    code: bytes = b" " * _ok(nvrtc.nvrtcGetCUBINSize(program))
+    _ok(nvrtc.nvrtcGetCUBIN(program, code))
+    _ok(nvrtc.nvrtcDestroyProgram(program))
+    return code
+
+
+def _ok(result: tuple[Any, ...]) -> Any:
+    """Return the value of a call of cuda-bindings, which returns an error code first."""
+    code, *values = result
+    if int(code):
+        raise RuntimeError(f"CUDA refused to load a segmented product ({code}); please report this")
+    return values[0] if values else None

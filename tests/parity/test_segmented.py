@@ -1,0 +1,229 @@
+"""Frozen products and their adapters in one accumulator: the reference, layers that use it, and the Hopper kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import save_tiny_model, tiny_samples
+from torch import nn
+
+from flatout.config.schema import LoraConfig, ModelConfig
+from flatout.kernels import segmented
+from flatout.kernels.fp8 import quantize_rows
+from flatout.kernels.segmented import reference, register_ops, segmented_product
+from flatout.models.bases.fp8_backward import convert_backward_to_float8
+from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
+from flatout.models.blocks import decoder_layers, replace_module
+from flatout.models.head import packed_loss
+from flatout.models.load.model import load_model
+from flatout.models.lora.fused import fuse_layers
+from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
+from flatout.models.packed import flatten_samples
+
+CPU = torch.device("cpu")
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def relative(found, truth):
+    return float((found - truth).norm() / truth.norm())
+
+
+def test_the_reference_is_the_sum_of_its_products():
+    parts, weights = [draw(7, 48, seed=1), draw(7, 16, seed=2)], [draw(32, 48, seed=3), draw(32, 16, seed=4)]
+    low, wide = draw(7, 8, seed=5), draw(32, 8, seed=6)
+    truth = parts[0] @ weights[0].T + parts[1] @ weights[1].T + low @ wide.T
+    by_columns = reference.segmented_product(parts, weights, [], None, low, wide, False)
+    by_rows = reference.segmented_product(parts, [own.T for own in weights], [], None, low, wide, True)
+    torch.testing.assert_close(by_columns, truth, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(by_rows, truth, rtol=1e-13, atol=1e-13)
+
+
+def test_the_reference_scales_rows_of_each_part_and_columns_of_all():
+    (left, left_scale), (right, right_scale) = quantize_rows(draw(7, 48)), quantize_rows(draw(7, 16, seed=1) * 100)
+    (weights, column_scale) = quantize_rows(draw(32, 64, seed=2))
+    low, wide = draw(7, 8, seed=3), draw(32, 8, seed=4)
+    dense = weights.double() * column_scale.double()
+    truth = (left.double() * left_scale) @ dense[:, :48].T + (right.double() * right_scale) @ dense[:, 48:].T
+    found = reference.segmented_product(
+        [left, right], [weights[:, :48], weights[:, 48:]], [left_scale[:, 0], right_scale[:, 0]], column_scale[:, 0],
+        low, wide, False,
+    )  # fmt: skip
+    torch.testing.assert_close(found, truth + low @ wide.T, rtol=1e-12, atol=1e-12)
+
+
+BASES = {
+    "dense": lambda linear: linear,
+    "fp8": lambda linear: Fp8Linear(linear.weight.detach(), linear.bias),
+    # made below, from layers that have adapters
+    "fp8 backward": lambda linear: linear,
+    "nf4": lambda linear: Nf4Linear.from_dense(linear.weight.detach(), linear.bias),
+}
+
+
+def adapted_model(folder, base, family="qwen2", precision="fp64", device=CPU, **lora):
+    """Linear layers with another storage, and adapters that do something; qwen2 has biases."""
+    save_tiny_model(folder, family, hidden_size=64, intermediate_size=96)
+    model = load_model(ModelConfig(name=str(folder), precision=precision), method="lora", device=device, seed=0).model
+    for layer in decoder_layers(model):
+        for name, linear in list(layer.named_modules()):
+            if isinstance(linear, nn.Linear):
+                replace_module(layer, name, BASES[base](linear.requires_grad_(False)))
+    add_lora(model, LoraConfig(rank=8, **lora), seed=0)
+    if base == "fp8 backward":
+        convert_backward_to_float8(model)
+    generator = torch.Generator().manual_seed(1)
+    for adapted in lora_layers(model).values():
+        adapted.lora_b.data.copy_(torch.randn(adapted.lora_b.shape, generator=generator) * 0.1)
+    return model
+
+
+def loss_and_gradients(model):
+    loss = packed_loss(model, flatten_samples(tiny_samples([9, 1, 17, 5]))).loss_sum
+    named = trainable_parameters(model)
+    return loss.detach(), dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+
+@pytest.mark.parametrize("lora", [{}, {"targets": ["q_proj", "v_proj", "down_proj"]}], ids=["all", "some"])
+@pytest.mark.parametrize("base", BASES)
+def test_layers_in_one_accumulator_equal_their_products_apart(base, lora, tmp_path, monkeypatch):
+    """In fp64, where the operator computes its reference."""
+    found = {}
+    for one_accumulator in (False, True):
+        monkeypatch.setattr(segmented, "fits", lambda *_, fits=one_accumulator: fits)
+        model = adapted_model(tmp_path, base, **lora)
+        report = fuse_layers(model, fp8=base == "nf4").report
+        assert ("one accumulator" in report) == one_accumulator
+        found[one_accumulator] = loss_and_gradients(model)
+    (loss, gradients), (one_loss, one_gradients) = found[False], found[True]
+    # apart, each layer's copy has scales of its own
+    close = base != "fp8 backward"
+    torch.testing.assert_close(one_loss, loss, rtol=1e-12, atol=0)
+    for name, gradient in gradients.items():
+        if close:
+            torch.testing.assert_close(one_gradients[name], gradient, rtol=1e-10, atol=1e-13, msg=name)
+        else:
+            assert relative(one_gradients[name], gradient) < 0.15, name
+
+
+def test_layers_in_one_accumulator_compile_as_one_graph(tmp_path, monkeypatch):
+    monkeypatch.setattr(segmented, "fits", lambda *_: True)
+    model = adapted_model(tmp_path, "fp8", "qwen3")
+    fuse_layers(model)
+    mlp = decoder_layers(model)[0].mlp
+    x, direction = draw(11, 64).requires_grad_(), draw(11, 64, seed=5)
+    inputs = [x, *(parameter for parameter in mlp.parameters() if parameter.requires_grad)]
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True, dynamic=True)
+    for eager, traced in zip(
+        *(torch.autograd.grad(call(x), inputs, direction) for call in (mlp, compiled)), strict=True
+    ):
+        torch.testing.assert_close(traced, eager, rtol=1e-10, atol=1e-12)
+
+
+def test_outputs_may_be_modified_in_place(tmp_path, monkeypatch):
+    """As OLMo clips queries and keys."""
+    monkeypatch.setattr(segmented, "fits", lambda *_: True)
+    model = adapted_model(tmp_path, "dense")
+    fuse_layers(model)
+    attention, x = decoder_layers(model)[0].self_attn, draw(1, 5, 64)
+    query, key, value = attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
+    kept = value.clone()
+    query.clamp_(max=0), key.clamp_(max=0)
+    assert torch.equal(value, kept)
+    assert query.max() <= 0
+
+
+def test_where_the_kernel_fits():
+    assert not segmented.fits(CPU, torch.bfloat16, [64, 32], 48, [8, 8])
+
+
+def operands(num_rows, sizes, num_columns, rank, kind, seed=0):
+    """Random parts (M, K_i) of very different sizes, weights, and a low-rank product, for the kernel; all on CUDA."""
+    cuda = {"device": "cuda", "dtype": torch.bfloat16}
+    generator = torch.Generator("cuda").manual_seed(seed)
+    parts = [torch.randn(num_rows, k, generator=generator, **cuda) * 10.0**-i for i, k in enumerate(sizes)]
+    whole = torch.randn(num_columns, sum(sizes), generator=generator, **cuda) * 0.02
+    low, wide = (torch.randn(n, rank, generator=generator, **cuda) for n in (num_rows, num_columns))
+    if kind == "bf16":
+        return (parts, whole.split(sizes, dim=1), low, wide), {}
+    if kind == "bf16 by rows":
+        return (parts, whole.T.contiguous().split(sizes), low, wide), {"by_rows": True}
+    (quantized, column_scale), rows = quantize_rows(whole), [quantize_rows(part) for part in parts]
+    scales = {"row_scales": [scale[:, 0] for _, scale in rows], "column_scale": column_scale[:, 0].contiguous()}
+    return ([part for part, _ in rows], quantized.split(sizes, dim=1), low, wide), scales
+
+
+def exact(arguments, options):
+    (parts, weights, low, wide) = arguments
+    scales, columns = options.get("row_scales", []), options.get("column_scale")
+    by_rows = options.get("by_rows", False)
+    return reference.segmented_product(parts, weights, scales, columns, low.double(), wide.double(), by_rows)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1, [64], 48, 8), (700, [512, 128, 144], 4096, 24), (4099, [3072, 1024], 1040, 64), (16384, [4096], 512, 16),
+     (9000, [16], 16 * 77, 200)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=on_gpu) for kind in ("fp8", "bf16", "bf16 by rows")])
+def test_the_kernel_equals_the_reference(kind, shape):
+    register_ops()
+    arguments, options = operands(*shape, kind)
+    found, truth = segmented_product(*arguments, **options).double(), exact(arguments, options)
+    # bf16 output, and the fast accumulator's 14 bits
+    assert relative(found, truth) < 4e-3
+    assert float(((found - truth).norm(dim=1) / truth.norm(dim=1)).max()) < 2e-2
+
+
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(ranks, marks=on_gpu) for ranks in ([16, 16, 16], [4, 20, 8], [64, 8, 96])]
+)
+def test_each_adapter_has_its_own_columns(ranks):
+    register_ops()
+    sizes = [1200, 304, 2016]
+    arguments, options = operands(5000, [1024], sum(sizes), sum(ranks), "fp8")
+    wide = torch.block_diag(*(torch.randn(n, r, device="cuda") for n, r in zip(sizes, ranks, strict=True))).bfloat16()
+    arguments = (*arguments[:3], wide)
+    first_columns, first_ranks = [0, 1200, 1504], [0, ranks[0], ranks[0] + ranks[1], sum(ranks)]
+    found = segmented_product(*arguments, **options, first_columns=first_columns, first_ranks=first_ranks).double()
+    truth = exact(arguments, options)
+    for mine, theirs in zip(found.split(sizes, dim=1), truth.split(sizes, dim=1), strict=True):
+        assert relative(mine, theirs) < 4e-3
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
+def test_the_kernel_is_deterministic_and_can_be_recorded(device):
+    register_ops()
+    arguments, options = operands(4096, [1024, 1024], 4096, 16, "fp8")
+    first = segmented_product(*arguments, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = segmented_product(*arguments, **options)
+    for _ in range(20):
+        recorded.zero_()
+        graph.replay()
+        assert torch.equal(recorded, first)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
+@pytest.mark.parametrize("base", BASES)
+def test_layers_on_a_hopper_gpu_use_it(base, device, tmp_path, monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    found = {}
+    fits = segmented.fits
+    for one_accumulator in (False, True):
+        monkeypatch.setattr(segmented, "fits", fits if one_accumulator else lambda *_: False)
+        model = adapted_model(tmp_path, base, precision="bf16", device=torch.device("cuda"))
+        assert ("one accumulator" in fuse_layers(model, fp8=base == "nf4").report) == one_accumulator
+        batch = flatten_samples(tiny_samples([900, 1, 1700, 523])).to(torch.device(device))
+        loss = packed_loss(model, batch).loss_sum
+        gradients = torch.autograd.grad(loss, list(trainable_parameters(model).values()))
+        found[one_accumulator] = loss.item(), torch.cat([own.flatten().double() for own in gradients])
+    (loss, gradients), (one_loss, one_gradients) = found[False], found[True]
+    assert one_loss == pytest.approx(loss, rel=2e-3)
+    assert torch.cosine_similarity(one_gradients, gradients, dim=0) > 0.99
