@@ -43,6 +43,7 @@ from flatout.bench.figures import WARMUP_STEPS
 from flatout.bench.inputs import LABEL_SHARE, chat_lengths
 from flatout.config.read import make_config
 from flatout.config.schema import BaseConfig
+from flatout.kernels import segmented
 from flatout.kernels.fp8 import quantize_rows, scaled_product
 from flatout.profile.energy import read_joules
 from flatout.track.callback import MemoryCallback, Reporter
@@ -173,25 +174,34 @@ def groups_of(shape: dict[str, Any]) -> dict[str, tuple[list[int], int]]:
 
 
 def products(shape: dict[str, Any], num_tokens: int, base: BaseConfig) -> Iterator[Operation]:
-    """Products with frozen weights, forward and input gradient, in bf16 and fp8; operands are quantized before."""
+    """Products with frozen weights, forward and input gradient, in bf16 and fp8; operands are quantized before.
+
+    Where the run adds adapters in the same accumulator, those products are the step's, and the others have 0 calls.
+    """
     num_layers = shape["num_hidden_layers"]
     forward8, backward8 = base.computes_in_fp8, base.computes_in_fp8 or base.backward == "fp8"
     for name, (outputs, num_in) in groups_of(shape).items():
-        for kind, run in products_of(outputs, num_in, num_tokens).items():
+        joined = in_one_accumulator(outputs, num_in)
+        for kind, run in products_of(outputs, num_in, num_tokens, joined).items():
             in_fp8 = backward8 if "gradient" in kind else forward8
-            calls = num_layers if in_fp8 == kind.startswith("fp8") else 0
-            yield Operation(f"{kind} {name} {sum(outputs)} x {num_in}", "GEMM", calls, run)
+            used = in_fp8 == kind.startswith("fp8") and joined == kind.endswith("adapters")
+            yield Operation(f"{kind} {name} {sum(outputs)} x {num_in}", "GEMM", num_layers * used, run)
 
 
-def products_of(outputs: list[int], num_in: int, num_tokens: int) -> dict[str, Callable[[], object]]:
-    """The products of linear layers that read the same input."""
+def in_one_accumulator(outputs: list[int], num_in: int) -> bool:
+    ranks = [RANK] * len(outputs)
+    return segmented.fits(torch.device(DEVICE), torch.bfloat16, outputs, num_in, ranks)
+
+
+def products_of(outputs: list[int], num_in: int, num_tokens: int, joined: bool) -> dict[str, Callable[[], object]]:
+    """The products of linear layers that read the same input, and those with their adapters if `joined`."""
     x, weights = randn(num_tokens, num_in), [randn(n, num_in, scale=0.02) for n in outputs]
     grads, whole = [randn(num_tokens, n, scale=1e-3) for n in outputs], torch.cat(weights)
     (x8, x_scale), (whole8, whole_scale) = quantize_rows(x), quantize_rows(whole)
     grads8, transposed8 = (
         [quantize_rows(own) for own in each] for each in (grads, [weight.t().contiguous() for weight in weights])
     )
-    return {
+    runs: dict[str, Callable[[], object]] = {
         "bf16 forward": lambda: F.linear(x, whole),
         "bf16 input gradient": lambda: [grad @ weight for grad, weight in zip(grads, weights, strict=True)],
         "fp8 forward": lambda: scaled_product(x8, whole8, x_scale, whole_scale[:, 0], torch.bfloat16),
@@ -199,6 +209,25 @@ def products_of(outputs: list[int], num_in: int, num_tokens: int) -> dict[str, C
             scaled_product(grad, weight, by_row, by_column[:, 0], torch.bfloat16)
             for (grad, by_row), (weight, by_column) in zip(grads8, transposed8, strict=True)
         ],
+    }
+    if not joined:
+        return runs
+    segmented.register_ops()
+    low, narrow = randn(num_tokens, RANK * len(outputs)), randn(num_in, RANK * len(outputs))
+    wide = torch.block_diag(*(randn(n, RANK) for n in outputs))
+    blocks: dict[str, Any] = {
+        "first_columns": [sum(outputs[:i]) for i in range(len(outputs))],
+        "first_ranks": [RANK * i for i in range(len(outputs) + 1)],
+    }
+    of_inputs = {"row_scales": [x_scale[:, 0]], "column_scale": whole_scale[:, 0]}
+    of_grads = {"row_scales": [by_row[:, 0] for _, by_row in grads8], "column_scale": transposed8[0][1][:, 0]}
+    codes, copies = [own for own, _ in grads8], [own for own, _ in transposed8]
+    multiply = segmented.segmented_product
+    return runs | {
+        "bf16 forward with adapters": lambda: multiply([x], [whole], low, wide, **blocks),
+        "bf16 input gradient with adapters": lambda: multiply(grads, weights, low, narrow, by_rows=True),
+        "fp8 forward with adapters": lambda: multiply([x8], [whole8], low, wide, **of_inputs, **blocks),
+        "fp8 input gradient with adapters": lambda: multiply(codes, copies, low, narrow, **of_grads),
     }
 
 
@@ -217,19 +246,25 @@ def quantizing(shape: dict[str, Any], num_tokens: int, base: BaseConfig) -> Iter
 
 
 def adapters(shape: dict[str, Any], num_tokens: int) -> Iterator[Operation]:
-    """The narrow products of fused LoRA layers, forward and backward, as in flatout/models/lora/fused.py."""
+    """The products of fused LoRA layers, forward and backward, as in flatout/models/lora/fused.py.
+
+    Without those that are added in the frozen products' accumulator.
+    """
     for name, (outputs, num_in) in groups_of(shape).items():
         x, narrow = randn(num_tokens, num_in), randn(RANK * len(outputs), num_in, scale=0.02)
-        wides = [randn(n, RANK, scale=0.02) for n in outputs]
+        wides, joined = [randn(n, RANK, scale=0.02) for n in outputs], in_one_accumulator(outputs, num_in)
         grads = [randn(num_tokens, n, scale=1e-3) for n in outputs]
 
-        def both(x: Tensor = x, narrow: Tensor = narrow, wides: Any = wides, grads: Any = grads) -> object:
+        def both(
+            x: Tensor = x, narrow: Tensor = narrow, wides: Any = wides, grads: Any = grads, joined: bool = joined
+        ) -> object:
             low = F.linear(x, narrow)
             parts = low.split(RANK, dim=-1)
-            added = [F.linear(part, wide) for part, wide in zip(parts, wides, strict=True)]
             low_grad = torch.cat([grad @ wide for grad, wide in zip(grads, wides, strict=True)], dim=-1)
-            wide_grads = [grad.t() @ part for grad, part in zip(grads, parts, strict=True)]
-            return added, low_grad @ narrow, low_grad.t() @ x, wide_grads
+            trained = low_grad.t() @ x, [grad.t() @ part for grad, part in zip(grads, parts, strict=True)]
+            if joined:
+                return trained
+            return trained, low_grad @ narrow, [F.linear(part, wide) for part, wide in zip(parts, wides, strict=True)]
 
         yield Operation(f"LoRA r{RANK} {name}, both passes", "LoRA", shape["num_hidden_layers"], both)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from tiny_models import save_tiny_model, tiny_samples
@@ -9,6 +11,7 @@ from torch import nn
 
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.kernels import segmented
+from flatout.kernels.capability import HOPPER
 from flatout.kernels.fp8 import quantize_rows
 from flatout.kernels.segmented import reference, register_ops, segmented_product
 from flatout.models.bases.fp8_backward import convert_backward_to_float8
@@ -136,8 +139,26 @@ def test_outputs_may_be_modified_in_place(tmp_path, monkeypatch):
     assert query.max() <= 0
 
 
-def test_where_the_kernel_fits():
-    assert not segmented.fits(CPU, torch.bfloat16, [64, 32], 48, [8, 8])
+def test_the_kernel_is_for_bf16_on_hopper_gpus(monkeypatch):
+    layers = ([64, 32], 48, [8, 8])
+    assert not segmented.fits(CPU, torch.bfloat16, *layers)
+    monkeypatch.setattr(segmented, "capability", lambda _: HOPPER)
+    monkeypatch.setattr(segmented, "missing", lambda _: None)
+    assert segmented.fits(CPU, torch.bfloat16, *layers)
+    assert not segmented.fits(CPU, torch.float32, *layers)
+    for unfit in (([64, 24], 48, [8, 8]), ([64, 32], 40, [8, 8]), ([64, 32], 48, [8, 4]), ([16] * 4, 48, [8] * 4)):
+        assert not segmented.fits(CPU, torch.bfloat16, *unfit)
+
+
+@pytest.mark.skipif(find_spec("cuda") is not None, reason="cuda-bindings is installed")
+def test_a_hopper_gpu_without_its_compiler_adds_one_by_one_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(segmented, "capability", lambda _: HOPPER)
+    segmented.missing.cache_clear()
+    try:
+        report = fuse_layers(adapted_model(tmp_path, "dense")).report
+    finally:
+        segmented.missing.cache_clear()
+    assert report.endswith("(dense); NVRTC, which cuda-bindings loads, is missing, so adapters are added one by one")
 
 
 def operands(num_rows, sizes, num_columns, rank, kind, seed=0):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -36,9 +35,22 @@ def fits(
         and len(sizes) <= MAX_SEGMENTS
         and not any(size % MULTIPLE for size in (*sizes, in_features))
         and sum(ranks) % RANK_MULTIPLE == 0
-        and find_spec("cuda") is not None
-        and find_spec("cuda.bindings") is not None
+        and missing(device) is None
     )
+
+
+@cache
+def missing(device: torch.device) -> str | None:
+    """Return what the kernel needs and does not find on a Hopper GPU; None if nothing, or elsewhere."""
+    if capability(device) != HOPPER:
+        return None
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError):
+        return "NVRTC, which cuda-bindings loads,"
+    return None
 
 
 def segmented_product(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
+from flatout.kernels import segmented
 from flatout.models.bases.frozen_linear import fuse_bases
 from flatout.models.bases.matmul import FrozenMatmul, diagonal
 from flatout.models.blocks import hidden_states
@@ -131,6 +132,8 @@ class FusedLayers:
         self._to_turn = [narrow.t() for _, narrow in turned]
         kinds = {group.product.describe for group in fused}
         self.report = f"{len(self._narrows)} layers run as {len(fused)} matmuls ({', '.join(sorted(kinds))})"
+        if fused and (lacking := segmented.missing(fused[0].narrow.device)):
+            self.report += f"; {lacking} is missing, so adapters are added one by one"
 
     def forget(self) -> None:
         """Drop unused outputs of a failed forward pass, which keep its whole graph alive."""
