@@ -225,7 +225,7 @@ def products_of(outputs: list[int], num_in: int, num_tokens: int, joined: bool) 
     multiply = segmented.segmented_product
     return runs | {
         "bf16 forward with adapters": lambda: multiply([x], [whole], low, wide, **blocks),
-        "bf16 input gradient with adapters": lambda: multiply(grads, weights, low, narrow, by_rows=True),
+        "bf16 input gradient with adapters": lambda: multiply(grads, weights, low, narrow, weights_kn=True),
         "fp8 forward with adapters": lambda: multiply([x8], [whole8], low, wide, **of_inputs, **blocks),
         "fp8 input gradient with adapters": lambda: multiply(codes, copies, low, narrow, **of_grads),
     }

@@ -24,7 +24,7 @@ from flatout.io.json_file import now_utc, read_json
 
 PACKAGE = Path(__file__).parents[1]
 # files of this package that decide what it computes
-_CODE = (".py", ".jinja")
+_CODE = (".py", ".jinja", ".cu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,29 @@
 """Several products and a low-rank one in a single accumulator: a frozen layer with its adapters, or its input gradient.
 
-Apart, each product is written and read once more to be added. reference.py defines the operation and runs everywhere;
-hopper.cu is its equivalent on Hopper GPUs. It is opaque to torch.compile, not differentiable, and traceable after
-`register_ops`.
+Computed separately, each product is written to memory and read again to be added. reference.py defines the operation
+and runs everywhere; hopper.cu is its equivalent on Hopper GPUs. It is a custom operator without a derivative: after
+`register_ops`, torch.compile traces it, but fuses nothing into it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from flatout.kernels.capability import HOPPER, capability
 from flatout.kernels.fp8 import scaled_product
 from flatout.kernels.operators import define_operator
-from flatout.kernels.segmented import reference
+from flatout.kernels.segmented import hopper, reference
 
-MAX_SEGMENTS = 3
-# TMA needs rows of whole 16 bytes
-MULTIPLE = 16
+# addresses and row strides that TMA can read; 16 elements of e4m3 and 8 of bf16 are as many bytes
+ALIGN_BYTES = 16
+SIZE_MULTIPLE = 16
 RANK_MULTIPLE = 8
 
 
@@ -32,24 +34,22 @@ def fits(
     return (
         capability(device) == HOPPER
         and dtype == torch.bfloat16
-        and len(sizes) <= MAX_SEGMENTS
-        and not any(size % MULTIPLE for size in (*sizes, in_features))
+        and len(sizes) <= hopper.MAX_SEGMENTS
+        and not any(size % SIZE_MULTIPLE for size in (*sizes, in_features))
         and sum(ranks) % RANK_MULTIPLE == 0
-        and missing(device) is None
+        and problem(device) is None
     )
 
 
 @cache
-def missing(device: torch.device) -> str | None:
-    """Return what the kernel needs and does not find on a Hopper GPU; None if nothing, or elsewhere."""
+def problem(device: torch.device) -> str | None:
+    """Return why a Hopper GPU cannot run the kernel, which is compiled and loaded; None if it can, or elsewhere."""
     if capability(device) != HOPPER:
         return None
     try:
-        from cuda.bindings import nvrtc
-
-        nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError):
-        return "NVRTC, which cuda-bindings loads,"
+        hopper.load(device)
+    except (ImportError, OSError, RuntimeError) as error:
+        return next(iter(str(error).splitlines()), type(error).__name__)
     return None
 
 
@@ -63,17 +63,18 @@ def segmented_product(
     column_scale: Tensor | None = None,
     first_columns: Sequence[int] = (0,),
     first_ranks: Sequence[int] = (),
-    by_rows: bool = False,
+    weights_kn: bool = False,
 ) -> Tensor:
     """Return `reference.segmented_product`, (M, N) contiguous.
 
-    `wide` may be of several adapters, each with columns of `low` and rows of its own: `first_columns` are the first of
-    the N columns of each adapter, `first_ranks` the first of its R ranks, then R; elsewhere `wide` is 0. None: one
-    adapter. At most three parts and adapters.
+    low (M, R) wide (N, R).T is the adapters' part: x A.T and the scaled B in the forward pass, dY B and A.T in the
+    backward pass. `wide` may be block-diagonal over several adapters: `first_columns` are each one's first output
+    column, `first_ranks` its first rank, then R. By default it is one adapter. At most three parts and adapters.
+    Results of few tiles are computed separately, in torch's smaller ones.
     """
     result: Tensor = torch.ops.flatout.segmented_product(
         list(parts), list(weights), list(row_scales), column_scale, low, wide, list(first_columns),
-        list(first_ranks) or [0, wide.shape[1]], by_rows,
+        list(first_ranks) or [0, wide.shape[1]], weights_kn,
     )  # fmt: skip
     return result
 
@@ -83,9 +84,22 @@ def register_ops() -> None:
     """Register torch.ops.flatout.segmented_product; call before the first use of `segmented_product`."""
     schema = (
         "(Tensor[] parts, Tensor[] weights, Tensor[] row_scales, Tensor? column_scale, Tensor low, Tensor wide, "
-        "int[] first_columns, int[] first_ranks, bool by_rows) -> Tensor"
+        "int[] first_columns, int[] first_ranks, bool weights_kn) -> Tensor"
     )
-    define_operator("flatout::segmented_product", schema, _product, _empty)
+    operator = define_operator("flatout::segmented_product", schema, _product, _empty)
+    # without it, `recompute: budget` would take the product for free
+    register_flop_formula(operator)(_num_flops)
+
+
+def _num_flops(parts: list[torch.Size], *rest: Any, out_shape: torch.Size, **_: Any) -> int:
+    """Count the FLOPs from the shapes of the operator's arguments; each adapter multiplies its own ranks only."""
+    first_columns, first_ranks = rest[5:7]
+    num_rows, num_columns = out_shape
+    widths = (end - start for start, end in pairwise([*first_columns, num_columns]))
+    ranks = (end - start for start, end in pairwise(first_ranks))
+    low_rank = sum(width * rank for width, rank in zip(widths, ranks, strict=True))
+    num_products: int = num_rows * (num_columns * sum(shape[1] for shape in parts) + low_rank)
+    return 2 * num_products
 
 
 def _empty(parts: list[Tensor], weights: list[Tensor], *rest: Any) -> Tensor:
@@ -103,35 +117,36 @@ def _product(
     wide: Tensor,
     first_columns: list[int],
     first_ranks: list[int],
-    by_rows: bool,
+    weights_kn: bool,
 ) -> Tensor:
     if low.device.type != "cuda":
-        return reference.segmented_product(parts, weights, row_scales, column_scale, low, wide, by_rows)
-    from flatout.kernels.segmented.hopper import launch, num_tiles
-
-    shape = low.shape[0], wide.shape[0]
-    if num_tiles(*shape) < torch.cuda.get_device_properties(low.device).multi_processor_count // 4:
-        return _apart(parts, weights, row_scales, column_scale, low, wide, by_rows)
+        return reference.segmented_product(parts, weights, row_scales, column_scale, low, wide, weights_kn)
+    shape, num_processors = (
+        (low.shape[0], wide.shape[0]),
+        torch.cuda.get_device_properties(low.device).multi_processor_count,
+    )
+    if capability(low.device) != HOPPER or hopper.num_tiles(*shape) < num_processors // 4:
+        return _separately(parts, weights, row_scales, column_scale, low, wide, weights_kn)
     out = low.new_empty(shape)
     parts, weights, (low, wide) = ([_in_rows(own) for own in each] for each in (parts, weights, [low, wide]))
-    launch(out, parts, weights, row_scales, column_scale, low, wide, first_columns, first_ranks, by_rows)
+    hopper.launch(out, parts, weights, row_scales, column_scale, low, wide, first_columns, first_ranks, weights_kn)
     return out
 
 
-def _apart(
+def _separately(
     parts: list[Tensor],
     weights: list[Tensor],
     row_scales: list[Tensor],
     column_scale: Tensor | None,
     low: Tensor,
     wide: Tensor,
-    by_rows: bool,
+    weights_kn: bool,
 ) -> Tensor:
     """Compute the products one by one with torch, which has smaller tiles for few rows or columns."""
     total = low @ wide.T
     for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         if column_scale is None:
-            total.addmm_(part, weight if by_rows else weight.T)
+            total.addmm_(part, weight if weights_kn else weight.T)
         else:
             total += scaled_product(part, weight, row_scales[i][:, None], column_scale, low.dtype)
     return total
@@ -139,6 +154,7 @@ def _apart(
 
 def _in_rows(tensor: Tensor) -> Tensor:
     """Return a matrix as it is if its rows are contiguous and begin at multiples of 16 bytes, else a copy."""
-    pitch = tensor.stride(0) * tensor.element_size()
-    fitting = tensor.stride(1) == 1 and pitch % MULTIPLE == 0 and tensor.data_ptr() % MULTIPLE == 0
-    return tensor if fitting else tensor.contiguous()
+    pitch, size = tensor.stride(0) * tensor.element_size(), tensor.shape[1] * tensor.element_size()
+    aligned = pitch % ALIGN_BYTES == 0 and tensor.data_ptr() % ALIGN_BYTES == 0
+    fits = aligned and tensor.stride(1) == 1 and pitch >= size
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)

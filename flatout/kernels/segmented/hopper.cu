@@ -3,11 +3,11 @@
 //   out[m, n] = column_scale[n] * sum_i row_scale_i[m] * (X_i W_i^T)[m, n] + (low wide^T)[m, n]
 //
 // X_i (M, K_i) and W_i (N, K_i) are float8 e4m3 with scales, or bfloat16 without; low (M, R), wide (N, R) and out are
-// bfloat16. With BY_ROWS, W_i are (K_i, N). The structure is that of CUTLASS's cooperative Hopper kernels: a block has a
-// warp group that loads tiles by TMA into a ring of stages, and two that multiply, 64 rows each. Two blocks of a cluster
-// work on neighboring rows, and each loads half of the columns' weights for both.
+// bfloat16. With WEIGHTS_KN, bfloat16 W_i are (K_i, N). The structure is that of CUTLASS's cooperative Hopper kernels:
+// a CTA has a warp group that loads tiles by TMA into a ring of stages, and two that multiply, 64 rows each. The two CTAs
+// of a cluster work on neighboring rows, and each multicasts half of a tile's weights to both.
 //
-// Macros: FP8, BY_ROWS (0 or 1), STAGES, GROUP (rows of cluster tiles that are finished together, for the L2 cache).
+// Macros: FP8, WEIGHTS_KN (0 or 1), STAGES, RASTER_ROWS (cluster tiles that are traversed together, for the L2 cache).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -22,18 +22,20 @@ struct Params {
   const float* row_scale[3];
   const float* column_scale;
   int m, n, num_segments, k_steps[3];
-  // where each adapter's outputs begin, and its ranks: wide is 0 elsewhere
+  // each adapter's first column and first rank: wide is block-diagonal
   int first_column[3], first_rank[4];
 };
 
 constexpr int ROWS = 128, COLUMNS = 256;
 // bytes of K in a stage, which is a row of the swizzled tile
-constexpr int STEP = 128;
-constexpr int X_BYTES = ROWS * STEP, STAGE_BYTES = X_BYTES + COLUMNS * STEP;
-constexpr int CHUNK_BYTES = 64 * STEP;
+constexpr int STEP_BYTES = 128;
+constexpr int X_BYTES = ROWS * STEP_BYTES, STAGE_BYTES = X_BYTES + COLUMNS * STEP_BYTES;
+constexpr int CHUNK_BYTES = 64 * STEP_BYTES;
 constexpr int OUT_BYTES = 64 * COLUMNS * 2;
-constexpr int K_STEP = FP8 ? 128 : 64;
+constexpr int STEP_ELEMENTS = FP8 ? 128 : 64;
 constexpr int LOADER = 2;
+
+static_assert(!(FP8 && WEIGHTS_KN), "float8 wgmma reads K-major operands only");
 
 #define ACCUMULATORS4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define ACCUMULATORS16(i) ACCUMULATORS4(i), ACCUMULATORS4(i + 4), ACCUMULATORS4(i + 8), ACCUMULATORS4(i + 12)
@@ -58,7 +60,7 @@ constexpr int LOADER = 2;
   }
 MULTIPLY(multiply_fp8, "m64n256k32.f32.e4m3.e4m3", "")
 MULTIPLY(multiply_bf16, "m64n256k16.f32.bf16.bf16", ", 0, 0")
-MULTIPLY(multiply_bf16_by_rows, "m64n256k16.f32.bf16.bf16", ", 0, 1")
+MULTIPLY(multiply_bf16_kn, "m64n256k16.f32.bf16.bf16", ", 0, 1")
 
 // the compiler must not move accumulators across an asynchronous product
 __device__ __forceinline__ void hold(float (&d)[128]) {
@@ -84,13 +86,13 @@ __device__ __forceinline__ void wait_products(float (&d)[128]) {
   hold(d);
 }
 
-// a tile of rows with 128 bytes of K each, swizzled; 8 rows are a kilobyte
-__device__ __forceinline__ u64 by_columns(u32 at) {
+// wgmma's descriptor of a K-major tile in shared memory: 128-byte swizzle, 1,024 bytes between groups of 8 rows
+__device__ __forceinline__ u64 k_major(u32 at) {
   return (u64)((at >> 4) & 0x3FFF) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
-// chunks of 64 columns, each 64 rows of K with 128 bytes, swizzled
-__device__ __forceinline__ u64 by_rows(u32 at) {
+// the same of an MN-major tile: chunks of 64 columns and 64 K
+__device__ __forceinline__ u64 mn_major(u32 at) {
   return (u64)((at >> 4) & 0x3FFF) | ((u64)(CHUNK_BYTES >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
 
@@ -104,10 +106,10 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
   } while (!done);
 }
 
-// arrive at a barrier of a block of this cluster
-__device__ __forceinline__ void arrive(u32 barrier, u32 block) {
+// arrive at a barrier of a CTA of this cluster
+__device__ __forceinline__ void arrive(u32 barrier, u32 cta) {
   asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r];}"
-               ::"r"(barrier), "r"(block) : "memory");
+               ::"r"(barrier), "r"(cta) : "memory");
 }
 
 __device__ __forceinline__ void load(u32 to, const Map* map, u32 barrier, int column, int row) {
@@ -125,7 +127,7 @@ __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// the stage that comes next, and how often the ring was used
+// the next stage, and its barriers' phase parity, which flips each time the ring wraps
 struct Ring {
   int stage = 0;
   u32 phase = 0;
@@ -136,11 +138,12 @@ struct Ring {
 
 struct Tile { int row, column, first_rank, num_ranks; };
 
-__device__ __forceinline__ Tile tile_at(const Params& p, int index, u32 rank) {
+__device__ __forceinline__ Tile tile_at(const Params& p, int index, u32 cta_rank) {
   int pairs = (p.m + 2 * ROWS - 1) / (2 * ROWS), across = (p.n + COLUMNS - 1) / COLUMNS;
-  int group = index / (GROUP * across), within = index % (GROUP * across), height = min(pairs - group * GROUP, GROUP);
+  int group = index / (RASTER_ROWS * across), within = index % (RASTER_ROWS * across);
+  int height = min(pairs - group * RASTER_ROWS, RASTER_ROWS);
   Tile tile;
-  tile.row = (2 * (group * GROUP + within % height) + rank) * ROWS;
+  tile.row = (2 * (group * RASTER_ROWS + within % height) + cta_rank) * ROWS;
   tile.column = within / height * COLUMNS;
   int first = 0, last = 0, last_column = min(tile.column + COLUMNS, p.n) - 1;
 #pragma unroll
@@ -154,26 +157,26 @@ __device__ __forceinline__ Tile tile_at(const Params& p, int index, u32 rank) {
   return tile;
 }
 
-__device__ void load_tiles(const Params& p, u32 stages, u32 full, u32 empty, u32 rank, int num_tiles) {
+__device__ void load_tiles(const Params& p, u32 stages, u32 full, u32 empty, u32 cta_rank, int num_tiles) {
   Ring ring;
   for (int index = blockIdx.x / 2; index < num_tiles; index += gridDim.x / 2) {
-    Tile tile = tile_at(p, index, rank);
+    Tile tile = tile_at(p, index, cta_rank);
     for (int i = 0; i <= p.num_segments; ++i) {
       bool is_low = i == p.num_segments;
       const Map *x = &p.x[is_low ? 3 : i], *w = &p.w[is_low ? 3 : i];
       int num_steps = is_low ? (tile.num_ranks + 63) / 64 : p.k_steps[i];
       for (int step = 0; step < num_steps; ++step, ring.next()) {
         u32 barrier = full + 8 * ring.stage, to = stages + ring.stage * STAGE_BYTES;
-        int k = is_low ? tile.first_rank + 64 * step : K_STEP * step;
+        int k = is_low ? tile.first_rank + 64 * step : STEP_ELEMENTS * step;
         wait(empty + 8 * ring.stage, ring.phase ^ 1);
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                      ::"r"(barrier), "r"(STAGE_BYTES) : "memory");
         load(to, x, barrier, k, tile.row);
-        if (BY_ROWS && !is_low) {
-          for (int chunk = 2 * rank; chunk < 2 * rank + 2; ++chunk)
+        if (WEIGHTS_KN && !is_low) {
+          for (int chunk = 2 * cta_rank; chunk < 2 * cta_rank + 2; ++chunk)
             load_for_both(to + X_BYTES + chunk * CHUNK_BYTES, w, barrier, tile.column + 64 * chunk, k);
         } else {
-          load_for_both(to + X_BYTES + rank * 2 * CHUNK_BYTES, w, barrier, k, tile.column + rank * COLUMNS / 2);
+          load_for_both(to + X_BYTES + cta_rank * 2 * CHUNK_BYTES, w, barrier, k, tile.column + cta_rank * COLUMNS / 2);
         }
       }
     }
@@ -184,21 +187,21 @@ __device__ __forceinline__ float value(const float* values, int index, int size)
   return index < size ? values[index] : 0.f;
 }
 
-__device__ void multiply_tiles(const Params& p, u32 stages, u32 full, u32 empty, u32 rank, int num_tiles, int group,
-                               u32 staging, float* scales) {
+__device__ void multiply_tiles(const Params& p, u32 stages, u32 full, u32 empty, u32 cta_rank, int num_tiles,
+                               int warp_group, u32 staging, float* scales) {
   int thread = threadIdx.x % 128, lane = thread % 32;
   Ring ring;
   float d[128];
-  // the stage that the products in flight read
+  // the stage that products in flight read
   int held = -1;
   auto release = [&]() {
     if (held >= 0 && thread < 2) arrive(empty + 8 * held, thread);
     held = -1;
   };
   for (int index = blockIdx.x / 2; index < num_tiles; index += gridDim.x / 2) {
-    Tile tile = tile_at(p, index, rank);
-    int top = tile.row + group * 64, row = top + thread / 32 * 16 + lane / 4, add = 0;
-    // loaded at once, needed after many products
+    Tile tile = tile_at(p, index, cta_rank);
+    int top = tile.row + warp_group * 64, row = top + thread / 32 * 16 + lane / 4, add = 0;
+    // prefetched: first used after the main loop
     float scale = 0.f, lower_scale = 0.f, column_scale[2] = {0.f, 0.f};
     if (FP8) {
       scale = value(p.row_scale[0], row, p.m);
@@ -208,7 +211,7 @@ __device__ void multiply_tiles(const Params& p, u32 stages, u32 full, u32 empty,
     float next_scale = scale, next_lower_scale = lower_scale;
     for (int i = 0; i < p.num_segments; ++i) {
       if (FP8 && i > 0) {
-        // in units of this segment's scales, which are above 0 in rows that exist
+        // rescale to this segment's row scales, which are positive in all valid rows
         wait_products(d);
         release();
         float ratio = row < p.m ? scale / next_scale : 0.f;
@@ -227,13 +230,14 @@ __device__ void multiply_tiles(const Params& p, u32 stages, u32 full, u32 empty,
       }
       for (int step = 0; step < p.k_steps[i]; ++step, ring.next()) {
         u32 at = stages + ring.stage * STAGE_BYTES;
-        u64 x = by_columns(at + group * 64 * STEP), w = BY_ROWS ? by_rows(at + X_BYTES) : by_columns(at + X_BYTES);
+        u64 x = k_major(at + warp_group * 64 * STEP_BYTES);
+        u64 w = WEIGHTS_KN ? mn_major(at + X_BYTES) : k_major(at + X_BYTES);
         wait(full + 8 * ring.stage, ring.phase);
         begin_products(d);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           if (FP8) multiply_fp8(d, x + 2 * k, w + 2 * k, add);
-          else if (BY_ROWS) multiply_bf16_by_rows(d, x + 2 * k, w + 128 * k, add);
+          else if (WEIGHTS_KN) multiply_bf16_kn(d, x + 2 * k, w + 128 * k, add);
           else multiply_bf16(d, x + 2 * k, w + 2 * k, add);
           add = 1;
         }
@@ -245,9 +249,9 @@ __device__ void multiply_tiles(const Params& p, u32 stages, u32 full, u32 empty,
     wait_products(d);
     release();
     if (FP8) *(float2*)(scales + 2 * thread) = float2{column_scale[0], column_scale[1]};
-    // the staging tile of the tile before was read; the scales are written
+    // TMA has read the previous tile from staging, and the scales are written
     if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(warp_group + 1) : "memory");
     if (FP8) {
 #pragma unroll
       for (int j = 0; j < 32; ++j) {
@@ -258,7 +262,7 @@ __device__ void multiply_tiles(const Params& p, u32 stages, u32 full, u32 empty,
     }
     for (int left = tile.num_ranks; left > 0; left -= 64, ring.next()) {
       u32 at = stages + ring.stage * STAGE_BYTES;
-      u64 x = by_columns(at + group * 64 * STEP), w = by_columns(at + X_BYTES);
+      u64 x = k_major(at + warp_group * 64 * STEP_BYTES), w = k_major(at + X_BYTES);
       wait(full + 8 * ring.stage, ring.phase);
       begin_products(d);
       for (int k = 0; k < 4 && 16 * k < left; ++k) multiply_bf16(d, x + 2 * k, w + 2 * k, 1);
@@ -275,12 +279,12 @@ __device__ void multiply_tiles(const Params& p, u32 stages, u32 full, u32 empty,
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(d[4 * j + 2 * i + 1]), "f"(d[4 * j + 2 * i]));
-      u32 to = staging + j / 8 * CHUNK_BYTES + own_row * STEP + ((j % 8 + lane / 16) ^ own_row % 8) * 16;
+      u32 to = staging + j / 8 * CHUNK_BYTES + own_row * STEP_BYTES + ((j % 8 + lane / 16) ^ own_row % 8) * 16;
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                    ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(warp_group + 1) : "memory");
     if (thread == 0 && top < p.m) {
       for (int chunk = 0; chunk < COLUMNS / 64 && tile.column + 64 * chunk < p.n; ++chunk)
         asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
@@ -297,27 +301,28 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   extern __shared__ char shared[];
   __shared__ alignas(8) u64 barriers[2 * STAGES];
   __shared__ float scales[2][COLUMNS];
-  // swizzled tiles begin at a kilobyte
+  // tiles with a 128-byte swizzle must be aligned to 1,024 bytes
   u32 staging = ((u32)__cvta_generic_to_shared(shared) + 1023) & ~1023u, stages = staging + 2 * OUT_BYTES;
-  u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * STAGES, rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * STAGES, cta_rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(cta_rank));
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      // filled by one thread's loads; emptied by two warp groups of two blocks
+      // filled by one thread's loads; emptied by the two warp groups of both CTAs
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * i));
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" ::"r"(empty + 8 * i));
     }
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
   meet_cluster();
-  int num_tiles = (p.m + 2 * ROWS - 1) / (2 * ROWS) * ((p.n + COLUMNS - 1) / COLUMNS), group = threadIdx.x / 128;
-  if (group == LOADER) {
+  int num_tiles = (p.m + 2 * ROWS - 1) / (2 * ROWS) * ((p.n + COLUMNS - 1) / COLUMNS), warp_group = threadIdx.x / 128;
+  if (warp_group == LOADER) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x % 128 == 0) load_tiles(p, stages, full, empty, rank, num_tiles);
+    if (threadIdx.x % 128 == 0) load_tiles(p, stages, full, empty, cta_rank, num_tiles);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    multiply_tiles(p, stages, full, empty, rank, num_tiles, group, staging + group * OUT_BYTES, scales[group]);
+    multiply_tiles(p, stages, full, empty, cta_rank, num_tiles, warp_group, staging + warp_group * OUT_BYTES,
+                   scales[warp_group]);
   }
-  // a block's shared memory is read and signaled by the other one
+  // a CTA may not exit while its peer can still multicast into its shared memory or arrive at its barriers
   meet_cluster();
 }

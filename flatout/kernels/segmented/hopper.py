@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# rows and columns of a tile, bytes of K in a stage; as in hopper.cu
-ROWS, COLUMNS, STEP = 128, 256, 128
+# rows and columns of a CTA's tile, bytes of K in a stage; as in hopper.cu
+ROWS, COLUMNS, STEP_BYTES = 128, 256, 128
 MAX_SEGMENTS = 3
-# with the output's staging tiles, all of an SM's shared memory
+# as many stages as fit beside 64 KiB that stage the output
 _STAGES = 3
-_SHARED_BYTES = _STAGES * (ROWS + COLUMNS) * STEP + ROWS * COLUMNS * 2 + 1024
-_GROUP = 8
+_SHARED_BYTES = _STAGES * (ROWS + COLUMNS) * STEP_BYTES + ROWS * COLUMNS * 2 + 1024
+# cluster tiles that are traversed together, for the L2 cache
+_RASTER_ROWS = 8
 _THREADS = 384
 # CUtensorMapDataType: bytes, bfloat16; CUtensorMapSwizzle and L2 promotion of 128 bytes and 256 bytes
 _BYTES, _BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 0, 9, 3, 3
@@ -46,8 +47,15 @@ class _Params(ctypes.Structure):
 
 
 def num_tiles(num_rows: int, num_columns: int) -> int:
-    """Return how many tiles of two blocks a result (num_rows, num_columns) has."""
+    """Return the number of cluster tiles (256 x 256, two CTAs) of a result (num_rows, num_columns)."""
     return -(-num_rows // (2 * ROWS)) * -(-num_columns // COLUMNS)
+
+
+def load(device: torch.device) -> None:
+    """Compile a kernel and load it on a GPU. Raises ImportError, OSError or RuntimeError if that is not possible."""
+    with torch.cuda.device(device):
+        _driver()
+        _kernel(torch.cuda.current_device(), fp8=False, weights_kn=False)
 
 
 def launch(
@@ -60,26 +68,28 @@ def launch(
     wide: Tensor,
     first_columns: Sequence[int],
     first_ranks: Sequence[int],
-    by_rows: bool,
+    weights_kn: bool,
 ) -> None:
     """Compute `reference.segmented_product` into `out` (M, N) bfloat16 on the current stream of its Hopper GPU.
 
     Raises RuntimeError if the driver refuses.
     """
+    assert low.dtype == wide.dtype == torch.bfloat16
     with torch.cuda.device(out.device):
-        kernel = _kernel(out.device.index, column_scale is not None, by_rows)
+        kernel = _kernel(out.device.index, fp8=column_scale is not None, weights_kn=weights_kn)
         # tensor maps must begin at multiples of 64 bytes
         buffer = ctypes.create_string_buffer(ctypes.sizeof(_Params) + 64)
         params = _Params.from_buffer(buffer, -ctypes.addressof(buffer) % 64)
         for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             _describe(params.x[i], part, ROWS)
-            _describe(params.w[i], weight, 64 if by_rows else ROWS)
-            params.k_steps[i] = -(-part.shape[1] * part.element_size() // STEP)
+            # each CTA loads half of a tile's columns for both
+            _describe(params.w[i], weight, 64 if weights_kn else COLUMNS // 2)
+            params.k_steps[i] = -(-part.shape[1] * part.element_size() // STEP_BYTES)
         for i, scale in enumerate(row_scales):
             params.row_scale[i] = scale.data_ptr()
         params.column_scale = None if column_scale is None else column_scale.data_ptr()
         _describe(params.x[3], low, ROWS)
-        _describe(params.w[3], wide, ROWS)
+        _describe(params.w[3], wide, COLUMNS // 2)
         _describe(params.out, out, 64)
         params.m, params.n = out.shape
         params.num_segments = len(parts)
@@ -119,18 +129,18 @@ def _describe(target: _Map, tensor: Tensor, box_rows: int) -> None:
         _driver().cuTensorMapEncodeTiled(
             ctypes.addressof(target), _BYTES if is_bytes else _BFLOAT16, 2, tensor.data_ptr(),
             (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(tensor.stride(0) * size),
-            (ctypes.c_uint32 * 2)(STEP // size, box_rows), (ctypes.c_uint32 * 2)(1, 1),
+            (ctypes.c_uint32 * 2)(STEP_BYTES // size, box_rows), (ctypes.c_uint32 * 2)(1, 1),
             0, _SWIZZLE_128, _PROMOTE_256, 0,
         )
     )  # fmt: skip
 
 
 @cache
-def _kernel(device_index: int, fp8: bool, by_rows: bool) -> int:
+def _kernel(device_index: int, *, fp8: bool, weights_kn: bool) -> int:
     """Return the function, compiled for the current device, which has this index."""
     from cuda.bindings import driver
 
-    code = _compiled(fp8, by_rows)
+    code = _compiled(fp8, weights_kn)
     module = _ok(driver.cuModuleLoadData(code))
     function = _ok(driver.cuModuleGetFunction(module, b"segmented_product"))
     shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -139,12 +149,12 @@ def _kernel(device_index: int, fp8: bool, by_rows: bool) -> int:
 
 
 @cache
-def _compiled(fp8: bool, by_rows: bool) -> bytes:
+def _compiled(fp8: bool, weights_kn: bool) -> bytes:
     from cuda.bindings import nvrtc
 
     source = Path(__file__).with_name("hopper.cu").read_bytes()
     program = _ok(nvrtc.nvrtcCreateProgram(source, b"hopper.cu", 0, [], []))
-    macros = {"FP8": int(fp8), "BY_ROWS": int(by_rows), "STAGES": _STAGES, "GROUP": _GROUP}
+    macros = {"FP8": int(fp8), "WEIGHTS_KN": int(weights_kn), "STAGES": _STAGES, "RASTER_ROWS": _RASTER_ROWS}
     options = [b"--gpu-architecture=sm_90a", b"-std=c++17", *(f"-D{key}={macros[key]}".encode() for key in macros)]
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(result):

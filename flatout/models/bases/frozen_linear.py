@@ -57,7 +57,7 @@ def _dense_products(
         describe,
         sizes,
         lambda x, *storage: Operands([x], [weight(storage, x.dtype, False)]),
-        lambda grads, *storage: Operands(grads, weight(storage, grads[0].dtype, True).split(sizes), by_rows=True),
+        lambda grads, *storage: Operands(grads, weight(storage, grads[0].dtype, True).split(sizes), weights_kn=True),
     )
 
 
@@ -259,7 +259,7 @@ def fuse_bases(
     segmented.register_ops()
     one_accumulator = bool(ranks) and segmented.fits(device, dtype, sizes, in_features, ranks)
     backward = [base for base in bases if isinstance(base, Fp8BackwardLinear)]
-    if one_accumulator and backward:
+    if one_accumulator and len(bases) == len(backward) > 1:
         # quantized again, as one sum needs the same scales (K,) for all layers
         quantized, scale = quantize_rows(torch.cat([base.weight.detach() for base in backward]).t())
         for base, own in zip(backward, quantized.split([base.out_features for base in backward], dim=1), strict=True):

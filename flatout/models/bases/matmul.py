@@ -15,7 +15,7 @@ from flatout.kernels.segmented import segmented_product
 
 
 class Operands(NamedTuple):
-    """The sum of parts_i (..., K_i) weights_i.T, with weights_i (N, K_i), or (K_i, N) if `by_rows`.
+    """Operands of the sum of parts_i (..., K_i) weights_i.T, with weights_i (N, K_i), or (K_i, N) if `weights_kn`.
 
     float8 parts are (T, K_i) with `row_scales` fp32 (T, 1); their weights have `column_scales` fp32 (N,). A `bias` (N,)
     is added to the product of a single part without scales.
@@ -25,7 +25,7 @@ class Operands(NamedTuple):
     weights: Sequence[Tensor]
     row_scales: Sequence[Tensor] = ()
     column_scales: Sequence[Tensor] = ()
-    by_rows: bool = False
+    weights_kn: bool = False
     bias: Tensor | None = None
 
     def total(self, like: Tensor) -> Tensor:
@@ -36,18 +36,19 @@ class Operands(NamedTuple):
                 product = scaled_product(part, weight, self.row_scales[i], self.column_scales[i], like.dtype)
                 product = product.view(*like.shape[:-1], len(weight))
             else:
-                product = part @ weight if self.by_rows else F.linear(part, weight, self.bias)
+                product = part @ weight if self.weights_kn else F.linear(part, weight, self.bias)
             total = product if total is None else total + product
         assert total is not None
         return total
 
     def total_with(self, low: Tensor, wide: Tensor, columns: Sequence[int] = (0,), ranks: Sequence[int] = ()) -> Tensor:
-        """Return `total` plus low (..., R) wide (N, R).T in one accumulator; see `segmented_product`."""
+        """Return `total` plus low (..., R) wide (N, R).T in one accumulator; see `segmented_product`. No bias."""
+        assert self.bias is None
         product = segmented_product(
             [part.flatten(0, -2) for part in self.parts], self.weights, low.flatten(0, -2), wide,
             row_scales=[scale.flatten() for scale in self.row_scales],
             column_scale=self.column_scales[0] if self.column_scales else None,
-            first_columns=columns, first_ranks=ranks, by_rows=self.by_rows,
+            first_columns=columns, first_ranks=ranks, weights_kn=self.weights_kn,
         )  # fmt: skip
         return product.view(*low.shape[:-1], len(wide))
 
@@ -57,8 +58,8 @@ class FrozenMatmul:
     """How one input is multiplied with frozen weights W_i (N_i, K), `sizes` N_i, which are stored as a list of tensors.
 
     `forward(x (..., K), *storage)` returns the operands of x W.T, all W_i concatenated; `backward(gradients (..., N_i),
-    *storage)` those of the sum of dY_i W_i. `describe` is a word for the console. `one_accumulator`: products and
-    adapters are summed by `segmented_product`, so all `column_scales` are equal.
+    *storage)` those of the sum of dY_i W_i. `describe` names the product in the console's `fused` line. With
+    `one_accumulator`, `segmented_product` sums products and adapters: all `column_scales` are equal, no bias.
     """
 
     describe: str
@@ -68,28 +69,30 @@ class FrozenMatmul:
     one_accumulator: bool = False
 
     def outputs_with(self, operands: Operands, low: Tensor, wide: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        """Return x W_i.T + low_i wide_i.T for each i, with `low` (..., R) and `wide` (sum of N_i, R), 0 off its blocks.
+        """Return x W_i.T + low_i wide_i.T for each i, with `low` (..., R) and wide_i the `blocks` of `wide`.
 
-        Apart, products are summed by plain additions, which the compiler fuses into the consumers of the result.
+        Without one accumulator, they are added plainly, which the compiler fuses into the consumers of the result.
         """
         if self.one_accumulator:
             starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
             first_ranks = [sum(ranks[:i]) for i in range(len(ranks) + 1)]
             joint = operands.total_with(low, wide, starts, first_ranks)
             # unlike views, these may be modified in place
-            return list(joint.unsafe_split_with_sizes(self.sizes, dim=-1))
+            outputs = joint.unsafe_split_with_sizes(self.sizes, dim=-1)
+            # copies of smaller ones, as a value that attention saves would keep its queries and keys in memory
+            return [own if own.shape[-1] == max(self.sizes) else own.clone() for own in outputs]
         outputs, parts = operands.total(low).split(self.sizes, dim=-1), low.split(list(ranks), dim=-1)
-        added = (F.linear(part, own) for part, own in zip(parts, diagonal(wide, self.sizes, ranks), strict=True))
+        added = (F.linear(part, own) for part, own in zip(parts, blocks(wide, self.sizes, ranks), strict=True))
         return [output + own for output, own in zip(outputs, added, strict=True)]
 
 
-def diagonal(wide: Tensor, sizes: Sequence[int], ranks: Sequence[int]) -> list[Tensor]:
-    """Return views (N_i, r_i) of the blocks on the diagonal of a matrix (sum of N_i, sum of r_i)."""
-    blocks, row, column = [], 0, 0
+def blocks(wide: Tensor, sizes: Sequence[int], ranks: Sequence[int]) -> list[Tensor]:
+    """Return views (N_i, r_i) of a matrix (sum of N_i, sum of r_i) on its diagonal, or of (sum of N_i, largest r_i)."""
+    found, row, column = [], 0, 0
     for size, rank in zip(sizes, ranks, strict=True):
-        blocks.append(wide[row : row + size, column : column + rank])
-        row, column = row + size, column + rank
-    return blocks
+        found.append(wide[row : row + size, column : column + rank])
+        row, column = row + size, column + (rank if wide.shape[1] == sum(ranks) else 0)
+    return found
 
 
 class FrozenLinearFunction(torch.autograd.Function):

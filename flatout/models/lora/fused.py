@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from flatout.errors import UsageError
 from flatout.kernels import segmented
 from flatout.models.bases.frozen_linear import fuse_bases
-from flatout.models.bases.matmul import FrozenMatmul, diagonal
+from flatout.models.bases.matmul import FrozenMatmul, blocks
 from flatout.models.blocks import hidden_states
 from flatout.models.lora.layer import LoraLinear, lora_layers
 from flatout.models.packed import flatten_samples
@@ -23,8 +23,8 @@ from flatout.models.packed import flatten_samples
 class _FusedLora(torch.autograd.Function):
     """y_i = x W_i.T + (x A_i.T) B_i.T of all members i; x is (..., K).
 
-    `narrow` (R, K) is all A concatenated, `turned` its copy (K, R) or None, `wide` (sum of N_i, R) has the scaled B on
-    its diagonal. `rest` is the storage of the W, then the masters of all A and all B, which receive the gradients.
+    `narrow` (R, K) is all A concatenated, `turned` its copy (K, R) or None, `wide` has the scaled B (see
+    `blocks`). `rest` is the storage of the W, then the masters of all A and all B, which receive the gradients.
     """
 
     @staticmethod
@@ -41,7 +41,7 @@ class _FusedLora(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, low, narrow, turned, wide, *storage = ctx.saved_tensors
-        wides = diagonal(wide, ctx.product.sizes, ctx.ranks)
+        wides = blocks(wide, ctx.product.sizes, ctx.ranks)
         low_grad = torch.cat([grad @ own for grad, own in zip(grads, wides, strict=True)], dim=-1)
         x_grad = None
         if ctx.needs_input_grad[0]:
@@ -83,11 +83,12 @@ class FusedLora(nn.Module):
         self._num_storage = len(storage)
         for index, tensor in enumerate(storage):
             self.register_buffer(f"storage_{index}", tensor, persistent=False)
-        rank = sum(self.ranks)
-        turned = torch.zeros(first.in_features, rank, **options) if self.product.one_accumulator else None
+        rank, joined = sum(self.ranks), self.product.one_accumulator
+        turned = torch.zeros(first.in_features, rank, **options) if joined else None
         self.register_buffer("narrow", torch.zeros(rank, first.in_features, **options), persistent=False)
         self.register_buffer("turned", turned, persistent=False)
-        self.register_buffer("wide", torch.zeros(sum(self.product.sizes), rank, **options), persistent=False)
+        width = rank if joined else max(self.ranks)
+        self.register_buffer("wide", torch.zeros(sum(self.product.sizes), width, **options), persistent=False)
         for index, member in enumerate(members):
             member.computed_by = (self, index)
         # registered as a submodule once, so that it is counted once
@@ -96,7 +97,7 @@ class FusedLora(nn.Module):
     @property
     def wides(self) -> list[Tensor]:
         """Views of the copies of every B, times `scaling`."""
-        return diagonal(self.wide, self.product.sizes, self.ranks)
+        return blocks(self.wide, self.product.sizes, self.ranks)
 
     def output(self, index: int, x: Tensor) -> Tensor:
         """Return member `index`'s output for x (..., K); the first member computes the outputs of all."""
@@ -132,8 +133,8 @@ class FusedLayers:
         self._to_turn = [narrow.t() for _, narrow in turned]
         kinds = {group.product.describe for group in fused}
         self.report = f"{len(self._narrows)} layers run as {len(fused)} matmuls ({', '.join(sorted(kinds))})"
-        if fused and (lacking := segmented.missing(fused[0].narrow.device)):
-            self.report += f"; {lacking} is missing, so adapters are added one by one"
+        if fused and (problem := segmented.problem(fused[0].narrow.device)):
+            self.report += f"; adapters are added one by one, as the kernel for one accumulator fails: {problem}"
 
     def forget(self) -> None:
         """Drop unused outputs of a failed forward pass, which keep its whole graph alive."""
