@@ -121,11 +121,10 @@ def _product(
 ) -> Tensor:
     if low.device.type != "cuda":
         return reference.segmented_product(parts, weights, row_scales, column_scale, low, wide, weights_kn)
-    shape, num_processors = (
-        (low.shape[0], wide.shape[0]),
-        torch.cuda.get_device_properties(low.device).multi_processor_count,
-    )
-    if capability(low.device) != HOPPER or hopper.num_tiles(*shape) < num_processors // 4:
+    shape = low.shape[0], wide.shape[0]
+    # half a wave of clusters
+    enough = torch.cuda.get_device_properties(low.device).multi_processor_count // 4
+    if capability(low.device) != HOPPER or hopper.num_tiles(*shape) < enough:
         return _separately(parts, weights, row_scales, column_scale, low, wide, weights_kn)
     out = low.new_empty(shape)
     parts, weights, (low, wide) = ([_in_rows(own) for own in each] for each in (parts, weights, [low, wide]))

@@ -79,8 +79,9 @@ class FrozenMatmul:
             joint = operands.total_with(low, wide, starts, first_ranks)
             # unlike views, these may be modified in place
             outputs = joint.unsafe_split_with_sizes(self.sizes, dim=-1)
-            # copies of smaller ones, as a value that attention saves would keep its queries and keys in memory
-            return [own if own.shape[-1] == max(self.sizes) else own.clone() for own in outputs]
+            # keys and values are copied, as attention would keep the queries in memory with the value that it saves
+            copied = [size < max(self.sizes) or (i > 0 and len(outputs) > 2) for i, size in enumerate(self.sizes)]
+            return [own.clone() if copy else own for own, copy in zip(outputs, copied, strict=True)]
         outputs, parts = operands.total(low).split(self.sizes, dim=-1), low.split(list(ranks), dim=-1)
         added = (F.linear(part, own) for part, own in zip(parts, blocks(wide, self.sizes, ranks), strict=True))
         return [output + own for output, own in zip(outputs, added, strict=True)]
