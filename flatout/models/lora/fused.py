@@ -23,31 +23,31 @@ from flatout.models.packed import flatten_samples
 class _FusedLora(torch.autograd.Function):
     """y_i = x W_i.T + (x A_i.T) B_i.T of all members i; x is (..., K).
 
-    `narrow` (R, K) is all A concatenated, `turned` its copy (K, R) or None, `wide` has the scaled B (see
+    `narrow` (R, K) is all A concatenated, `narrow_t` its copy (K, R) or None, `wide` has the scaled B (see
     `blocks`). `rest` is the storage of the W, then the masters of all A and all B, which receive the gradients.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, narrow: Tensor, turned: Tensor | None, wide: Tensor, product: FrozenMatmul,
+        ctx: Any, x: Tensor, narrow: Tensor, narrow_t: Tensor | None, wide: Tensor, product: FrozenMatmul,
         ranks: tuple[int, ...], scaling: float, *rest: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         storage, masters = rest[: -2 * len(ranks)], rest[-2 * len(ranks) :]
         low = F.linear(x, narrow)
-        ctx.save_for_backward(x, low, narrow, turned, wide, *storage)
+        ctx.save_for_backward(x, low, narrow, narrow_t, wide, *storage)
         ctx.product, ctx.ranks, ctx.scaling, ctx.dtype = product, ranks, scaling, masters[0].dtype
         return tuple(product.outputs_with(product.forward(x, *storage), low, wide, ranks))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, low, narrow, turned, wide, *storage = ctx.saved_tensors
+        x, low, narrow, narrow_t, wide, *storage = ctx.saved_tensors
         wides = blocks(wide, ctx.product.sizes, ctx.ranks)
         low_grad = torch.cat([grad @ own for grad, own in zip(grads, wides, strict=True)], dim=-1)
         x_grad = None
         if ctx.needs_input_grad[0]:
             operands = ctx.product.backward(grads, *storage)
-            apart = turned is None
-            x_grad = operands.total(x) + low_grad @ narrow if apart else operands.total_with(low_grad, turned)
+            apart = narrow_t is None
+            x_grad = operands.total(x) + low_grad @ narrow if apart else operands.total_with(low_grad, narrow_t)
         # summed over all tokens: (..., N), (..., K) to (N, K)
         narrow_grads = (low_grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(ctx.dtype).split(ctx.ranks)
         wide_grads = (
@@ -65,7 +65,7 @@ class FusedLora(nn.Module):
     """
 
     narrow: Tensor
-    turned: Tensor | None
+    narrow_t: Tensor | None
     wide: Tensor
 
     def __init__(self, members: Sequence[LoraLinear], *, fp8: bool, transposed: bool) -> None:
@@ -84,9 +84,9 @@ class FusedLora(nn.Module):
         for index, tensor in enumerate(storage):
             self.register_buffer(f"storage_{index}", tensor, persistent=False)
         rank, joined = sum(self.ranks), self.product.one_accumulator
-        turned = torch.zeros(first.in_features, rank, **options) if joined else None
+        narrow_t = torch.zeros(first.in_features, rank, **options) if joined else None
         self.register_buffer("narrow", torch.zeros(rank, first.in_features, **options), persistent=False)
-        self.register_buffer("turned", turned, persistent=False)
+        self.register_buffer("narrow_t", narrow_t, persistent=False)
         width = rank if joined else max(self.ranks)
         self.register_buffer("wide", torch.zeros(sum(self.product.sizes), width, **options), persistent=False)
         for index, member in enumerate(members):
@@ -105,7 +105,7 @@ class FusedLora(nn.Module):
             storage = [getattr(self, f"storage_{index}") for index in range(self._num_storage)]
             masters = [member.lora_a for member in self.members] + [member.lora_b for member in self.members]
             outputs = _FusedLora.apply(
-                x, self.narrow, self.turned, self.wide, self.product, self.ranks, self.scaling, *storage, *masters
+                x, self.narrow, self.narrow_t, self.wide, self.product, self.ranks, self.scaling, *storage, *masters
             )
             biased = (y if bias is None else y + bias for y, bias in zip(outputs, self.biases, strict=True))
             self.pending = (x, tuple(biased))
@@ -128,9 +128,9 @@ class FusedLayers:
         self._scalings = [member.scaling for member in members]
         self._narrows = [narrow for group in fused for narrow in group.narrow.split(group.ranks)]
         self._wides = [wide for group in fused for wide in group.wides]
-        turned = [(group.turned, group.narrow) for group in fused if group.turned is not None]
-        self._turned = [own for own, _ in turned]
-        self._to_turn = [narrow.t() for _, narrow in turned]
+        narrow_t = [(group.narrow_t, group.narrow) for group in fused if group.narrow_t is not None]
+        self._narrows_t = [own for own, _ in narrow_t]
+        self._transposes = [narrow.t() for _, narrow in narrow_t]
         kinds = {group.product.describe for group in fused}
         self.report = f"{len(self._narrows)} layers run as {len(fused)} matmuls ({', '.join(sorted(kinds))})"
         if fused and (problem := segmented.problem(fused[0].narrow.device)):
@@ -147,8 +147,8 @@ class FusedLayers:
         if self._fused:
             torch._foreach_copy_(self._narrows, self._narrow_masters)
             torch._foreach_copy_(self._wides, torch._foreach_mul(self._wide_masters, self._scalings))
-        if self._turned:
-            torch._foreach_copy_(self._turned, self._to_turn)
+        if self._narrows_t:
+            torch._foreach_copy_(self._narrows_t, self._transposes)
 
 
 def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool = False) -> FusedLayers:
