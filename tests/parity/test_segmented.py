@@ -13,6 +13,7 @@ from flatout.kernels import segmented
 from flatout.kernels.capability import HOPPER
 from flatout.kernels.fp8 import quantize_rows
 from flatout.kernels.segmented import reference, register_ops, segmented_product
+from flatout.kernels.segmented.reference import Segments
 from flatout.models.bases.fp8_backward import convert_backward_to_float8
 from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.models.blocks import decoder_layers, replace_module
@@ -39,10 +40,10 @@ def test_the_reference_is_the_sum_of_its_products():
     parts, weights = [draw(7, 48, seed=1), draw(7, 16, seed=2)], [draw(32, 48, seed=3), draw(32, 16, seed=4)]
     low, wide = draw(7, 8, seed=5), draw(32, 8, seed=6)
     truth = parts[0] @ weights[0].T + parts[1] @ weights[1].T + low @ wide.T
-    by_columns = reference.segmented_product(parts, weights, [], None, low, wide, False)
-    weights_kn = reference.segmented_product(parts, [own.T for own in weights], [], None, low, wide, True)
-    torch.testing.assert_close(by_columns, truth, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(weights_kn, truth, rtol=1e-13, atol=1e-13)
+    own = Segments(parts, weights, [], None, low, wide, [0], [0, 8], False)
+    transposed = own._replace(weights=[weight.T for weight in weights], weights_kn=True)
+    torch.testing.assert_close(reference.segmented_product(own), truth, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(reference.segmented_product(transposed), truth, rtol=1e-13, atol=1e-13)
 
 
 def test_the_reference_scales_rows_of_each_part_and_columns_of_all():
@@ -51,11 +52,11 @@ def test_the_reference_scales_rows_of_each_part_and_columns_of_all():
     low, wide = draw(7, 8, seed=3), draw(32, 8, seed=4)
     dense = weights.double() * column_scale.double()
     truth = (left.double() * left_scale) @ dense[:, :48].T + (right.double() * right_scale) @ dense[:, 48:].T
-    found = reference.segmented_product(
+    own = Segments(
         [left, right], [weights[:, :48], weights[:, 48:]], [left_scale[:, 0], right_scale[:, 0]], column_scale[:, 0],
-        low, wide, False,
+        low, wide, [0], [0, 8], False,
     )  # fmt: skip
-    torch.testing.assert_close(found, truth + low @ wide.T, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(reference.segmented_product(own), truth + low @ wide.T, rtol=1e-12, atol=1e-12)
 
 
 BASES = {
@@ -156,7 +157,6 @@ def test_the_kernel_is_for_bf16_on_hopper_gpus(monkeypatch):
     layers = ([64, 32], 48, [8, 8])
     assert not segmented.fits(CPU, torch.bfloat16, *layers)
     monkeypatch.setattr(segmented, "capability", lambda _: HOPPER)
-    monkeypatch.setattr(segmented, "problem", lambda _: None)
     assert segmented.fits(CPU, torch.bfloat16, *layers)
     assert not segmented.fits(CPU, torch.float32, *layers)
     for unfit in (([64, 24], 48, [8, 8]), ([64, 32], 40, [8, 8]), ([64, 32], 48, [8, 4]), ([16] * 4, 48, [8] * 4)):
@@ -164,16 +164,16 @@ def test_the_kernel_is_for_bf16_on_hopper_gpus(monkeypatch):
 
 
 def test_a_gpu_that_cannot_load_it_adds_one_by_one_and_says_so(tmp_path, monkeypatch):
-    def load(_):
+    def load(*_, **__):
         raise OSError("libnvrtc.so.13 is not there\nand more")
 
     monkeypatch.setattr(segmented, "capability", lambda _: HOPPER)
     monkeypatch.setattr(segmented.hopper, "load", load)
-    segmented.problem.cache_clear()
+    segmented.load_error.cache_clear()
     try:
-        report = fuse_layers(adapted_model(tmp_path, "dense")).report
+        report = fuse_layers(adapted_model(tmp_path, "dense", precision="bf16")).report
     finally:
-        segmented.problem.cache_clear()
+        segmented.load_error.cache_clear()
     expected = "adapters are added one by one, as the kernel for one accumulator fails: libnvrtc.so.13 is not there"
     assert report.endswith(f"(dense); {expected}")
 
@@ -198,7 +198,9 @@ def exact(arguments, options):
     (parts, weights, low, wide) = arguments
     scales, columns = options.get("row_scales", []), options.get("column_scale")
     weights_kn = options.get("weights_kn", False)
-    return reference.segmented_product(parts, weights, scales, columns, low.double(), wide.double(), weights_kn)
+    blocks = [0], [0, wide.shape[1]]
+    own = Segments(parts, weights, scales, columns, low.double(), wide.double(), *blocks, weights_kn)
+    return reference.segmented_product(own)
 
 
 @pytest.mark.parametrize(

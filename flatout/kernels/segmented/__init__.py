@@ -20,6 +20,7 @@ from flatout.kernels.capability import HOPPER, capability
 from flatout.kernels.fp8 import scaled_product
 from flatout.kernels.operators import define_operator
 from flatout.kernels.segmented import hopper, reference
+from flatout.kernels.segmented.reference import Segments
 
 # addresses and row strides that TMA can read; 16 elements of e4m3 and 8 of bf16 are as many bytes
 ALIGN_BYTES = 16
@@ -37,19 +38,18 @@ def fits(
         and len(sizes) <= hopper.MAX_SEGMENTS
         and not any(size % SIZE_MULTIPLE for size in (*sizes, in_features))
         and sum(ranks) % RANK_MULTIPLE == 0
-        and problem(device) is None
     )
 
 
 @cache
-def problem(device: torch.device) -> str | None:
+def load_error(device: torch.device, *, fp8: bool) -> Exception | None:
     """Return why a Hopper GPU cannot run the kernel, which is compiled and loaded; None if it can, or elsewhere."""
     if capability(device) != HOPPER:
         return None
     try:
-        hopper.load(device)
+        hopper.load(device, fp8=fp8)
     except (ImportError, OSError, RuntimeError) as error:
-        return next(iter(str(error).splitlines()), type(error).__name__)
+        return error.with_traceback(None)
     return None
 
 
@@ -65,12 +65,11 @@ def segmented_product(
     first_ranks: Sequence[int] = (),
     weights_kn: bool = False,
 ) -> Tensor:
-    """Return `reference.segmented_product`, (M, N) contiguous.
+    """Return the sum of `Segments`, (M, N) contiguous; by default, `wide` is one block.
 
-    low (M, R) wide (N, R).T is the adapters' part: x A.T and the scaled B in the forward pass, dY B and A.T in the
-    backward pass. `wide` may be block-diagonal over several adapters: `first_columns` are each one's first output
-    column, `first_ranks` its first rank, then R. By default it is one adapter. At most three parts and adapters.
-    Results of few tiles are computed separately, in torch's smaller ones.
+    low wide.T is the adapters' part: x A.T and the scaled B in the forward pass, dY B and A.T in the backward pass. At
+    most three parts and three blocks, which are adapters. Results of few tiles are computed separately, in torch's
+    smaller ones.
     """
     result: Tensor = torch.ops.flatout.segmented_product(
         list(parts), list(weights), list(row_scales), column_scale, low, wide, list(first_columns),
@@ -91,63 +90,44 @@ def register_ops() -> None:
     register_flop_formula(operator)(_num_flops)
 
 
-def _num_flops(parts: list[torch.Size], *rest: Any, out_shape: torch.Size, **_: Any) -> int:
-    """Count the FLOPs from the shapes of the operator's arguments; each adapter multiplies its own ranks only."""
-    first_columns, first_ranks = rest[5:7]
-    num_rows, num_columns = out_shape
-    widths = (end - start for start, end in pairwise([*first_columns, num_columns]))
-    ranks = (end - start for start, end in pairwise(first_ranks))
+def _num_flops(*shapes: Any, out_shape: Any, **_: Any) -> Any:
+    """Count the FLOPs from `Segments` with shapes as its tensors; each adapter multiplies its own ranks only."""
+    own, (num_rows, num_columns) = Segments(*shapes), out_shape
+    widths = (end - start for start, end in pairwise([*own.first_columns, num_columns]))
+    ranks = (end - start for start, end in pairwise(own.first_ranks))
     low_rank = sum(width * rank for width, rank in zip(widths, ranks, strict=True))
-    num_products: int = num_rows * (num_columns * sum(shape[1] for shape in parts) + low_rank)
-    return 2 * num_products
+    parts: Any = own.parts
+    return 2 * num_rows * (num_columns * sum(part[1] for part in parts) + low_rank)
 
 
-def _empty(parts: list[Tensor], weights: list[Tensor], *rest: Any) -> Tensor:
-    low, wide = rest[2:4]
-    out: Tensor = low.new_empty(low.shape[0], wide.shape[0])
-    return out
+def _empty(*operands: Any) -> Tensor:
+    own = Segments(*operands)
+    return own.low.new_empty(own.low.shape[0], own.wide.shape[0])
 
 
-def _product(
-    parts: list[Tensor],
-    weights: list[Tensor],
-    row_scales: list[Tensor],
-    column_scale: Tensor | None,
-    low: Tensor,
-    wide: Tensor,
-    first_columns: list[int],
-    first_ranks: list[int],
-    weights_kn: bool,
-) -> Tensor:
-    if low.device.type != "cuda":
-        return reference.segmented_product(parts, weights, row_scales, column_scale, low, wide, weights_kn)
-    shape = low.shape[0], wide.shape[0]
+def _product(*operands: Any) -> Tensor:
+    own = Segments(*operands)
+    device = own.low.device
+    if device.type != "cuda":
+        return reference.segmented_product(own)
     # half a wave of clusters
-    enough = torch.cuda.get_device_properties(low.device).multi_processor_count // 4
-    if capability(low.device) != HOPPER or hopper.num_tiles(*shape) < enough:
-        return _separately(parts, weights, row_scales, column_scale, low, wide, weights_kn)
-    out = low.new_empty(shape)
-    parts, weights, (low, wide) = ([_in_rows(own) for own in each] for each in (parts, weights, [low, wide]))
-    hopper.launch(out, parts, weights, row_scales, column_scale, low, wide, first_columns, first_ranks, weights_kn)
+    enough = torch.cuda.get_device_properties(device).multi_processor_count // 4
+    if capability(device) != HOPPER or hopper.num_tiles(own.low.shape[0], own.wide.shape[0]) < enough:
+        return _separately(own)
+    out = _empty(*own)
+    parts, weights, (low, wide) = (list(map(_in_rows, each)) for each in (own.parts, own.weights, (own.low, own.wide)))
+    hopper.launch(out, own._replace(parts=parts, weights=weights, low=low, wide=wide))
     return out
 
 
-def _separately(
-    parts: list[Tensor],
-    weights: list[Tensor],
-    row_scales: list[Tensor],
-    column_scale: Tensor | None,
-    low: Tensor,
-    wide: Tensor,
-    weights_kn: bool,
-) -> Tensor:
+def _separately(own: Segments) -> Tensor:
     """Compute the products one by one with torch, which has smaller tiles for few rows or columns."""
-    total = low @ wide.T
-    for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        if column_scale is None:
-            total.addmm_(part, weight if weights_kn else weight.T)
+    total = own.low @ own.wide.T
+    for i, (part, weight) in enumerate(zip(own.parts, own.weights, strict=True)):
+        if own.column_scale is None:
+            total.addmm_(part, weight if own.weights_kn else weight.T)
         else:
-            total += scaled_product(part, weight, row_scales[i][:, None], column_scale, low.dtype)
+            total += scaled_product(part, weight, own.row_scales[i][:, None], own.column_scale, own.low.dtype)
     return total
 
 

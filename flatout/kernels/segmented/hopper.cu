@@ -201,7 +201,7 @@ __device__ void multiply_tiles(const Params& p, u32 stages, u32 full, u32 empty,
   for (int index = blockIdx.x / 2; index < num_tiles; index += gridDim.x / 2) {
     Tile tile = tile_at(p, index, cta_rank);
     int top = tile.row + warp_group * 64, row = top + thread / 32 * 16 + lane / 4, add = 0;
-    // prefetched: first used after the main loop
+    // prefetched, as they are used after many products
     float scale = 0.f, lower_scale = 0.f, column_scale[2] = {0.f, 0.f};
     if (FP8) {
       scale = value(p.row_scale[0], row, p.m);

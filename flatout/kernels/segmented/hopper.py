@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flatout.kernels.segmented.reference import Segments
 
 # rows and columns of a CTA's tile, bytes of K in a stage; as in hopper.cu
 ROWS, COLUMNS, STEP_BYTES = 128, 256, 128
@@ -51,53 +52,42 @@ def num_tiles(num_rows: int, num_columns: int) -> int:
     return -(-num_rows // (2 * ROWS)) * -(-num_columns // COLUMNS)
 
 
-def load(device: torch.device) -> None:
-    """Compile a kernel and load it on a GPU. Raises ImportError, OSError or RuntimeError if that is not possible."""
+def load(device: torch.device, *, fp8: bool) -> None:
+    """Compile the form of forward passes and load it on a GPU. Raises ImportError, OSError or RuntimeError."""
     with torch.cuda.device(device):
         _driver()
-        _kernel(torch.cuda.current_device(), fp8=False, weights_kn=False)
+        _kernel(torch.cuda.current_device(), fp8=fp8, weights_kn=False)
 
 
-def launch(
-    out: Tensor,
-    parts: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    row_scales: Sequence[Tensor],
-    column_scale: Tensor | None,
-    low: Tensor,
-    wide: Tensor,
-    first_columns: Sequence[int],
-    first_ranks: Sequence[int],
-    weights_kn: bool,
-) -> None:
-    """Compute `reference.segmented_product` into `out` (M, N) bfloat16 on the current stream of its Hopper GPU.
+def launch(out: Tensor, own: Segments) -> None:
+    """Compute the sum of `Segments` into `out` (M, N) bfloat16 on the current stream of its Hopper GPU.
 
     Raises RuntimeError if the driver refuses.
     """
-    assert low.dtype == wide.dtype == torch.bfloat16
+    assert own.low.dtype == own.wide.dtype == torch.bfloat16
     with torch.cuda.device(out.device):
-        kernel = _kernel(out.device.index, fp8=column_scale is not None, weights_kn=weights_kn)
+        kernel = _kernel(out.device.index, fp8=own.column_scale is not None, weights_kn=own.weights_kn)
         # tensor maps must begin at multiples of 64 bytes
         buffer = ctypes.create_string_buffer(ctypes.sizeof(_Params) + 64)
         params = _Params.from_buffer(buffer, -ctypes.addressof(buffer) % 64)
-        for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        for i, (part, weight) in enumerate(zip(own.parts, own.weights, strict=True)):
             _describe(params.x[i], part, ROWS)
             # each CTA loads half of a tile's columns for both
-            _describe(params.w[i], weight, 64 if weights_kn else COLUMNS // 2)
+            _describe(params.w[i], weight, 64 if own.weights_kn else COLUMNS // 2)
             params.k_steps[i] = -(-part.shape[1] * part.element_size() // STEP_BYTES)
-        for i, scale in enumerate(row_scales):
+        for i, scale in enumerate(own.row_scales):
             params.row_scale[i] = scale.data_ptr()
-        params.column_scale = None if column_scale is None else column_scale.data_ptr()
-        _describe(params.x[3], low, ROWS)
-        _describe(params.w[3], wide, COLUMNS // 2)
+        params.column_scale = None if own.column_scale is None else own.column_scale.data_ptr()
+        _describe(params.x[3], own.low, ROWS)
+        _describe(params.w[3], own.wide, COLUMNS // 2)
         _describe(params.out, out, 64)
         params.m, params.n = out.shape
-        params.num_segments = len(parts)
+        params.num_segments = len(own.parts)
         for i in range(MAX_SEGMENTS):
             # columns that no tile reaches
-            params.first_column[i] = first_columns[i] if i < len(first_columns) else 2**31 - 1
+            params.first_column[i] = own.first_columns[i] if i < len(own.first_columns) else 2**31 - 1
         for i in range(MAX_SEGMENTS + 1):
-            params.first_rank[i] = first_ranks[min(i, len(first_ranks) - 1)]
+            params.first_rank[i] = own.first_ranks[min(i, len(own.first_ranks) - 1)]
         num_blocks = torch.cuda.get_device_properties(out.device).multi_processor_count // 2 * 2
         _check(
             _driver().cuLaunchKernel(

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def segmented_product(
-    parts: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    row_scales: Sequence[Tensor],
-    column_scale: Tensor | None,
-    low: Tensor,
-    wide: Tensor,
-    weights_kn: bool,
-) -> Tensor:
-    """Return column_scale * sum_i row_scales_i parts_i weights_i.T + low wide.T, (M, N) in low's dtype.
+class Segments(NamedTuple):
+    """Operands of column_scale * sum_i row_scales_i parts_i weights_i.T + low wide.T, (M, N) in low's dtype.
 
     parts (M, K_i) and weights (N, K_i) are e4m3 with scales fp32 (M,) and (N,), or have low's dtype and no scales, and
-    weights are (K_i, N) if `weights_kn`. low (M, R), wide (N, R). Summed in fp32 (fp64 for fp64).
+    weights are (K_i, N) if `weights_kn`. low (M, R), wide (N, R). If `wide` is block-diagonal, `first_columns` are each
+    block's first of the N columns, and `first_ranks` its first of the R ranks, then R.
     """
-    exact = torch.promote_types(low.dtype, torch.float32)
-    total = low.to(exact) @ wide.to(exact).T
-    for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        product = part.to(exact) @ (weight.to(exact) if weights_kn else weight.to(exact).T)
-        if column_scale is not None:
-            product = product * row_scales[i].to(exact)[:, None] * column_scale.to(exact)
+
+    parts: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    row_scales: Sequence[Tensor]
+    column_scale: Tensor | None
+    low: Tensor
+    wide: Tensor
+    first_columns: Sequence[int]
+    first_ranks: Sequence[int]
+    weights_kn: bool
+
+
+def segmented_product(own: Segments) -> Tensor:
+    """Return the sum of `Segments`, in fp32 (fp64 for fp64) until it is rounded."""
+    exact = torch.promote_types(own.low.dtype, torch.float32)
+    total = own.low.to(exact) @ own.wide.to(exact).T
+    for i, (part, weight) in enumerate(zip(own.parts, own.weights, strict=True)):
+        product = part.to(exact) @ (weight.to(exact) if own.weights_kn else weight.to(exact).T)
+        if own.column_scale is not None:
+            product = product * own.row_scales[i].to(exact)[:, None] * own.column_scale.to(exact)
         total = total + product
-    return total.to(low.dtype)
+    return total.to(own.low.dtype)

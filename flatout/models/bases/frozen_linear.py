@@ -257,7 +257,9 @@ def fuse_bases(
     sizes, in_features, first = [base.out_features for base in bases], bases[0].in_features, bases[0]
     device, dtype = next(first.parameters()).device, first.weight.dtype if isinstance(first, nn.Linear) else first.dtype
     segmented.register_ops()
-    one_accumulator = bool(ranks) and segmented.fits(device, dtype, sizes, in_features, ranks)
+    fits = bool(ranks) and segmented.fits(device, dtype, sizes, in_features, ranks)
+    load_error = segmented.load_error(device, fp8=fp8 or isinstance(first, Fp8Linear)) if fits else None
+    one_accumulator = fits and load_error is None
     backward = [base for base in bases if isinstance(base, Fp8BackwardLinear)]
     if one_accumulator and len(bases) == len(backward) > 1:
         # quantized again, as one sum needs the same scales (K,) for all layers
@@ -268,7 +270,7 @@ def fuse_bases(
     matmul, storage = _joined(bases, fp8=fp8, transposed=transposed)
     if one_accumulator:
         matmul = replace(matmul, describe=f"{matmul.describe}, one accumulator", one_accumulator=True)
-    return matmul, storage
+    return replace(matmul, load_error=load_error), storage
 
 
 def _joined(bases: Sequence[FrozenLinear], *, fp8: bool, transposed: bool) -> tuple[FrozenMatmul, list[Tensor]]:

@@ -60,6 +60,7 @@ class FrozenMatmul:
     `forward(x (..., K), *storage)` returns the operands of x W.T, all W_i concatenated; `backward(gradients (..., N_i),
     *storage)` those of the sum of dY_i W_i. `describe` names the product in the console's `fused` line. With
     `one_accumulator`, `segmented_product` sums products and adapters: all `column_scales` are equal, no bias.
+    `load_error` is why its kernel cannot.
     """
 
     describe: str
@@ -67,6 +68,7 @@ class FrozenMatmul:
     forward: Callable[..., Operands]
     backward: Callable[..., Operands]
     one_accumulator: bool = False
+    load_error: Exception | None = None
 
     def outputs_with(self, operands: Operands, low: Tensor, wide: Tensor, ranks: Sequence[int]) -> list[Tensor]:
         """Return x W_i.T + low_i wide_i.T for each i, with `low` (..., R) and wide_i the `blocks` of `wide`.

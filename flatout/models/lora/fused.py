@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flatout.errors import UsageError
-from flatout.kernels import segmented
+from flatout.errors import UsageError, first_line
 from flatout.models.bases.frozen_linear import fuse_bases
 from flatout.models.bases.matmul import FrozenMatmul, blocks
 from flatout.models.blocks import hidden_states
@@ -133,8 +132,9 @@ class FusedLayers:
         self._transposes = [narrow.t() for _, narrow in narrow_t]
         kinds = {group.product.describe for group in fused}
         self.report = f"{len(self._narrows)} layers run as {len(fused)} matmuls ({', '.join(sorted(kinds))})"
-        if fused and (problem := segmented.problem(fused[0].narrow.device)):
-            self.report += f"; adapters are added one by one, as the kernel for one accumulator fails: {problem}"
+        if errors := [group.product.load_error for group in fused if group.product.load_error is not None]:
+            why = first_line(errors[0])
+            self.report += f"; adapters are added one by one, as the kernel for one accumulator fails: {why}"
 
     def forget(self) -> None:
         """Drop unused outputs of a failed forward pass, which keep its whole graph alive."""
