@@ -64,18 +64,18 @@ def segmented_product(
     first_columns: Sequence[int] = (0,),
     first_ranks: Sequence[int] = (),
     weights_kn: bool = False,
-) -> Tensor:
-    """Return the sum of `Segments`, (M, N) contiguous; by default, `wide` is one block.
+) -> list[Tensor]:
+    """Return the sum of `Segments` block by block, (M, N_i) contiguous; by default, `wide` is one block.
 
     low wide.T is the adapters' part: x A.T and the scaled B in the forward pass, dY B and A.T in the backward pass. At
     most three parts and three blocks, which are adapters. Results of few tiles are computed separately, in torch's
     smaller ones.
     """
-    result: Tensor = torch.ops.flatout.segmented_product(
+    results: list[Tensor] = torch.ops.flatout.segmented_product(
         list(parts), list(weights), list(row_scales), column_scale, low, wide, list(first_columns),
         list(first_ranks) or [0, wide.shape[1]], weights_kn,
     )  # fmt: skip
-    return result
+    return results
 
 
 @cache
@@ -83,44 +83,44 @@ def register_ops() -> None:
     """Register torch.ops.flatout.segmented_product; call before the first use of `segmented_product`."""
     schema = (
         "(Tensor[] parts, Tensor[] weights, Tensor[] row_scales, Tensor? column_scale, Tensor low, Tensor wide, "
-        "int[] first_columns, int[] first_ranks, bool weights_kn) -> Tensor"
+        "int[] first_columns, int[] first_ranks, bool weights_kn) -> Tensor[]"
     )
     operator = define_operator("flatout::segmented_product", schema, _product, _empty)
     # without it, `recompute: budget` would take the product for free
     register_flop_formula(operator)(_num_flops)
 
 
-def _num_flops(*shapes: Any, out_shape: Any, **_: Any) -> Any:
+def _num_flops(*shapes: Any, **_: Any) -> Any:
     """Count the FLOPs from `Segments` with shapes as its tensors; each adapter multiplies its own ranks only."""
-    own, (num_rows, num_columns) = Segments(*shapes), out_shape
+    own: Any = Segments(*shapes)
+    num_rows, num_columns = own.low[0], own.wide[0]
     widths = (end - start for start, end in pairwise([*own.first_columns, num_columns]))
     ranks = (end - start for start, end in pairwise(own.first_ranks))
     low_rank = sum(width * rank for width, rank in zip(widths, ranks, strict=True))
-    parts: Any = own.parts
-    return 2 * num_rows * (num_columns * sum(part[1] for part in parts) + low_rank)
+    return 2 * num_rows * (num_columns * sum(part[1] for part in own.parts) + low_rank)
 
 
-def _empty(*operands: Any) -> Tensor:
+def _empty(*operands: Any) -> list[Tensor]:
     own = Segments(*operands)
-    return own.low.new_empty(own.low.shape[0], own.wide.shape[0])
+    return [own.low.new_empty(own.low.shape[0], width) for width in own.widths]
 
 
-def _product(*operands: Any) -> Tensor:
+def _product(*operands: Any) -> list[Tensor]:
     own = Segments(*operands)
     device = own.low.device
     if device.type != "cuda":
         return reference.segmented_product(own)
     # half a wave of clusters
     enough = torch.cuda.get_device_properties(device).multi_processor_count // 4
-    if capability(device) != HOPPER or hopper.num_tiles(own.low.shape[0], own.wide.shape[0]) < enough:
+    if capability(device) != HOPPER or hopper.num_tiles(own.low.shape[0], own.widths) < enough:
         return _separately(own)
-    out = _empty(*own)
+    outs = _empty(*own)
     parts, weights, (low, wide) = (list(map(_in_rows, each)) for each in (own.parts, own.weights, (own.low, own.wide)))
-    hopper.launch(out, own._replace(parts=parts, weights=weights, low=low, wide=wide))
-    return out
+    hopper.launch(outs, own._replace(parts=parts, weights=weights, low=low, wide=wide))
+    return outs
 
 
-def _separately(own: Segments) -> Tensor:
+def _separately(own: Segments) -> list[Tensor]:
     """Compute the products one by one with torch, which has smaller tiles for few rows or columns."""
     total = own.low @ own.wide.T
     for i, (part, weight) in enumerate(zip(own.parts, own.weights, strict=True)):
@@ -128,7 +128,7 @@ def _separately(own: Segments) -> Tensor:
             total.addmm_(part, weight if own.weights_kn else weight.T)
         else:
             total += scaled_product(part, weight, own.row_scales[i][:, None], own.column_scale, own.low.dtype)
-    return total
+    return [part.contiguous() for part in total.split(own.widths, dim=1)]
 
 
 def _in_rows(tensor: Tensor) -> Tensor:

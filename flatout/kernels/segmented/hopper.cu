@@ -2,6 +2,7 @@
 //
 //   out[m, n] = column_scale[n] * sum_i row_scale_i[m] * (X_i W_i^T)[m, n] + (low wide^T)[m, n]
 //
+// Each adapter's columns of the result are a matrix of their own.
 // X_i (M, K_i) and W_i (N, K_i) are float8 e4m3 with scales, or bfloat16 without; low (M, R), wide (N, R) and out are
 // bfloat16. With WEIGHTS_KN, bfloat16 W_i are (K_i, N). The structure is that of CUTLASS's cooperative Hopper kernels:
 // a CTA has a warp group that loads tiles by TMA into a ring of stages, and two that multiply, 64 rows each. The two CTAs
@@ -18,12 +19,12 @@ struct alignas(64) Map { u64 words[16]; };
 
 // as in hopper.py
 struct Params {
-  Map x[4], w[4], out;  // of the segments; the last of x and w are low and wide
+  Map x[4], w[4], out[3];  // of the segments, the last of x and w are low and wide; of each adapter's result
   const float* row_scale[3];
   const float* column_scale;
   int m, n, num_segments, k_steps[3];
-  // each adapter's first column and first rank: wide is block-diagonal
-  int first_column[3], first_rank[4];
+  // each adapter's first column, rank and column of tiles: wide is block-diagonal
+  int first_column[4], first_rank[4], first_tile[3], tiles_across;
 };
 
 constexpr int ROWS = 128, COLUMNS = 256;
@@ -136,24 +137,20 @@ struct Ring {
   }
 };
 
-struct Tile { int row, column, first_rank, num_ranks; };
+// its columns are those of one adapter; the last tile of an adapter computes more of them and leaves them out
+struct Tile { int row, column, adapter, first_rank, num_ranks; };
 
 __device__ __forceinline__ Tile tile_at(const Params& p, int index, u32 cta_rank) {
-  int pairs = (p.m + 2 * ROWS - 1) / (2 * ROWS), across = (p.n + COLUMNS - 1) / COLUMNS;
-  int group = index / (RASTER_ROWS * across), within = index % (RASTER_ROWS * across);
-  int height = min(pairs - group * RASTER_ROWS, RASTER_ROWS);
+  int pairs = (p.m + 2 * ROWS - 1) / (2 * ROWS);
+  int group = index / (RASTER_ROWS * p.tiles_across), within = index % (RASTER_ROWS * p.tiles_across);
+  int height = min(pairs - group * RASTER_ROWS, RASTER_ROWS), across = within / height;
   Tile tile;
   tile.row = (2 * (group * RASTER_ROWS + within % height) + cta_rank) * ROWS;
-  tile.column = within / height * COLUMNS;
-  int first = 0, last = 0, last_column = min(tile.column + COLUMNS, p.n) - 1;
-#pragma unroll
-  for (int i = 1; i < 3; ++i) {
-    first += tile.column >= p.first_column[i];
-    last += last_column >= p.first_column[i];
-  }
+  tile.adapter = (across >= p.first_tile[1]) + (across >= p.first_tile[2]);
+  tile.column = p.first_column[tile.adapter] + (across - p.first_tile[tile.adapter]) * COLUMNS;
   // TMA needs 16 bytes of alignment; the ranks before are those of other adapters
-  tile.first_rank = p.first_rank[first] & ~7;
-  tile.num_ranks = p.first_rank[last + 1] - tile.first_rank;
+  tile.first_rank = p.first_rank[tile.adapter] & ~7;
+  tile.num_ranks = p.first_rank[tile.adapter + 1] - tile.first_rank;
   return tile;
 }
 
@@ -286,9 +283,11 @@ __device__ void multiply_tiles(const Params& p, u32 stages, u32 full, u32 empty,
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     asm volatile("bar.sync %0, 128;" ::"r"(warp_group + 1) : "memory");
     if (thread == 0 && top < p.m) {
-      for (int chunk = 0; chunk < COLUMNS / 64 && tile.column + 64 * chunk < p.n; ++chunk)
+      int first = p.first_column[tile.adapter], end = p.first_column[tile.adapter + 1];
+      for (int chunk = 0; chunk < COLUMNS / 64 && tile.column + 64 * chunk < end; ++chunk)
         asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
-                     ::"l"(&p.out), "r"(staging + chunk * CHUNK_BYTES), "r"(tile.column + 64 * chunk), "r"(top)
+                     ::"l"(&p.out[tile.adapter]), "r"(staging + chunk * CHUNK_BYTES),
+                     "r"(tile.column + 64 * chunk - first), "r"(top)
                      : "memory");
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
@@ -314,7 +313,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
   meet_cluster();
-  int num_tiles = (p.m + 2 * ROWS - 1) / (2 * ROWS) * ((p.n + COLUMNS - 1) / COLUMNS), warp_group = threadIdx.x / 128;
+  int num_tiles = (p.m + 2 * ROWS - 1) / (2 * ROWS) * p.tiles_across, warp_group = threadIdx.x / 128;
   if (warp_group == LOADER) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x % 128 == 0) load_tiles(p, stages, full, empty, cta_rank, num_tiles);

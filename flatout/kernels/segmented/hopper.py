@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ _SHARED_BYTES = _STAGES * (ROWS + COLUMNS) * STEP_BYTES + ROWS * COLUMNS * 2 + 1
 # cluster tiles that are traversed together, for the L2 cache
 _RASTER_ROWS = 8
 _THREADS = 384
+_CUBIN = "segmented_product.cubin"
 # CUtensorMapDataType: bytes, bfloat16; CUtensorMapSwizzle and L2 promotion of 128 bytes and 256 bytes
 _BYTES, _BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 0, 9, 3, 3
 
@@ -34,22 +38,24 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("x", _Map * 4),
         ("w", _Map * 4),
-        ("out", _Map),
+        ("out", _Map * 3),
         ("row_scale", ctypes.c_void_p * 3),
         ("column_scale", ctypes.c_void_p),
         ("m", ctypes.c_int),
         ("n", ctypes.c_int),
         ("num_segments", ctypes.c_int),
         ("k_steps", ctypes.c_int * 3),
-        ("first_column", ctypes.c_int * 3),
+        ("first_column", ctypes.c_int * 4),
         ("first_rank", ctypes.c_int * 4),
-        ("padding", ctypes.c_int * 11),
+        ("first_tile", ctypes.c_int * 3),
+        ("tiles_across", ctypes.c_int),
+        ("padding", ctypes.c_int * 6),
     )
 
 
-def num_tiles(num_rows: int, num_columns: int) -> int:
-    """Return the number of cluster tiles (256 x 256, two CTAs) of a result (num_rows, num_columns)."""
-    return -(-num_rows // (2 * ROWS)) * -(-num_columns // COLUMNS)
+def num_tiles(num_rows: int, widths: Sequence[int]) -> int:
+    """Return the number of cluster tiles (256 x 256, two CTAs) of results (num_rows, widths_i)."""
+    return -(-num_rows // (2 * ROWS)) * sum(-(-width // COLUMNS) for width in widths)
 
 
 def load(device: torch.device, *, fp8: bool) -> None:
@@ -59,14 +65,15 @@ def load(device: torch.device, *, fp8: bool) -> None:
         _kernel(torch.cuda.current_device(), fp8=fp8, weights_kn=False)
 
 
-def launch(out: Tensor, own: Segments) -> None:
-    """Compute the sum of `Segments` into `out` (M, N) bfloat16 on the current stream of its Hopper GPU.
+def launch(outs: Sequence[Tensor], own: Segments) -> None:
+    """Compute the sum of `Segments` into `outs` (M, N_i) bfloat16, contiguous, on the current stream of their GPU.
 
     Raises RuntimeError if the driver refuses.
     """
     assert own.low.dtype == own.wide.dtype == torch.bfloat16
-    with torch.cuda.device(out.device):
-        kernel = _kernel(out.device.index, fp8=own.column_scale is not None, weights_kn=own.weights_kn)
+    device, num_rows, num_columns = own.low.device, own.low.shape[0], own.wide.shape[0]
+    with torch.cuda.device(device):
+        kernel = _kernel(device.index, fp8=own.column_scale is not None, weights_kn=own.weights_kn)
         # tensor maps must begin at multiples of 64 bytes
         buffer = ctypes.create_string_buffer(ctypes.sizeof(_Params) + 64)
         params = _Params.from_buffer(buffer, -ctypes.addressof(buffer) % 64)
@@ -80,18 +87,22 @@ def launch(out: Tensor, own: Segments) -> None:
         params.column_scale = None if own.column_scale is None else own.column_scale.data_ptr()
         _describe(params.x[3], own.low, ROWS)
         _describe(params.w[3], own.wide, COLUMNS // 2)
-        _describe(params.out, out, 64)
-        params.m, params.n = out.shape
+        for i, out in enumerate(outs):
+            _describe(params.out[i], out, 64)
+        params.m, params.n = num_rows, num_columns
         params.num_segments = len(own.parts)
-        for i in range(MAX_SEGMENTS):
-            # columns that no tile reaches
-            params.first_column[i] = own.first_columns[i] if i < len(own.first_columns) else 2**31 - 1
+        tiles = [num_tiles(1, [width]) for width in own.widths]
+        params.tiles_across = sum(tiles)
         for i in range(MAX_SEGMENTS + 1):
-            params.first_rank[i] = own.first_ranks[min(i, len(own.first_ranks) - 1)]
-        num_blocks = torch.cuda.get_device_properties(out.device).multi_processor_count // 2 * 2
+            params.first_column[i] = own.first_columns[i] if i < len(tiles) else num_columns
+            params.first_rank[i] = own.first_ranks[min(i, len(tiles))]
+        for i in range(MAX_SEGMENTS):
+            # no tile is one of an adapter that is not there
+            params.first_tile[i] = sum(tiles[:i]) if i < len(tiles) else 2**31 - 1
+        num_blocks = torch.cuda.get_device_properties(device).multi_processor_count // 2 * 2
         _check(
             _driver().cuLaunchKernel(
-                kernel, min(num_blocks, 2 * num_tiles(*out.shape)), 1, 1, _THREADS, 1, 1, _SHARED_BYTES,
+                kernel, min(num_blocks, 2 * num_tiles(num_rows, own.widths)), 1, 1, _THREADS, 1, 1, _SHARED_BYTES,
                 torch.cuda.current_stream().cuda_stream, (ctypes.c_void_p * 1)(ctypes.addressof(params)), None,
             )
         )  # fmt: skip
@@ -140,12 +151,29 @@ def _kernel(device_index: int, *, fp8: bool, weights_kn: bool) -> int:
 
 @cache
 def _compiled(fp8: bool, weights_kn: bool) -> bytes:
+    """Return the machine code, from triton's cache if it is there, as compiling takes 0.3 to 0.5 s."""
     from cuda.bindings import nvrtc
 
     source = Path(__file__).with_name("hopper.cu").read_bytes()
-    program = _ok(nvrtc.nvrtcCreateProgram(source, b"hopper.cu", 0, [], []))
     macros = {"FP8": int(fp8), "WEIGHTS_KN": int(weights_kn), "STAGES": _STAGES, "RASTER_ROWS": _RASTER_ROWS}
     options = [b"--gpu-architecture=sm_90a", b"-std=c++17", *(f"-D{key}={macros[key]}".encode() for key in macros)]
+    if find_spec("triton") is None:
+        return _compile(source, options)
+    from triton.runtime.cache import get_cache_manager
+
+    version = repr(_ok(nvrtc.nvrtcVersion())).encode()
+    kept = get_cache_manager(hashlib.sha256(b"\0".join([source, version, *options])).hexdigest())
+    if path := kept.get_file(_CUBIN):
+        return Path(path).read_bytes()
+    code = _compile(source, options)
+    kept.put(code, _CUBIN, binary=True)
+    return code
+
+
+def _compile(source: bytes, options: list[bytes]) -> bytes:
+    from cuda.bindings import nvrtc
+
+    program = _ok(nvrtc.nvrtcCreateProgram(source, b"hopper.cu", 0, [], []))
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(result):
         log = b" " * _ok(nvrtc.nvrtcGetProgramLogSize(program))
@@ -162,4 +190,4 @@ def _ok(result: tuple[Any, ...]) -> Any:
     code, *values = result
     if int(code):
         raise RuntimeError(f"CUDA refused to load a segmented product ({code}); please report this")
-    return values[0] if values else None
+    return values[0] if len(values) == 1 else tuple(values)

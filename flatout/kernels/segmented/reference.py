@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ class Segments(NamedTuple):
 
     parts (M, K_i) and weights (N, K_i) are e4m3 with scales fp32 (M,) and (N,), or have low's dtype and no scales, and
     weights are (K_i, N) if `weights_kn`. low (M, R), wide (N, R). If `wide` is block-diagonal, `first_columns` are each
-    block's first of the N columns, and `first_ranks` its first of the R ranks, then R.
+    block's first of the N columns, and `first_ranks` its first of the R ranks, then R. Each block's columns of the sum
+    are a result of their own.
     """
 
     parts: Sequence[Tensor]
@@ -27,9 +29,14 @@ class Segments(NamedTuple):
     first_ranks: Sequence[int]
     weights_kn: bool
 
+    @property
+    def widths(self) -> list[int]:
+        """Columns of each block's result."""
+        return [end - start for start, end in pairwise([*self.first_columns, self.wide.shape[0]])]
 
-def segmented_product(own: Segments) -> Tensor:
-    """Return the sum of `Segments`, in fp32 (fp64 for fp64) until it is rounded."""
+
+def segmented_product(own: Segments) -> list[Tensor]:
+    """Return the sum of `Segments` block by block, (M, N_i), in fp32 (fp64 for fp64) until it is rounded."""
     exact = torch.promote_types(own.low.dtype, torch.float32)
     total = own.low.to(exact) @ own.wide.to(exact).T
     for i, (part, weight) in enumerate(zip(own.parts, own.weights, strict=True)):
@@ -37,4 +44,4 @@ def segmented_product(own: Segments) -> Tensor:
         if own.column_scale is not None:
             product = product * own.row_scales[i].to(exact)[:, None] * own.column_scale.to(exact)
         total = total + product
-    return total.to(own.low.dtype)
+    return [part.contiguous() for part in total.to(own.low.dtype).split(own.widths, dim=1)]
