@@ -36,6 +36,22 @@ def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     return (values.float() / scale).to(torch.float8_e4m3fn), scale
 
 
+def bounded_scales(scales: Tensor) -> Tensor:
+    """Return a frozen weight's scales (N,) fp32 with none below 1/64 of the largest, and ones for a weight of zeros.
+
+    Output gradients are multiplied by these before they are quantized, so a tiny one would hide its output's gradient
+    from the adapters. A larger scale than needed costs no precision, as e4m3 has 14 powers of two.
+    """
+    largest = scales.max()
+    return torch.where(largest > 1e-14, scales.clamp(min=largest / 64), 1.0)
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize a frozen weight (N, K) to float8 e4m3fn (N, K) and `bounded_scales` fp32 (N,)."""
+    scales = bounded_scales(weight.abs().amax(dim=1).float() / 448.0)
+    return (weight.float() / scales[:, None]).to(torch.float8_e4m3fn), scales
+
+
 def scaled_product(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return (left * left_scale) @ (right * right_scale).T in `dtype`, summed in fp32 (fp64 for fp64).
 

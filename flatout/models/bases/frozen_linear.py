@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flatout.errors import ResourceError, UsageError
-from flatout.kernels import segmented
-from flatout.kernels.fp8 import fp8_problem, quantize_rows
+from flatout.kernels import low_rank, segmented
+from flatout.kernels.fp8 import bounded_scales, fp8_problem, quantize_rows, quantize_weight
 from flatout.kernels.nf4 import dequantize, register_ops
 from flatout.kernels.nf4.reference import Nf4Weight, quantize, row_scale
 from flatout.models.bases.frozen_experts import FrozenExperts
@@ -76,7 +76,7 @@ def _fp8_products(describe: str, sizes: list[int], weight: Callable[[Sequence[Te
         scaled = [grad * scale.to(grad.dtype) for grad, scale in zip(grads, storage[0].split(sizes), strict=True)]
         return _quantized(scaled, transposed.split(sizes, dim=1), [ones] * len(sizes))
 
-    return FrozenMatmul(describe, sizes, forward, backward)
+    return FrozenMatmul(describe, sizes, forward, backward, fp8_forward=True, fp8_backward=True)
 
 
 def _fp8_backward_matmul(sizes: list[int]) -> FrozenMatmul:
@@ -91,6 +91,7 @@ def _fp8_backward_matmul(sizes: list[int]) -> FrozenMatmul:
         sizes,
         lambda x, *storage: Operands([x], [storage[0]], bias=next(iter(storage[scales.stop :]), None)),
         lambda grads, *storage: _quantized(grads, storage[copies], storage[scales]),
+        fp8_backward=True,
     )
 
 
@@ -119,9 +120,9 @@ class Fp8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        quantized, scale = quantize_rows(weight.detach())
+        quantized, scale = quantize_weight(weight.detach())
         self.bytes = nn.Parameter(quantized, requires_grad=False)
-        self.register_buffer("row_scale", scale[:, 0])
+        self.register_buffer("row_scale", scale)
         self.register_buffer("bias", None if bias is None else bias.detach())
         self._matmul = _fp8_matmul([self.out_features])
 
@@ -190,7 +191,7 @@ class Nf4Linear(nn.Module):
         self.register_buffer("nested_absmax", stored.nested_absmax)
         self.register_buffer("nested_map", stored.nested_map)
         self.register_buffer("offset", stored.offset)
-        self.register_buffer("row_scale", row_scale(stored, out_features, in_features))
+        self.register_buffer("row_scale", bounded_scales(row_scale(stored, out_features, in_features)))
         self.register_buffer("bias", bias)
         self._matmul = _nf4_matmul([out_features], in_features)
 
@@ -257,6 +258,7 @@ def fuse_bases(
     sizes, in_features, first = [base.out_features for base in bases], bases[0].in_features, bases[0]
     device, dtype = next(first.parameters()).device, first.weight.dtype if isinstance(first, nn.Linear) else first.dtype
     segmented.register_ops()
+    low_rank.register_ops()
     fits = bool(ranks) and segmented.fits(device, dtype, sizes, in_features, ranks)
     load_error = segmented.load_error(device, fp8=fp8 or isinstance(first, Fp8Linear)) if fits else None
     one_accumulator = fits and load_error is None

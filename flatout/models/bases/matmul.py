@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flatout.kernels.fp8 import scaled_product
+from flatout.kernels.low_rank import low_product
 from flatout.kernels.segmented import segmented_product
 
 
@@ -41,16 +42,23 @@ class Operands(NamedTuple):
         assert total is not None
         return total
 
-    def total_with(self, low: Tensor, wide: Tensor, columns: Sequence[int] = (0,), ranks: Sequence[int] = ()) -> Tensor:
+    def low_rank(self, terms: Tensor, scales: Tensor, ranks: Sequence[int], originals: Sequence[Tensor]) -> Tensor:
+        """Return the products of float8 parts with an adapter's matrices (..., sum of `ranks`); see `low_product`."""
+        low = low_product(self.parts, self.row_scales, terms, scales, ranks, originals)
+        return low.view(*originals[0].shape[:-1], low.shape[-1])
+
+    def total_with(
+        self, low: Tensor, wide: Tensor, columns: Sequence[int] = (0,), ranks: Sequence[int] = ()
+    ) -> list[Tensor]:
         """Return `total` plus low (..., R) wide (N, R).T in one accumulator; see `segmented_product`. No bias."""
         assert self.bias is None
-        product = segmented_product(
+        products = segmented_product(
             [part.flatten(0, -2) for part in self.parts], self.weights, low.flatten(0, -2), wide,
             row_scales=[scale.flatten() for scale in self.row_scales],
             column_scale=self.column_scales[0] if self.column_scales else None,
             first_columns=columns, first_ranks=ranks, weights_kn=self.weights_kn,
         )  # fmt: skip
-        return product.view(*low.shape[:-1], len(wide))
+        return [product.view(*low.shape[:-1], product.shape[-1]) for product in products]
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,9 @@ class FrozenMatmul:
     `forward(x (..., K), *storage)` returns the operands of x W.T, all W_i concatenated; `backward(gradients (..., N_i),
     *storage)` those of the sum of dY_i W_i. `describe` names the product in the console's `fused` line. With
     `one_accumulator`, `segmented_product` sums products and adapters: all `column_scales` are equal, no bias.
-    `load_error` is why its kernel cannot.
+    `load_error` is why its kernel cannot. The parts of `forward` and `backward` are float8 where `fp8_forward` and
+    `fp8_backward` say so; with the first, gradients are multiplied by storage[0] (sum of N_i,) before they are
+    quantized.
     """
 
     describe: str
@@ -69,6 +79,8 @@ class FrozenMatmul:
     backward: Callable[..., Operands]
     one_accumulator: bool = False
     load_error: Exception | None = None
+    fp8_forward: bool = False
+    fp8_backward: bool = False
 
     def outputs_with(self, operands: Operands, low: Tensor, wide: Tensor, ranks: Sequence[int]) -> list[Tensor]:
         """Return x W_i.T + low_i wide_i.T for each i, with `low` (..., R) and wide_i the `blocks` of `wide`.
@@ -78,12 +90,7 @@ class FrozenMatmul:
         if self.one_accumulator:
             starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
             first_ranks = [sum(ranks[:i]) for i in range(len(ranks) + 1)]
-            joint = operands.total_with(low, wide, starts, first_ranks)
-            # unlike views, these may be modified in place
-            outputs = joint.unsafe_split_with_sizes(self.sizes, dim=-1)
-            # keys and values are copied, as attention would keep the queries in memory with the value that it saves
-            copied = [size < max(self.sizes) or (i > 0 and len(outputs) > 2) for i, size in enumerate(self.sizes)]
-            return [own.clone() if copy else own for own, copy in zip(outputs, copied, strict=True)]
+            return operands.total_with(low, wide, starts, first_ranks)
         outputs, parts = operands.total(low).split(self.sizes, dim=-1), low.split(list(ranks), dim=-1)
         added = (F.linear(part, own) for part, own in zip(parts, blocks(wide, self.sizes, ranks), strict=True))
         return [output + own for output, own in zip(outputs, added, strict=True)]

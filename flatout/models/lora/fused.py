@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError, first_line
+from flatout.kernels import low_rank
+from flatout.kernels.low_rank import MatrixCopies, MatrixCopy
 from flatout.models.bases.frozen_linear import fuse_bases
 from flatout.models.bases.matmul import FrozenMatmul, blocks
 from flatout.models.blocks import hidden_states
@@ -19,41 +21,78 @@ from flatout.models.lora.layer import LoraLinear, lora_layers
 from flatout.models.packed import flatten_samples
 
 
+class _Copies(NamedTuple):
+    """An adapted group's matrices in the forms that its products read; None where none reads them.
+
+    narrow (R, K) is all A concatenated, narrow_t its copy (K, R); wide has the scaled B (see `blocks`). narrow_terms
+    e4m3 (2, R, K) with narrow_scales fp32 (1, R), and wide_terms (2, largest r_i, sum of N_i) with wide_scales (number
+    of members, largest r_i), are A and the transposed scaled B for `low_product`.
+    """
+
+    wide: Tensor
+    narrow: Tensor | None
+    narrow_t: Tensor | None
+    narrow_terms: Tensor | None
+    narrow_scales: Tensor | None
+    wide_terms: Tensor | None
+    wide_scales: Tensor | None
+
+
 class _FusedLora(torch.autograd.Function):
     """y_i = x W_i.T + (x A_i.T) B_i.T of all members i; x is (..., K).
 
-    `narrow` (R, K) is all A concatenated, `narrow_t` its copy (K, R) or None, `wide` has the scaled B (see
-    `blocks`). `rest` is the storage of the W, then the masters of all A and all B, which receive the gradients.
+    `rest` is the `_Copies`, the storage of the W, then the masters of all A and all B, which receive the gradients.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, narrow: Tensor, narrow_t: Tensor | None, wide: Tensor, product: FrozenMatmul,
-        ranks: tuple[int, ...], scaling: float, *rest: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        storage, masters = rest[: -2 * len(ranks)], rest[-2 * len(ranks) :]
-        low = F.linear(x, narrow)
-        ctx.save_for_backward(x, low, narrow, narrow_t, wide, *storage)
-        ctx.product, ctx.ranks, ctx.scaling, ctx.dtype = product, ranks, scaling, masters[0].dtype
-        return tuple(product.outputs_with(product.forward(x, *storage), low, wide, ranks))
+        ctx: Any, x: Tensor, product: FrozenMatmul, ranks: tuple[int, ...], scaling: float, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        num_copies = len(_Copies._fields)
+        copies, storage = _Copies(*rest[:num_copies]), rest[num_copies : -2 * len(ranks)]
+        operands = product.forward(x, *storage)
+        if copies.narrow_terms is not None and copies.narrow_scales is not None:
+            low = operands.low_rank(copies.narrow_terms, copies.narrow_scales, [sum(ranks)], [x])
+        else:
+            assert copies.narrow is not None
+            low = F.linear(x, copies.narrow)
+        ctx.save_for_backward(x, low, *copies, *storage)
+        ctx.product, ctx.ranks, ctx.scaling, ctx.dtype = product, ranks, scaling, rest[-1].dtype
+        return tuple(product.outputs_with(operands, low, copies.wide, ranks))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, low, narrow, narrow_t, wide, *storage = ctx.saved_tensors
-        wides = blocks(wide, ctx.product.sizes, ctx.ranks)
-        low_grad = torch.cat([grad @ own for grad, own in zip(grads, wides, strict=True)], dim=-1)
+        x, low, *rest = ctx.saved_tensors
+        num_copies = len(_Copies._fields)
+        copies, storage = _Copies(*rest[:num_copies]), rest[num_copies:]
+        operands = ctx.product.backward(grads, *storage) if ctx.needs_input_grad[0] else None
+        if operands is not None and copies.wide_terms is not None and copies.wide_scales is not None:
+            low_grad = operands.low_rank(copies.wide_terms, copies.wide_scales, ctx.ranks, grads)
+        else:
+            wides = blocks(copies.wide, ctx.product.sizes, ctx.ranks)
+            low_grad = torch.cat([grad @ own for grad, own in zip(grads, wides, strict=True)], dim=-1)
         x_grad = None
-        if ctx.needs_input_grad[0]:
-            operands = ctx.product.backward(grads, *storage)
-            apart = narrow_t is None
-            x_grad = operands.total(x) + low_grad @ narrow if apart else operands.total_with(low_grad, narrow_t)
-        # summed over all tokens: (..., N), (..., K) to (N, K)
-        narrow_grads = (low_grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(ctx.dtype).split(ctx.ranks)
-        wide_grads = (
-            (grad.flatten(0, -2).t() @ part.flatten(0, -2)).to(ctx.dtype) * ctx.scaling
-            for grad, part in zip(grads, low.split(ctx.ranks, dim=-1), strict=True)
-        )
-        return x_grad, *(None,) * (6 + len(storage)), *narrow_grads, *wide_grads
+        if operands is not None and copies.narrow_t is not None:
+            (x_grad,) = operands.total_with(low_grad, copies.narrow_t)
+        elif operands is not None:
+            assert copies.narrow is not None
+            x_grad = operands.total(x) + low_grad @ copies.narrow
+        narrow_grads = _over_tokens(low_grad, x, ctx.dtype).split(ctx.ranks)
+        wide_grads = [
+            _over_tokens(grad, part, ctx.dtype) for grad, part in zip(grads, low.split(ctx.ranks, dim=-1), strict=True)
+        ]
+        if ctx.scaling != 1:
+            wide_grads = [grad * ctx.scaling for grad in wide_grads]
+        return x_grad, *(None,) * (3 + len(rest)), *narrow_grads, *wide_grads
+
+
+def _over_tokens(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return left.T right (N, K) of left (..., N) and right (..., K), summed over all tokens, in `dtype`."""
+    left, right = left.flatten(0, -2), right.flatten(0, -2)
+    if left.is_cuda and left.dtype != dtype == torch.float32:
+        # not rounded to the compute dtype
+        return torch.mm(left.t(), right, out_dtype=dtype)
+    return (left.t() @ right).to(dtype)
 
 
 class FusedLora(nn.Module):
@@ -62,10 +101,6 @@ class FusedLora(nn.Module):
     The members keep their names and trained masters; their frozen weights share one storage. The products use copies
     of the masters in the compute dtype, which `FusedLayers.refresh` updates.
     """
-
-    narrow: Tensor
-    narrow_t: Tensor | None
-    wide: Tensor
 
     def __init__(self, members: Sequence[LoraLinear], *, fp8: bool, transposed: bool) -> None:
         super().__init__()
@@ -77,35 +112,70 @@ class FusedLora(nn.Module):
         self.pending: tuple[Tensor, tuple[Tensor, ...]] | None = None
         bases = [member.base for member in members]
         self.biases = [base.bias for base in bases]
-        options: dict[str, Any] = {"dtype": first.compute_dtype, "device": first.lora_a.device}
         self.product, storage = fuse_bases(bases, fp8=fp8, transposed=transposed, ranks=self.ranks)
         self._num_storage = len(storage)
         for index, tensor in enumerate(storage):
             self.register_buffer(f"storage_{index}", tensor, persistent=False)
-        rank, joined = sum(self.ranks), self.product.one_accumulator
-        narrow_t = torch.zeros(first.in_features, rank, **options) if joined else None
-        self.register_buffer("narrow", torch.zeros(rank, first.in_features, **options), persistent=False)
-        self.register_buffer("narrow_t", narrow_t, persistent=False)
-        width = rank if joined else max(self.ranks)
-        self.register_buffer("wide", torch.zeros(sum(self.product.sizes), width, **options), persistent=False)
+        for name, copy in self._empty_copies()._asdict().items():
+            self.register_buffer(name, copy, persistent=False)
         for index, member in enumerate(members):
             member.computed_by = (self, index)
         # registered as a submodule once, so that it is counted once
         first.fused = self
 
+    def _empty_copies(self) -> _Copies:
+        first, rank, columns = self.members[0], sum(self.ranks), sum(self.product.sizes)
+        depth, dtype, device = first.in_features, first.compute_dtype, first.lora_a.device
+        joined = self.product.one_accumulator
+        in_terms = joined and low_rank.fits(device, dtype, rank)
+        terms_forward, terms_backward = (
+            in_terms and float8 for float8 in (self.product.fp8_forward, self.product.fp8_backward)
+        )
+
+        def zeros(*shape: int, dtype: torch.dtype = dtype, wanted: bool = True) -> Tensor | None:
+            return torch.zeros(*shape, dtype=dtype, device=device) if wanted else None
+
+        fp8, scale_dtype, largest = torch.float8_e4m3fn, torch.float32, max(self.ranks)
+        return _Copies(
+            wide=torch.zeros(columns, rank if joined else largest, dtype=dtype, device=device),
+            narrow=zeros(rank, depth, wanted=not terms_forward),
+            narrow_t=zeros(depth, rank, wanted=joined),
+            narrow_terms=zeros(2, rank, depth, dtype=fp8, wanted=terms_forward),
+            narrow_scales=zeros(1, rank, dtype=scale_dtype, wanted=terms_forward),
+            wide_terms=zeros(2, largest, columns, dtype=fp8, wanted=terms_backward),
+            wide_scales=zeros(len(self.ranks), largest, dtype=scale_dtype, wanted=terms_backward),
+        )
+
     @property
-    def wides(self) -> list[Tensor]:
-        """Views of the copies of every B, times `scaling`."""
-        return blocks(self.wide, self.product.sizes, self.ranks)
+    def _copies(self) -> _Copies:
+        return _Copies(*(getattr(self, name) for name in _Copies._fields))
+
+    def matrix_copies(self) -> list[MatrixCopy]:
+        """Describe how to write the copies from the masters."""
+        copies, found, rank, column = self._copies, [], 0, 0
+        wides = blocks(copies.wide, self.product.sizes, self.ranks)
+        for index, (member, wide) in enumerate(zip(self.members, wides, strict=True)):
+            ranks, columns = slice(rank, rank + member.rank), slice(column, column + member.out_features)
+            targets = [] if copies.narrow is None else [copies.narrow[ranks]]
+            targets += [] if copies.narrow_t is None else [copies.narrow_t[:, ranks].t()]
+            narrow = MatrixCopy(member.lora_a, 1.0, targets)
+            if copies.narrow_terms is not None and copies.narrow_scales is not None:
+                narrow = narrow._replace(terms=copies.narrow_terms[:, ranks], scales=copies.narrow_scales[0, ranks])
+            turned = MatrixCopy(member.lora_b, member.scaling, [wide.t()], transposed=True)
+            if copies.wide_terms is not None and copies.wide_scales is not None:
+                divisor = self.get_buffer("storage_0")[columns] if self.product.fp8_forward else None
+                terms, scales = copies.wide_terms[:, : member.rank, columns], copies.wide_scales[index, : member.rank]
+                turned = turned._replace(terms=terms, scales=scales, divisor=divisor)
+            found += [narrow, turned]
+            rank, column = ranks.stop, columns.stop
+        return found
 
     def output(self, index: int, x: Tensor) -> Tensor:
         """Return member `index`'s output for x (..., K); the first member computes the outputs of all."""
         if index == 0:
             storage = [getattr(self, f"storage_{index}") for index in range(self._num_storage)]
             masters = [member.lora_a for member in self.members] + [member.lora_b for member in self.members]
-            outputs = _FusedLora.apply(
-                x, self.narrow, self.narrow_t, self.wide, self.product, self.ranks, self.scaling, *storage, *masters
-            )
+            outputs = _FusedLora.apply(x, self.product, self.ranks, self.scaling, *self._copies, *storage, *masters)
             biased = (y if bias is None else y + bias for y, bias in zip(outputs, self.biases, strict=True))
             self.pending = (x, tuple(biased))
         if self.pending is None or self.pending[0] is not x:
@@ -121,17 +191,10 @@ class FusedLayers:
 
     def __init__(self, fused: Sequence[FusedLora]) -> None:
         self._fused = tuple(fused)
-        members = [member for group in fused for member in group.members]
-        self._narrow_masters: list[Tensor] = [member.lora_a for member in members]
-        self._wide_masters: list[Tensor] = [member.lora_b for member in members]
-        self._scalings = [member.scaling for member in members]
-        self._narrows = [narrow for group in fused for narrow in group.narrow.split(group.ranks)]
-        self._wides = [wide for group in fused for wide in group.wides]
-        narrow_t = [(group.narrow_t, group.narrow) for group in fused if group.narrow_t is not None]
-        self._narrows_t = [own for own, _ in narrow_t]
-        self._transposes = [narrow.t() for _, narrow in narrow_t]
+        num_layers = sum(len(group.members) for group in fused)
+        self._copies = MatrixCopies([copy for group in fused for copy in group.matrix_copies()])
         kinds = {group.product.describe for group in fused}
-        self.report = f"{len(self._narrows)} layers run as {len(fused)} matmuls ({', '.join(sorted(kinds))})"
+        self.report = f"{num_layers} layers run as {len(fused)} matmuls ({', '.join(sorted(kinds))})"
         if errors := [group.product.load_error for group in fused if group.product.load_error is not None]:
             why = first_line(errors[0])
             self.report += f"; adapters are added one by one, as the kernel for one accumulator fails: {why}"
@@ -144,11 +207,7 @@ class FusedLayers:
     @torch.no_grad()
     def refresh(self) -> None:
         """Update the copies that the products use from the trained masters."""
-        if self._fused:
-            torch._foreach_copy_(self._narrows, self._narrow_masters)
-            torch._foreach_copy_(self._wides, torch._foreach_mul(self._wide_masters, self._scalings))
-        if self._narrows_t:
-            torch._foreach_copy_(self._narrows_t, self._transposes)
+        self._copies.write()
 
 
 def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool = False) -> FusedLayers:

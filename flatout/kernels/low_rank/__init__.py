@@ -1,0 +1,108 @@
+"""Adapters beside float8 products: x A.T and dY B from the bytes that the frozen product reads, and copies of A and B.
+
+The narrow products of an adapter take as long as reading their input, so an input of one byte per value halves that.
+Its matrix is kept as two float8 terms, whose sum is as exact as bfloat16. reference.py defines the operations and runs
+everywhere; triton.py is their equivalent on CUDA. The product is a custom operator without a derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from flatout.kernels.capability import HOPPER, capability
+from flatout.kernels.low_rank import reference
+from flatout.kernels.low_rank.reference import MatrixCopy as MatrixCopy
+from flatout.kernels.operators import define_operator
+
+# two accumulators of a tile must fit in registers
+MAX_RANK = 128
+
+
+def fits(device: torch.device, dtype: torch.dtype, rank: int) -> bool:
+    """Whether a kernel multiplies float8 inputs with matrices of this rank; it was measured on Hopper GPUs only."""
+    return (
+        capability(device) == HOPPER
+        and dtype == torch.bfloat16
+        and rank <= MAX_RANK
+        and find_spec("triton") is not None
+    )
+
+
+def low_product(
+    parts: Sequence[Tensor], row_scales: Sequence[Tensor], terms: Tensor, scales: Tensor, ranks: Sequence[int],
+    originals: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """Return parts_i * row_scales_i times matrix_i.T for each i, side by side: (T, sum of r_i).
+
+    parts_i e4m3 (T, K_i) with row_scales_i fp32 (T, 1). `terms` e4m3 (2, at least r_i, sum of K_i) and `scales` fp32
+    (number of parts, at least r_i) are matrices (r_i, K_i), in `ranks` r_i, as `reference.two_terms` makes them.
+    `originals` are what was quantized, in the result's dtype. They are not read, but as operands they are in memory
+    before they are quantized; otherwise the compiler computes them twice, for the scale and for the bytes.
+    """
+    result: Tensor = torch.ops.flatout.low_product(
+        list(parts), list(row_scales), terms, scales, list(ranks), list(originals)
+    )
+    return result
+
+
+class MatrixCopies:
+    """Writes the copies of an adapter's matrices, in one launch on CUDA."""
+
+    def __init__(self, copies: Sequence[MatrixCopy]) -> None:
+        self._copies = tuple(copies)
+        # addresses of the masters, and the table that the kernel reads
+        self._addresses: list[int] = []
+        self._table: Tensor | None = None
+
+    def write(self) -> None:
+        """Write all copies from their masters."""
+        masters = [copy.master for copy in self._copies]
+        is_cuda = bool(masters) and all(master.is_cuda and master.dtype == torch.float32 for master in masters)
+        if not is_cuda or find_spec("triton") is None:
+            return reference.write(self._copies)
+        from flatout.kernels.low_rank import triton
+
+        addresses = [master.data_ptr() for master in masters]
+        if addresses != self._addresses:
+            self._addresses, self._table = addresses, triton.make_table(self._copies)
+        assert self._table is not None
+        triton.write(self._copies, self._table)
+
+
+@cache
+def register_ops() -> None:
+    """Register torch.ops.flatout.low_product; call before the first use of `low_product`."""
+    schema = (
+        "(Tensor[] parts, Tensor[] row_scales, Tensor terms, Tensor scales, int[] ranks, Tensor[] originals) -> Tensor"
+    )
+    register_flop_formula(define_operator("flatout::low_product", schema, _product, _empty))(_num_flops)
+
+
+def _num_flops(parts: Any, _: Any, __: Any, ___: Any, ranks: Any, ____: Any, **_____: Any) -> Any:
+    return sum(2 * part[0] * part[1] * rank for part, rank in zip(parts, ranks, strict=True))
+
+
+def _empty(parts: Sequence[Tensor], *rest: Any) -> Tensor:
+    *_, ranks, originals = rest
+    return parts[0].new_empty(parts[0].shape[0], sum(ranks), dtype=originals[0].dtype)
+
+
+def _product(
+    parts: Sequence[Tensor], row_scales: Sequence[Tensor], terms: Tensor, scales: Tensor, ranks: Sequence[int],
+    originals: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    dtype = originals[0].dtype
+    if not (parts[0].is_cuda and fits(parts[0].device, dtype, max(ranks))):
+        return reference.low_product(parts, row_scales, terms, scales, ranks, dtype)
+    from flatout.kernels.low_rank import triton
+
+    out = _empty(parts, ranks, originals)
+    triton.low_product(parts, row_scales, terms, scales, ranks, out)
+    return out
