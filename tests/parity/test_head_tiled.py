@@ -220,36 +220,54 @@ def test_a_batch_without_labels_gives_zero_with_a_live_graph(with_bias):
     assert all(float(parameter.grad.abs().max()) == 0.0 for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.125, None), (1.0, 3.0), (2.5, 1.5)])
-def test_fused_tile_terms_equal_autograd(scale, softcap):
-    hidden, weight, targets = problem(65, 3, 257, torch.float32)
-    logits = (hidden @ weight.T).detach().requires_grad_(True)
-    shaped = logits * scale
-    shaped = shaped if softcap is None else softcap * torch.tanh(shaped / softcap)
-    loss = F.cross_entropy(shaped, targets, reduction="sum")
-    (expected,) = torch.autograd.grad(loss, logits)
-    loss_sum, num_correct, gradient = tile_terms(logits.detach(), targets, scale, softcap)
-    torch.testing.assert_close(loss_sum, loss.detach(), rtol=1e-6, atol=1e-4)
-    assert int(num_correct) == int((logits.argmax(-1) == targets).sum())
-    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+@torch.enable_grad()
+def plain_terms(logits, targets, scale, softcap):
+    """Loss sum, correct rows and gradient by autograd; rows with the target -1 do not count."""
+    leaf, is_row = logits.detach().double().requires_grad_(), targets >= 0
+    shaped = leaf * scale if softcap is None else softcap * torch.tanh(leaf * scale / softcap)
+    loss = F.cross_entropy(shaped[is_row], targets[is_row], reduction="sum")
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), (shaped.argmax(-1) == targets).sum(), gradient.to(logits.dtype)
 
 
 @pytest.mark.parametrize("num_rows", [1, 127, 128, 300, 512])
 def test_tiles_that_are_filled_up_give_the_same(num_rows, monkeypatch):
-    """Fused tiles, of which all sizes are multiples of 128 rows; uncompiled, in fp32."""
-    monkeypatch.setattr(tiled, "_compiled_tile_terms", lambda: sized)
+    """Fused tiles, of which all sizes are multiples of 128 rows, in fp32 without their kernel."""
     sizes = []
-
-    def sized(logits, targets, scale, softcap):
-        sizes.append(len(logits))
-        return tile_terms(logits, targets, scale, softcap)
-
+    monkeypatch.setattr(
+        tiled, "tile_terms", lambda logits, *rest: sizes.append(len(logits)) or plain_terms(logits, *rest)
+    )
     inputs = problem(num_rows, 5, 31, torch.float32)
     for softcap in (None, 2.0):
         truth = run(reference_loss, *inputs, scale=0.5, softcap=softcap)
         equal(run(tiled.token_loss, *inputs, scale=0.5, softcap=softcap, tile_rows=256, fused=True), truth, 5e-5)
     assert not any(size % 128 for size in sizes)
     assert sum(sizes) == 2 * -(-num_rows // 128) * 128
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("vocabulary", [5, 4099, 50_000])
+@pytest.mark.parametrize(("scale", "softcap", "size"), [(1, None, 3), (0.125, None, 3), (1, 3.0, 1), (2.5, 1.5, 0.5)])
+def test_a_tile_s_kernel_equals_autograd(scale, softcap, size, vocabulary):
+    """Also for padding rows, equal largest logits, of which the first counts, and values that are not finite."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(200, vocabulary, generator=generator, device="cuda").mul(size).bfloat16()
+    logits[:50, [1, 4]] = logits.amax()
+    targets = torch.randint(0, vocabulary, (200,), generator=generator, device="cuda")
+    targets[:50] = torch.tensor([1, 4], device="cuda").repeat(25)
+    targets[50:100] = logits[50:100].argmax(-1)
+    targets[100:110] = -1
+    loss, num_correct, gradient = plain_terms(logits, targets, scale, softcap)
+    found_loss, found_correct, found = tile_terms(logits.clone(), targets, scale, softcap)
+    is_row = targets >= 0
+    torch.testing.assert_close(found_loss.double(), loss, rtol=1e-6, atol=1e-4)
+    assert int(found_correct) == int(num_correct) >= 75
+    torch.testing.assert_close(found[is_row], gradient[is_row], rtol=1e-2, atol=1e-5)
+    for value in ("nan", "inf") if softcap is None else ("nan",):
+        broken = logits.clone()
+        broken[150, vocabulary - 1] = float(value)
+        assert not tile_terms(broken, targets, scale, softcap)[0].isfinite()
 
 
 def test_the_head_is_prepared_for_every_size_of_a_tile(monkeypatch):

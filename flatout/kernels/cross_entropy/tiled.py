@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,34 +19,16 @@ _NO_TARGET = -1
 
 
 def tile_terms(logits: Tensor, targets: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss sum (0-d fp32), correct rows (0-d int64) and d loss / d logits (R, V) in the logits' dtype.
+    """Return the loss sum, correct rows and the gradient in the logits' place by `triton.tile_terms`."""
+    from flatout.kernels.cross_entropy import triton
 
-    logits (R, V) are the output of the head's GEMM, targets int64 (R,). All arithmetic is fp32. Padding rows have the
-    target -1 and do not count; their gradient is arbitrary. torch.compile makes one fused pass of it on CUDA.
-    """
-    shaped = logits.float() * scale
-    slope = None
-    if softcap is not None:
-        bent = torch.tanh(shaped / softcap)
-        shaped, slope = bent * softcap, 1 - bent * bent
-    log_total = shaped.logsumexp(-1, keepdim=True)
-    picked = targets[:, None]
-    loss_sum = torch.where(picked == _NO_TARGET, 0.0, log_total - shaped.gather(-1, picked.clamp(min=0))).sum()
-    num_correct = (shaped.argmax(-1, keepdim=True) == picked).sum()
-    is_target = torch.arange(logits.shape[-1], device=logits.device)[None] == picked
-    gradient = torch.exp(shaped - log_total) - is_target.float()
-    gradient = gradient * scale if slope is None else gradient * slope * scale
-    return loss_sum, num_correct, gradient.to(logits.dtype)
-
-
-# compiled once per process, dynamic in rows
-_compiled_tile_terms = cache(partial(torch.compile, tile_terms, dynamic=True))
+    return triton.tile_terms(logits, targets, scale, softcap)
 
 
 def _plain_terms(
     product: Tensor, targets: Tensor, scale: float, softcap: float | None, *, with_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `tile_terms` in place and in any dtype; without `with_grad` the third value is empty."""
+    """Compute `tile_terms` in any dtype, without padding rows; without `with_grad` the third value is empty."""
     logits = product.to(torch.promote_types(product.dtype, torch.float32))
     slope = None
     if scale != 1.0:
@@ -97,7 +80,7 @@ class _TiledLoss(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if with_grad and ctx.needs_input_grad[1] else None
         needs_grad = any(grad is not None for grad in (hidden_grad, weight_grad, rows_grad))
         fused = fused and needs_grad
-        terms = _compiled_tile_terms() if fused else partial(_plain_terms, with_grad=needs_grad)
+        terms = tile_terms if fused else partial(_plain_terms, with_grad=needs_grad)
         for start in range(0, len(hidden), tile_rows):
             rows = slice(start, start + tile_rows)
             tile, tile_targets = hidden[rows].to(compute_dtype), targets[rows]
@@ -107,9 +90,6 @@ class _TiledLoss(torch.autograd.Function):
                 # rows of zeros add 0 to every sum
                 tile = F.pad(tile, (0, 0, 0, num_more))
                 tile_targets = F.pad(tile_targets, (0, num_more), value=_NO_TARGET)
-            elif fused:
-                # a copy, as torch.compile also guards on the size of a view's base
-                tile_targets = tile_targets.clone()
             logits = F.linear(tile, compute_weight)
             tile_loss, tile_correct, logit_grad = terms(logits, tile_targets, scale, softcap)
             loss_sum += tile_loss
@@ -138,9 +118,8 @@ class _TiledLoss(torch.autograd.Function):
 
 
 def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tiles are fused and padded by default: on CUDA in 16 bit, unless algorithms must be deterministic."""
-    # the compiler chooses kernels by timing
-    return device.type == "cuda" and dtype.itemsize == 2 and not torch.are_deterministic_algorithms_enabled()
+    """Whether tiles are fused and padded by default: on CUDA in 16 bit."""
+    return device.type == "cuda" and dtype.itemsize == 2 and find_spec("triton") is not None
 
 
 def token_loss(
@@ -162,8 +141,8 @@ def token_loss(
     Returns the loss sum (0-d, with its graph) and the count (0-d int64). The weight's gradient is only computed if it
     is trained, and is summed over tiles in fp32. With no rows, the result is 0 with a graph. With a frozen head,
     forward and backward take two GEMMs in total. `trained_rows` (ids int64 (n,), values (n, D)) replace rows of a
-    frozen weight, and get a gradient. `fused` computes a tile's loss and gradient in one compiled pass
-    (None: decided by `is_fused`). Method: loss and gradient in one pass over tiles, as in Liger Kernel
+    frozen weight, and get a gradient. `fused` computes a tile's loss and gradient in one kernel (None:
+    decided by `is_fused`). Method: loss and gradient in one pass over tiles, as in Liger Kernel
     (arXiv:2410.10989, section 3.2).
     """
     if tile_rows < 1:

@@ -59,9 +59,9 @@ class MemoryModel:
                      shorter than a block)
         activations  none: L fat per token; selective: without the norms' outputs and the MLP's product; budget: the
                      inputs L D s and 0.49 of the rest; full: L D s; offload: 3 D s
-        working      the larger of: the head's `HEAD_TILE_ROWS` of logits and their gradient, label rows and their
-                     gradient, and 10 D per token around the last norm; and the backward pass of one layer: 0.38 fat
-                     per token, the recomputed share of it, and one weight group unpacked (nf4) or transposed (fp8,
+        working      the larger of: the head's `HEAD_TILE_ROWS` of logits, which their gradient replaces, label rows and
+                     their gradient, and 10 D per token around the last norm; and the backward pass of one layer: 0.38
+                     fat per token, the recomputed share of it, and one weight group unpacked (nf4) or transposed (fp8,
                      unless kept transposed)
 
     State that `parallel_layout` splits into n shards counts 1/n, or nothing if it is kept on the host
@@ -344,9 +344,9 @@ class MemoryModel:
     def _working_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
         """Return the larger of the head's temporaries and those of one layer's backward pass."""
         shape, base, element = self.shape, self.config.base, self.widths.compute
-        # one tile's logits and their gradient; the label rows and their gradient; what the last norm saves
+        # one tile's logits, which their gradient replaces; the label rows and their gradient; what the last norm saves
         num_tile_rows = min(size.num_labels, HEAD_TILE_ROWS[recompute])
-        head = 2 * (num_tile_rows * shape.vocab_size + size.num_labels * shape.hidden_size) * element
+        head = (num_tile_rows * shape.vocab_size + 2 * size.num_labels * shape.hidden_size) * element
         head += size.num_tokens * shape.hidden_size * LAST_NORM_BYTES
         if self.config.method == "full" or shape.trains_head(self.config.lora):
             # the head's weight gradient is summed in fp32, in addition to a narrower copy of the weight or the gradient

@@ -297,8 +297,8 @@ def test_the_head_holds_one_tile():
     def working(num_labels):
         return estimate(shape=short, size=MicroBatchSize(100, num_labels, 1)).working_bytes
 
-    # logits and their gradient, and the label rows with theirs; from the second tile on only the label rows grow
-    assert working(2048) - working(1024) == 1024 * (151936 * 4 + 2 * 4096 * 2)
+    # logits, and the label rows with their gradient; from the second tile on only the label rows grow
+    assert working(2048) - working(1024) == 1024 * (151936 * 2 + 2 * 4096 * 2)
     assert working(2049) - working(2048) == 2 * 4096 * 2
     assert working(9000) - working(8000) == 1000 * 2 * 4096 * 2
 
