@@ -32,12 +32,12 @@ def _row_terms(  # type: ignore[no-untyped-def]
     row, within = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     target = tl.load(targets + row)
     logits += row * num_columns
-    own, own_slope = _shaped(tl.load(logits + tl.maximum(target, 0)), scale, softcap, CAPPED)
+    own, _own_slope = _shaped(tl.load(logits + tl.maximum(target, 0)), scale, softcap, CAPPED)
     largest, total = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
     for start in range(0, num_columns, COLUMNS):
         columns = start + within
         values = tl.load(logits + columns, mask=columns < num_columns, other=float("-inf"))
-        first, first_slope = _shaped(values, scale, softcap, CAPPED)
+        first, _first_slope = _shaped(values, scale, softcap, CAPPED)
         shaped = tl.where(columns < num_columns, first, float("-inf"))
         larger = tl.maximum(largest, tl.max(shaped, 0))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(shaped - larger), 0)
