@@ -247,12 +247,13 @@ def test_tiles_that_are_filled_up_give_the_same(num_rows, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("vocabulary", [5, 4099, 50_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocabulary", [5, 4099, 8192, 50_000])
 @pytest.mark.parametrize(("scale", "softcap", "size"), [(1, None, 3), (0.125, None, 3), (1, 3.0, 1), (2.5, 1.5, 0.5)])
-def test_a_tile_s_kernel_equals_autograd(scale, softcap, size, vocabulary):
+def test_the_kernel_of_a_tile_equals_autograd(scale, softcap, size, vocabulary, dtype):
     """Also for padding rows, equal largest logits, of which the first counts, and values that are not finite."""
     generator = torch.Generator("cuda").manual_seed(0)
-    logits = torch.randn(200, vocabulary, generator=generator, device="cuda").mul(size).bfloat16()
+    logits = torch.randn(200, vocabulary, generator=generator, device="cuda").mul(size).to(dtype)
     logits[:50, [1, 4]] = logits.amax()
     targets = torch.randint(0, vocabulary, (200,), generator=generator, device="cuda")
     targets[:50] = torch.tensor([1, 4], device="cuda").repeat(25)
@@ -263,7 +264,11 @@ def test_a_tile_s_kernel_equals_autograd(scale, softcap, size, vocabulary):
     is_row = targets >= 0
     torch.testing.assert_close(found_loss.double(), loss, rtol=1e-6, atol=1e-4)
     assert int(found_correct) == int(num_correct) >= 75
-    torch.testing.assert_close(found[is_row], gradient[is_row], rtol=1e-2, atol=1e-5)
+    # the target's gradient is far larger than all others, which count on their own
+    is_other = torch.arange(vocabulary, device="cuda")[None] != targets[:, None]
+    for rows in (is_row[:, None] & is_other, is_row[:, None] & ~is_other):
+        error = ((found - gradient).float() * rows).norm(dim=1)[is_row]
+        assert bool((error <= 5e-3 * (gradient.float() * rows).norm(dim=1)[is_row] + 1e-7).all())
     for value in ("nan", "inf") if softcap is None else ("nan",):
         broken = logits.clone()
         broken[150, vocabulary - 1] = float(value)

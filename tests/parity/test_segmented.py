@@ -143,19 +143,27 @@ def test_its_flops_are_those_of_the_products_apart():
         assert counter.get_flop_counts()["Global"][torch.ops.flatout.segmented_product] == 2 * 7 * (32 * 64 + low_rank)
 
 
-def test_outputs_may_be_modified_in_place(tmp_path, monkeypatch):
-    """As OLMo clips queries and keys."""
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_outputs_may_be_modified_in_place(num_tokens, tmp_path, monkeypatch):
+    """As OLMo clips queries and keys; the family has no biases, whose sum would be another tensor."""
     monkeypatch.setattr(segmented, "fits", lambda *_: True)
-    model = adapted_model(tmp_path, "dense")
+    model = adapted_model(tmp_path, "dense", "llama")
     fuse_layers(model)
-    attention, x = decoder_layers(model)[0].self_attn, draw(1, 5, 64)
+    layer, x = decoder_layers(model)[0], draw(1, num_tokens, 64).requires_grad_()
+    attention, down = layer.self_attn, layer.mlp.down_proj
     query, key, value = attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
-    kept = value.clone()
+    single = down(draw(1, num_tokens, 96))
+    kept, lowest = value.detach().clone(), single.detach().amin()
     # a saved value does not keep the queries in memory
     assert value.untyped_storage().nbytes() == value.nbytes
-    query.clamp_(max=0), key.clamp_(max=0)
+    query.clamp_(max=0), key.clamp_(max=0), single.clamp_(max=0)
     assert torch.equal(value, kept)
     assert query.max() <= 0
+    assert single.max() <= 0
+    assert single.amin() == lowest
+    (gradient,) = torch.autograd.grad(query.sum() + value.sum(), x)
+    assert gradient.isfinite().all()
+    assert gradient.abs().max() > 0
 
 
 def test_the_kernel_is_for_bf16_on_hopper_gpus(monkeypatch):

@@ -12,7 +12,7 @@ _COLUMNS, _WARPS = 8192, 8
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _shaped(values, scale, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Return scaled and capped logits and, divided by the scale, their slope."""
+    """Return scaled and capped logits, and their slope without the factor `scale`."""
     shaped = values.to(tl.float32) * scale
     slope = shaped * 0 + 1
     if CAPPED:

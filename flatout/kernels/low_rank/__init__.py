@@ -1,8 +1,8 @@
 """Adapters beside float8 products: x A.T and dY B from the bytes that the frozen product reads, and copies of A and B.
 
 The narrow products of an adapter take as long as reading their input, so an input of one byte per value halves that.
-Its matrix is kept as two float8 terms, whose sum is as exact as bfloat16. reference.py defines the operations and runs
-everywhere; triton.py is their equivalent on CUDA. The product is a custom operator without a derivative.
+Its matrix is kept as two float8 terms, whose sum is more exact than bfloat16. reference.py defines the operations and
+runs everywhere; triton.py is their equivalent on CUDA. The product is a custom operator without a derivative.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def low_product(
 
     parts_i e4m3 (T, K_i) with row_scales_i fp32 (T, 1). `terms` e4m3 (2, at least r_i, sum of K_i) and `scales` fp32
     (number of parts, at least r_i) are matrices (r_i, K_i), in `ranks` r_i, as `reference.two_terms` makes them.
-    `originals` are what was quantized, in the result's dtype. They are not read, but as operands they are in memory
-    before they are quantized; otherwise the compiler computes them twice, for the scale and for the bytes.
+    `originals` are what was quantized, in the result's dtype. They are not read. As operands they make the compiler
+    write them to memory; otherwise it computes them twice, for the scale and for the bytes.
     """
     result: Tensor = torch.ops.flatout.low_product(
         list(parts), list(row_scales), terms, scales, list(ranks), list(originals)
@@ -57,6 +57,7 @@ class MatrixCopies:
 
     def __init__(self, copies: Sequence[MatrixCopy]) -> None:
         self._copies = tuple(copies)
+        self._written = [own for copy in copies for own in (*copy.targets, copy.terms, copy.scales) if own is not None]
         # addresses of the masters, and the table that the kernel reads
         self._addresses: list[int] = []
         self._table: Tensor | None = None
@@ -74,6 +75,8 @@ class MatrixCopies:
             self._addresses, self._table = addresses, triton.make_table(self._copies)
         assert self._table is not None
         triton.write(self._copies, self._table)
+        # autograd shall notice, as it does when torch writes
+        torch.autograd.graph.increment_version(self._written)
 
 
 @cache

@@ -15,7 +15,7 @@ from flatout.kernels.low_rank.reference import SECOND_TERM, MatrixCopy
 _ROWS, _STEP = 64, 128
 _COPIED_ROWS, _COPIED_COLUMNS = 16, 256
 # numbers of a matrix in the table of copies
-_FIELDS = tl.constexpr(18)
+_FIELDS = tl.constexpr(17)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -63,55 +63,66 @@ def low_product(
 
 
 @triton.jit
-def _values(sources, divisor, step, factor, columns, mask):  # type: ignore[no-untyped-def]
-    """Return a tile of the source times its factor, and the same divided by the divisor of its columns, if any."""
-    values = tl.load(sources + columns.to(tl.int64) * step, mask=mask, other=0.0) * factor
-    has_divisor = mask & (divisor.to(tl.int64) != 0)
-    return values, values / tl.load(divisor + columns, mask=has_divisor, other=1.0)
+def _values(sources, step, factor, columns, mask):  # type: ignore[no-untyped-def]
+    """Return a tile of the source times its factor."""
+    return tl.load(sources + columns * step, mask=mask, other=0.0) * factor
+
+
+@triton.jit
+def _divided(values, divisor, columns, mask):  # type: ignore[no-untyped-def]
+    """Return values divided by the divisor of their columns, if there is one."""
+    return values / tl.load(divisor + columns, mask=mask & (divisor.to(tl.int64) != 0), other=1.0)
 
 
 # triton interprets annotations itself, and writes constants in capitals
 @triton.jit  # type: ignore[untyped-decorator]
-def _write(table, like, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SECOND_TERM: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _write_lora_copies(  # type: ignore[no-untyped-def]
+    table, like,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SECOND_TERM: tl.constexpr, TERMS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
     entry, num_rows = table + tl.program_id(0) * _FIELDS, tl.load(table + tl.program_id(0) * _FIELDS)
     if tl.program_id(1) * ROWS < num_rows:
-        rows, within = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+        rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+        within = tl.arange(0, COLUMNS)[None, :].to(tl.int64)
         is_row, num_columns = rows < num_rows, tl.load(entry + 1)
-        rows = rows.to(tl.int64)
         sources = tl.load(entry + 2).to(tl.pointer_type(tl.float32)) + rows * tl.load(entry + 3)
         step, factor = tl.load(entry + 4), tl.load(entry + 5).to(tl.int32).to(tl.float32, bitcast=True)
-        divisor = tl.load(entry + 6).to(tl.pointer_type(tl.float32))
-        terms = tl.load(entry + 7)
-        scale = tl.full((ROWS, 1), 1.0, tl.float32)
-        if terms != 0:
-            largest = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for start in range(0, num_columns, COLUMNS):
-                mask = is_row & (start + within < num_columns)
-                _, values = _values(sources, divisor, step, factor, start + within, mask)
-                largest = tl.maximum(largest, tl.abs(values))
-            scale = tl.maximum(tl.max(largest, 1, keep_dims=True), 1e-12) / 448.0
-            tl.store(tl.load(entry + 10).to(tl.pointer_type(tl.float32)) + rows, scale, mask=is_row)
-        first_terms = terms.to(tl.pointer_type(tl.float8e4nv)) + rows * tl.load(entry + 8)
-        second_terms = first_terms + tl.load(entry + 9)
         for start in range(0, num_columns, COLUMNS):
-            columns = (start + within).to(tl.int64)
-            mask = is_row & (columns < num_columns)
-            plain, values = _values(sources, divisor, step, factor, columns, mask)
+            mask = is_row & (start + within < num_columns)
+            values = _values(sources, step, factor, start + within, mask)
             for target in tl.static_range(2):
                 address = tl.load(entry + 11 + 3 * target)
                 place = address.to(tl.pointer_type(like.dtype.element_ty)) + rows * tl.load(entry + 12 + 3 * target)
-                place += columns * tl.load(entry + 13 + 3 * target)
-                tl.store(place, plain.to(like.dtype.element_ty), mask=mask & (address != 0))
-            scaled = values / scale
-            first = scaled.to(tl.float8e4nv)
-            rest = (scaled - first.to(tl.float32)) / SECOND_TERM
-            is_term = mask & (terms != 0)
-            tl.store(first_terms + columns, first, mask=is_term)
-            tl.store(second_terms + columns, rest.to(tl.float8e4nv), mask=is_term)
+                place += (start + within) * tl.load(entry + 13 + 3 * target)
+                tl.store(place, values.to(like.dtype.element_ty), mask=mask & (address != 0))
+        # GPUs without float8 do not even compile the type
+        if TERMS:
+            terms = tl.load(entry + 7)
+            if terms != 0:
+                divisor = tl.load(entry + 6).to(tl.pointer_type(tl.float32))
+                largest = tl.zeros((ROWS, COLUMNS), tl.float32)
+                for start in range(0, num_columns, COLUMNS):
+                    mask = is_row & (start + within < num_columns)
+                    values = _values(sources, step, factor, start + within, mask)
+                    largest = tl.maximum(largest, tl.abs(_divided(values, divisor, start + within, mask)))
+                scale = tl.maximum(tl.max(largest, 1, keep_dims=True), 1e-12) / 448.0
+                tl.store(tl.load(entry + 10).to(tl.pointer_type(tl.float32)) + rows, scale, mask=is_row)
+                first_terms = terms.to(tl.pointer_type(tl.float8e4nv)) + rows * tl.load(entry + 8)
+                second_terms = first_terms + tl.load(entry + 9)
+                for start in range(0, num_columns, COLUMNS):
+                    mask = is_row & (start + within < num_columns)
+                    values = _values(sources, step, factor, start + within, mask)
+                    scaled = _divided(values, divisor, start + within, mask) / scale
+                    first = scaled.to(tl.float8e4nv)
+                    rest = (scaled - first.to(tl.float32)) / SECOND_TERM
+                    tl.store(first_terms + start + within, first, mask=mask)
+                    tl.store(second_terms + start + within, rest.to(tl.float8e4nv), mask=mask)
 
 
 def make_table(copies: Sequence[MatrixCopy]) -> Tensor:
     """Return what the kernel reads of each copy: sizes, addresses and strides, int64 (number of copies, fields)."""
+    assert len({target.dtype for copy in copies for target in copy.targets}) == 1
+    assert len({copy.master.device for copy in copies}) == 1
     rows = []
     for copy in copies:
         (num_rows, num_columns), source = copy.source.shape, copy.source
@@ -119,7 +130,9 @@ def make_table(copies: Sequence[MatrixCopy]) -> Tensor:
         divisor = 0 if copy.divisor is None else copy.divisor.data_ptr()
         terms = (0, 0, 0, 0)
         if copy.terms is not None and copy.scales is not None:
+            assert copy.terms.stride(2) == copy.scales.stride(0) == 1
             terms = (copy.terms.data_ptr(), copy.terms.stride(1), copy.terms.stride(0), copy.scales.data_ptr())
+        assert 1 <= len(copy.targets) <= 2
         targets = [field for own in copy.targets for field in (own.data_ptr(), *own.stride())]
         row = [num_rows, num_columns, source.data_ptr(), *source.stride(), factor, divisor, *terms, *targets]
         rows.append(row + [0] * (_FIELDS.value - len(row)))
@@ -130,6 +143,7 @@ def write(copies: Sequence[MatrixCopy], table: Tensor) -> None:
     """Write all copies, with the table of their present addresses."""
     num_rows = max(copy.source.shape[0] for copy in copies)
     with torch.cuda.device(table.device):
-        _write[len(copies), triton.cdiv(num_rows, _COPIED_ROWS)](
-            table, copies[0].targets[0], ROWS=_COPIED_ROWS, COLUMNS=_COPIED_COLUMNS, SECOND_TERM=SECOND_TERM
-        )
+        _write_lora_copies[len(copies), triton.cdiv(num_rows, _COPIED_ROWS)](
+            table, copies[0].targets[0], ROWS=_COPIED_ROWS, COLUMNS=_COPIED_COLUMNS, SECOND_TERM=SECOND_TERM,
+            TERMS=any(copy.terms is not None for copy in copies),
+        )  # fmt: skip

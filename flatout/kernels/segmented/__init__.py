@@ -128,7 +128,7 @@ def _separately(own: Segments) -> list[Tensor]:
             total.addmm_(part, weight if own.weights_kn else weight.T)
         else:
             total += scaled_product(part, weight, own.row_scales[i][:, None], own.column_scale, own.low.dtype)
-    return [part.contiguous() for part in total.split(own.widths, dim=1)]
+    return reference.apart(total, own.widths)
 
 
 def _in_rows(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ struct alignas(64) Map { u64 words[16]; };
 
 // as in hopper.py
 struct Params {
-  Map x[4], w[4], out[3];  // of the segments, the last of x and w are low and wide; of each adapter's result
+  Map x[4], w[4], out[3];  // x and w of each segment, then low and wide; out of each adapter
   const float* row_scale[3];
   const float* column_scale;
   int m, n, num_segments, k_steps[3];
@@ -137,7 +137,7 @@ struct Ring {
   }
 };
 
-// its columns are those of one adapter; the last tile of an adapter computes more of them and leaves them out
+// its columns are those of one adapter; an adapter's last tile computes columns past its end and does not store them
 struct Tile { int row, column, adapter, first_rank, num_ranks; };
 
 __device__ __forceinline__ Tile tile_at(const Params& p, int index, u32 cta_rank) {

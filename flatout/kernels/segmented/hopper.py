@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -151,7 +152,10 @@ def _kernel(device_index: int, *, fp8: bool, weights_kn: bool) -> int:
 
 @cache
 def _compiled(fp8: bool, weights_kn: bool) -> bytes:
-    """Return the machine code, from triton's cache if it is there, as compiling takes 0.3 to 0.5 s."""
+    """Return the machine code, from triton's cache if it is there, as compiling takes 0.3 to 0.5 s.
+
+    A cache that cannot be read or written is left out.
+    """
     from cuda.bindings import nvrtc
 
     source = Path(__file__).with_name("hopper.cu").read_bytes()
@@ -162,11 +166,13 @@ def _compiled(fp8: bool, weights_kn: bool) -> bytes:
     from triton.runtime.cache import get_cache_manager
 
     version = repr(_ok(nvrtc.nvrtcVersion())).encode()
-    kept = get_cache_manager(hashlib.sha256(b"\0".join([source, version, *options])).hexdigest())
-    if path := kept.get_file(_CUBIN):
-        return Path(path).read_bytes()
+    key = hashlib.sha256(b"\0".join([source, version, *options])).hexdigest()
+    with suppress(OSError):
+        if path := get_cache_manager(key).get_file(_CUBIN):
+            return Path(path).read_bytes()
     code = _compile(source, options)
-    kept.put(code, _CUBIN, binary=True)
+    with suppress(OSError):
+        get_cache_manager(key).put(code, _CUBIN, binary=True)
     return code
 
 

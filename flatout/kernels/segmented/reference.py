@@ -44,4 +44,10 @@ def segmented_product(own: Segments) -> list[Tensor]:
         if own.column_scale is not None:
             product = product * own.row_scales[i].to(exact)[:, None] * own.column_scale.to(exact)
         total = total + product
-    return [part.contiguous() for part in total.to(own.low.dtype).split(own.widths, dim=1)]
+    return apart(total.to(own.low.dtype), own.widths)
+
+
+def apart(total: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """Return the columns of a matrix as matrices of these widths, each in memory of its own."""
+    parts = total.split(list(widths), dim=1)
+    return [total] if len(parts) == 1 else [part.clone(memory_format=torch.contiguous_format) for part in parts]

@@ -58,7 +58,8 @@ class Operands(NamedTuple):
             column_scale=self.column_scales[0] if self.column_scales else None,
             first_columns=columns, first_ranks=ranks, weights_kn=self.weights_kn,
         )  # fmt: skip
-        return [product.view(*low.shape[:-1], product.shape[-1]) for product in products]
+        # no views, as a model may modify a layer's output in place (OLMo clips queries and keys)
+        return [torch.ops.aten._unsafe_view(own, [*low.shape[:-1], own.shape[-1]]) for own in products]
 
 
 @dataclass(frozen=True)

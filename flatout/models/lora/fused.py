@@ -163,7 +163,9 @@ class FusedLora(nn.Module):
                 narrow = narrow._replace(terms=copies.narrow_terms[:, ranks], scales=copies.narrow_scales[0, ranks])
             turned = MatrixCopy(member.lora_b, member.scaling, [wide.t()], transposed=True)
             if copies.wide_terms is not None and copies.wide_scales is not None:
-                divisor = self.get_buffer("storage_0")[columns] if self.product.fp8_forward else None
+                # the scales that gradients are multiplied by, as rounded as there
+                scales_of_grads = self.get_buffer("storage_0")[columns].to(wide.dtype).float()
+                divisor = scales_of_grads if self.product.fp8_forward else None
                 terms, scales = copies.wide_terms[:, : member.rank, columns], copies.wide_scales[index, : member.rank]
                 turned = turned._replace(terms=terms, scales=scales, divisor=divisor)
             found += [narrow, turned]
