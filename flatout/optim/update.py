@@ -41,6 +41,17 @@ def clear_found_inf(optimizer: Any) -> None:
         optimizer.recount()
 
 
+def divide_in_update(optimizer: Any, divisor: Tensor) -> bool:
+    """Let an optimizer divide gradients by `divisor` (0-d fp32) when its next update reads them, as for GradScaler.
+
+    Returns False, and leaves the optimizer as it is, if it is not one of torch's fused ones, which can.
+    """
+    can_divide: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if can_divide:
+        optimizer.grad_scale = divisor
+    return can_divide
+
+
 def copy_to_host_async(values: Tensor) -> tuple[Callable[[], list[float]], torch.cuda.Event | float]:
     """Start copying a small 1-d tensor to the host; return a function that reads it, and when the copy ended.
 

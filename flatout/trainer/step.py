@@ -23,6 +23,7 @@ from flatout.optim.update import (
     BackwardUpdate,
     clear_found_inf,
     copy_to_host_async,
+    divide_in_update,
     set_found_inf,
     set_lr,
     supports_found_inf,
@@ -263,8 +264,10 @@ def _update(run: Run, norm: Tensor, lr: float) -> None:
         grads = [local_part(parameter.grad) for parameter in run.parameters if parameter.grad is not None]
         if run.config.optim.max_grad_norm is not None and grads:
             # as torch.nn.utils.clip_grads_with_norm_, on this rank's shards
-            factor = (run.config.optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(grads, factor.to(grads[0].device))
+            factor = (run.config.optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device)
+            # the loss scaler of fp16 divides in the same way
+            if run.scaler.is_enabled() or not divide_in_update(run.optimizer, factor.reciprocal().float()):
+                torch._foreach_mul_(grads, factor)
         # a disabled scaler just calls optimizer.step(); with fp16 an overflow skips the step and halves the scale
         run.scaler.step(run.optimizer)
     run.scaler.update()
