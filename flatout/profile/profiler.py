@@ -36,7 +36,7 @@ RANGES = {"flatout::head": "head", "flatout::optimizer": "optimizer"}
 # the first pattern that matches a kernel's or operator's name decides
 _CATEGORIES = (
     ("communication", r"nccl|all_reduce|allreduce|all_gather|reduce_scatter"),
-    ("attention", r"flash|fmha|attention|mha_"),
+    ("attention", r"flash|fmha|attention|mha_|dot_do_o|convert_dq"),
     ("optimizer", r"adam|multi_tensor_apply|_foreach|lpnorm|sgd"),
     # LoRA's matrices are as narrow as its rank, so cuBLAS picks narrow tiles for them
     ("LoRA", r"lora|low_rank|^_low_product$|nvjet_\w*?_(?:\d+x(?:8|16|24|32)|(?:8|16|24|32)x\d+)_"),

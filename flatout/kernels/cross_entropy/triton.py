@@ -1,4 +1,4 @@
-"""A tile's loss and its gradient in two passes over the logits, each row by one program."""
+"""The loss of a tile and its gradient in one kernel, which reads the logits twice, each row by one program."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def tile_terms(logits: Tensor, targets: Tensor, scale: float, softcap: float | N
     """Return the loss sum (0-d fp32), correct rows (0-d int64) and d loss / d logits, which replaces the logits.
 
     logits (R, V) in 16 bit, contiguous on CUDA, are the output of the head's GEMM, targets int64 (R,). All arithmetic
-    is fp32. Rows with the target -1 do not count. The running maximum and sum are those of Milakov and Gimelshein 2018
-    (arXiv:1805.02867).
+    is fp32. Rows with the target -1 count in no sum, but their gradient is not zero. The running maximum and sum are
+    those of Milakov and Gimelshein 2018 (arXiv:1805.02867).
     """
     num_rows, num_columns = logits.shape
     losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)

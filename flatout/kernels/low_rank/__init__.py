@@ -75,7 +75,7 @@ class MatrixCopies:
             self._addresses, self._table = addresses, triton.make_table(self._copies)
         assert self._table is not None
         triton.write(self._copies, self._table)
-        # autograd shall notice, as it does when torch writes
+        # bump the version counters, as the kernel bypasses autograd
         torch.autograd.graph.increment_version(self._written)
 
 

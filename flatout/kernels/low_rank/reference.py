@@ -41,7 +41,7 @@ def low_product(
 class MatrixCopy(NamedTuple):
     """Copies of `master` (R, C) times `factor`: in `targets` (R, C) and, divided by `divisor` (C,), as `two_terms`.
 
-    The master is (C, R) if `transposed`; its memory may be replaced. `terms` (2, R, C) and `scales` (R,) are None if no
+    The master is (C, R) if `transposed`; it may be reallocated. `terms` (2, R, C) and `scales` (R,) are None if no
     terms are wanted. Views may have any strides, but the terms' columns and the scales are contiguous. Targets have one
     dtype.
     """

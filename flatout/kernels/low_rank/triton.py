@@ -95,7 +95,7 @@ def _write_lora_copies(  # type: ignore[no-untyped-def]
                 place = address.to(tl.pointer_type(like.dtype.element_ty)) + rows * tl.load(entry + 12 + 3 * target)
                 place += (start + within) * tl.load(entry + 13 + 3 * target)
                 tl.store(place, values.to(like.dtype.element_ty), mask=mask & (address != 0))
-        # GPUs without float8 do not even compile the type
+        # triton cannot compile float8e4nv for GPUs without float8
         if TERMS:
             terms = tl.load(entry + 7)
             if terms != 0:

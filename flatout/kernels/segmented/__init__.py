@@ -68,8 +68,8 @@ def segmented_product(
     """Return the sum of `Segments` block by block, (M, N_i) contiguous; by default, `wide` is one block.
 
     low wide.T is the adapters' part: x A.T and the scaled B in the forward pass, dY B and A.T in the backward pass. At
-    most three parts and three blocks, which are adapters. Results of few tiles are computed separately, in torch's
-    smaller ones.
+    most three parts and three blocks (one per adapter). Small results use separate matmuls of torch, whose tiles are
+    smaller.
     """
     results: list[Tensor] = torch.ops.flatout.segmented_product(
         list(parts), list(weights), list(row_scales), column_scale, low, wide, list(first_columns),

@@ -60,7 +60,7 @@ def num_tiles(num_rows: int, widths: Sequence[int]) -> int:
 
 
 def load(device: torch.device, *, fp8: bool) -> None:
-    """Compile the form of forward passes and load it on a GPU. Raises ImportError, OSError or RuntimeError."""
+    """Compile the kernel for weights (N, K) and load it on a GPU. Raises ImportError, OSError or RuntimeError."""
     with torch.cuda.device(device):
         _driver()
         _kernel(torch.cuda.current_device(), fp8=fp8, weights_kn=False)
@@ -80,7 +80,7 @@ def launch(outs: Sequence[Tensor], own: Segments) -> None:
         params = _Params.from_buffer(buffer, -ctypes.addressof(buffer) % 64)
         for i, (part, weight) in enumerate(zip(own.parts, own.weights, strict=True)):
             _describe(params.x[i], part, ROWS)
-            # each CTA loads half of a tile's columns for both
+            # each CTA of the pair loads half of the weight tile and multicasts it
             _describe(params.w[i], weight, 64 if own.weights_kn else COLUMNS // 2)
             params.k_steps[i] = -(-part.shape[1] * part.element_size() // STEP_BYTES)
         for i, scale in enumerate(own.row_scales):
@@ -98,7 +98,7 @@ def launch(outs: Sequence[Tensor], own: Segments) -> None:
             params.first_column[i] = own.first_columns[i] if i < len(tiles) else num_columns
             params.first_rank[i] = own.first_ranks[min(i, len(tiles))]
         for i in range(MAX_SEGMENTS):
-            # no tile is one of an adapter that is not there
+            # unused entries start after the last tile
             params.first_tile[i] = sum(tiles[:i]) if i < len(tiles) else 2**31 - 1
         num_blocks = torch.cuda.get_device_properties(device).multi_processor_count // 2 * 2
         _check(
@@ -152,7 +152,7 @@ def _kernel(device_index: int, *, fp8: bool, weights_kn: bool) -> int:
 
 @cache
 def _compiled(fp8: bool, weights_kn: bool) -> bytes:
-    """Return the machine code, from triton's cache if it is there, as compiling takes 0.3 to 0.5 s.
+    """Return the machine code, from triton's cache if it is there, as compiling takes about 0.5 s.
 
     A cache that cannot be read or written is left out.
     """

@@ -14,9 +14,9 @@ class Segments(NamedTuple):
     """Operands of column_scale * sum_i row_scales_i parts_i weights_i.T + low wide.T, (M, N) in low's dtype.
 
     parts (M, K_i) and weights (N, K_i) are e4m3 with scales fp32 (M,) and (N,), or have low's dtype and no scales, and
-    weights are (K_i, N) if `weights_kn`. low (M, R), wide (N, R). If `wide` is block-diagonal, `first_columns` are each
-    block's first of the N columns, and `first_ranks` its first of the R ranks, then R. Each block's columns of the sum
-    are a result of their own.
+    weights are (K_i, N) if `weights_kn`. low (M, R), wide (N, R). If `wide` is block-diagonal, `first_columns[i]` is
+    the first column of block i and `first_ranks[i]` its first rank; the last entry is R. Each block's columns of the
+    sum are a result of their own.
     """
 
     parts: Sequence[Tensor]

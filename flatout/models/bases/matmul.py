@@ -69,9 +69,9 @@ class FrozenMatmul:
     `forward(x (..., K), *storage)` returns the operands of x W.T, all W_i concatenated; `backward(gradients (..., N_i),
     *storage)` those of the sum of dY_i W_i. `describe` names the product in the console's `fused` line. With
     `one_accumulator`, `segmented_product` sums products and adapters: all `column_scales` are equal, no bias.
-    `load_error` is why its kernel cannot. The parts of `forward` and `backward` are float8 where `fp8_forward` and
-    `fp8_backward` say so; with the first, gradients are multiplied by storage[0] (sum of N_i,) before they are
-    quantized.
+    `load_error` is the exception if its kernel could not be loaded. The parts of `forward` and `backward` are float8
+    where `fp8_forward` and `fp8_backward` say so; with the first, gradients are multiplied by storage[0]
+    (sum of N_i,) before they are quantized.
     """
 
     describe: str

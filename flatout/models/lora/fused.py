@@ -22,7 +22,7 @@ from flatout.models.packed import flatten_samples
 
 
 class _Copies(NamedTuple):
-    """An adapted group's matrices in the forms that its products read; None where none reads them.
+    """An adapted group's matrices in the forms that its matmuls read; a field is None if no matmul reads it.
 
     narrow (R, K) is all A concatenated, narrow_t its copy (K, R); wide has the scaled B (see `blocks`). narrow_terms
     e4m3 (2, R, K) with narrow_scales fp32 (1, R), and wide_terms (2, largest r_i, sum of N_i) with wide_scales (number
@@ -163,7 +163,7 @@ class FusedLora(nn.Module):
                 narrow = narrow._replace(terms=copies.narrow_terms[:, ranks], scales=copies.narrow_scales[0, ranks])
             turned = MatrixCopy(member.lora_b, member.scaling, [wide.t()], transposed=True)
             if copies.wide_terms is not None and copies.wide_scales is not None:
-                # the scales that gradients are multiplied by, as rounded as there
+                # the weights' scales, rounded to the gradient's dtype as in the backward pass
                 scales_of_grads = self.get_buffer("storage_0")[columns].to(wide.dtype).float()
                 divisor = scales_of_grads if self.product.fp8_forward else None
                 terms, scales = copies.wide_terms[:, : member.rank, columns], copies.wide_scales[index, : member.rank]
