@@ -43,8 +43,10 @@ from flatout.bench.figures import WARMUP_STEPS
 from flatout.bench.inputs import LABEL_SHARE, chat_lengths
 from flatout.config.read import make_config
 from flatout.config.schema import BaseConfig
-from flatout.kernels import segmented
+from flatout.kernels import low_rank, segmented
 from flatout.kernels.fp8 import quantize_rows, scaled_product
+from flatout.kernels.low_rank.reference import two_terms
+from flatout.models.lora.fused import over_tokens
 from flatout.profile.energy import read_joules
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback
@@ -245,28 +247,46 @@ def quantizing(shape: dict[str, Any], num_tokens: int, base: BaseConfig) -> Iter
         yield Operation(f"quantize rows of {width}", "quantize", calls, lambda values=values: quantize(values))
 
 
-def adapters(shape: dict[str, Any], num_tokens: int) -> Iterator[Operation]:
+def adapters(shape: dict[str, Any], num_tokens: int, base: BaseConfig) -> Iterator[Operation]:
     """The products of fused LoRA layers, forward and backward, as in flatout/models/lora/fused.py.
 
-    Without those that are added in the frozen products' accumulator.
+    Without those that are added in the frozen products' accumulator. Where these are in float8, x A.T and dY B read
+    quantized values, which are made before.
     """
+    low_rank.register_ops()
+    forward8, backward8 = base.computes_in_fp8, base.computes_in_fp8 or base.backward == "fp8"
     for name, (outputs, num_in) in groups_of(shape).items():
         x, narrow = randn(num_tokens, num_in), randn(RANK * len(outputs), num_in, scale=0.02)
         wides, joined = [randn(n, RANK, scale=0.02) for n in outputs], in_one_accumulator(outputs, num_in)
         grads = [randn(num_tokens, n, scale=1e-3) for n in outputs]
 
+        in_terms = joined and low_rank.fits(torch.device(DEVICE), torch.bfloat16, RANK * len(outputs))
+        narrow8 = float8_product([x], [narrow]) if in_terms and forward8 else None
+        wide8 = float8_product(grads, [wide.t() for wide in wides]) if in_terms and backward8 else None
+
         def both(
-            x: Tensor = x, narrow: Tensor = narrow, wides: Any = wides, grads: Any = grads, joined: bool = joined
-        ) -> object:
-            low = F.linear(x, narrow)
+            x: Tensor = x, narrow: Tensor = narrow, wides: Any = wides, grads: Any = grads, joined: bool = joined,
+            narrow8: Any = narrow8, wide8: Any = wide8,
+        ) -> object:  # fmt: skip
+            low = narrow8() if narrow8 else F.linear(x, narrow)
+            pairs = zip(grads, wides, strict=True)
+            low_grad = wide8() if wide8 else torch.cat([grad @ wide for grad, wide in pairs], dim=-1)
             parts = low.split(RANK, dim=-1)
-            low_grad = torch.cat([grad @ wide for grad, wide in zip(grads, wides, strict=True)], dim=-1)
-            trained = low_grad.t() @ x, [grad.t() @ part for grad, part in zip(grads, parts, strict=True)]
+            trained = [over_tokens(*own, torch.float32) for own in ((low_grad, x), *zip(grads, parts, strict=True))]
             if joined:
                 return trained
             return trained, low_grad @ narrow, [F.linear(part, wide) for part, wide in zip(parts, wides, strict=True)]
 
         yield Operation(f"LoRA r{RANK} {name}, both passes", "LoRA", shape["num_hidden_layers"], both)
+
+
+def float8_product(inputs: list[Tensor], matrices: list[Tensor]) -> Callable[[], Tensor]:
+    """The products of quantized inputs (T, K_i) with matrices (r_i, K_i), as two float8 terms, in one operator."""
+    parts, row_scales = map(list, zip(*map(quantize_rows, inputs), strict=True))
+    ranks = [len(matrix) for matrix in matrices]
+    split = [two_terms(F.pad(matrix, (0, 0, 0, max(ranks) - len(matrix)))) for matrix in matrices]
+    terms, scales = torch.cat([own for own, _ in split], dim=2), torch.stack([own for _, own in split])
+    return lambda: low_rank.low_product(parts, row_scales, terms, scales, ranks, inputs)
 
 
 def both_passes(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[[], object]:
@@ -357,7 +377,7 @@ def operations(shape: dict[str, Any], lengths: list[int], base: BaseConfig) -> I
     num_tokens = sum(lengths)
     yield from products(shape, num_tokens, base)
     yield from quantizing(shape, num_tokens, base)
-    yield from adapters(shape, num_tokens)
+    yield from adapters(shape, num_tokens, base)
     yield from elementwise(shape, num_tokens)
     yield from attention(shape, lengths)
     yield from ends(shape, int(num_tokens * LABEL_SHARE))

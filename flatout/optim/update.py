@@ -42,14 +42,14 @@ def clear_found_inf(optimizer: Any) -> None:
 
 
 def divide_in_update(optimizer: Any, divisor: Tensor) -> bool:
-    """Let an optimizer divide gradients by `divisor` (0-d fp32) when its next update reads them, as for GradScaler.
+    """Let an optimizer divide gradients by `divisor` (0-d fp32) while its next update reads them.
 
-    Returns False, and leaves the optimizer as it is, if it is not one of torch's fused ones, which can.
+    Only torch's fused optimizers can. Returns False for others, which it leaves as they are.
     """
-    can_divide: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if can_divide:
-        optimizer.grad_scale = divisor
-    return can_divide
+    if isinstance(optimizer, AdamW8bit) or not supports_found_inf(optimizer):
+        return False
+    optimizer.grad_scale = divisor
+    return True
 
 
 def copy_to_host_async(values: Tensor) -> tuple[Callable[[], list[float]], torch.cuda.Event | float]:

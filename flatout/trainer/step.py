@@ -265,7 +265,7 @@ def _update(run: Run, norm: Tensor, lr: float) -> None:
         if run.config.optim.max_grad_norm is not None and grads:
             # as torch.nn.utils.clip_grads_with_norm_, on this rank's shards
             factor = (run.config.optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device)
-            # the loss scaler of fp16 divides in the same way
+            # GradScaler sets the optimizer's grad_scale itself
             if run.scaler.is_enabled() or not divide_in_update(run.optimizer, factor.reciprocal().float()):
                 torch._foreach_mul_(grads, factor)
         # a disabled scaler just calls optimizer.step(); with fp16 an overflow skips the step and halves the scale

@@ -12,15 +12,15 @@ _COLUMNS, _WARPS = 8192, 8
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _shaped(values, scale, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Return scaled and capped logits, and their slope without the factor `scale`."""
+    """Return scaled and capped logits, and their derivative without the factor `scale`."""
     shaped = values.to(tl.float32) * scale
     slope = shaped * 0 + 1
     if CAPPED:
-        # tanh(u) without overflow
+        # without overflow, as the exponent is never positive
         decay = tl.exp(-2 * tl.abs(shaped / softcap))
-        bent = (1 - decay) / (1 + decay)
-        bent = tl.where(shaped < 0, -bent, bent)
-        shaped, slope = bent * softcap, 1 - bent * bent
+        tanh = (1 - decay) / (1 + decay)
+        tanh = tl.where(shaped < 0, -tanh, tanh)
+        shaped, slope = tanh * softcap, 1 - tanh * tanh
     return shaped, slope
 
 

@@ -7,7 +7,7 @@ runs everywhere; triton.py is their equivalent on CUDA. The product is a custom 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flatout.kernels.capability import HOPPER, capability
 from flatout.kernels.low_rank import reference
-from flatout.kernels.low_rank.reference import MatrixCopy as MatrixCopy
+from flatout.kernels.low_rank.reference import MatrixCopy
 from flatout.kernels.operators import define_operator
 
 # two accumulators of a tile must fit in registers
@@ -57,24 +57,23 @@ class MatrixCopies:
 
     def __init__(self, copies: Sequence[MatrixCopy]) -> None:
         self._copies = tuple(copies)
+        on_gpu = bool(copies) and all(copy.master.is_cuda and copy.master.dtype == torch.float32 for copy in copies)
+        self._has_kernel = on_gpu and find_spec("triton") is not None
         self._written = [own for copy in copies for own in (*copy.targets, copy.terms, copy.scales) if own is not None]
-        # addresses of the masters, and the table that the kernel reads
+        # of the masters when the kernel was last prepared
         self._addresses: list[int] = []
-        self._table: Tensor | None = None
+        self._launch: Callable[[], None] | None = None
 
     def write(self) -> None:
         """Write all copies from their masters."""
-        masters = [copy.master for copy in self._copies]
-        is_cuda = bool(masters) and all(master.is_cuda and master.dtype == torch.float32 for master in masters)
-        if not is_cuda or find_spec("triton") is None:
+        if not self._has_kernel:
             return reference.write(self._copies)
-        from flatout.kernels.low_rank import triton
+        addresses = [copy.master.data_ptr() for copy in self._copies]
+        if self._launch is None or addresses != self._addresses:
+            from flatout.kernels.low_rank import triton
 
-        addresses = [master.data_ptr() for master in masters]
-        if addresses != self._addresses:
-            self._addresses, self._table = addresses, triton.make_table(self._copies)
-        assert self._table is not None
-        triton.write(self._copies, self._table)
+            self._addresses, self._launch = addresses, triton.make_writer(self._copies)
+        self._launch()
         # bump the version counters, as the kernel bypasses autograd
         torch.autograd.graph.increment_version(self._written)
 
@@ -88,7 +87,8 @@ def register_ops() -> None:
     register_flop_formula(define_operator("flatout::low_product", schema, _product, _empty))(_num_flops)
 
 
-def _num_flops(parts: Any, _: Any, __: Any, ___: Any, ranks: Any, ____: Any, **_____: Any) -> Any:
+def _num_flops(parts: Any, *shapes: Any, **_: Any) -> Any:
+    ranks = shapes[-2]
     return sum(2 * part[0] * part[1] * rank for part, rank in zip(parts, ranks, strict=True))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -119,13 +119,13 @@ def _write_lora_copies(  # type: ignore[no-untyped-def]
                     tl.store(second_terms + start + within, rest.to(tl.float8e4nv), mask=mask)
 
 
-def make_table(copies: Sequence[MatrixCopy]) -> Tensor:
-    """Return what the kernel reads of each copy: sizes, addresses and strides, int64 (number of copies, fields)."""
+def make_writer(copies: Sequence[MatrixCopy]) -> Callable[[], None]:
+    """Return what writes all copies in one launch, from and to where they are now."""
     assert len({target.dtype for copy in copies for target in copy.targets}) == 1
     assert len({copy.master.device for copy in copies}) == 1
     rows = []
     for copy in copies:
-        (num_rows, num_columns), source = copy.source.shape, copy.source
+        source = copy.source
         (factor,) = struct.unpack("i", struct.pack("f", copy.factor))
         divisor = 0 if copy.divisor is None else copy.divisor.data_ptr()
         terms = (0, 0, 0, 0)
@@ -134,16 +134,17 @@ def make_table(copies: Sequence[MatrixCopy]) -> Tensor:
             terms = (copy.terms.data_ptr(), copy.terms.stride(1), copy.terms.stride(0), copy.scales.data_ptr())
         assert 1 <= len(copy.targets) <= 2
         targets = [field for own in copy.targets for field in (own.data_ptr(), *own.stride())]
-        row = [num_rows, num_columns, source.data_ptr(), *source.stride(), factor, divisor, *terms, *targets]
+        row = [*source.shape, source.data_ptr(), *source.stride(), factor, divisor, *terms, *targets]
         rows.append(row + [0] * (_FIELDS.value - len(row)))
-    return torch.tensor(rows, dtype=torch.int64, device=copies[0].source.device)
+    table = torch.tensor(rows, dtype=torch.int64, device=copies[0].master.device)
+    grid = len(rows), triton.cdiv(max(num_rows for num_rows, *_ in rows), _COPIED_ROWS)
+    has_terms = any(copy.terms is not None for copy in copies)
 
+    def write() -> None:
+        with torch.cuda.device(table.device):
+            _write_lora_copies[grid](
+                table, copies[0].targets[0], ROWS=_COPIED_ROWS, COLUMNS=_COPIED_COLUMNS, SECOND_TERM=SECOND_TERM,
+                TERMS=has_terms,
+            )  # fmt: skip
 
-def write(copies: Sequence[MatrixCopy], table: Tensor) -> None:
-    """Write all copies, with the table of their present addresses."""
-    num_rows = max(copy.source.shape[0] for copy in copies)
-    with torch.cuda.device(table.device):
-        _write_lora_copies[len(copies), triton.cdiv(num_rows, _COPIED_ROWS)](
-            table, copies[0].targets[0], ROWS=_COPIED_ROWS, COLUMNS=_COPIED_COLUMNS, SECOND_TERM=SECOND_TERM,
-            TERMS=any(copy.terms is not None for copy in copies),
-        )  # fmt: skip
+    return write

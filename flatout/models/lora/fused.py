@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from flatout.errors import UsageError, first_line
 from flatout.kernels import low_rank
-from flatout.kernels.low_rank import MatrixCopies, MatrixCopy
+from flatout.kernels.low_rank.reference import MatrixCopy
 from flatout.models.bases.frozen_linear import fuse_bases
 from flatout.models.bases.matmul import FrozenMatmul, blocks
 from flatout.models.blocks import hidden_states
@@ -77,16 +77,16 @@ class _FusedLora(torch.autograd.Function):
         elif operands is not None:
             assert copies.narrow is not None
             x_grad = operands.total(x) + low_grad @ copies.narrow
-        narrow_grads = _over_tokens(low_grad, x, ctx.dtype).split(ctx.ranks)
+        narrow_grads = over_tokens(low_grad, x, ctx.dtype).split(ctx.ranks)
         wide_grads = [
-            _over_tokens(grad, part, ctx.dtype) for grad, part in zip(grads, low.split(ctx.ranks, dim=-1), strict=True)
+            over_tokens(grad, part, ctx.dtype) for grad, part in zip(grads, low.split(ctx.ranks, dim=-1), strict=True)
         ]
         if ctx.scaling != 1:
             wide_grads = [grad * ctx.scaling for grad in wide_grads]
         return x_grad, *(None,) * (3 + len(rest)), *narrow_grads, *wide_grads
 
 
-def _over_tokens(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def over_tokens(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Return left.T right (N, K) of left (..., N) and right (..., K), summed over all tokens, in `dtype`."""
     left, right = left.flatten(0, -2), right.flatten(0, -2)
     if left.is_cuda and left.dtype != dtype == torch.float32:
@@ -194,7 +194,7 @@ class FusedLayers:
     def __init__(self, fused: Sequence[FusedLora]) -> None:
         self._fused = tuple(fused)
         num_layers = sum(len(group.members) for group in fused)
-        self._copies = MatrixCopies([copy for group in fused for copy in group.matrix_copies()])
+        self._copies = low_rank.MatrixCopies([copy for group in fused for copy in group.matrix_copies()])
         kinds = {group.product.describe for group in fused}
         self.report = f"{num_layers} layers run as {len(fused)} matmuls ({', '.join(sorted(kinds))})"
         if errors := [group.product.load_error for group in fused if group.product.load_error is not None]:
