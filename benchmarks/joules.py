@@ -261,8 +261,8 @@ def adapters(shape: dict[str, Any], num_tokens: int, base: BaseConfig) -> Iterat
         grads = [randn(num_tokens, n, scale=1e-3) for n in outputs]
 
         in_terms = joined and low_rank.fits(torch.device(DEVICE), torch.bfloat16, RANK * len(outputs))
-        narrow8 = float8_product([x], [narrow]) if in_terms and forward8 else None
-        wide8 = float8_product(grads, [wide.t() for wide in wides]) if in_terms and backward8 else None
+        narrow8 = Float8Product([x], [narrow]) if in_terms and forward8 else None
+        wide8 = Float8Product(grads, [wide.t() for wide in wides]) if in_terms and backward8 else None
 
         def both(
             x: Tensor = x, narrow: Tensor = narrow, wides: Any = wides, grads: Any = grads, joined: bool = joined,
@@ -272,7 +272,9 @@ def adapters(shape: dict[str, Any], num_tokens: int, base: BaseConfig) -> Iterat
             pairs = zip(grads, wides, strict=True)
             low_grad = wide8() if wide8 else torch.cat([grad @ wide for grad, wide in pairs], dim=-1)
             parts = low.split(RANK, dim=-1)
-            trained = [over_tokens(*own, torch.float32) for own in ((low_grad, x), *zip(grads, parts, strict=True))]
+            trained = [*narrow8.gradients([low_grad])] if narrow8 else [over_tokens(low_grad, x, torch.float32)]
+            pairs = zip(grads, parts, strict=True)
+            trained += wide8.gradients(parts) if wide8 else [over_tokens(*own, torch.float32) for own in pairs]
             if joined:
                 return trained
             return trained, low_grad @ narrow, [F.linear(part, wide) for part, wide in zip(parts, wides, strict=True)]
@@ -280,13 +282,26 @@ def adapters(shape: dict[str, Any], num_tokens: int, base: BaseConfig) -> Iterat
         yield Operation(f"LoRA r{RANK} {name}, both passes", "LoRA", shape["num_hidden_layers"], both)
 
 
-def float8_product(inputs: list[Tensor], matrices: list[Tensor]) -> Callable[[], Tensor]:
-    """The products of quantized inputs (T, K_i) with matrices (r_i, K_i), as two float8 terms, in one operator."""
-    parts, row_scales = map(list, zip(*map(quantize_rows, inputs), strict=True))
-    ranks = [len(matrix) for matrix in matrices]
-    split = [two_terms(F.pad(matrix, (0, 0, 0, max(ranks) - len(matrix)))) for matrix in matrices]
-    terms, scales = torch.cat([own for own, _ in split], dim=2), torch.stack([own for _, own in split])
-    return lambda: low_rank.low_product(parts, row_scales, terms, scales, ranks, inputs)
+class Float8Product:
+    """Products of quantized inputs (T, K_i) with matrices (r_i, K_i) in one operator, and the matrices' gradients."""
+
+    def __init__(self, inputs: list[Tensor], matrices: list[Tensor]) -> None:
+        self.inputs, self.ranks = inputs, [len(matrix) for matrix in matrices]
+        self.parts, self.row_scales = map(list, zip(*map(quantize_rows, inputs), strict=True))
+        most = max(self.ranks)
+        split = [two_terms(F.pad(matrix, (0, 0, 0, most - len(matrix)))) for matrix in matrices]
+        self.terms, self.scales = torch.cat([own for own, _ in split], dim=2), torch.stack([own for _, own in split])
+
+    def __call__(self) -> Tensor:
+        dtype = self.inputs[0].dtype
+        return low_rank.low_product(
+            self.parts, self.row_scales, self.terms, self.scales, self.ranks, dtype, self.inputs
+        )
+
+    def gradients(self, others: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums over tokens of inputs times others (T, r_i), of each pair (K_i, r_i)."""
+        pairs = zip(self.parts, self.row_scales, others, strict=True)
+        return [low_rank.narrow_gradient(*own, torch.float32) for own in pairs]
 
 
 def both_passes(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[[], object]:

@@ -18,6 +18,7 @@ CONTEXT_BYTES = int(0.6 * GIB)
 class Device:
     """A GPU to plan for. `memory_bytes` is what training may use; `has_bf16` and `has_fp8` mean in hardware.
 
+    Adapters save their inputs in float8 on Hopper GPUs (`is_hopper`), see `flatout.models.lora.fused`.
     `corrections` of the memory model, by `MemoryModel.kind_of_pass`, are what passes on it have measured.
     """
 
@@ -25,31 +26,39 @@ class Device:
     memory_bytes: int
     has_bf16: bool = True
     has_fp8: bool = True
+    is_hopper: bool = False
     corrections: Mapping[str, Correction] = field(default_factory=dict, hash=False)
 
 
 def weakest(devices: Sequence[Device]) -> Device:
-    """Return the least capable device: the smallest memory, and bf16 and float8 only if all have it."""
+    """Return the least capable device: the smallest memory, and bf16, float8 and Hopper only if all have it."""
     smallest = min(devices, key=lambda device: device.memory_bytes)
     among = "" if len({device.name for device in devices}) == 1 else f" (the smallest of {len(devices)} GPUs)"
-    arithmetic = (all(device.has_bf16 for device in devices), all(device.has_fp8 for device in devices))
-    return Device(smallest.name + among, smallest.memory_bytes, *arithmetic)
+    return Device(
+        smallest.name + among,
+        smallest.memory_bytes,
+        has_bf16=all(device.has_bf16 for device in devices),
+        has_fp8=all(device.has_fp8 for device in devices),
+        is_hopper=all(device.is_hopper for device in devices),
+    )
 
 
 # for a plan without a named GPU
 ANY_DEVICE = Device("a GPU", 0)
 
 
-def _device(name: str, total_gib: float, *, has_bf16: bool = True, has_fp8: bool = True) -> Device:
-    return Device(name, int(total_gib * GIB) - CONTEXT_BYTES, has_bf16, has_fp8)
+def _device(
+    name: str, total_gib: float, *, has_bf16: bool = True, has_fp8: bool = True, is_hopper: bool = False
+) -> Device:
+    return Device(name, int(total_gib * GIB) - CONTEXT_BYTES, has_bf16, has_fp8, is_hopper)
 
 
 # total memory as the driver reports it, which is less than the name says
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         "b200": _device("B200", 178.3),
-        "h200": _device("H200", 139.8),
-        "h100": _device("H100", 79.1),
+        "h200": _device("H200", 139.8, is_hopper=True),
+        "h100": _device("H100", 79.1, is_hopper=True),
         "a100-80": _device("A100 80GB", 79.1, has_fp8=False),
         "a100-40": _device("A100 40GB", 39.4, has_fp8=False),
         "l40s": _device("L40S", 44.3),

@@ -9,7 +9,7 @@ from flatout.config.schema import LoraConfig
 from flatout.kernels import low_rank, segmented
 from flatout.kernels.capability import HOPPER
 from flatout.kernels.fp8 import bounded_scales, quantize_rows
-from flatout.kernels.low_rank import MatrixCopies, low_product, reference, register_ops
+from flatout.kernels.low_rank import MatrixCopies, low_product, narrow_gradient, reference, register_ops
 from flatout.kernels.low_rank.reference import MatrixCopy
 from flatout.models.bases.frozen_linear import Fp8BackwardLinear, Fp8Linear, Nf4Linear
 from flatout.models.lora.fused import FusedLayers, FusedLora
@@ -55,7 +55,7 @@ def test_the_reference_multiplies_what_the_bytes_stand_for():
     for index, (matrix, columns) in enumerate(zip(matrices, (slice(0, 48), slice(48, 64)), strict=True)):
         terms[:, : len(matrix), columns], scales[index, : len(matrix)] = reference.two_terms(matrix)
     register_ops()
-    found = low_product(*map(list, zip(*parts, strict=True)), terms, scales, [5, 3], [draw(7, 48)])
+    found = low_product(*map(list, zip(*parts, strict=True)), terms, scales, [5, 3], torch.float64)
     rows = [codes.double() * scale.double() for codes, scale in parts]
     truth = torch.cat([row @ joined(matrix).T for row, matrix in zip(rows, matrices, strict=True)], dim=1)
     torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
@@ -110,13 +110,15 @@ def test_adapters_of_float8_products_read_the_quantized_input_and_gradient(base,
         narrow, wide = member.lora_a.detach().double(), 2 * member.lora_b.detach().double()
         low = read @ (joined(narrow) if is_forward else narrow).T
         # the weight's scales are part of what is rounded
-        low_grads.append(rounded(direction * scale) @ joined(wide.T / scale).T)
+        grad = rounded(direction * scale)
+        low_grads.append(grad @ joined(wide.T / scale).T)
         if base != "nf4":
             output = read @ member.base.weight.double().T + low @ wide.T
             torch.testing.assert_close(outputs[index].double(), output, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(found[1 + 2 * index].double(), low_grads[index].T @ x, rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(found[2 + 2 * index].double(), 2 * direction.T @ low, rtol=1e-5, atol=1e-4)
-        # and it is another result than that of exact gradients
+        torch.testing.assert_close(found[1 + 2 * index].double(), low_grads[index].T @ read, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(found[2 + 2 * index].double(), 2 * (grad / scale).T @ low, rtol=1e-5, atol=1e-4)
+        # and they are others than those of exact inputs and gradients
+        assert relative(found[2 + 2 * index].double(), 2 * direction.T @ low) > 1e-3
         assert relative(found[1 + 2 * index].double(), (direction @ wide).T @ x) > 1e-3
     assert fused.narrow_terms is not None or not is_forward
     assert (fused.narrow is None) == is_forward
@@ -163,13 +165,56 @@ def test_the_kernel_equals_the_reference(shape, device):
         first = sum(sizes[:index])
         own = reference.two_terms(draw(rank, size, seed=10 + index).to(device))
         terms[:, :rank, first : first + size], scales[index, :rank] = own
-    like = torch.empty(0, dtype=torch.bfloat16, device=device)
-    found = low_product(codes, row_scales, terms, scales, ranks, [like]).double()
+    found = low_product(codes, row_scales, terms, scales, ranks, torch.bfloat16).double()
     truth = reference.low_product(codes, row_scales, terms, scales, ranks, torch.float64)
     assert found.shape == truth.shape
     # bf16 output, and the accumulator's 14 bits
     assert float(((found - truth).norm(dim=1) / truth.norm(dim=1)).max()) < 2e-2
     assert relative(found, truth) < 5e-3
+
+
+def float8_rows(num_rows, num_columns, device):
+    """Rows of very different sizes, with values below the least normal float8 of their row."""
+    values = draw(num_rows, num_columns) * 10.0 ** -torch.arange(num_columns).remainder(4)
+    return quantize_rows((values * 10.0 ** -torch.arange(num_rows).remainder(5)[:, None]).to(device))
+
+
+def test_the_reference_of_gradients_sums_what_the_bytes_stand_for():
+    (codes, scales), low, columns = float8_rows(9, 32, "cpu"), draw(9, 3, seed=1), draw(32, seed=2)
+    register_ops()
+    rows = codes.double() * scales.double()
+    found = narrow_gradient(codes, scales, low, torch.float64, column_scale=columns)
+    torch.testing.assert_close(found, (rows * columns).T @ low, rtol=1e-12, atol=1e-12)
+    found = narrow_gradient(codes, scales, low, torch.float64, ranks_first=True)
+    torch.testing.assert_close(found, low.T @ rows, rtol=1e-12, atol=1e-12)
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("ranks_first", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 2), (700, 4096, 16), (1023, 1040, 48), (4099, 144, 7), (16384, 12288, 16), (16390, 4096, 48),
+              (5000, 528, 32), (3000, 2064, 64), (3000, 80, 96), (2000, 1552, 128)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
+def test_the_kernel_of_gradients_equals_the_reference(shape, ranks_first, device):
+    register_ops()
+    num_rows, num_columns, rank = shape
+    codes, scales = float8_rows(num_rows, num_columns, device)
+    # a slice, as the ranks of several adapters are side by side
+    low = (draw(num_rows, rank + 8, seed=1) * 1e-6).to(device, torch.bfloat16)[:, 4 : 4 + rank]
+    columns = None if ranks_first else draw(num_columns, seed=2).float().to(device)
+    options = {"column_scale": columns, "ranks_first": ranks_first}
+    found = narrow_gradient(codes, scales, low, torch.float32, **options)
+    truth = reference.narrow_gradient(codes, scales, low, columns, torch.float64)
+    assert found.is_contiguous()
+    found = (found.t() if ranks_first else found).double()
+    assert found.shape == truth.shape
+    # of each column, also of those whose values are small; low times its scale is rounded to bf16
+    assert float(((found - truth).norm(dim=1) / truth.norm(dim=1)).max()) < 2**-7
+    assert relative(found, truth) < 2**-8
+    again = narrow_gradient(codes, scales, low, torch.float32, **options)
+    assert torch.equal(again.t().double() if ranks_first else again.double(), found)
 
 
 def copies_of(device):

@@ -7,21 +7,73 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_COLUMNS, _WARPS = 8192, 8
+_COLUMNS, _WARPS = 1024, 4
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _shaped(values, scale, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Return scaled and capped logits, and their derivative without the factor `scale`."""
+    """Return scaled and capped logits."""
     shaped = values.to(tl.float32) * scale
-    slope = shaped * 0 + 1
     if CAPPED:
         # without overflow, as the exponent is never positive
         decay = tl.exp(-2 * tl.abs(shaped / softcap))
         tanh = (1 - decay) / (1 + decay)
-        tanh = tl.where(shaped < 0, -tanh, tanh)
-        shaped, slope = tanh * softcap, 1 - tanh * tanh
-    return shaped, slope
+        shaped = tl.where(shaped < 0, -tanh, tanh) * softcap
+    return shaped
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gradient(shaped, log_total, one, scale, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Return d loss / d logits of shaped logits; `one` is 1 for the target, else 0."""
+    gradient = (tl.exp2(shaped * _LOG2_E - log_total * _LOG2_E) - one) * scale
+    if CAPPED:
+        ratio = shaped / softcap
+        gradient *= 1 - ratio * ratio
+    return gradient
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _block(row, start, num_columns, COLUMNS: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Return columns (COLUMNS / 8, 8) from `start` on, their mask and values; a thread holds 8 neighbors."""
+    columns = start + tl.arange(0, COLUMNS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    mask = columns < num_columns
+    values = tl.load(row + columns, mask=mask, other=0.0) if MASKED else tl.load(row + columns)
+    return columns, mask, values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_block(  # type: ignore[no-untyped-def]
+    row, start, num_columns, target, largest, total, before, scale, softcap,
+    CAPPED: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Update each thread's largest logit, its sum of exponentials, and its largest logit before the target's."""
+    columns, mask, values = _block(row, start, num_columns, COLUMNS, MASKED)
+    shaped = _shaped(values, scale, softcap, CAPPED)
+    if MASKED:
+        shaped = tl.where(mask, shaped, float("-inf"))
+    larger = tl.maximum(largest, tl.max(shaped, 1))
+    total = total * tl.exp2((largest - larger) * _LOG2_E)
+    total += tl.sum(tl.exp2(shaped * _LOG2_E - (larger * _LOG2_E)[:, None]), 1)
+    if start + COLUMNS <= target:
+        before = larger
+    elif start <= target:
+        before = tl.maximum(before, tl.max(tl.where(columns < target, shaped, float("-inf")), 1))
+    return larger, total, before
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write_block(  # type: ignore[no-untyped-def]
+    row, start, num_columns, log_total, scale, softcap,
+    CAPPED: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Replace logits by their gradient, without the target's 1."""
+    columns, mask, values = _block(row, start, num_columns, COLUMNS, MASKED)
+    gradient = _gradient(_shaped(values, scale, softcap, CAPPED), log_total, 0.0, scale, softcap, CAPPED)
+    if MASKED:
+        tl.store(row + columns, gradient.to(row.dtype.element_ty), mask=mask)
+    else:
+        tl.store(row + columns, gradient.to(row.dtype.element_ty))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -29,31 +81,35 @@ def _row_terms(  # type: ignore[no-untyped-def]
     logits, targets, losses, correct, num_columns, scale, softcap,
     CAPPED: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    row, within = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
-    target = tl.load(targets + row)
-    logits += row * num_columns
-    own, _own_slope = _shaped(tl.load(logits + tl.maximum(target, 0)), scale, softcap, CAPPED)
-    largest, total = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
-    for start in range(0, num_columns, COLUMNS):
-        columns = start + within
-        values = tl.load(logits + columns, mask=columns < num_columns, other=float("-inf"))
-        first, _first_slope = _shaped(values, scale, softcap, CAPPED)
-        shaped = tl.where(columns < num_columns, first, float("-inf"))
-        larger = tl.maximum(largest, tl.max(shaped, 0))
-        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(shaped - larger), 0)
-        largest = larger
-    log_total, num_before = largest + tl.log(total), tl.zeros((), tl.int32)
-    for start in range(0, num_columns, COLUMNS):
-        columns = start + within
-        mask = columns < num_columns
-        shaped, slope = _shaped(tl.load(logits + columns, mask=mask, other=0.0), scale, softcap, CAPPED)
-        # the first of equal logits counts as the largest
-        num_before += tl.sum((mask & (shaped == largest) & (columns < target)).to(tl.int32), 0)
-        gradient = (tl.exp(shaped - log_total) - (columns == target).to(tl.float32)) * slope * scale
-        tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=mask)
-    is_row = target >= 0
-    tl.store(losses + row, tl.where(is_row, log_total - own, 0.0))
-    tl.store(correct + row, (is_row & (own == largest) & (num_before == 0)).to(tl.int64))
+    index = tl.program_id(0).to(tl.int64)
+    target, row = tl.load(targets + index), logits + index * num_columns
+    is_row, target_place = target >= 0, row + tl.maximum(target, 0)
+    own = _shaped(tl.load(target_place), scale, softcap, CAPPED)
+    # finite, as the difference of two infinities is no number
+    largest = tl.full((COLUMNS // 8,), -1e38, tl.float32)
+    before, total = largest, tl.zeros((COLUMNS // 8,), tl.float32)
+    num_whole = num_columns // COLUMNS * COLUMNS
+    for start in range(0, num_whole, COLUMNS):
+        largest, total, before = _add_block(
+            row, start, num_columns, target, largest, total, before, scale, softcap, CAPPED, COLUMNS, False
+        )
+    if num_whole < num_columns:
+        largest, total, before = _add_block(
+            row, num_whole, num_columns, target, largest, total, before, scale, softcap, CAPPED, COLUMNS, True
+        )
+    top = tl.max(largest, 0)
+    log_total = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
+    for start in range(0, num_whole, COLUMNS):
+        _write_block(row, start, num_columns, log_total, scale, softcap, CAPPED, COLUMNS, False)
+    if num_whole < num_columns:
+        _write_block(row, num_whole, num_columns, log_total, scale, softcap, CAPPED, COLUMNS, True)
+    # the target's gradient replaces what another thread has written
+    tl.debug_barrier()
+    gradient = _gradient(own, log_total, 1.0, scale, softcap, CAPPED)
+    tl.store(target_place, gradient.to(logits.dtype.element_ty), mask=is_row)
+    tl.store(losses + index, tl.where(is_row, log_total - own, 0.0))
+    # the first of equal logits counts as the largest
+    tl.store(correct + index, (is_row & (own == top) & (tl.max(before, 0) < top)).to(tl.int64))
 
 
 def tile_terms(logits: Tensor, targets: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:

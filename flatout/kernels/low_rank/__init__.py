@@ -37,18 +37,31 @@ def fits(device: torch.device, dtype: torch.dtype, rank: int) -> bool:
 
 def low_product(
     parts: Sequence[Tensor], row_scales: Sequence[Tensor], terms: Tensor, scales: Tensor, ranks: Sequence[int],
-    originals: Sequence[Tensor],
+    dtype: torch.dtype, originals: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
     """Return parts_i * row_scales_i times matrix_i.T for each i, side by side: (T, sum of r_i).
 
     parts_i e4m3 (T, K_i) with row_scales_i fp32 (T, 1). `terms` e4m3 (2, at least r_i, sum of K_i) and `scales` fp32
     (number of parts, at least r_i) are matrices (r_i, K_i), in `ranks` r_i, as `reference.two_terms` makes them.
-    `originals` are what was quantized, in the result's dtype. They are not read. As operands they make the compiler
-    write them to memory; otherwise it computes them twice, for the scale and for the bytes.
+    The result has the dtype `dtype`. `originals`, which were quantized, are not read. As operands they make the
+    compiler write them to memory; otherwise it computes them twice, for the scale and for the bytes.
     """
     result: Tensor = torch.ops.flatout.low_product(
-        list(parts), list(row_scales), terms, scales, list(ranks), list(originals)
+        list(parts), list(row_scales), terms, scales, list(ranks), dtype, list(originals)
     )
+    return result
+
+
+def narrow_gradient(
+    part: Tensor, row_scale: Tensor, low: Tensor, dtype: torch.dtype, *, column_scale: Tensor | None = None,
+    ranks_first: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return (part * row_scale * column_scale).T low, summed over all tokens, as (C, R), or (R, C) if `ranks_first`.
+
+    part e4m3 (T, C) with row_scale fp32 (T, 1) and perhaps column_scale fp32 (C,) is an input or an output's gradient,
+    low (T, R) the other factor of the gradient of A or B. The result has the masters' `dtype`.
+    """
+    result: Tensor = torch.ops.flatout.narrow_gradient(part, row_scale, low, column_scale, ranks_first, dtype)
     return result
 
 
@@ -80,32 +93,57 @@ class MatrixCopies:
 
 @cache
 def register_ops() -> None:
-    """Register torch.ops.flatout.low_product; call before the first use of `low_product`."""
+    """Register torch.ops.flatout.low_product and narrow_gradient; call before their first use."""
     schema = (
-        "(Tensor[] parts, Tensor[] row_scales, Tensor terms, Tensor scales, int[] ranks, Tensor[] originals) -> Tensor"
+        "(Tensor[] parts, Tensor[] row_scales, Tensor terms, Tensor scales, int[] ranks, ScalarType dtype, "
+        "Tensor[] originals) -> Tensor"
     )
     register_flop_formula(define_operator("flatout::low_product", schema, _product, _empty))(_num_flops)
+    schema = "(Tensor part, Tensor row_scale, Tensor low, Tensor? column_scale, bool ranks_first, ScalarType dtype)"
+    schema += " -> Tensor"
+    register_flop_formula(define_operator("flatout::narrow_gradient", schema, _gradient, _empty_gradient))(
+        lambda part, row_scale, low, *_, **__: 2 * part[0] * part[1] * low[1]
+    )
 
 
 def _num_flops(parts: Any, *shapes: Any, **_: Any) -> Any:
-    ranks = shapes[-2]
+    ranks = shapes[-3]
     return sum(2 * part[0] * part[1] * rank for part, rank in zip(parts, ranks, strict=True))
 
 
 def _empty(parts: Sequence[Tensor], *rest: Any) -> Tensor:
-    *_, ranks, originals = rest
-    return parts[0].new_empty(parts[0].shape[0], sum(ranks), dtype=originals[0].dtype)
+    *_, ranks, dtype, _originals = rest
+    return parts[0].new_empty(parts[0].shape[0], sum(ranks), dtype=dtype)
 
 
 def _product(
     parts: Sequence[Tensor], row_scales: Sequence[Tensor], terms: Tensor, scales: Tensor, ranks: Sequence[int],
-    originals: Sequence[Tensor],
+    dtype: torch.dtype, originals: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
-    dtype = originals[0].dtype
     if not (parts[0].is_cuda and fits(parts[0].device, dtype, max(ranks))):
         return reference.low_product(parts, row_scales, terms, scales, ranks, dtype)
     from flatout.kernels.low_rank import triton
 
-    out = _empty(parts, ranks, originals)
+    out = _empty(parts, ranks, dtype, originals)
     triton.low_product(parts, row_scales, terms, scales, ranks, out)
+    return out
+
+
+def _empty_gradient(part: Tensor, row_scale: Tensor, low: Tensor, *rest: Any) -> Tensor:
+    *_, ranks_first, dtype = rest
+    shape = part.shape[1], low.shape[1]
+    return part.new_empty(shape[::-1] if ranks_first else shape, dtype=dtype)
+
+
+def _gradient(
+    part: Tensor, row_scale: Tensor, low: Tensor, column_scale: Tensor | None, ranks_first: bool, dtype: torch.dtype
+) -> Tensor:
+    out = _empty_gradient(part, row_scale, low, ranks_first, dtype)
+    by_column = out.t() if ranks_first else out
+    if part.is_cuda and dtype == torch.float32 and fits(part.device, low.dtype, low.shape[1]):
+        from flatout.kernels.low_rank import gradient
+
+        gradient.launch(part, row_scale, low, column_scale, by_column)
+    else:
+        by_column.copy_(reference.narrow_gradient(part, row_scale, low, column_scale, dtype))
     return out

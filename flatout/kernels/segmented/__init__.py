@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from flatout.kernels.capability import HOPPER, capability
+from flatout.kernels.cuda_source import in_aligned_rows
 from flatout.kernels.fp8 import scaled_product
 from flatout.kernels.operators import define_operator
 from flatout.kernels.segmented import hopper, reference
 from flatout.kernels.segmented.reference import Segments
 
-# addresses and row strides that TMA can read; 16 elements of e4m3 and 8 of bf16 are as many bytes
-ALIGN_BYTES = 16
+# rows of so many elements begin at multiples of 16 bytes, which TMA needs: of e4m3 and of bf16
 SIZE_MULTIPLE = 16
 RANK_MULTIPLE = 8
 
@@ -115,7 +115,9 @@ def _product(*operands: Any) -> list[Tensor]:
     if capability(device) != HOPPER or hopper.num_tiles(own.low.shape[0], own.widths) < enough:
         return _separately(own)
     outs = _empty(*own)
-    parts, weights, (low, wide) = (list(map(_in_rows, each)) for each in (own.parts, own.weights, (own.low, own.wide)))
+    parts, weights, (low, wide) = (
+        list(map(in_aligned_rows, each)) for each in (own.parts, own.weights, (own.low, own.wide))
+    )
     hopper.launch(outs, own._replace(parts=parts, weights=weights, low=low, wide=wide))
     return outs
 
@@ -129,11 +131,3 @@ def _separately(own: Segments) -> list[Tensor]:
         else:
             total += scaled_product(part, weight, own.row_scales[i][:, None], own.column_scale, own.low.dtype)
     return reference.apart(total, own.widths)
-
-
-def _in_rows(tensor: Tensor) -> Tensor:
-    """Return a matrix as it is if its rows are contiguous and begin at multiples of 16 bytes, else a copy."""
-    pitch, size = tensor.stride(0) * tensor.element_size(), tensor.shape[1] * tensor.element_size()
-    aligned = pitch % ALIGN_BYTES == 0 and tensor.data_ptr() % ALIGN_BYTES == 0
-    fits = aligned and tensor.stride(1) == 1 and pitch >= size
-    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)

@@ -1,19 +1,17 @@
-"""Compile hopper.cu with NVRTC and launch it through the driver, with tiles described by TMA's tensor maps."""
+"""Launch the kernel of hopper.cu, with tiles described by TMA's tensor maps."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from flatout.kernels import cuda_source
+from flatout.kernels.cuda_source import check, driver
 from flatout.kernels.segmented.reference import Segments
 
 # rows and columns of a CTA's tile, bytes of K in a stage; as in hopper.cu
@@ -25,7 +23,6 @@ _SHARED_BYTES = _STAGES * (ROWS + COLUMNS) * STEP_BYTES + ROWS * COLUMNS * 2 + 1
 # cluster tiles that are traversed together, for the L2 cache
 _RASTER_ROWS = 8
 _THREADS = 384
-_CUBIN = "segmented_product.cubin"
 # CUtensorMapDataType: bytes, bfloat16; CUtensorMapSwizzle and L2 promotion of 128 bytes and 256 bytes
 _BYTES, _BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 0, 9, 3, 3
 
@@ -62,7 +59,6 @@ def num_tiles(num_rows: int, widths: Sequence[int]) -> int:
 def load(device: torch.device, *, fp8: bool) -> None:
     """Compile the kernel for weights (N, K) and load it on a GPU. Raises ImportError, OSError or RuntimeError."""
     with torch.cuda.device(device):
-        _driver()
         _kernel(torch.cuda.current_device(), fp8=fp8, weights_kn=False)
 
 
@@ -101,34 +97,16 @@ def launch(outs: Sequence[Tensor], own: Segments) -> None:
             # unused entries start after the last tile
             params.first_tile[i] = sum(tiles[:i]) if i < len(tiles) else 2**31 - 1
         num_blocks = torch.cuda.get_device_properties(device).multi_processor_count // 2 * 2
-        _check(
-            _driver().cuLaunchKernel(
-                kernel, min(num_blocks, 2 * num_tiles(num_rows, own.widths)), 1, 1, _THREADS, 1, 1, _SHARED_BYTES,
-                torch.cuda.current_stream().cuda_stream, (ctypes.c_void_p * 1)(ctypes.addressof(params)), None,
-            )
-        )  # fmt: skip
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    driver = ctypes.CDLL("libcuda.so.1")
-    number, pointer = ctypes.c_uint, ctypes.c_void_p
-    driver.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-    driver.cuTensorMapEncodeTiled.argtypes = [pointer, ctypes.c_int, number, *[pointer] * 5, *[ctypes.c_int] * 4]
-    return driver
-
-
-def _check(code: int) -> None:
-    if code:
-        raise RuntimeError(f"the driver refused a segmented product with CUDA error {code}; please report this")
+        num_blocks = min(num_blocks, 2 * num_tiles(num_rows, own.widths))
+        cuda_source.launch(kernel, num_blocks, _THREADS, _SHARED_BYTES, params)
 
 
 def _describe(target: _Map, tensor: Tensor, box_rows: int) -> None:
     """Describe a matrix with contiguous rows, read or written in boxes of 128 bytes of `box_rows` rows."""
     size, is_bytes = tensor.element_size(), tensor.element_size() == 1
     rows, columns = tensor.shape
-    _check(
-        _driver().cuTensorMapEncodeTiled(
+    check(
+        driver().cuTensorMapEncodeTiled(
             ctypes.addressof(target), _BYTES if is_bytes else _BFLOAT16, 2, tensor.data_ptr(),
             (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(tensor.stride(0) * size),
             (ctypes.c_uint32 * 2)(STEP_BYTES // size, box_rows), (ctypes.c_uint32 * 2)(1, 1),
@@ -140,60 +118,5 @@ def _describe(target: _Map, tensor: Tensor, box_rows: int) -> None:
 @cache
 def _kernel(device_index: int, *, fp8: bool, weights_kn: bool) -> int:
     """Return the function, compiled for the current device, which has this index."""
-    from cuda.bindings import driver
-
-    code = _compiled(fp8, weights_kn)
-    module = _ok(driver.cuModuleLoadData(code))
-    function = _ok(driver.cuModuleGetFunction(module, b"segmented_product"))
-    shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _ok(driver.cuFuncSetAttribute(function, shared, _SHARED_BYTES))
-    return int(function)
-
-
-@cache
-def _compiled(fp8: bool, weights_kn: bool) -> bytes:
-    """Return the machine code, from triton's cache if it is there, as compiling takes about 0.5 s.
-
-    A cache that cannot be read or written is left out.
-    """
-    from cuda.bindings import nvrtc
-
-    source = Path(__file__).with_name("hopper.cu").read_bytes()
     macros = {"FP8": int(fp8), "WEIGHTS_KN": int(weights_kn), "STAGES": _STAGES, "RASTER_ROWS": _RASTER_ROWS}
-    options = [b"--gpu-architecture=sm_90a", b"-std=c++17", *(f"-D{key}={macros[key]}".encode() for key in macros)]
-    if find_spec("triton") is None:
-        return _compile(source, options)
-    from triton.runtime.cache import get_cache_manager
-
-    version = repr(_ok(nvrtc.nvrtcVersion())).encode()
-    key = hashlib.sha256(b"\0".join([source, version, *options])).hexdigest()
-    with suppress(OSError):
-        if path := get_cache_manager(key).get_file(_CUBIN):
-            return Path(path).read_bytes()
-    code = _compile(source, options)
-    with suppress(OSError):
-        get_cache_manager(key).put(code, _CUBIN, binary=True)
-    return code
-
-
-def _compile(source: bytes, options: list[bytes]) -> bytes:
-    from cuda.bindings import nvrtc
-
-    program = _ok(nvrtc.nvrtcCreateProgram(source, b"hopper.cu", 0, [], []))
-    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    if int(result):
-        log = b" " * _ok(nvrtc.nvrtcGetProgramLogSize(program))
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"hopper.cu does not compile ({result}); please report this: {log.decode()}")
-    code: bytes = b" " * _ok(nvrtc.nvrtcGetCUBINSize(program))
-    _ok(nvrtc.nvrtcGetCUBIN(program, code))
-    _ok(nvrtc.nvrtcDestroyProgram(program))
-    return code
-
-
-def _ok(result: tuple[Any, ...]) -> Any:
-    """Return the value of a call of cuda-bindings, which returns an error code first."""
-    code, *values = result
-    if int(code):
-        raise RuntimeError(f"CUDA refused to load a segmented product ({code}); please report this")
-    return values[0] if len(values) == 1 else tuple(values)
+    return cuda_source.load(Path(__file__).with_name("hopper.cu"), "segmented_product", macros, _SHARED_BYTES)

@@ -43,9 +43,13 @@ class Operands(NamedTuple):
         return total
 
     def low_rank(self, terms: Tensor, scales: Tensor, ranks: Sequence[int], originals: Sequence[Tensor]) -> Tensor:
-        """Return the products of float8 parts with an adapter's matrices (..., sum of `ranks`); see `low_product`."""
-        low = low_product(self.parts, self.row_scales, terms, scales, ranks, originals)
-        return low.view(*originals[0].shape[:-1], low.shape[-1])
+        """Return the products of float8 parts with an adapter's matrices (..., sum of `ranks`); see `low_product`.
+
+        `originals` (..., K_i) were quantized to the parts.
+        """
+        like = originals[0]
+        low = low_product(self.parts, self.row_scales, terms, scales, ranks, like.dtype, originals)
+        return low.view(*like.shape[:-1], low.shape[-1])
 
     def total_with(
         self, low: Tensor, wide: Tensor, columns: Sequence[int] = (0,), ranks: Sequence[int] = ()

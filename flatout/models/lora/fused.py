@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from flatout.errors import UsageError, first_line
 from flatout.kernels import low_rank
+from flatout.kernels.low_rank import narrow_gradient
 from flatout.kernels.low_rank.reference import MatrixCopy
 from flatout.models.bases.frozen_linear import fuse_bases
-from flatout.models.bases.matmul import FrozenMatmul, blocks
+from flatout.models.bases.matmul import FrozenMatmul, Operands, blocks
 from flatout.models.blocks import hidden_states
 from flatout.models.lora.layer import LoraLinear, lora_layers
 from flatout.models.packed import flatten_samples
@@ -26,7 +27,8 @@ class _Copies(NamedTuple):
 
     narrow (R, K) is all A concatenated, narrow_t its copy (K, R); wide has the scaled B (see `blocks`). narrow_terms
     e4m3 (2, R, K) with narrow_scales fp32 (1, R), and wide_terms (2, largest r_i, sum of N_i) with wide_scales (number
-    of members, largest r_i), are A and the transposed scaled B for `low_product`.
+    of members, largest r_i), are A and the transposed scaled B for `low_product`. grad_scales fp32 (sum of N_i,) turn
+    float8 gradients of outputs into those that B's gradient needs, LoRA's scaling included.
     """
 
     wide: Tensor
@@ -36,6 +38,7 @@ class _Copies(NamedTuple):
     narrow_scales: Tensor | None
     wide_terms: Tensor | None
     wide_scales: Tensor | None
+    grad_scales: Tensor | None
 
 
 class _FusedLora(torch.autograd.Function):
@@ -56,13 +59,15 @@ class _FusedLora(torch.autograd.Function):
         else:
             assert copies.narrow is not None
             low = F.linear(x, copies.narrow)
-        ctx.save_for_backward(x, low, *copies, *storage)
+        reads_float8 = copies.narrow_terms is not None
+        saved = (operands.parts[0], operands.row_scales[0]) if reads_float8 else (x, None)
+        ctx.save_for_backward(*saved, low, *copies, *storage)
         ctx.product, ctx.ranks, ctx.scaling, ctx.dtype = product, ranks, scaling, rest[-1].dtype
         return tuple(product.outputs_with(operands, low, copies.wide, ranks))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, low, *rest = ctx.saved_tensors
+        x, x_scale, low, *rest = ctx.saved_tensors
         num_copies = len(_Copies._fields)
         copies, storage = _Copies(*rest[:num_copies]), rest[num_copies:]
         operands = ctx.product.backward(grads, *storage) if ctx.needs_input_grad[0] else None
@@ -77,13 +82,28 @@ class _FusedLora(torch.autograd.Function):
         elif operands is not None:
             assert copies.narrow is not None
             x_grad = operands.total(x) + low_grad @ copies.narrow
-        narrow_grads = over_tokens(low_grad, x, ctx.dtype).split(ctx.ranks)
-        wide_grads = [
-            over_tokens(grad, part, ctx.dtype) for grad, part in zip(grads, low.split(ctx.ranks, dim=-1), strict=True)
-        ]
-        if ctx.scaling != 1:
-            wide_grads = [grad * ctx.scaling for grad in wide_grads]
-        return x_grad, *(None,) * (3 + len(rest)), *narrow_grads, *wide_grads
+        low_grad = low_grad.flatten(0, -2)
+        if x_scale is None:
+            narrow_grad = over_tokens(low_grad, x, ctx.dtype)
+        else:
+            narrow_grad = narrow_gradient(x, x_scale, low_grad, ctx.dtype, ranks_first=True)
+        wide_grads = _wide_grads(ctx, operands, grads, low.flatten(0, -2), copies.grad_scales)
+        return x_grad, *(None,) * (3 + len(rest)), *narrow_grad.split(ctx.ranks), *wide_grads
+
+
+def _wide_grads(
+    ctx: Any, operands: Operands | None, grads: Sequence[Tensor], low: Tensor, grad_scales: Tensor | None
+) -> list[Tensor]:
+    """Return the gradients (N_i, r_i) of all B from those of the outputs, in float8 if there are `grad_scales`."""
+    lows = low.split(ctx.ranks, dim=-1)
+    if operands is None or grad_scales is None:
+        found = [over_tokens(grad, own, ctx.dtype) for grad, own in zip(grads, lows, strict=True)]
+        return found if ctx.scaling == 1 else [grad * ctx.scaling for grad in found]
+    columns = grad_scales.split(ctx.product.sizes)
+    return [
+        narrow_gradient(part, row_scale, own, ctx.dtype, column_scale=scale)
+        for part, row_scale, own, scale in zip(operands.parts, operands.row_scales, lows, columns, strict=True)
+    ]
 
 
 def over_tokens(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -144,7 +164,16 @@ class FusedLora(nn.Module):
             narrow_scales=zeros(1, rank, dtype=scale_dtype, wanted=terms_forward),
             wide_terms=zeros(2, largest, columns, dtype=fp8, wanted=terms_backward),
             wide_scales=zeros(len(self.ranks), largest, dtype=scale_dtype, wanted=terms_backward),
+            grad_scales=self.scaling / self._folded_scales() if terms_backward else None,
         )
+
+    def _folded_scales(self) -> Tensor:
+        """Return what outputs' gradients are multiplied by before they are quantized, fp32 (sum of N_i,)."""
+        columns, dtype = sum(self.product.sizes), self.members[0].compute_dtype
+        if not self.product.fp8_forward:
+            return torch.ones(columns, device=self.members[0].lora_a.device)
+        # the weights' scales, rounded to the gradient's dtype
+        return self.get_buffer("storage_0").to(dtype).float()
 
     @property
     def _copies(self) -> _Copies:
@@ -163,9 +192,7 @@ class FusedLora(nn.Module):
                 narrow = narrow._replace(terms=copies.narrow_terms[:, ranks], scales=copies.narrow_scales[0, ranks])
             turned = MatrixCopy(member.lora_b, member.scaling, [wide.t()], transposed=True)
             if copies.wide_terms is not None and copies.wide_scales is not None:
-                # the weights' scales, rounded to the gradient's dtype as in the backward pass
-                scales_of_grads = self.get_buffer("storage_0")[columns].to(wide.dtype).float()
-                divisor = scales_of_grads if self.product.fp8_forward else None
+                divisor = self._folded_scales()[columns] if self.product.fp8_forward else None
                 terms, scales = copies.wide_terms[:, : member.rank, columns], copies.wide_scales[index, : member.rank]
                 turned = turned._replace(terms=terms, scales=scales, divisor=divisor)
             found += [narrow, turned]

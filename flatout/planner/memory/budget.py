@@ -130,7 +130,10 @@ def memory_model(
     compiled = compiled and (not shape.has_experts or (shape.groups_experts and config.model.experts == "auto"))
     compiled = compiled and parallel_layout.compiles
     own_shape = shape.on_one_of(config.experts.parallel)
-    return MemoryModel(config, own_shape, precision, compiled, parallel_layout, corrections=device.corrections)
+    return MemoryModel(
+        config, own_shape, precision, compiled, parallel_layout,
+        is_hopper=device.is_hopper, corrections=device.corrections,
+    )  # fmt: skip
 
 
 def choose_micro_batch(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from flatout.config.schema import Config, Recompute
 from flatout.planner.layout import ALONE, ParallelLayout
@@ -17,6 +16,7 @@ from flatout.planner.memory.constants import (
     CONSTANT_BYTES,
     EAGER_SHARE,
     ELEMENT_BYTES,
+    FLOAT8_INPUT_RANKS,
     HEAD_TILE_ROWS,
     LAST_NORM_BYTES,
     NF4_BYTES,
@@ -24,20 +24,8 @@ from flatout.planner.memory.constants import (
     Precision,
 )
 from flatout.planner.memory.correction import Correction
-from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
+from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize, Widths
 from flatout.planner.shape import LayerShape, Linear, ModelShape
-
-
-class Widths(NamedTuple):
-    """Bytes per element: in computation, of trained weights and their gradients, and of hidden states.
-
-    `copies` is for a narrower copy of each trained weight that is used to compute, 0 if there is none.
-    """
-
-    compute: int
-    trained: int
-    copies: int
-    hidden: int
 
 
 @dataclass(frozen=True)  # without slots, for cached properties
@@ -57,8 +45,9 @@ class MemoryModel:
                      they replace activations, so in a step of one micro-batch only the larger of the two counts
         optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes per trained parameter (LoRA: as adamw for B, whose rows are
                      shorter than a block)
-        activations  none: L fat per token; selective: without the norms' outputs and the MLP's product; budget: the
-                     inputs L D s and 0.49 of the rest; full: L D s; offload: 3 D s
+        activations  none: L fat per token, less where adapters save inputs in float8; selective: without the norms'
+                     outputs and the MLP's product; budget: the inputs L D s and 0.49 of the rest; full: L D s; offload:
+                     3 D s
         working      the larger of: the head's `HEAD_TILE_ROWS` of logits, which their gradient replaces, label rows and
                      their gradient, and 10 D per token around the last norm; and the backward pass of one layer: 0.38
                      fat per token, the recomputed share of it, and one weight group unpacked (nf4) or transposed (fp8,
@@ -82,6 +71,7 @@ class MemoryModel:
     compiled: bool
     parallel_layout: ParallelLayout = ALONE
     transposed_weights: bool = False
+    is_hopper: bool = False
     corrections: Mapping[str, Correction] = field(default_factory=dict)
 
     @property
@@ -294,6 +284,18 @@ class MemoryModel:
         linears = (linear for layer in self.shape.layers for linear in layer.linears)
         return sum(one.num_experts * (one.num_weights + 4 * one.num_in) for one in linears)
 
+    @cached_property
+    def _saves_float8(self) -> bool:
+        """Whether the inputs of all linear layers are saved in float8, for adapters that read them."""
+        config, lora, shape = self.config, self.config.lora, self.shape
+        if config.method == "full" or lora.dropout or lora.dora or shape.has_experts or self.precision != "bf16":
+            return False
+        linears = [linear for layer in shape.layers for linear in layer.linears]
+        ranks = [lora.of_layer(name).rank for name in shape.targeted(lora)]
+        # at most three layers read one input
+        fits = len(ranks) >= len(linears) and 3 * max(ranks) <= FLOAT8_INPUT_RANKS
+        return fits and self.is_hopper and config.base.computes_in_fp8 and not self.parallel_layout.shards_state
+
     def _layer_bytes(self, num_tokens: int, *, with_mlp: bool = True) -> float:
         """Return the bytes that one layer saves for its backward pass without recomputation.
 
@@ -309,6 +311,10 @@ class MemoryModel:
             elements += own // shape.num_layers
         wider = 2 * shape.hidden_size * (width.hidden - width.compute)
         kept = num_tokens * (elements * width.compute + wider + 4 * shape.num_heads)
+        if self._saves_float8:
+            # the norms' outputs and the MLP's product; attention's output as well as what attention saves
+            narrow = 2 * shape.hidden_size + (mlp // 3 if with_mlp else 0)
+            kept -= num_tokens * (narrow * (width.compute - 1) - shape.num_heads * shape.head_dim)
         return kept if self.compiled else kept * EAGER_SHARE
 
     def _activations_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
@@ -333,7 +339,7 @@ class MemoryModel:
         # mlp_elements are gate, up and product
         products = 0 if self._unsaved_elements else sum(layer.mlp_elements // 3 for layer in self.shape.layers)
         elements = products // self.shape.num_layers + 2 * self.shape.hidden_size
-        return num_tokens * elements * self.widths.compute
+        return num_tokens * elements * (1 if self._saves_float8 else self.widths.compute)
 
     def _backward_bytes(self, num_tokens: int, recompute: Recompute, *, with_mlp: bool = True) -> float:
         """Return the bytes of one layer's backward pass: gradients of activations, and what it recomputes."""

@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Widths(NamedTuple):
+    """Bytes per element: in computation, of trained weights and their gradients, and of hidden states.
+
+    `copies` is for a narrower copy of each trained weight that is used to compute, 0 if there is none.
+    """
+
+    compute: int
+    trained: int
+    copies: int
+    hidden: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,10 +38,10 @@ SIZE = MicroBatchSize(16384, 9000, 32)
 
 def estimate(
     *, shape=SHAPE, size=SIZE, recompute="none", precision="bf16", compiled=True, parallel_layout=ALONE,
-    accumulates=True, transposed_weights=False, **sections,
+    accumulates=True, transposed_weights=False, is_hopper=False, **sections,
 ):  # fmt: skip
     config = make_config({"model": {"name": "m"}, "lora": {"rank": 16}} | sections)
-    model = MemoryModel(config, shape, precision, compiled, parallel_layout, transposed_weights)
+    model = MemoryModel(config, shape, precision, compiled, parallel_layout, transposed_weights, is_hopper)
     return model.estimate(size, recompute, accumulates=accumulates)
 
 
@@ -92,6 +92,8 @@ MEASURED = [
     ("0.6b", {"size": LARGE}, 22.5),
     ("0.6b", {"size": LARGE, "compiled": False}, 30.0),
     ("8b", {"size": LARGE}, 97.9),
+    ("8b", {"size": LARGEST, "base": {"storage": "fp8"}, "transposed_weights": True, "is_hopper": True}, 103.1),
+    # adapters that save their inputs in bf16
     ("8b", {"size": LARGE, "base": {"storage": "fp8"}}, 91.4),
     ("8b", {"size": LARGE, "base": {"storage": "nf4", "compute": "fp8"}}, 88.3),
     ("8b", {"size": MicroBatchSize(1960, 1178, 4), "base": {"storage": "nf4"}, "recompute": "full"}, 7.5),
@@ -262,6 +264,31 @@ def test_quantized_bases():
         estimate(base={"storage": name}, size=few_labels).working_bytes for name in ("model", "fp8", "nf4")
     )
     assert (eight - plain, four - plain) == (group, 2 * group)
+
+
+def test_adapters_that_read_float8_save_less():
+    """Per token: the norms' outputs and the MLP's product in one byte, and attention's output once more."""
+    fp8 = {"base": {"storage": "fp8"}}
+    saved = 36 * 16384 * (2 * 4096 + 12288 - 4096)
+
+    def difference(**sections):
+        wide, narrow = (
+            estimate(is_hopper=is_hopper, size=SIZE, **sections).activations_bytes for is_hopper in (False, True)
+        )
+        return wide - narrow
+
+    assert difference(**fp8) == saved
+    # of recomputed layers, only the working memory is smaller
+    assert difference(**fp8, recompute="full") == 0
+    for other in (
+        {"base": {"storage": "model"}},
+        fp8 | {"lora": {"dropout": 0.1}},
+        fp8 | {"lora": {"rank": 64}},
+        fp8 | {"lora": ATTENTION},
+        fp8 | {"precision": "fp16"},
+        fp8 | {"shape": shape_of("30b-a3b"), "lora": EXPERTS},
+    ):
+        assert difference(**other) == 0
 
 
 def test_float8_weights_kept_turned():
