@@ -23,6 +23,8 @@ from flatout.kernels.operators import define_operator
 
 # two accumulators of a tile must fit in registers
 MAX_RANK = 128
+# of one adapter; with more ranks, bfloat16 matmuls are faster than `narrow_gradient`
+MAX_GRADIENT_RANK = 16
 
 
 def fits(device: torch.device, dtype: torch.dtype, rank: int) -> bool:

@@ -59,7 +59,7 @@ class _FusedLora(torch.autograd.Function):
         else:
             assert copies.narrow is not None
             low = F.linear(x, copies.narrow)
-        reads_float8 = copies.narrow_terms is not None
+        reads_float8 = copies.narrow_terms is not None and max(ranks) <= low_rank.MAX_GRADIENT_RANK
         saved = (operands.parts[0], operands.row_scales[0]) if reads_float8 else (x, None)
         ctx.save_for_backward(*saved, low, *copies, *storage)
         ctx.product, ctx.ranks, ctx.scaling, ctx.dtype = product, ranks, scaling, rest[-1].dtype
@@ -152,6 +152,8 @@ class FusedLora(nn.Module):
             in_terms and float8 for float8 in (self.product.fp8_forward, self.product.fp8_backward)
         )
 
+        reads_float8 = terms_backward and max(self.ranks) <= low_rank.MAX_GRADIENT_RANK
+
         def zeros(*shape: int, dtype: torch.dtype = dtype, wanted: bool = True) -> Tensor | None:
             return torch.zeros(*shape, dtype=dtype, device=device) if wanted else None
 
@@ -164,7 +166,7 @@ class FusedLora(nn.Module):
             narrow_scales=zeros(1, rank, dtype=scale_dtype, wanted=terms_forward),
             wide_terms=zeros(2, largest, columns, dtype=fp8, wanted=terms_backward),
             wide_scales=zeros(len(self.ranks), largest, dtype=scale_dtype, wanted=terms_backward),
-            grad_scales=self.scaling / self._folded_scales() if terms_backward else None,
+            grad_scales=self.scaling / self._folded_scales() if reads_float8 else None,
         )
 
     def _folded_scales(self) -> Tensor:

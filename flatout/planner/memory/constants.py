@@ -33,8 +33,8 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 ADAM_8BIT_BLOCKS = range(64, 257)
 # layer inputs on the GPU while they are copied to the host or back
 OFFLOAD_INPUTS = 3
-# ranks of one input up to which adapters read float8 (`flatout.kernels.low_rank.MAX_RANK`)
-FLOAT8_INPUT_RANKS = 128
+# rank up to which adapters save their inputs in float8 (`flatout.kernels.low_rank.MAX_GRADIENT_RANK`)
+FLOAT8_INPUT_RANK = 16
 # cuBLAS workspaces, batch tensors
 CONSTANT_BYTES = 64 << 20
 # rows of logits that the loss head holds at a time: enough for full speed, fewer if memory is short

@@ -16,7 +16,7 @@ from flatout.planner.memory.constants import (
     CONSTANT_BYTES,
     EAGER_SHARE,
     ELEMENT_BYTES,
-    FLOAT8_INPUT_RANKS,
+    FLOAT8_INPUT_RANK,
     HEAD_TILE_ROWS,
     LAST_NORM_BYTES,
     NF4_BYTES,
@@ -292,8 +292,7 @@ class MemoryModel:
             return False
         linears = [linear for layer in shape.layers for linear in layer.linears]
         ranks = [lora.of_layer(name).rank for name in shape.targeted(lora)]
-        # at most three layers read one input
-        fits = len(ranks) >= len(linears) and 3 * max(ranks) <= FLOAT8_INPUT_RANKS
+        fits = len(ranks) >= len(linears) and max(ranks) <= FLOAT8_INPUT_RANK
         return fits and self.is_hopper and config.base.computes_in_fp8 and not self.parallel_layout.shards_state
 
     def _layer_bytes(self, num_tokens: int, *, with_mlp: bool = True) -> float:

@@ -283,7 +283,7 @@ def test_adapters_that_read_float8_save_less():
     for other in (
         {"base": {"storage": "model"}},
         fp8 | {"lora": {"dropout": 0.1}},
-        fp8 | {"lora": {"rank": 64}},
+        fp8 | {"lora": {"rank": 32}},
         fp8 | {"lora": ATTENTION},
         fp8 | {"precision": "fp16"},
         fp8 | {"shape": shape_of("30b-a3b"), "lora": EXPERTS},
