@@ -9,24 +9,12 @@ from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _ARCHITECTURE = b"--gpu-architecture=sm_90a"
-# CUtensorMapDataType; CUtensorMapSwizzle by bytes; CUtensorMapL2promotion of 256 bytes
-_DATA_TYPES = {torch.float8_e4m3fn: 0, torch.float32: 7, torch.bfloat16: 9}
-_SWIZZLES, _PROMOTE_256 = {0: 0, 32: 1, 128: 3}, 3
-
-
-_Params = TypeVar("_Params", bound=ctypes.Structure)
-
-
-class TensorMap(ctypes.Structure):
-    """CUtensorMap: describes a matrix to TMA."""
-
-    _fields_ = (("words", ctypes.c_uint64 * 16),)
 
 
 @cache
@@ -43,26 +31,6 @@ def check(code: int) -> None:
     """Raise RuntimeError if a function of `driver` returned an error code."""
     if code:
         raise RuntimeError(f"the driver refused a kernel of flatout with CUDA error {code}; please report this")
-
-
-def make_params(kind: type[_Params]) -> _Params:
-    """Return an empty structure at a multiple of 64 bytes, where tensor maps must begin."""
-    buffer = ctypes.create_string_buffer(ctypes.sizeof(kind) + 64)
-    return kind.from_buffer(buffer, -ctypes.addressof(buffer) % 64)
-
-
-def describe(target: TensorMap, tensor: Tensor, box: tuple[int, int], swizzle_bytes: int) -> None:
-    """Describe a matrix with contiguous rows, read or written in boxes of (rows, columns)."""
-    size = tensor.element_size()
-    (rows, columns), (box_rows, box_columns) = tensor.shape, box
-    check(
-        driver().cuTensorMapEncodeTiled(
-            ctypes.addressof(target), _DATA_TYPES[tensor.dtype], 2, tensor.data_ptr(),
-            (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(tensor.stride(0) * size),
-            (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1),
-            0, _SWIZZLES[swizzle_bytes], _PROMOTE_256, 0,
-        )
-    )  # fmt: skip
 
 
 def launch(function: int, num_blocks: int, num_threads: int, shared_bytes: int, params: ctypes.Structure) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatout.kernels import cuda_source
-from flatout.kernels.cuda_source import TensorMap, describe
+from flatout.kernels.cuda_source import check, driver
 from flatout.kernels.segmented.reference import Segments
 
 # rows and columns of a CTA's tile, bytes of K in a stage; as in hopper.cu
@@ -23,14 +23,20 @@ _SHARED_BYTES = _STAGES * (ROWS + COLUMNS) * STEP_BYTES + ROWS * COLUMNS * 2 + 1
 # cluster tiles that are traversed together, for the L2 cache
 _RASTER_ROWS = 8
 _THREADS = 384
+# CUtensorMapDataType: bytes, bfloat16; CUtensorMapSwizzle and L2 promotion of 128 bytes and 256 bytes
+_BYTES, _BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 0, 9, 3, 3
+
+
+class _Map(ctypes.Structure):
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
 
 
 class _Params(ctypes.Structure):
     # the last field only pads the structure to a multiple of 64 bytes, as the compiler does
     _fields_ = (
-        ("x", TensorMap * 4),
-        ("w", TensorMap * 4),
-        ("out", TensorMap * 3),
+        ("x", _Map * 4),
+        ("w", _Map * 4),
+        ("out", _Map * 3),
         ("row_scale", ctypes.c_void_p * 3),
         ("column_scale", ctypes.c_void_p),
         ("m", ctypes.c_int),
@@ -65,7 +71,9 @@ def launch(outs: Sequence[Tensor], own: Segments) -> None:
     device, num_rows, num_columns = own.low.device, own.low.shape[0], own.wide.shape[0]
     with torch.cuda.device(device):
         kernel = _kernel(device.index, fp8=own.column_scale is not None, weights_kn=own.weights_kn)
-        params = cuda_source.make_params(_Params)
+        # tensor maps must begin at multiples of 64 bytes
+        buffer = ctypes.create_string_buffer(ctypes.sizeof(_Params) + 64)
+        params = _Params.from_buffer(buffer, -ctypes.addressof(buffer) % 64)
         for i, (part, weight) in enumerate(zip(own.parts, own.weights, strict=True)):
             _describe(params.x[i], part, ROWS)
             # each CTA of the pair loads half of the weight tile and multicasts it
@@ -93,9 +101,18 @@ def launch(outs: Sequence[Tensor], own: Segments) -> None:
         cuda_source.launch(kernel, num_blocks, _THREADS, _SHARED_BYTES, params)
 
 
-def _describe(target: TensorMap, tensor: Tensor, box_rows: int) -> None:
-    """Describe a matrix that is read or written in boxes of 128 bytes of `box_rows` rows."""
-    describe(target, tensor, (box_rows, STEP_BYTES // tensor.element_size()), STEP_BYTES)
+def _describe(target: _Map, tensor: Tensor, box_rows: int) -> None:
+    """Describe a matrix with contiguous rows, read or written in boxes of 128 bytes of `box_rows` rows."""
+    size, is_bytes = tensor.element_size(), tensor.element_size() == 1
+    rows, columns = tensor.shape
+    check(
+        driver().cuTensorMapEncodeTiled(
+            ctypes.addressof(target), _BYTES if is_bytes else _BFLOAT16, 2, tensor.data_ptr(),
+            (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(tensor.stride(0) * size),
+            (ctypes.c_uint32 * 2)(STEP_BYTES // size, box_rows), (ctypes.c_uint32 * 2)(1, 1),
+            0, _SWIZZLE_128, _PROMOTE_256, 0,
+        )
+    )  # fmt: skip
 
 
 @cache
