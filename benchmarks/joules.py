@@ -274,7 +274,9 @@ def adapters(shape: dict[str, Any], num_tokens: int, base: BaseConfig) -> Iterat
             parts = low.split(RANK, dim=-1)
             trained = [*narrow8.gradients([low_grad])] if narrow8 else [over_tokens(low_grad, x, torch.float32)]
             pairs = zip(grads, parts, strict=True)
-            trained += wide8.gradients(parts) if wide8 else [over_tokens(*own, torch.float32) for own in pairs]
+            trained += (
+                wide8.gradients(parts) if wide8 and narrow8 else [over_tokens(*own, torch.float32) for own in pairs]
+            )
             if joined:
                 return trained
             return trained, low_grad @ narrow, [F.linear(part, wide) for part, wide in zip(parts, wides, strict=True)]

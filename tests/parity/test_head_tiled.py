@@ -254,9 +254,11 @@ def test_the_kernel_of_a_tile_equals_autograd(scale, softcap, size, vocabulary, 
     """Also for padding rows, equal largest logits, of which the first counts, and values that are not finite."""
     generator = torch.Generator("cuda").manual_seed(0)
     logits = torch.randn(200, vocabulary, generator=generator, device="cuda").mul(size).to(dtype)
-    logits[:50, [1, 4]] = logits.amax()
+    # equal ones in one thread's columns, in another's, and in another block
+    equal_columns = [1, 4, min(600, vocabulary - 1), vocabulary - 1]
+    logits[:50, equal_columns] = logits.amax()
     targets = torch.randint(0, vocabulary, (200,), generator=generator, device="cuda")
-    targets[:50] = torch.tensor([1, 4], device="cuda").repeat(25)
+    targets[:50] = torch.tensor(equal_columns, device="cuda").repeat(13)[:50]
     targets[50:100] = logits[50:100].argmax(-1)
     targets[100:110] = -1
     # in fp64, as two gradients rounded to bf16 may differ by one part in 128
@@ -264,7 +266,7 @@ def test_the_kernel_of_a_tile_equals_autograd(scale, softcap, size, vocabulary, 
     found_loss, found_correct, found = tile_terms(logits.clone(), targets, scale, softcap)
     is_row = targets >= 0
     torch.testing.assert_close(found_loss.double(), loss, rtol=1e-6, atol=1e-4)
-    assert int(found_correct) == int(num_correct) >= 75
+    assert int(found_correct) == int(num_correct) >= 63
     # the target's gradient is far larger than all others, which count on their own
     is_other = torch.arange(vocabulary, device="cuda")[None] != targets[:, None]
     for rows in (is_row[:, None] & is_other, is_row[:, None] & ~is_other):

@@ -119,10 +119,11 @@ def test_adapters_of_float8_products_read_the_quantized_input_and_gradient(base,
             output = read @ member.base.weight.double().T + low @ wide.T
             torch.testing.assert_close(outputs[index].double(), output, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(found[1 + 2 * index].double(), low_grads[index].T @ read_again, rtol=1e-5, atol=1e-4)
-        of_wide = (grad / scale if max(RANKS) <= most else direction).T
+        reads_float8 = is_forward and max(RANKS) <= most
+        of_wide = (grad / scale if reads_float8 else direction).T
         torch.testing.assert_close(found[2 + 2 * index].double(), 2 * of_wide @ low, rtol=1e-5, atol=1e-4)
         # and they are others than those of exact inputs and gradients
-        assert (relative(found[2 + 2 * index].double(), 2 * direction.T @ low) > 1e-3) == (max(RANKS) <= most)
+        assert (relative(found[2 + 2 * index].double(), 2 * direction.T @ low) > 1e-3) == reads_float8
         assert relative(found[1 + 2 * index].double(), (direction @ wide).T @ x) > 1e-3
     assert fused.narrow_terms is not None or not is_forward
     assert (fused.narrow is None) == is_forward
@@ -194,19 +195,20 @@ def test_the_reference_of_gradients_sums_what_the_bytes_stand_for():
     assert found.is_contiguous()
 
 
-@pytest.mark.parametrize("ranks_first", [False, True])
+@pytest.mark.parametrize(("ranks_first", "first_rank"), [(False, 0), (False, 4), (True, 8)])
 @pytest.mark.parametrize(
-    "shape", [(1, 16, 2), (700, 4096, 16), (1023, 1040, 48), (4099, 144, 7), (16384, 12288, 16), (16390, 4096, 48),
-              (5000, 528, 32), (3000, 2064, 64), (3000, 80, 96), (2000, 1552, 128)],
+    "shape", [(1, 16, 2), (9, 400, 16), (700, 4096, 16), (1023, 1040, 48), (4099, 144, 7), (16384, 12288, 16),
+              (16390, 4096, 48), (5000, 528, 32), (3000, 2064, 64), (3000, 80, 96), (2000, 1552, 128)],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
-def test_the_kernel_of_gradients_equals_the_reference(shape, ranks_first, device):
+def test_the_kernel_of_gradients_equals_the_reference(shape, ranks_first, first_rank, device):
     register_ops()
     num_rows, num_columns, rank = shape
-    codes, scales = float8_rows(num_rows, num_columns, device)
-    # a slice, as the ranks of several adapters are side by side
-    low = (draw(num_rows, rank + 8, seed=1) * 1e-6).to(device, torch.bfloat16)[:, 4 : 4 + rank]
+    codes, scales = float8_rows(num_rows, num_columns + 48, device)
+    # slices: the ranks of several adapters are side by side, at addresses that the kernel reads (0, 8) and does not (4)
+    codes, low = codes[:, 16 : 16 + num_columns], (draw(num_rows, 144, seed=1) * 1e-6).to(device, torch.bfloat16)
+    low = low[:, first_rank : first_rank + rank]
     columns = None if ranks_first else draw(num_columns, seed=2).float().to(device)
     options = {"column_scale": columns, "ranks_first": ranks_first}
     found = narrow_gradient(codes, scales, low, torch.float32, **options)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from flatout.kernels.capability import HOPPER, capability
+from flatout.kernels.fp8 import MULTIPLE
 from flatout.kernels.low_rank import reference
 from flatout.kernels.low_rank.reference import MatrixCopy
 from flatout.kernels.operators import define_operator
@@ -35,6 +36,20 @@ def fits(device: torch.device, dtype: torch.dtype, rank: int) -> bool:
         and rank <= MAX_RANK
         and find_spec("triton") is not None
     )
+
+
+@cache
+def load_error(device: torch.device, rank: int) -> Exception | None:
+    """Return why a Hopper GPU cannot run the kernel of `narrow_gradient`, which is compiled and loaded; else None."""
+    if capability(device) != HOPPER:
+        return None
+    try:
+        from flatout.kernels.low_rank import gradient
+
+        gradient.load(device, rank)
+    except (ImportError, OSError, RuntimeError) as error:
+        return error.with_traceback(None)
+    return None
 
 
 def low_product(
@@ -142,7 +157,8 @@ def _gradient(
 ) -> Tensor:
     out = _empty_gradient(part, row_scale, low, ranks_first, dtype)
     by_column = out.t() if ranks_first else out
-    if part.is_cuda and dtype == torch.float32 and fits(part.device, low.dtype, low.shape[1]):
+    is_fp32, is_aligned = dtype == torch.float32, part.shape[1] % MULTIPLE == 0
+    if part.is_cuda and is_fp32 and is_aligned and fits(part.device, low.dtype, low.shape[1]):
         from flatout.kernels.low_rank import gradient
 
         gradient.launch(part, row_scale, low, column_scale, by_column)

@@ -2,7 +2,8 @@
 //
 //   out[c, r] = column_scale[c] * sum_t row_scale[t] * part[t, c] * low[t, r]
 //
-// part e4m3 (T, C), low bfloat16 (T, R), out fp32; rows of both begin at multiples of 16 bytes. A cluster of CTAs computes
+// part e4m3 (T, C), low bfloat16 (T, R), out fp32. C is a multiple of 16, rows of both begin at multiples of 16 bytes,
+// rows of low can be read up to a multiple of 8 ranks, and row scales are below 2^28. A cluster of CTAs computes
 // 128 columns. A team of TEAM warps reads 16 tokens at a time, each warp multiplies VEC of every 16 columns, and the
 // teams' sums are added in a fixed order. Tensor cores multiply bfloat16, with the columns of part as their rows: each
 // thread turns the bytes of its four tokens and its VEC columns by itself. The order of tokens, columns and ranks within

@@ -36,6 +36,12 @@ class _Params(ctypes.Structure):
     )
 
 
+def load(device: torch.device, num_ranks: int) -> None:
+    """Compile the kernel for so many ranks and load it on a GPU. Raises ImportError, OSError or RuntimeError."""
+    with torch.cuda.device(device):
+        _kernel(torch.cuda.current_device(), num_ranks)
+
+
 def launch(part: Tensor, row_scale: Tensor, low: Tensor, column_scale: Tensor | None, by_column: Tensor) -> None:
     """Compute `flatout.kernels.low_rank.reference.narrow_gradient` into `by_column` fp32 (C, R) of any strides.
 
@@ -49,11 +55,8 @@ def launch(part: Tensor, row_scale: Tensor, low: Tensor, column_scale: Tensor | 
     part, low = in_aligned_rows(part), in_aligned_rows(F.pad(low, (0, -num_ranks % 8)) if num_ranks % 8 else low)
     row_scale = row_scale.contiguous()
     row_scale = row_scale.clone() if row_scale.data_ptr() % 16 else row_scale
-    padded = -(-num_ranks // 16) * 16
-    # columns of a thread, which keeps their sums of a quarter of the ranks
-    vector = next(size for size in (16, 8, 4) if size == 4 or size * padded // 4 <= _MAX_SUMS)
     with torch.cuda.device(part.device):
-        kernel, shared_bytes = _kernel(part.device.index, vector, padded)
+        kernel, shared_bytes = _kernel(part.device.index, num_ranks)
         params = _Params(
             part.data_ptr(), row_scale.data_ptr(), low.data_ptr(),
             None if column_scale is None else column_scale.data_ptr(), by_column.data_ptr(),
@@ -64,9 +67,12 @@ def launch(part: Tensor, row_scale: Tensor, low: Tensor, column_scale: Tensor | 
 
 
 @cache
-def _kernel(device_index: int, vector: int, padded: int) -> tuple[int, int]:
+def _kernel(device_index: int, num_ranks: int) -> tuple[int, int]:
     """Return the function, compiled for the current device, which has this index, and its shared memory in bytes."""
-    # as many as let two CTAs of a multiprocessor share its memory, and a power of two
+    padded = -(-num_ranks // 16) * 16
+    # columns of a thread, which keeps their sums of a quarter of the ranks
+    vector = next(size for size in (16, 8, 4) if size == 4 or size * padded // 4 <= _MAX_SUMS)
+    # a power of two, and few enough for two CTAs on a multiprocessor where registers allow two
     num_stages, num_teams = 4 if vector == 16 else 8, _WARPS * vector // 16
     stage_bytes = _STEP * (_TILE + 2 * padded) + 128
     shared_bytes = num_teams * max(num_stages * stage_bytes, _TILE * padded * 4)

@@ -152,7 +152,7 @@ class FusedLora(nn.Module):
             in_terms and float8 for float8 in (self.product.fp8_forward, self.product.fp8_backward)
         )
 
-        reads_float8 = terms_backward and max(self.ranks) <= low_rank.MAX_GRADIENT_RANK
+        reads_float8 = terms_forward and max(self.ranks) <= low_rank.MAX_GRADIENT_RANK
 
         def zeros(*shape: int, dtype: torch.dtype = dtype, wanted: bool = True) -> Tensor | None:
             return torch.zeros(*shape, dtype=dtype, device=device) if wanted else None
@@ -170,12 +170,11 @@ class FusedLora(nn.Module):
         )
 
     def _folded_scales(self) -> Tensor:
-        """Return what outputs' gradients are multiplied by before they are quantized, fp32 (sum of N_i,)."""
-        columns, dtype = sum(self.product.sizes), self.members[0].compute_dtype
-        if not self.product.fp8_forward:
-            return torch.ones(columns, device=self.members[0].lora_a.device)
-        # the weights' scales, rounded to the gradient's dtype
-        return self.get_buffer("storage_0").to(dtype).float()
+        """Return what outputs' gradients are multiplied by before they are quantized, fp32 (sum of N_i,).
+
+        These are the weights' scales, rounded to the gradient's dtype, if the forward pass is in float8.
+        """
+        return self.get_buffer("storage_0").to(self.members[0].compute_dtype).float()
 
     @property
     def _copies(self) -> _Copies:

@@ -33,8 +33,9 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 ADAM_8BIT_BLOCKS = range(64, 257)
 # layer inputs on the GPU while they are copied to the host or back
 OFFLOAD_INPUTS = 3
-# rank up to which adapters save their inputs in float8 (`flatout.kernels.low_rank.MAX_GRADIENT_RANK`)
-FLOAT8_INPUT_RANK = 16
+# adapters of up to so many layers of one input save it in float8, with ranks up to this that add up to a multiple of
+# this: `MAX_GRADIENT_RANK`, `MAX_SEGMENTS` and `RANK_MULTIPLE` of flatout.kernels
+FLOAT8_RANK, FLOAT8_LAYERS, FLOAT8_RANK_MULTIPLE = 16, 3, 8
 # cuBLAS workspaces, batch tensors
 CONSTANT_BYTES = 64 << 20
 # rows of logits that the loss head holds at a time: enough for full speed, fewer if memory is short

@@ -16,7 +16,6 @@ from flatout.planner.memory.constants import (
     CONSTANT_BYTES,
     EAGER_SHARE,
     ELEMENT_BYTES,
-    FLOAT8_INPUT_RANK,
     HEAD_TILE_ROWS,
     LAST_NORM_BYTES,
     NF4_BYTES,
@@ -24,6 +23,7 @@ from flatout.planner.memory.constants import (
     Precision,
 )
 from flatout.planner.memory.correction import Correction
+from flatout.planner.memory.float8_inputs import Float8Inputs, float8_inputs
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize, Widths
 from flatout.planner.shape import LayerShape, Linear, ModelShape
 
@@ -285,17 +285,15 @@ class MemoryModel:
         return sum(one.num_experts * (one.num_weights + 4 * one.num_in) for one in linears)
 
     @cached_property
-    def _saves_float8(self) -> bool:
-        """Whether the inputs of all linear layers are saved in float8, for adapters that read them."""
-        config, lora, shape = self.config, self.config.lora, self.shape
-        if config.method == "full" or lora.dropout or lora.dora or shape.has_experts or self.precision != "bf16":
-            return False
-        linears = [linear for layer in shape.layers for linear in layer.linears]
-        ranks = [lora.of_layer(name).rank for name in shape.targeted(lora)]
-        fits = len(ranks) >= len(linears) and max(ranks) <= FLOAT8_INPUT_RANK
-        return fits and self.is_hopper and config.base.computes_in_fp8 and not self.parallel_layout.shards_state
+    def _float8_inputs(self) -> Float8Inputs:
+        """What is saved of inputs in float8, where Hopper's kernel adds adapters to float8 products."""
+        config, lora = self.config, self.config.lora
+        is_fused = config.method == "lora" and not (lora.dropout or lora.dora or self.parallel_layout.shards_state)
+        if not (is_fused and self.is_hopper and config.base.computes_in_fp8 and self.precision == "bf16"):
+            return Float8Inputs()
+        return float8_inputs(self.shape, lora, self.widths.compute)
 
-    def _layer_bytes(self, num_tokens: int, *, with_mlp: bool = True) -> float:
+    def _layer_bytes(self, num_tokens: int, *, with_mlp: bool = True, in_float8: bool = True) -> float:
         """Return the bytes that one layer saves for its backward pass without recomputation.
 
         Dropout also saves each target's own input, DoRA both outputs of a target; these count without the MLP, too.
@@ -305,15 +303,14 @@ class MemoryModel:
         elements = activation_elements(shape) - (self._unsaved_elements if with_mlp else mlp)
         if self.config.method == "lora" and (lora.dropout or lora.dora):
             targets = shape.targeted(lora).values()
-            own = sum(linear.num_in for linear in targets) if lora.dropout else 0
-            own += 2 * sum(linear.num_out for linear in targets) if lora.dora else 0
-            elements += own // shape.num_layers
+            more = sum(linear.num_in for linear in targets) if lora.dropout else 0
+            more += 2 * sum(linear.num_out for linear in targets) if lora.dora else 0
+            elements += more // shape.num_layers
         wider = 2 * shape.hidden_size * (width.hidden - width.compute)
-        kept = num_tokens * (elements * width.compute + wider + 4 * shape.num_heads)
-        if self._saves_float8:
-            # the norms' outputs and the MLP's product; attention's output as well as what attention saves
-            narrow = 2 * shape.hidden_size + (mlp // 3 if with_mlp else 0)
-            kept -= num_tokens * (narrow * (width.compute - 1) - shape.num_heads * shape.head_dim)
+        kept: float = num_tokens * (elements * width.compute + wider + 4 * shape.num_heads)
+        if in_float8:
+            saved = self._float8_inputs
+            kept -= num_tokens * (saved.norms + (saved.products if with_mlp else 0) - saved.beside)
         return kept if self.compiled else kept * EAGER_SHARE
 
     def _activations_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
@@ -338,13 +335,15 @@ class MemoryModel:
         # mlp_elements are gate, up and product
         products = 0 if self._unsaved_elements else sum(layer.mlp_elements // 3 for layer in self.shape.layers)
         elements = products // self.shape.num_layers + 2 * self.shape.hidden_size
-        return num_tokens * elements * (1 if self._saves_float8 else self.widths.compute)
+        fewer = self._float8_inputs.norms + self._float8_inputs.products
+        return int(num_tokens * (elements * self.widths.compute - fewer))
 
     def _backward_bytes(self, num_tokens: int, recompute: Recompute, *, with_mlp: bool = True) -> float:
         """Return the bytes of one layer's backward pass: gradients of activations, and what it recomputes."""
-        saved = self._layer_bytes(num_tokens, with_mlp=with_mlp)
-        share = BACKWARD_SHARE + {"none": 0.0, "selective": 0.0, "budget": 1 - BUDGET_SHARE}.get(recompute, 1.0)
-        return share * saved + (self._selective_bytes(num_tokens) if recompute == "selective" else 0)
+        gradients = BACKWARD_SHARE * self._layer_bytes(num_tokens, with_mlp=with_mlp, in_float8=False)
+        share = {"none": 0.0, "selective": 0.0, "budget": 1 - BUDGET_SHARE}.get(recompute, 1.0)
+        recomputed = share * self._layer_bytes(num_tokens, with_mlp=with_mlp)
+        return gradients + recomputed + (self._selective_bytes(num_tokens) if recompute == "selective" else 0)
 
     def _working_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
         """Return the larger of the head's temporaries and those of one layer's backward pass."""

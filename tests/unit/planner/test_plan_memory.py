@@ -9,8 +9,10 @@ from qwen3_8b import QWEN3_8B
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.config.read import make_config
+from flatout.kernels import low_rank, segmented
 from flatout.planner.devices import GIB
 from flatout.planner.layout import ALONE, resolve_layout
+from flatout.planner.memory.constants import FLOAT8_LAYERS, FLOAT8_RANK, FLOAT8_RANK_MULTIPLE
 from flatout.planner.memory.estimate import MemoryModel, activation_elements
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.trainer.model_shape import make_shape
@@ -93,6 +95,7 @@ MEASURED = [
     ("0.6b", {"size": LARGE, "compiled": False}, 30.0),
     ("8b", {"size": LARGE}, 97.9),
     ("8b", {"size": LARGEST, "base": {"storage": "fp8"}, "transposed_weights": True, "is_hopper": True}, 103.1),
+    ("8b", {"size": LARGEST, "base": {"storage": "nf4", "compute": "fp8"}, "is_hopper": True}, 93.6),
     # adapters that save their inputs in bf16
     ("8b", {"size": LARGE, "base": {"storage": "fp8"}}, 91.4),
     ("8b", {"size": LARGE, "base": {"storage": "nf4", "compute": "fp8"}}, 88.3),
@@ -266,29 +269,59 @@ def test_quantized_bases():
     assert (eight - plain, four - plain) == (group, 2 * group)
 
 
-def test_adapters_that_read_float8_save_less():
-    """Per token: the norms' outputs and the MLP's product in one byte, and attention's output once more."""
+ATTENTION_INPUT, ATTENTION_OUTPUT, MLP_INPUT, MLP_PRODUCT = 4096, 4096, 4096, 12288
+WHOLE = ATTENTION_INPUT + MLP_INPUT + MLP_PRODUCT - ATTENTION_OUTPUT
+
+
+def float8_difference(**sections):
+    """The bytes that Qwen3-8B saves and works with, less those on a Hopper GPU, per token and layer."""
+    wide, narrow = (estimate(is_hopper=is_hopper, size=SIZE, **sections) for is_hopper in (False, True))
+    saved, worked = wide.activations_bytes - narrow.activations_bytes, wide.working_bytes - narrow.working_bytes
+    return saved / (16384 * sections.get("shape", SHAPE).num_layers), worked / 16384
+
+
+@pytest.mark.parametrize(
+    ("lora", "fewer_bytes"),
+    [
+        ({}, WHOLE),
+        ({"rank": 8}, WHOLE),
+        # three times 12 is no multiple of 8, nor is 12, but twice 12 is
+        ({"rank": 12}, MLP_INPUT),
+        ({"rank": 2}, 0),
+        ({"rank": 32}, 0),
+        ({"targets": ["q_proj", "v_proj"]}, ATTENTION_INPUT),
+        ({"targets": ["o_proj"]}, -ATTENTION_OUTPUT),
+        # q alone has another scaling than k and v: two copies
+        ({"targets": ["q_proj", "k_proj", "v_proj"], "alpha_pattern": {"q_proj": 16}}, 0),
+        # q keeps its input in bf16, k and v save it in float8 as well
+        ({"targets": ["q_proj", "k_proj", "v_proj"], "rank_pattern": {"q_proj": 32}}, -ATTENTION_INPUT),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_adapters_that_read_float8_save_their_inputs_in_one_byte(lora, fewer_bytes):
+    assert float8_difference(base={"storage": "fp8"}, lora={"rank": 16} | lora)[0] == fewer_bytes
+
+
+def test_recomputed_layers_with_float8_inputs_need_less_memory_to_work():
+    assert float8_difference(base={"storage": "fp8"}, recompute="full") == (0, WHOLE)
+
+
+def test_which_adapters_save_float8_is_what_the_kernels_support():
+    assert FLOAT8_RANK == low_rank.MAX_GRADIENT_RANK
+    assert FLOAT8_LAYERS == segmented.hopper.MAX_SEGMENTS
+    assert FLOAT8_RANK_MULTIPLE == segmented.RANK_MULTIPLE
+
+
+def test_only_adapters_of_float8_products_save_float8():
     fp8 = {"base": {"storage": "fp8"}}
-    saved = 36 * 16384 * (2 * 4096 + 12288 - 4096)
-
-    def difference(**sections):
-        wide, narrow = (
-            estimate(is_hopper=is_hopper, size=SIZE, **sections).activations_bytes for is_hopper in (False, True)
-        )
-        return wide - narrow
-
-    assert difference(**fp8) == saved
-    # of recomputed layers, only the working memory is smaller
-    assert difference(**fp8, recompute="full") == 0
     for other in (
         {"base": {"storage": "model"}},
         fp8 | {"lora": {"dropout": 0.1}},
-        fp8 | {"lora": {"rank": 32}},
-        fp8 | {"lora": ATTENTION},
+        fp8 | {"lora": {"dora": True}},
         fp8 | {"precision": "fp16"},
-        fp8 | {"shape": shape_of("30b-a3b"), "lora": EXPERTS},
+        {"base": {"storage": "model", "backward": "fp8"}},
     ):
-        assert difference(**other) == 0
+        assert float8_difference(**other) == (0, 0)
 
 
 def test_float8_weights_kept_turned():
