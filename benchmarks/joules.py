@@ -250,8 +250,8 @@ def quantizing(shape: dict[str, Any], num_tokens: int, base: BaseConfig) -> Iter
 def adapters(shape: dict[str, Any], num_tokens: int, base: BaseConfig) -> Iterator[Operation]:
     """The products of fused LoRA layers, forward and backward, as in flatout/models/lora/fused.py.
 
-    Without those that are added in the frozen products' accumulator. Where these are in float8, x A.T and dY B read
-    quantized values, which are made before.
+    Without those that are added in the frozen products' accumulator. Where these are in float8, x A.T, dY B and
+    the gradients of A and B read quantized values, which are made before.
     """
     low_rank.register_ops()
     forward8, backward8 = base.computes_in_fp8, base.computes_in_fp8 or base.backward == "fp8"

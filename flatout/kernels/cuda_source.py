@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 _ARCHITECTURE = b"--gpu-architecture=sm_90a"
+# addresses and row strides that TMA and 16-byte copies can read
+ALIGN_BYTES = 16
 
 
 @cache
@@ -43,10 +45,10 @@ def launch(function: int, num_blocks: int, num_threads: int, shared_bytes: int, 
     )  # fmt: skip
 
 
-def in_aligned_rows(tensor: Tensor, num_bytes: int = 16) -> Tensor:
-    """Return a matrix as it is if its rows are contiguous and begin at multiples of so many bytes, else a copy."""
+def in_aligned_rows(tensor: Tensor) -> Tensor:
+    """Return a matrix as it is if its rows are contiguous and begin at multiples of 16 bytes, else a copy."""
     pitch, size = tensor.stride(0) * tensor.element_size(), tensor.shape[1] * tensor.element_size()
-    aligned = pitch % num_bytes == 0 and tensor.data_ptr() % num_bytes == 0
+    aligned = pitch % ALIGN_BYTES == 0 and tensor.data_ptr() % ALIGN_BYTES == 0
     fits = aligned and tensor.stride(1) == 1 and pitch >= size
     return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
@@ -64,6 +66,15 @@ def load(source: Path, kernel: str, macros: Mapping[str, int], shared_bytes: int
     shared = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _ok(bindings.cuFuncSetAttribute(function, shared, shared_bytes))
     return int(function)
+
+
+def error_of(load_kernel: Callable[..., None], *args: Any, **options: Any) -> Exception | None:
+    """Call a function that loads a kernel; return why it failed, or None."""
+    try:
+        load_kernel(*args, **options)
+    except (ImportError, OSError, RuntimeError) as error:
+        return error.with_traceback(None)
+    return None
 
 
 @cache

@@ -17,7 +17,7 @@ from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError
-from flatout.models.load.model import arithmetic_of
+from flatout.models.load.model import gpu_features
 from flatout.models.objective import CROSS_ENTROPY, Objective
 from flatout.optim.lr_schedule import check_warmup
 from flatout.parallel.control_group import ControlGroup
@@ -283,7 +283,7 @@ def gpu_of(config: Config, rank: Rank) -> Device | None:
     num_bytes, total_bytes = torch.cuda.mem_get_info(device)
     if rank.world > 1 or config.deterministic:
         num_bytes = total_bytes - CONTEXT_BYTES
-    return Device(torch.cuda.get_device_name(device), num_bytes, *arithmetic_of(device))
+    return Device(torch.cuda.get_device_name(device), num_bytes, *gpu_features(device))
 
 
 def weakest_gpu(config: Config, rank: Rank, meet: Callable[[], ControlGroup]) -> Device | None:

@@ -1,8 +1,8 @@
-"""Adapters beside float8 products: x A.T and dY B from the bytes that the frozen product reads, and copies of A and B.
+"""Adapters beside float8 products: x A.T, dY B and gradients from the frozen products' bytes, and copies of A and B.
 
 The narrow products of an adapter take as long as reading their input, so an input of one byte per value halves that.
 Its matrix is kept as two float8 terms, whose sum is more exact than bfloat16. reference.py defines the operations and
-runs everywhere; triton.py is their equivalent on CUDA. The product is a custom operator without a derivative.
+runs everywhere; triton.py and gradient.cu compute them on CUDA. The operators have no derivative.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from flatout.kernels.capability import HOPPER, capability
+from flatout.kernels.cuda_source import error_of
 from flatout.kernels.fp8 import MULTIPLE
-from flatout.kernels.low_rank import reference
+from flatout.kernels.low_rank import gradient, reference
 from flatout.kernels.low_rank.reference import MatrixCopy
 from flatout.kernels.operators import define_operator
 
@@ -39,17 +40,12 @@ def fits(device: torch.device, dtype: torch.dtype, rank: int) -> bool:
 
 
 @cache
-def load_error(device: torch.device, rank: int) -> Exception | None:
-    """Return why a Hopper GPU cannot run the kernel of `narrow_gradient`, which is compiled and loaded; else None."""
-    if capability(device) != HOPPER:
+def load_error(device: torch.device, ranks: tuple[int, ...]) -> Exception | None:
+    """Return why a Hopper GPU cannot load the kernels of `narrow_gradient` for layers with these ranks, else None."""
+    if capability(device) != HOPPER or max(ranks) > MAX_GRADIENT_RANK:
         return None
-    try:
-        from flatout.kernels.low_rank import gradient
-
-        gradient.load(device, rank)
-    except (ImportError, OSError, RuntimeError) as error:
-        return error.with_traceback(None)
-    return None
+    errors = (error_of(gradient.load, device, rank) for rank in {sum(ranks), *ranks})
+    return next((error for error in errors if error is not None), None)
 
 
 def low_product(
@@ -159,8 +155,6 @@ def _gradient(
     by_column = out.t() if ranks_first else out
     is_fp32, is_aligned = dtype == torch.float32, part.shape[1] % MULTIPLE == 0
     if part.is_cuda and is_fp32 and is_aligned and fits(part.device, low.dtype, low.shape[1]):
-        from flatout.kernels.low_rank import gradient
-
         gradient.launch(part, row_scale, low, column_scale, by_column)
     else:
         by_column.copy_(reference.narrow_gradient(part, row_scale, low, column_scale, dtype))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from flatout.kernels.capability import HOPPER, capability
-from flatout.kernels.cuda_source import in_aligned_rows
+from flatout.kernels.cuda_source import error_of, in_aligned_rows
 from flatout.kernels.fp8 import scaled_product
 from flatout.kernels.operators import define_operator
 from flatout.kernels.segmented import hopper, reference
@@ -44,13 +44,7 @@ def fits(
 @cache
 def load_error(device: torch.device, *, fp8: bool) -> Exception | None:
     """Return why a Hopper GPU cannot run the kernel, which is compiled and loaded; None if it can, or elsewhere."""
-    if capability(device) != HOPPER:
-        return None
-    try:
-        hopper.load(device, fp8=fp8)
-    except (ImportError, OSError, RuntimeError) as error:
-        return error.with_traceback(None)
-    return None
+    return error_of(hopper.load, device, fp8=fp8) if capability(device) == HOPPER else None
 
 
 def segmented_product(

@@ -260,10 +260,10 @@ def fuse_bases(
     segmented.register_ops()
     low_rank.register_ops()
     fits = bool(ranks) and segmented.fits(device, dtype, sizes, in_features, ranks)
-    load_error = segmented.load_error(device, fp8=fp8 or isinstance(first, Fp8Linear)) if fits else None
-    if fits and load_error is None and (fp8 or isinstance(first, Fp8Linear)):
-        for rank in {sum(ranks), *ranks} if max(ranks) <= low_rank.MAX_GRADIENT_RANK else ():
-            load_error = load_error or low_rank.load_error(device, rank)
+    in_fp8 = fp8 or isinstance(first, Fp8Linear)
+    load_error = segmented.load_error(device, fp8=in_fp8) if fits else None
+    if fits and in_fp8 and load_error is None:
+        load_error = low_rank.load_error(device, tuple(ranks))
     one_accumulator = fits and load_error is None
     backward = [base for base in bases if isinstance(base, Fp8BackwardLinear)]
     if one_accumulator and len(bases) == len(backward) > 1:

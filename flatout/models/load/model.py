@@ -61,8 +61,8 @@ class LoadedModel:
         return nullcontext() if self.waiting is None else self.waiting.first_layers()
 
 
-def arithmetic_of(device: torch.device) -> tuple[bool, bool, bool]:
-    """Return whether a device has bf16 and float8 arithmetic in hardware, and is a Hopper GPU; a CPU is none of it."""
+def gpu_features(device: torch.device) -> tuple[bool, bool, bool]:
+    """Return whether a device has bf16 and float8 arithmetic in hardware, and is a Hopper GPU; a CPU: all False."""
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return has_bf16, has_fp8(device), capability(device) == HOPPER
 
@@ -72,7 +72,7 @@ def resolve_precision(name: Literal["auto", "bf16", "fp16", "fp32", "fp64"], dev
 
     Raises ResourceError if bf16 is requested by name on a GPU without it.
     """
-    has_bf16, *_ = arithmetic_of(device)
+    has_bf16, *_ = gpu_features(device)
     if name == "auto":
         return torch.bfloat16 if has_bf16 else torch.float32
     if name == "bf16" and device.type == "cuda" and not has_bf16:

@@ -28,7 +28,8 @@ class _Copies(NamedTuple):
     narrow (R, K) is all A concatenated, narrow_t its copy (K, R); wide has the scaled B (see `blocks`). narrow_terms
     e4m3 (2, R, K) with narrow_scales fp32 (1, R), and wide_terms (2, largest r_i, sum of N_i) with wide_scales (number
     of members, largest r_i), are A and the transposed scaled B for `low_product`. grad_scales fp32 (sum of N_i,) turn
-    float8 gradients of outputs into those that B's gradient needs, LoRA's scaling included.
+    float8 gradients of outputs into those that B's gradient needs, LoRA's scaling included. It is None if gradients of
+    A and B do not read float8.
     """
 
     wide: Tensor
@@ -59,8 +60,7 @@ class _FusedLora(torch.autograd.Function):
         else:
             assert copies.narrow is not None
             low = F.linear(x, copies.narrow)
-        reads_float8 = copies.narrow_terms is not None and max(ranks) <= low_rank.MAX_GRADIENT_RANK
-        saved = (operands.parts[0], operands.row_scales[0]) if reads_float8 else (x, None)
+        saved = (x, None) if copies.grad_scales is None else (operands.parts[0], operands.row_scales[0])
         ctx.save_for_backward(*saved, low, *copies, *storage)
         ctx.product, ctx.ranks, ctx.scaling, ctx.dtype = product, ranks, scaling, rest[-1].dtype
         return tuple(product.outputs_with(operands, low, copies.wide, ranks))
@@ -170,10 +170,7 @@ class FusedLora(nn.Module):
         )
 
     def _folded_scales(self) -> Tensor:
-        """Return what outputs' gradients are multiplied by before they are quantized, fp32 (sum of N_i,).
-
-        These are the weights' scales, rounded to the gradient's dtype, if the forward pass is in float8.
-        """
+        """Return the weights' scales fp32 (sum of N_i,), rounded as when they multiply outputs' gradients."""
         return self.get_buffer("storage_0").to(self.members[0].compute_dtype).float()
 
     @property

@@ -88,11 +88,16 @@ class MemoryModel:
 
         See `flatout.models.lora.fused` for which layers are fused.
         """
-        lora, is_fp8 = self.config.lora, self.config.method == "lora" and self.config.base.storage == "fp8"
-        if not is_fp8 or self.parallel_layout.shards_state or lora.dropout or lora.dora:
+        if not self._fuses_layers or self.config.base.storage != "fp8":
             return 0
         experts = (one.num_experts * one.num_weights for layer in self.shape.layers for one in self._grouped(layer))
-        return sum(linear.num_weights for linear in self.shape.targeted(lora).values()) + sum(experts)
+        return sum(linear.num_weights for linear in self.shape.targeted(self.config.lora).values()) + sum(experts)
+
+    @property
+    def _fuses_layers(self) -> bool:
+        """Whether LoRA layers that read the same input are fused."""
+        lora = self.config.lora
+        return self.config.method == "lora" and not (lora.dropout or lora.dora or self.parallel_layout.shards_state)
 
     @property
     def num_rows(self) -> int:
@@ -287,11 +292,9 @@ class MemoryModel:
     @cached_property
     def _float8_inputs(self) -> Float8Inputs:
         """What is saved of inputs in float8, where Hopper's kernel adds adapters to float8 products."""
-        config, lora = self.config, self.config.lora
-        is_fused = config.method == "lora" and not (lora.dropout or lora.dora or self.parallel_layout.shards_state)
-        if not (is_fused and self.is_hopper and config.base.computes_in_fp8 and self.precision == "bf16"):
-            return Float8Inputs()
-        return float8_inputs(self.shape, lora, self.widths.compute)
+        is_fp8 = self.config.base.computes_in_fp8 and self.precision == "bf16"
+        reads = self.is_hopper and is_fp8 and self._fuses_layers
+        return float8_inputs(self.shape, self.config.lora, self.widths.compute) if reads else Float8Inputs()
 
     def _layer_bytes(self, num_tokens: int, *, with_mlp: bool = True, in_float8: bool = True) -> float:
         """Return the bytes that one layer saves for its backward pass without recomputation.

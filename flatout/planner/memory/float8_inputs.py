@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flatout.config.schema import LoraConfig
@@ -28,33 +29,28 @@ def float8_inputs(shape: ModelShape, lora: LoraConfig, element_bytes: int) -> Fl
         modules: dict[str, list[Linear]] = {}
         for linear in layer.linears:
             modules.setdefault(linear.name.rpartition(".")[0], []).append(linear)
-
-        def adapters(linears: list[Linear], index: int = index) -> list[tuple[Linear, LoraConfig]]:
-            names = [f"{shape.layers_path}.{index}.{linear.name}" for linear in linears]
-            pairs = zip(linears, names, strict=True)
-            return [(linear, lora.of_layer(name)) for linear, name in pairs if name in targets]
-
+        names = {linear.name: f"{shape.layers_path}.{index}.{linear.name}" for linear in layer.linears}
+        adapters = {linear: lora.of_layer(name) for linear, name in names.items() if name in targets}
         for *readers, last in modules.values():
-            norms += _fewer_bytes(adapters(readers), element_bytes)
+            if readers:
+                norms += readers[0].num_in * _fewer_bytes(adapters, readers, element_bytes)
             if 3 * last.num_in == layer.mlp_elements:
-                products += _fewer_bytes(adapters([last]), element_bytes)
+                products += last.num_in * _fewer_bytes(adapters, [last], element_bytes)
             else:
-                beside += last.num_in * _copies(adapters([last]))[0]
+                beside += last.num_in * _copies(adapters, [last])[0]
     return Float8Inputs(norms / shape.num_layers, products / shape.num_layers, beside / shape.num_layers)
 
 
-def _fewer_bytes(adapters: list[tuple[Linear, LoraConfig]], element_bytes: int) -> int:
-    """Return how many bytes per token fewer are saved of these layers' input; negative if more."""
-    num_copies, is_kept = _copies(adapters)
-    if num_copies == 0:
-        return 0
-    return adapters[0][0].num_in * ((0 if is_kept else element_bytes) - num_copies)
+def _fewer_bytes(adapters: Mapping[str, LoraConfig], linears: Sequence[Linear], element_bytes: int) -> int:
+    """Return how many bytes fewer are saved of a value that these layers read; negative if more."""
+    num_copies, is_kept = _copies(adapters, linears)
+    return (0 if is_kept or num_copies == 0 else element_bytes) - num_copies
 
 
-def _copies(adapters: list[tuple[Linear, LoraConfig]]) -> tuple[int, bool]:
+def _copies(adapters: Mapping[str, LoraConfig], linears: Sequence[Linear]) -> tuple[int, bool]:
     """Return how many groups of these layers save their input in float8, and whether another saves it as it is."""
     groups: dict[float, list[int]] = {}
-    for _, own in adapters:
+    for own in (adapters[linear.name] for linear in linears if linear.name in adapters):
         # layers of one scaling are one group
         groups.setdefault(own.alpha / own.rank ** (0.5 if own.rslora else 1), []).append(own.rank)
     in_float8 = [

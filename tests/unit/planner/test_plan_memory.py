@@ -277,7 +277,7 @@ def float8_difference(**sections):
     """The bytes that Qwen3-8B saves and works with, less those on a Hopper GPU, per token and layer."""
     wide, narrow = (estimate(is_hopper=is_hopper, size=SIZE, **sections) for is_hopper in (False, True))
     saved, worked = wide.activations_bytes - narrow.activations_bytes, wide.working_bytes - narrow.working_bytes
-    return saved / (16384 * sections.get("shape", SHAPE).num_layers), worked / 16384
+    return saved / (16384 * SHAPE.num_layers), worked / 16384
 
 
 @pytest.mark.parametrize(
