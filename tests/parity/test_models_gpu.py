@@ -105,28 +105,32 @@ def test_learns_one_batch(tmp_path, method):
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.parametrize("micro_batch_tokens", [0, 16384])
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3_text"])
-def test_compiled_layers_never_recompile(tmp_path, family, method, kernel):
+def test_compiled_layers_never_recompile(tmp_path, family, method, kernel, micro_batch_tokens):
     """After the warm-up of start-up, steps of any size run the graphs that are there."""
     torch._dynamo.reset()
     loaded = load(tmp_path, family, method, attention=kernel)
     if method == "lora":
         add_lora(loaded.model, LoraConfig(rank=8, dropout=0.1 if family == "qwen3" else 0.0), seed=0)
-    line = compile_layers(loaded, "auto", num_boundaries=padded_num_boundaries(100)).line
+    options = {"num_boundaries": padded_num_boundaries(100), "micro_batch_tokens": micro_batch_tokens}
+    line = compile_layers(loaded, "auto", **options).line
     assert "layers as one graph" in line, line
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for lengths in ([5, 300, 1, 90], [64], [17, 33, 250, 900, 4, 5, 6, 7, 8, 9], [2000, 300], [3] * 100):
+        for lengths in ([5, 300, 1, 90], [64], [17, 33, 250, 900, 4, 5, 6, 7, 8, 9], [2000, 300], [3] * 100, [990] * 9):
             batch = flatten_samples(tiny_samples(lengths), num_boundaries=padded_num_boundaries(100)).to(CUDA)
             with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
                 packed_loss(loaded.model, batch).loss_sum.backward()
 
 
-def test_norms_gradients_of_any_size_are_one_graph(tmp_path):
+@pytest.mark.parametrize("micro_batch_tokens", [0, 16384])
+def test_norms_gradients_of_any_size_are_one_graph(tmp_path, micro_batch_tokens):
     """With 1,024 channels the compiler alone would take another graph from 2,048 tokens on, and from 5,120."""
     torch._dynamo.reset()
     loaded = load(tmp_path, method="full", hidden_size=1024, num_hidden_layers=1)
-    line = compile_layers(loaded, "auto", num_boundaries=padded_num_boundaries(20)).line
+    options = {"num_boundaries": padded_num_boundaries(20), "micro_batch_tokens": micro_batch_tokens}
+    line = compile_layers(loaded, "auto", **options).line
     assert "layers as one graph" in line, line
     with torch._dynamo.config.patch(error_on_recompile=True):
         for num_documents in (1, 5, 9, 12):

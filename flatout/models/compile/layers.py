@@ -11,12 +11,20 @@ from threading import Thread
 from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from flatout.errors import first_line
 from flatout.models.blocks import decoder_layers
+from flatout.models.compile.layer_calls import (
+    Forward,
+    LayerCall,
+    autocast_of,
+    compare_with_eager,
+    gradients,
+    record_calls,
+    run_layer,
+)
 from flatout.models.compile.regions import Regions, ends_of_kinds
 from flatout.models.context.share import ContextShare
 from flatout.models.experts.block import computes_experts
@@ -28,10 +36,9 @@ from flatout.models.probe import has_experts, random_batch
 
 # two sizes, so that the graph is dynamic in tokens and documents before the first step
 _WARM_UP_LENGTHS = ((200, 31, 150), (700, 300, 129, 16, 5))
-# a layer, its arguments, and whether autocast was on around it: a strategy may turn it off
-_LayerCall: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any], bool]
+# padded to 8,064 tokens: enough that launching does not limit kernels, and no layer's width (see `_row_length`)
+_TUNING_LENGTHS = (500,) * 16
 _Gather: TypeAlias = Callable[[Any], Sequence[Any]]
-_Forward: TypeAlias = Callable[[PackedBatch], tuple[torch.Tensor, torch.Tensor]]
 # a difference in the last bit before quantizing can move a value by 1/16: a correct layer has shown 0.9895
 _SMALLEST_FP8_COSINE = 0.97
 _SMALLEST_COSINE = {torch.bfloat16: 0.99, torch.float16: 0.99, torch.float32: 0.99999}
@@ -129,9 +136,10 @@ def compile_layers(
     *,
     num_boundaries: int | None,
     num_shared_boundaries: int | None = None,
+    micro_batch_tokens: int = 0,
     fp8: bool = False,
-    loss: _Forward | None = None,
-    wrapper: _Forward | None = None,
+    loss: Forward | None = None,
+    wrapper: Forward | None = None,
     proved: bool = False,
     share: ContextShare | None = None,
     gather: _Gather = _alone,
@@ -139,8 +147,9 @@ def compile_layers(
     """Compile every decoder layer, compare each with eager on two small batches, and warm up the whole model.
 
     `num_boundaries` is that of every batch of the run (`padded_num_boundaries`); None on the CPU. So is
-    `num_shared_boundaries`, in a run that shares prefixes. `fp8` means that products are in float8. `loss` must already
-    be sharded: sharding changes a layer's class and the dtype of its weights, which would trigger recompilation.
+    `num_shared_boundaries`, in a run that shares prefixes. If `micro_batch_tokens` allow it, the compiler chooses its
+    kernels' block sizes for a large batch. `fp8` means that products are in float8. `loss` must already be sharded:
+    sharding changes a layer's class and the dtype of its weights, which would trigger recompilation.
     `wrapper` is what training calls, if not `loss`; one pass without gradients records how it calls the layers. All
     ranks must make the same call. `proved` says that an equal process has compared all layers: then only the first and
     last of each kind are compared, and all if one of these differs. With `share`, batches are shares of micro-batches.
@@ -160,7 +169,8 @@ def compile_layers(
         smallest = _SMALLEST_FP8_COSINE if fp8 else _SMALLEST_COSINE[loaded.dtype]
         loss = loss or PackedLoss(loaded.model)
         options = {"num_boundaries": num_boundaries, "num_shared_boundaries": num_shared_boundaries, "share": share}
-        outcome = _compile(loaded, options, smallest, loss, wrapper or loss, proved, gather)
+        tuning = _TUNING_LENGTHS if sum(_TUNING_LENGTHS) <= micro_batch_tokens else ()
+        outcome = _compile(loaded, options, smallest, loss, wrapper or loss, proved, gather, tuning)
     model.train(was_training)
     return outcome
 
@@ -169,10 +179,11 @@ def _compile(
     loaded: LoadedModel,
     options: Mapping[str, Any],
     smallest_cosine: float,
-    loss: _Forward,
-    wrapper: _Forward,
+    loss: Forward,
+    wrapper: Forward,
     proved: bool = False,
     gather: _Gather = _alone,
+    tuning: Sequence[int] = (),
 ) -> CompileOutcome:
     # importing the compiler takes a second, and only runs on a GPU need it
     from torch._dynamo.exc import TorchDynamoException
@@ -185,22 +196,23 @@ def _compile(
     trained = {layer: list(trainable_parameters(layer).values()) for layer in layers}
     every = list(trainable_parameters(model).values())
     # a single row has a graph of its own, which must be dynamic as well
-    single = [lengths[:1] for lengths in _WARM_UP_LENGTHS] if loaded.rows else []
-    warm_up = [*_WARM_UP_LENGTHS, *single]
-    batches = [
-        random_batch(model, lengths, **options, row_length=_row_length(lengths) if loaded.rows else None)
-        for lengths in warm_up
-    ]
+    warm_up = [*_WARM_UP_LENGTHS, *(lengths[:1] for lengths in _WARM_UP_LENGTHS if loaded.rows)]
+
+    def make_batch(lengths: Sequence[int]) -> PackedBatch:
+        return random_batch(model, lengths, **options, row_length=_row_length(lengths) if loaded.rows else None)
+
+    batches = [make_batch(lengths) for lengths in warm_up]
     # graphs are specific to train or eval mode; without dropout both compute the same, so compare train mode's graph
-    dropouts = [getattr(model.config.get_text_config(), "attention_dropout", 0.0)]
-    dropouts += [layer.dropout for layer in lora_layers(model).values()]
-    dropouts += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
-    model.train(not any(dropouts))
+    has_dropout = _has_dropout(model)
+    model.train(not has_dropout)
     # the first layer's input must require a gradient like the others', or it would need another graph
     model.enable_input_require_grads()
-    calls = [call for batch in batches for call in _layer_calls(loaded, layers, batch, wrapper)]
+    calls = [call for batch in batches for call in record_calls(loaded, layers, batch, wrapper)]
     regions.compile()
-    ends = ends_of_kinds(layers, model) if proved else set(layers)
+    kinds = ends_of_kinds(layers, model)
+    large = make_batch(tuning) if tuning else None
+    _tune(loaded, trained, kinds, large, wrapper)
+    ends = kinds if proved else set(layers)
     cosines = _compare(loaded, trained, [call for call in calls if call[0] in ends], smallest_cosine, regions, gather)
     num_compared = len(ends) if len(ends) < len(layers) and not (regions.eager or regions.split) else None
     if num_compared is None:
@@ -209,10 +221,12 @@ def _compile(
     model.train()
     try:
         # with dropout, this compiles another graph
+        if has_dropout:
+            _tune(loaded, trained, kinds, large, wrapper)
         for batch in batches:
-            with _autocast(loaded, calls[0][-1]):
+            with autocast_of(loaded, calls[0][-1]):
                 loss_sum, _ = loss(batch)
-            _gradients(loss_sum, every, None)
+            gradients(loss_sum, every, None)
     except (TorchDynamoException, InductorError) as error:
         regions.run_eagerly(layers, f"the layers do not compile for training ({first_line(error)})")
     eager, split = regions.eager, regions.split
@@ -223,10 +237,42 @@ def _compile(
     )
 
 
+def _has_dropout(model: PreTrainedModel) -> bool:
+    rates = [getattr(model.config.get_text_config(), "attention_dropout", 0.0)]
+    rates += [layer.dropout for layer in lora_layers(model).values()]
+    rates += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    return any(rates)
+
+
+def _tune(
+    loaded: LoadedModel,
+    trained: Mapping[nn.Module, list[nn.Parameter]],
+    layers: Iterable[nn.Module],
+    batch: PackedBatch | None,
+    wrapper: Forward,
+) -> None:
+    """Call layers for the first time, with a large batch; their kernels keep the block sizes that are fastest for it.
+
+    After a first call with a small batch, some kernels would take more than twice as long in every step. Without a
+    batch, nothing is called.
+    """
+    if batch is None:
+        return
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    with torch.compiler.set_stance("force_eager"):
+        calls = record_calls(loaded, layers, batch, wrapper)
+    # `_compare` reports layers that do not compile
+    with suppress(TorchDynamoException, InductorError):
+        for call in calls:
+            run_layer(loaded, trained[call[0]], call, torch.randn_like(call[1][0]))
+
+
 def _compare(
     loaded: LoadedModel,
     trained: Mapping[nn.Module, list[nn.Parameter]],
-    calls: Iterable[_LayerCall],
+    calls: Iterable[LayerCall],
     smallest_cosine: float,
     regions: Regions,
     gather: _Gather,
@@ -245,7 +291,7 @@ def _compare(
         while layer not in regions.eager:
             broken = differs = None
             try:
-                cosine, what = _smallest_cosine(loaded, trained[layer], call)
+                cosine, what = compare_with_eager(loaded, trained[layer], call)
                 cosines[layer] = min(cosine, cosines.get(layer, 1.0))
                 if not cosine >= smallest_cosine:
                     where = f"{what} of layer {regions.layers.index(layer)}"
@@ -311,73 +357,3 @@ def _reason_against(loaded: LoadedModel, mode: Literal["auto", "off"]) -> str | 
     if loaded.attention in ("sdpa", "plain"):
         return f"attention {loaded.attention} reads document boundaries on the host"
     return None
-
-
-def _layer_calls(
-    loaded: LoadedModel, layers: Sequence[nn.Module], batch: PackedBatch, wrapper: _Forward
-) -> list[_LayerCall]:
-    """Record what every layer is called with in one forward pass of the whole model."""
-    calls: list[_LayerCall] = []
-
-    def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((layer, args, kwargs, torch.is_autocast_enabled(loaded.model.device.type)))
-
-    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
-    with torch.no_grad(), _autocast(loaded, loaded.autocast):
-        wrapper(batch)
-    for hook in hooks:
-        hook.remove()
-    return calls
-
-
-def _smallest_cosine(loaded: LoadedModel, trained: list[nn.Parameter], call: _LayerCall) -> tuple[float, str]:
-    """Compare a compiled layer's output, input gradient and trained gradients with the eager ones.
-
-    Return the smallest cosine, and the name of what has it.
-
-    Each layer is compared on its own real input, as rounding accumulates over many layers until the comparison is
-    meaningless. For a sharded layer, each rank compares its shard.
-    """
-    layer, args, kwargs, autocast = call
-    direction = torch.randn_like(args[0])
-
-    def run() -> list[torch.Tensor]:
-        x = args[0].detach().requires_grad_()
-        with _autocast(loaded, autocast):
-            result = layer(x, *args[1:], **kwargs)
-        output = result[0] if isinstance(result, tuple) else result
-        x_grad, *grads = _gradients(output, [x, *trained], direction.to(output.dtype))
-        assert x_grad is not None
-        # compared together, as a single tensor's gradient may be pure rounding error
-        flat = torch.cat([x_grad.new_zeros(1), *(grad.flatten().to(x.device) for grad in grads if grad is not None)])
-        return [output.detach(), x_grad, flat]
-
-    with torch.compiler.set_stance("force_eager"):
-        eager = run()
-    pairs = [(one.double().flatten(), other.double().flatten()) for one, other in zip(eager, run(), strict=True)]
-    names = ("the output", "the input's gradient", "the gradient of trained weights")
-    # an adapter's B starts at zero, and so does A's gradient
-    return min(
-        # a comparison with NaN would be false
-        (F.cosine_similarity(one, other, dim=0).nan_to_num(nan=-1.0).item(), name)
-        for name, (one, other) in zip(names, pairs, strict=True)
-        if one.any() or other.any()
-    )
-
-
-def _gradients(
-    output: torch.Tensor, inputs: Sequence[torch.Tensor], direction: torch.Tensor | None
-) -> list[torch.Tensor | None]:
-    """Return the gradients of `inputs`, of sharded ones this rank's shard; none stays in `.grad`."""
-    if not any(isinstance(tensor, DTensor) for tensor in inputs):
-        return list(torch.autograd.grad(output, inputs, direction, allow_unused=True))
-    # the graph only contains the gathered copy of a sharded weight; its own gradient comes from the strategy's hooks
-    output.backward(direction)
-    grads: list[Any] = [tensor.grad for tensor in inputs]
-    for tensor in inputs:
-        tensor.grad = None
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-
-
-def _autocast(loaded: LoadedModel, enabled: bool) -> torch.autocast:
-    return torch.autocast(loaded.model.device.type, dtype=loaded.dtype, enabled=enabled)

@@ -138,6 +138,27 @@ def test_of_layers_that_were_all_compared_before_only_the_ends_of_each_kind_are(
     assert ends_of_kinds(layers, compilable.model) == set(layers)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_compiler_chooses_block_sizes_for_a_large_batch(compilable, monkeypatch, dropout):
+    """It does when a graph first runs; with dropout, the graph for training is another one."""
+    compilable.model.config.attention_dropout = dropout
+    compile_module, sizes = nn.Module.compile, []
+
+    def backend(graph, _):
+        def run(*args):
+            sizes.append(max(arg.shape[1] for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3))
+            return graph(*args)
+
+        return run
+
+    monkeypatch.setattr(nn.Module, "compile", lambda layer, **how: compile_module(layer, **how, backend=backend))
+    assert compile_on_the_cpu(compilable, tuning=(700, 700, 700)).is_complete
+    assert sizes[:2] == [2176, 2176]
+    # the ends of the only kind, for each graph
+    assert sizes.count(2176) == (4 if dropout else 2)
+    assert max(size for size in sizes if size != 2176) == 1152
+
+
 def test_batches_with_and_without_shared_prefixes_run_by_one_graph(compilable, runs):
     """What layers are called with; that the operator merges both parts compiled is in parity/test_shared_prefix.py."""
     assert compile_on_the_cpu(compilable, num_shared_boundaries=9).is_complete
