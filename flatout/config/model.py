@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
 from flatout.config.section import PathText, Section, Share
+
+CompileMode: TypeAlias = Literal["auto", "tuned", "off"]
 
 
 def model_section(value: Any) -> Any:

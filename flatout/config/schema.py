@@ -12,7 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from flatout.config import deepspeed
 from flatout.config.data import NAME_PATTERN, DataConfig, Name, SourceConfig
-from flatout.config.model import BaseConfig, ExpertsConfig, FullConfig, LoraConfig, ModelConfig
+from flatout.config.model import BaseConfig, CompileMode, ExpertsConfig, FullConfig, LoraConfig, ModelConfig
 from flatout.config.optim import LR_OF_METHOD, OptimConfig, ScheduleConfig
 from flatout.config.parallel import (
     STRATEGIES,
@@ -169,8 +169,8 @@ class Config(Section):
     """Make CUDA runs bitwise reproducible (deterministic kernels, slower attention backward); CPU runs always are."""
     freeze: list[str] = []
     """method: full: regexes on the names of parameters to freeze."""
-    compile: Literal["auto", "off"] = "auto"
-    """auto: on CUDA, compile each decoder layer into one graph if its gradients equal the eager ones."""
+    compile: CompileMode = "auto"
+    """On CUDA, each decoder layer becomes one graph if its gradients equal eager ones; tuned: searches block sizes."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """auto: use CUDA graphs for models so small that the host cannot launch kernels fast enough."""
     memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"

@@ -370,6 +370,7 @@ def compile_model(
     if compiled.num_compared is None and compiled.is_complete:
         proofs.keep("compiled layers", {"smallest_cosine": compiled.smallest_cosine})
     earlier = f"; the others {known.since}" if known and compiled.num_compared else ""
+    earlier += "; block sizes were searched" if mode == "tuned" and compiled.num_compiled else ""
     reporter.stage("compile", compiled.line + earlier)
     if feed.num_boundaries is not None and compiled.num_compiled:
         place = planned.parallel_layout.place_of(rank.index)

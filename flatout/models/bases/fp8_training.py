@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from flatout.config.model import CompileMode
 from flatout.errors import ResourceError, UsageError
 from flatout.kernels.fp8 import MULTIPLE, has_fp8
 from flatout.models.bases.fp8_linear import Fp8Linear
@@ -24,7 +25,7 @@ def convert_to_float8(
     model: PreTrainedModel,
     compute: Literal["fp8", "fp8_rowwise"],
     *,
-    compile_mode: Literal["auto", "off"],
+    compile_mode: CompileMode,
     shards: bool,
 ) -> str:
     """Convert the layers of `fitting_linears` and the experts of `experts_to_float8`; return a line for the console.

@@ -8,12 +8,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from threading import Thread
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from flatout.config.model import CompileMode
 from flatout.errors import first_line
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layer_calls import (
@@ -36,8 +37,8 @@ from flatout.models.probe import has_experts, random_batch
 
 # two sizes, so that the graph is dynamic in tokens and documents before the first step
 _WARM_UP_LENGTHS = ((200, 31, 150), (700, 300, 129, 16, 5))
-# padded to 8,064 tokens: enough that launching does not limit kernels, and no layer's width (see `_row_length`)
-_TUNING_LENGTHS = (500,) * 16
+# tokens of a batch whose kernels are not limited by launching them
+_LARGE_BATCH_TOKENS = 8064
 _Gather: TypeAlias = Callable[[Any], Sequence[Any]]
 # a difference in the last bit before quantizing can move a value by 1/16: a correct layer has shown 0.9895
 _SMALLEST_FP8_COSINE = 0.97
@@ -132,7 +133,7 @@ class CompileOutcome:
 
 def compile_layers(
     loaded: LoadedModel,
-    mode: Literal["auto", "off"],
+    mode: CompileMode,
     *,
     num_boundaries: int | None,
     num_shared_boundaries: int | None = None,
@@ -147,8 +148,8 @@ def compile_layers(
     """Compile every decoder layer, compare each with eager on two small batches, and warm up the whole model.
 
     `num_boundaries` is that of every batch of the run (`padded_num_boundaries`); None on the CPU. So is
-    `num_shared_boundaries`, in a run that shares prefixes. If `micro_batch_tokens` allow it, the compiler chooses its
-    kernels' block sizes for a large batch. `fp8` means that products are in float8. `loss` must already be sharded:
+    `num_shared_boundaries`, in a run that shares prefixes. The compiler chooses its kernels' block sizes for a batch of
+    up to `micro_batch_tokens`. `fp8` means that products are in float8. `loss` must already be sharded:
     sharding changes a layer's class and the dtype of its weights, which would trigger recompilation.
     `wrapper` is what training calls, if not `loss`; one pass without gradients records how it calls the layers. All
     ranks must make the same call. `proved` says that an equal process has compared all layers: then only the first and
@@ -165,12 +166,15 @@ def compile_layers(
         return CompileOutcome(0, len(decoder_layers(model)), why)
     assert num_boundaries is not None
     was_training = model.training
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []), _compiler_settings():
+    with (
+        torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []),
+        _compiler_settings(tuned=mode == "tuned"),
+    ):
         smallest = _SMALLEST_FP8_COSINE if fp8 else _SMALLEST_COSINE[loaded.dtype]
         loss = loss or PackedLoss(loaded.model)
         options = {"num_boundaries": num_boundaries, "num_shared_boundaries": num_shared_boundaries, "share": share}
-        tuning = _TUNING_LENGTHS if sum(_TUNING_LENGTHS) <= micro_batch_tokens else ()
-        outcome = _compile(loaded, options, smallest, loss, wrapper or loss, proved, gather, tuning)
+        large = _large_lengths(model, micro_batch_tokens)
+        outcome = _compile(loaded, options, smallest, loss, wrapper or loss, proved, gather, large)
     model.train(was_training)
     return outcome
 
@@ -183,7 +187,7 @@ def _compile(
     wrapper: Forward,
     proved: bool = False,
     gather: _Gather = _alone,
-    tuning: Sequence[int] = (),
+    large_lengths: Sequence[int] = (),
 ) -> CompileOutcome:
     # importing the compiler takes a second, and only runs on a GPU need it
     from torch._dynamo.exc import TorchDynamoException
@@ -210,7 +214,7 @@ def _compile(
     calls = [call for batch in batches for call in record_calls(loaded, layers, batch, wrapper)]
     regions.compile()
     kinds = ends_of_kinds(layers, model)
-    large = make_batch(tuning) if tuning else None
+    large = make_batch(large_lengths) if large_lengths else None
     _tune(loaded, trained, kinds, large, wrapper)
     ends = kinds if proved else set(layers)
     cosines = _compare(loaded, trained, [call for call in calls if call[0] in ends], smallest_cosine, regions, gather)
@@ -309,6 +313,22 @@ def _compare(
     return cosines
 
 
+def _large_lengths(model: PreTrainedModel, micro_batch_tokens: int) -> list[int]:
+    """Return the lengths of a batch for `_tune` that fits a micro-batch; none if it would be no larger than others.
+
+    A multiple of 128, to which batches are padded, and no layer's width; see `_row_length`.
+    """
+    layers = decoder_layers(model)
+    tensors = (tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
+    widths = {size for tensor in tensors for size in tensor.shape}
+    num_tokens = min(_LARGE_BATCH_TOKENS, micro_batch_tokens // 128 * 128)
+    while num_tokens in widths:
+        num_tokens -= 128
+    if num_tokens <= 2 * max(map(sum, _WARM_UP_LENGTHS)):
+        return []
+    return [min(500, num_tokens - start) for start in range(0, num_tokens, 500)]
+
+
 def _row_length(lengths: Sequence[int]) -> int:
     """Return the length of a warm-up's rows: a multiple of 16, which float8 needs, but of no larger power of two.
 
@@ -318,8 +338,8 @@ def _row_length(lengths: Sequence[int]) -> int:
 
 
 @contextmanager
-def _compiler_settings() -> Iterator[None]:
-    """Set the compiler's options while layers are compiled.
+def _compiler_settings(*, tuned: bool) -> Iterator[None]:
+    """Set the compiler's options while layers are compiled; `tuned`: it searches for the kernels' block sizes.
 
     Gradients of norms' weights are summed over tokens by one of two kernels. By default the compiler chooses by the
     number of tokens, and recompiles in the first step above each threshold; here it always uses the fused one. Floats
@@ -336,14 +356,14 @@ def _compiler_settings() -> Iterator[None]:
     caching = "autograd_cache_allow_custom_autograd_functions"
     changes = {caching: True} if hasattr(functorch_config, caching) else {}
     fusing = "mix_order_reduction_non_strict_mode"
-    kernels = {"shape_padding": False, "size_asserts": False}
+    kernels = {"shape_padding": False, "size_asserts": False, "coordinate_descent_tuning": tuned}
     kernels |= {f"triton.{fusing}": True} if hasattr(inductor_config.triton, fusing) else {}
     tracing = {"specialize_float": True, "skip_fwd_side_effects_in_bwd_under_checkpoint": True}
     with dynamo_config.patch(tracing), functorch_config.patch(changes), inductor_config.patch(kernels):
         yield
 
 
-def _reason_against(loaded: LoadedModel, mode: Literal["auto", "off"]) -> str | None:
+def _reason_against(loaded: LoadedModel, mode: CompileMode) -> str | None:
     if mode == "off":
         return "as configured"
     if loaded.model.device.type != "cuda":

@@ -126,7 +126,7 @@ def memory_model(
     chosen = config.model.precision
     precision: Precision = ("bf16" if device.has_bf16 else "fp32") if chosen == "auto" else chosen
     half = precision in ("bf16", "fp16")
-    compiled = config.compile == "auto" and half and not config.deterministic
+    compiled = config.compile != "off" and half and not config.deterministic
     compiled = compiled and (not shape.has_experts or (shape.groups_experts and config.model.experts == "auto"))
     compiled = compiled and parallel_layout.compiles
     own_shape = shape.on_one_of(config.experts.parallel)

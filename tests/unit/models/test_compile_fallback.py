@@ -152,11 +152,18 @@ def test_the_compiler_chooses_block_sizes_for_a_large_batch(compilable, monkeypa
         return run
 
     monkeypatch.setattr(nn.Module, "compile", lambda layer, **how: compile_module(layer, **how, backend=backend))
-    assert compile_on_the_cpu(compilable, tuning=(700, 700, 700)).is_complete
+    assert compile_on_the_cpu(compilable, large_lengths=(700, 700, 700)).is_complete
     assert sizes[:2] == [2176, 2176]
     # the ends of the only kind, for each graph
     assert sizes.count(2176) == (4 if dropout else 2)
     assert max(size for size in sizes if size != 2176) == 1152
+
+
+def test_the_large_batch_fits_a_micro_batch_and_has_no_layers_width(tmp_path):
+    save_tiny_model(tmp_path, "qwen3", intermediate_size=4096)
+    model = load_model(ModelConfig(name=str(tmp_path)), method="lora", device=torch.device("cpu"), seed=0).model
+    sizes = [sum(compiling._large_lengths(model, tokens)) for tokens in (0, 2303, 4095, 4096, 5000, 10**9)]
+    assert sizes == [0, 0, 3968, 3968, 4992, 8064]
 
 
 def test_batches_with_and_without_shared_prefixes_run_by_one_graph(compilable, runs):
@@ -347,7 +354,7 @@ def test_the_kernel_of_norms_gradients_does_not_depend_on_the_number_of_tokens()
     import torch._inductor.config as inductor_config
 
     assert not inductor_config.triton.mix_order_reduction_non_strict_mode
-    with compiling._compiler_settings():
+    with compiling._compiler_settings(tuned=False):
         assert inductor_config.triton.mix_order_reduction_non_strict_mode
     assert not inductor_config.triton.mix_order_reduction_non_strict_mode
 
