@@ -359,7 +359,7 @@ def compile_model(
             mode,
             num_boundaries=feed.num_boundaries,
             num_shared_boundaries=feed.num_shared_boundaries,
-            micro_batch_tokens=planned.plan.layout.micro_batch_tokens,
+            micro_batch_tokens=planned.plan.largest_pass_tokens,
             fp8=config.computes_in_fp8,
             loss=loss,
             wrapper=wrapper,

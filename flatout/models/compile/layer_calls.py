@@ -45,8 +45,8 @@ def compare_with_eager(loaded: LoadedModel, trained: list[nn.Parameter], call: L
     """
     direction = torch.randn_like(call[1][0])
     with torch.compiler.set_stance("force_eager"):
-        eager = run_layer(loaded, trained, call, direction)
-    compiled = run_layer(loaded, trained, call, direction)
+        eager = _run(loaded, trained, call, direction)
+    compiled = _run(loaded, trained, call, direction)
     pairs = [(one.double().flatten(), other.double().flatten()) for one, other in zip(eager, compiled, strict=True)]
     names = ("the output", "the input's gradient", "the gradient of trained weights")
     # an adapter's B starts at zero, and so does A's gradient
@@ -58,7 +58,7 @@ def compare_with_eager(loaded: LoadedModel, trained: list[nn.Parameter], call: L
     )
 
 
-def run_layer(
+def _run(
     loaded: LoadedModel, trained: list[nn.Parameter], call: LayerCall, direction: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return a layer's output, its input's gradient and that of all it trains, for the output's gradient."""

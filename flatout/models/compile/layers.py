@@ -24,7 +24,6 @@ from flatout.models.compile.layer_calls import (
     compare_with_eager,
     gradients,
     record_calls,
-    run_layer,
 )
 from flatout.models.compile.regions import Regions, ends_of_kinds
 from flatout.models.context.share import ContextShare
@@ -36,9 +35,9 @@ from flatout.models.packed import PackedBatch
 from flatout.models.probe import has_experts, random_batch
 
 # two sizes, so that the graph is dynamic in tokens and documents before the first step
-_WARM_UP_LENGTHS = ((200, 31, 150), (700, 300, 129, 16, 5))
-# tokens of a batch whose kernels are not limited by launching them
-_LARGE_BATCH_TOKENS = 8064
+_WARM_UP_LENGTHS = ((700, 300, 129, 16, 5), (200, 31, 150))
+# tokens of a large batch: multiples of 128, to which batches are padded, but of no larger power of two (`_row_length`)
+_LARGE_TOKENS = (8064, 4480, 2432)
 _Gather: TypeAlias = Callable[[Any], Sequence[Any]]
 # a difference in the last bit before quantizing can move a value by 1/16: a correct layer has shown 0.9895
 _SMALLEST_FP8_COSINE = 0.97
@@ -145,16 +144,18 @@ def compile_layers(
     share: ContextShare | None = None,
     gather: _Gather = _alone,
 ) -> CompileOutcome:
-    """Compile every decoder layer, compare each with eager on two small batches, and warm up the whole model.
+    """Compile every decoder layer, compare each with eager on small batches, and warm up the whole model.
 
     `num_boundaries` is that of every batch of the run (`padded_num_boundaries`); None on the CPU. So is
-    `num_shared_boundaries`, in a run that shares prefixes. The compiler chooses its kernels' block sizes for a batch of
-    up to `micro_batch_tokens`. `fp8` means that products are in float8. `loss` must already be sharded:
-    sharding changes a layer's class and the dtype of its weights, which would trigger recompilation.
+    `num_shared_boundaries`, in a run that shares prefixes. `fp8` means that products are in float8. `loss` must already
+    be sharded: sharding changes a layer's class and the dtype of its weights, which would trigger recompilation.
     `wrapper` is what training calls, if not `loss`; one pass without gradients records how it calls the layers. All
     ranks must make the same call. `proved` says that an equal process has compared all layers: then only the first and
     last of each kind are compared, and all if one of these differs. With `share`, batches are shares of micro-batches.
     `gather` returns a value of every rank.
+    The first and last layer of each kind first run a large batch of at most `micro_batch_tokens`, the most of any pass:
+    the compiler keeps the block sizes that were fastest in a kernel's first call. There is none with `share`, as a part
+    of it could have a layer's width (`_row_length`). `mode` tuned searches for block sizes.
     Off on the CPU, in fp64 and for transformers' own experts, whose routing is not a static graph. A layer whose
     gradients differ runs eagerly. Layers of a class and type (`layer_types`) that is not one graph are split around
     kernels that exclude themselves from compilation; otherwise, or if that fails, they run eagerly. With dropout, the
@@ -166,14 +167,12 @@ def compile_layers(
         return CompileOutcome(0, len(decoder_layers(model)), why)
     assert num_boundaries is not None
     was_training = model.training
-    with (
-        torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []),
-        _compiler_settings(tuned=mode == "tuned"),
-    ):
+    large = _large_lengths(loaded, micro_batch_tokens) if share is None else []
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), _compiler_settings(sum(large), tuned=mode == "tuned"):
         smallest = _SMALLEST_FP8_COSINE if fp8 else _SMALLEST_COSINE[loaded.dtype]
         loss = loss or PackedLoss(loaded.model)
         options = {"num_boundaries": num_boundaries, "num_shared_boundaries": num_shared_boundaries, "share": share}
-        large = _large_lengths(model, micro_batch_tokens)
         outcome = _compile(loaded, options, smallest, loss, wrapper or loss, proved, gather, large)
     model.train(was_training)
     return outcome
@@ -205,17 +204,16 @@ def _compile(
     def make_batch(lengths: Sequence[int]) -> PackedBatch:
         return random_batch(model, lengths, **options, row_length=_row_length(lengths) if loaded.rows else None)
 
-    batches = [make_batch(lengths) for lengths in warm_up]
+    batches, large = [make_batch(lengths) for lengths in warm_up], [make_batch(large_lengths)] if large_lengths else []
     # graphs are specific to train or eval mode; without dropout both compute the same, so compare train mode's graph
     has_dropout = _has_dropout(model)
     model.train(not has_dropout)
     # the first layer's input must require a gradient like the others', or it would need another graph
     model.enable_input_require_grads()
-    calls = [call for batch in batches for call in record_calls(loaded, layers, batch, wrapper)]
-    regions.compile()
     kinds = ends_of_kinds(layers, model)
-    large = make_batch(large_lengths) if large_lengths else None
-    _tune(loaded, trained, kinds, large, wrapper)
+    calls = [call for batch in large for call in record_calls(loaded, kinds, batch, wrapper)]
+    calls += [call for batch in batches for call in record_calls(loaded, layers, batch, wrapper)]
+    regions.compile()
     ends = kinds if proved else set(layers)
     cosines = _compare(loaded, trained, [call for call in calls if call[0] in ends], smallest_cosine, regions, gather)
     num_compared = len(ends) if len(ends) < len(layers) and not (regions.eager or regions.split) else None
@@ -225,9 +223,7 @@ def _compile(
     model.train()
     try:
         # with dropout, this compiles another graph
-        if has_dropout:
-            _tune(loaded, trained, kinds, large, wrapper)
-        for batch in batches:
+        for batch in [*(large if has_dropout else []), *batches]:
             with autocast_of(loaded, calls[0][-1]):
                 loss_sum, _ = loss(batch)
             gradients(loss_sum, every, None)
@@ -246,31 +242,6 @@ def _has_dropout(model: PreTrainedModel) -> bool:
     rates += [layer.dropout for layer in lora_layers(model).values()]
     rates += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
     return any(rates)
-
-
-def _tune(
-    loaded: LoadedModel,
-    trained: Mapping[nn.Module, list[nn.Parameter]],
-    layers: Iterable[nn.Module],
-    batch: PackedBatch | None,
-    wrapper: Forward,
-) -> None:
-    """Call layers for the first time, with a large batch; their kernels keep the block sizes that are fastest for it.
-
-    After a first call with a small batch, some kernels would take more than twice as long in every step. Without a
-    batch, nothing is called.
-    """
-    if batch is None:
-        return
-    from torch._dynamo.exc import TorchDynamoException
-    from torch._inductor.exc import InductorError
-
-    with torch.compiler.set_stance("force_eager"):
-        calls = record_calls(loaded, layers, batch, wrapper)
-    # `_compare` reports layers that do not compile
-    with suppress(TorchDynamoException, InductorError):
-        for call in calls:
-            run_layer(loaded, trained[call[0]], call, torch.randn_like(call[1][0]))
 
 
 def _compare(
@@ -313,19 +284,14 @@ def _compare(
     return cosines
 
 
-def _large_lengths(model: PreTrainedModel, micro_batch_tokens: int) -> list[int]:
-    """Return the lengths of a batch for `_tune` that fits a micro-batch; none if it would be no larger than others.
-
-    A multiple of 128, to which batches are padded, and no layer's width; see `_row_length`.
-    """
-    layers = decoder_layers(model)
+def _large_lengths(loaded: LoadedModel, micro_batch_tokens: int) -> list[int]:
+    """Return the lengths of a large batch of at most so many tokens; none if the smallest large batch has more."""
+    layers = decoder_layers(loaded.model)
     tensors = (tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
     widths = {size for tensor in tensors for size in tensor.shape}
-    num_tokens = min(_LARGE_BATCH_TOKENS, micro_batch_tokens // 128 * 128)
-    while num_tokens in widths:
-        num_tokens -= 128
-    if num_tokens <= 2 * max(map(sum, _WARM_UP_LENGTHS)):
-        return []
+    num_tokens = next((size for size in _LARGE_TOKENS if size <= micro_batch_tokens and size not in widths), 0)
+    if loaded.rows:
+        return [500] * (num_tokens // _row_length([500]))
     return [min(500, num_tokens - start) for start in range(0, num_tokens, 500)]
 
 
@@ -338,9 +304,10 @@ def _row_length(lengths: Sequence[int]) -> int:
 
 
 @contextmanager
-def _compiler_settings(*, tuned: bool) -> Iterator[None]:
+def _compiler_settings(num_large_tokens: int = 0, *, tuned: bool = False) -> Iterator[None]:
     """Set the compiler's options while layers are compiled; `tuned`: it searches for the kernels' block sizes.
 
+    Its cache keeps block sizes, so its keys contain the size of the large batch that they were chosen for.
     Gradients of norms' weights are summed over tokens by one of two kernels. By default the compiler chooses by the
     number of tokens, and recompiles in the first step above each threshold; here it always uses the fused one. Floats
     such as a norm's epsilon are constants: as inputs they would cost host-side kernels. Traced layers are cached though
@@ -352,6 +319,7 @@ def _compiler_settings(*, tuned: bool) -> Iterator[None]:
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
+    import torch.compiler.config as compiler_config
 
     caching = "autograd_cache_allow_custom_autograd_functions"
     changes = {caching: True} if hasattr(functorch_config, caching) else {}
@@ -359,7 +327,13 @@ def _compiler_settings(*, tuned: bool) -> Iterator[None]:
     kernels = {"shape_padding": False, "size_asserts": False, "coordinate_descent_tuning": tuned}
     kernels |= {f"triton.{fusing}": True} if hasattr(inductor_config.triton, fusing) else {}
     tracing = {"specialize_float": True, "skip_fwd_side_effects_in_bwd_under_checkpoint": True}
-    with dynamo_config.patch(tracing), functorch_config.patch(changes), inductor_config.patch(kernels):
+    tag = f"{compiler_config.cache_key_tag}flatout-{num_large_tokens}"
+    with (
+        dynamo_config.patch(tracing),
+        functorch_config.patch(changes),
+        inductor_config.patch(kernels),
+        compiler_config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]  # torch adds it at import
+    ):
         yield
 
 

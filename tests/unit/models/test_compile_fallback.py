@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -154,16 +155,18 @@ def test_the_compiler_chooses_block_sizes_for_a_large_batch(compilable, monkeypa
     monkeypatch.setattr(nn.Module, "compile", lambda layer, **how: compile_module(layer, **how, backend=backend))
     assert compile_on_the_cpu(compilable, large_lengths=(700, 700, 700)).is_complete
     assert sizes[:2] == [2176, 2176]
-    # the ends of the only kind, for each graph
-    assert sizes.count(2176) == (4 if dropout else 2)
+    # the ends of the only kind; with dropout, all three layers for training
+    assert sizes.count(2176) == (5 if dropout else 2)
     assert max(size for size in sizes if size != 2176) == 1152
 
 
 def test_the_large_batch_fits_a_micro_batch_and_has_no_layers_width(tmp_path):
-    save_tiny_model(tmp_path, "qwen3", intermediate_size=4096)
-    model = load_model(ModelConfig(name=str(tmp_path)), method="lora", device=torch.device("cpu"), seed=0).model
-    sizes = [sum(compiling._large_lengths(model, tokens)) for tokens in (0, 2303, 4095, 4096, 5000, 10**9)]
-    assert sizes == [0, 0, 3968, 3968, 4992, 8064]
+    save_tiny_model(tmp_path, "qwen3", intermediate_size=4480)
+    loaded = load_model(ModelConfig(name=str(tmp_path)), method="lora", device=torch.device("cpu"), seed=0)
+    sizes = [sum(compiling._large_lengths(loaded, tokens)) for tokens in (0, 2431, 2432, 8063, 10**9)]
+    assert sizes == [0, 0, 2432, 2432, 8064]
+    rows = compiling._large_lengths(replace(loaded, rows=True), 8064)
+    assert len(rows) * compiling._row_length(rows) <= 8064
 
 
 def test_batches_with_and_without_shared_prefixes_run_by_one_graph(compilable, runs):
@@ -354,8 +357,20 @@ def test_the_kernel_of_norms_gradients_does_not_depend_on_the_number_of_tokens()
     import torch._inductor.config as inductor_config
 
     assert not inductor_config.triton.mix_order_reduction_non_strict_mode
-    with compiling._compiler_settings(tuned=False):
+    with compiling._compiler_settings():
         assert inductor_config.triton.mix_order_reduction_non_strict_mode
+
+
+def test_tuned_lets_the_compiler_search_and_keeps_what_each_batch_size_chose():
+    import torch._inductor.config as inductor_config
+    import torch.compiler.config as compiler_config
+
+    with compiling._compiler_settings(8064, tuned=True):
+        assert inductor_config.coordinate_descent_tuning
+        assert compiler_config.cache_key_tag == "flatout-8064"
+    with compiling._compiler_settings():
+        assert not inductor_config.coordinate_descent_tuning
+        assert compiler_config.cache_key_tag == "flatout-0"
     assert not inductor_config.triton.mix_order_reduction_non_strict_mode
 
 
