@@ -170,7 +170,7 @@ class Config(Section):
     freeze: list[str] = []
     """method: full: regexes on the names of parameters to freeze."""
     compile: CompileMode = "auto"
-    """On CUDA, each decoder layer becomes one graph if its gradients equal eager ones; tuned: searches block sizes."""
+    """auto: on CUDA, one graph for each decoder layer whose gradients equal eager; tuned: search faster block sizes."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """auto: use CUDA graphs for models so small that the host cannot launch kernels fast enough."""
     memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"

@@ -43,7 +43,7 @@ from flatout.trainer.expert_ranks import share_experts
 from flatout.trainer.feed import Feed
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
 from flatout.trainer.load import load_trainable
-from flatout.trainer.memory_check import MemoryCheck
+from flatout.trainer.memory_check import MemoryCheck, largest_pass
 from flatout.trainer.planning import PlannedRun, plan_run
 from flatout.trainer.proofs import Proofs
 from flatout.trainer.rank_meter import RankMeter
@@ -352,14 +352,14 @@ def compile_model(
     reporter.phase("compiling")
     recompute = planned.memory.recompute
     mode = config.compile if planned.parallel_layout.compiles else "off"
-    known = proofs.find("compiled layers")
+    known, largest = proofs.find("compiled layers"), largest_pass(planned.plan)
     with compiling_with(recompute):
         compiled = compile_layers(
             loaded,
             mode,
             num_boundaries=feed.num_boundaries,
             num_shared_boundaries=feed.num_shared_boundaries,
-            micro_batch_tokens=planned.plan.largest_pass_tokens,
+            largest_pass_tokens=0 if largest is None else largest[2].num_padded_tokens,
             fp8=config.computes_in_fp8,
             loss=loss,
             wrapper=wrapper,
@@ -370,7 +370,7 @@ def compile_model(
     if compiled.num_compared is None and compiled.is_complete:
         proofs.keep("compiled layers", {"smallest_cosine": compiled.smallest_cosine})
     earlier = f"; the others {known.since}" if known and compiled.num_compared else ""
-    earlier += "; block sizes were searched" if mode == "tuned" and compiled.num_compiled else ""
+    earlier += "; block sizes tuned" if mode == "tuned" and compiled.num_compiled else ""
     reporter.stage("compile", compiled.line + earlier)
     if feed.num_boundaries is not None and compiled.num_compiled:
         place = planned.parallel_layout.place_of(rank.index)

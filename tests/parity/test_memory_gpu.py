@@ -36,7 +36,9 @@ def model_at(folder, level, compiled):
         parameter.data.normal_(0, 0.02, generator=generator)
     apply_recompute(loaded.model, level)
     with compiling_with(level):
-        outcome = compile_layers(loaded, "auto" if compiled else "off", num_boundaries=BORDERS, micro_batch_tokens=8192)
+        outcome = compile_layers(
+            loaded, "auto" if compiled else "off", num_boundaries=BORDERS, largest_pass_tokens=16384
+        )
     assert outcome.is_complete == compiled, outcome.line
     return loaded
 

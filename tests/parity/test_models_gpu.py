@@ -105,16 +105,16 @@ def test_learns_one_batch(tmp_path, method):
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [0, 16384])
+@pytest.mark.parametrize("largest_pass_tokens", [0, 16384])
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3_text"])
-def test_compiled_layers_never_recompile(tmp_path, family, method, kernel, micro_batch_tokens):
+def test_compiled_layers_never_recompile(tmp_path, family, method, kernel, largest_pass_tokens):
     """After the warm-up of start-up, steps of any size run the graphs that are there."""
     torch._dynamo.reset()
     loaded = load(tmp_path, family, method, attention=kernel)
     if method == "lora":
         add_lora(loaded.model, LoraConfig(rank=8, dropout=0.1 if family == "qwen3" else 0.0), seed=0)
-    options = {"num_boundaries": padded_num_boundaries(100), "micro_batch_tokens": micro_batch_tokens}
+    options = {"num_boundaries": padded_num_boundaries(100), "largest_pass_tokens": largest_pass_tokens}
     line = compile_layers(loaded, "auto", **options).line
     assert "layers as one graph" in line, line
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -124,12 +124,12 @@ def test_compiled_layers_never_recompile(tmp_path, family, method, kernel, micro
                 packed_loss(loaded.model, batch).loss_sum.backward()
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [0, 16384])
-def test_norms_gradients_of_any_size_are_one_graph(tmp_path, micro_batch_tokens):
+@pytest.mark.parametrize("largest_pass_tokens", [0, 16384])
+def test_norms_gradients_of_any_size_are_one_graph(tmp_path, largest_pass_tokens):
     """With 1,024 channels the compiler alone would take another graph from 2,048 tokens on, and from 5,120."""
     torch._dynamo.reset()
     loaded = load(tmp_path, method="full", hidden_size=1024, num_hidden_layers=1)
-    options = {"num_boundaries": padded_num_boundaries(20), "micro_batch_tokens": micro_batch_tokens}
+    options = {"num_boundaries": padded_num_boundaries(20), "largest_pass_tokens": largest_pass_tokens}
     line = compile_layers(loaded, "auto", **options).line
     assert "layers as one graph" in line, line
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -148,7 +148,7 @@ def test_tuned_layers_compute_the_same(tmp_path):
         torch._dynamo.reset()
         loaded = load_model(ModelConfig(name=str(tmp_path)), method="lora", device=CUDA, seed=0)
         add_lora(loaded.model, LoraConfig(rank=8), seed=0)
-        outcome = compile_layers(loaded, mode, num_boundaries=64, micro_batch_tokens=16384)
+        outcome = compile_layers(loaded, mode, num_boundaries=64, largest_pass_tokens=16384)
         assert outcome.is_complete, outcome.line
         batch = flatten_samples(tiny_samples([17, 900, 33]), num_boundaries=64).to(CUDA)
         with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):

@@ -38,7 +38,7 @@ def record_calls(
 def compare_with_eager(loaded: LoadedModel, trained: list[nn.Parameter], call: LayerCall) -> tuple[float, str]:
     """Compare a compiled layer's output, input gradient and trained gradients with the eager ones.
 
-    Return the smallest cosine, and the name of what has it.
+    Return the smallest cosine, and which tensor it belongs to.
 
     Each layer is compared on its own real input, as rounding accumulates over many layers until the comparison is
     meaningless. For a sharded layer, each rank compares its shard.
@@ -47,13 +47,12 @@ def compare_with_eager(loaded: LoadedModel, trained: list[nn.Parameter], call: L
     with torch.compiler.set_stance("force_eager"):
         eager = _run(loaded, trained, call, direction)
     compiled = _run(loaded, trained, call, direction)
-    pairs = [(one.double().flatten(), other.double().flatten()) for one, other in zip(eager, compiled, strict=True)]
     names = ("the output", "the input's gradient", "the gradient of trained weights")
     # an adapter's B starts at zero, and so does A's gradient
     return min(
         # a comparison with NaN would be false
-        (F.cosine_similarity(one, other, dim=0).nan_to_num(nan=-1.0).item(), name)
-        for name, (one, other) in zip(names, pairs, strict=True)
+        (F.cosine_similarity(one.double().flatten(), other.double().flatten(), dim=0).nan_to_num(nan=-1.0).item(), name)
+        for name, one, other in zip(names, eager, compiled, strict=True)
         if one.any() or other.any()
     )
 
@@ -61,7 +60,7 @@ def compare_with_eager(loaded: LoadedModel, trained: list[nn.Parameter], call: L
 def _run(
     loaded: LoadedModel, trained: list[nn.Parameter], call: LayerCall, direction: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return a layer's output, its input's gradient and that of all it trains, for the output's gradient."""
+    """Return a layer's output, its input's gradient and its weights' gradients, given `direction` as the output's."""
     layer, args, kwargs, has_autocast = call
     x = args[0].detach().requires_grad_()
     with autocast_of(loaded, has_autocast):
@@ -77,7 +76,7 @@ def _run(
 def gradients(
     output: torch.Tensor, inputs: Sequence[torch.Tensor], direction: torch.Tensor | None
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of `inputs`, of sharded ones this rank's shard; none stays in `.grad`."""
+    """Return the gradients of `inputs` (this rank's shard if sharded), leaving `.grad` empty."""
     if not any(isinstance(tensor, DTensor) for tensor in inputs):
         return list(torch.autograd.grad(output, inputs, direction, allow_unused=True))
     # the graph only contains the gathered copy of a sharded weight; its own gradient comes from the strategy's hooks

@@ -35,7 +35,7 @@ from flatout.models.packed import PackedBatch
 from flatout.models.probe import has_experts, random_batch
 
 # two sizes, so that the graph is dynamic in tokens and documents before the first step
-_WARM_UP_LENGTHS = ((700, 300, 129, 16, 5), (200, 31, 150))
+_WARM_UP_LENGTHS = ((200, 31, 150), (700, 300, 129, 16, 5))
 # tokens of a large batch: multiples of 128, to which batches are padded, but of no larger power of two (`_row_length`)
 _LARGE_TOKENS = (8064, 4480, 2432)
 _Gather: TypeAlias = Callable[[Any], Sequence[Any]]
@@ -136,7 +136,7 @@ def compile_layers(
     *,
     num_boundaries: int | None,
     num_shared_boundaries: int | None = None,
-    micro_batch_tokens: int = 0,
+    largest_pass_tokens: int = 0,
     fp8: bool = False,
     loss: Forward | None = None,
     wrapper: Forward | None = None,
@@ -153,9 +153,9 @@ def compile_layers(
     ranks must make the same call. `proved` says that an equal process has compared all layers: then only the first and
     last of each kind are compared, and all if one of these differs. With `share`, batches are shares of micro-batches.
     `gather` returns a value of every rank.
-    The first and last layer of each kind first run a large batch of at most `micro_batch_tokens`, the most of any pass:
-    the compiler keeps the block sizes that were fastest in a kernel's first call. There is none with `share`, as a part
-    of it could have a layer's width (`_row_length`). `mode` tuned searches for block sizes.
+    The first and last layer of each kind first run one large batch, of at most half of the run's largest pass: the
+    compiler picks block sizes on a kernel's first call. There is none with `share`, as a rank's share could be as long
+    as a layer is wide (`_row_length`). `mode` tuned searches for faster block sizes.
     Off on the CPU, in fp64 and for transformers' own experts, whose routing is not a static graph. A layer whose
     gradients differ runs eagerly. Layers of a class and type (`layer_types`) that is not one graph are split around
     kernels that exclude themselves from compilation; otherwise, or if that fails, they run eagerly. With dropout, the
@@ -167,9 +167,9 @@ def compile_layers(
         return CompileOutcome(0, len(decoder_layers(model)), why)
     assert num_boundaries is not None
     was_training = model.training
-    large = _large_lengths(loaded, micro_batch_tokens) if share is None else []
+    large = _large_lengths(loaded, largest_pass_tokens) if share is None else []
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), _compiler_settings(sum(large), tuned=mode == "tuned"):
+    with torch.random.fork_rng(devices=devices), _compiler_settings(tuned=mode == "tuned"):
         smallest = _SMALLEST_FP8_COSINE if fp8 else _SMALLEST_COSINE[loaded.dtype]
         loss = loss or PackedLoss(loaded.model)
         options = {"num_boundaries": num_boundaries, "num_shared_boundaries": num_shared_boundaries, "share": share}
@@ -284,12 +284,17 @@ def _compare(
     return cosines
 
 
-def _large_lengths(loaded: LoadedModel, micro_batch_tokens: int) -> list[int]:
-    """Return the lengths of a large batch of at most so many tokens; none if the smallest large batch has more."""
+def _large_lengths(loaded: LoadedModel, largest_pass_tokens: int) -> list[int]:
+    """Return document lengths for the largest of `_LARGE_TOKENS` that fits; empty if none does.
+
+    It takes at most half of the largest pass, as eager layers need more memory than compiled ones. No layer may have
+    its length as a width, nor the length without the 128 tokens that a shared prefix saves.
+    """
     layers = decoder_layers(loaded.model)
     tensors = (tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
     widths = {size for tensor in tensors for size in tensor.shape}
-    num_tokens = next((size for size in _LARGE_TOKENS if size <= micro_batch_tokens and size not in widths), 0)
+    fitting = (size for size in _LARGE_TOKENS if 2 * size <= largest_pass_tokens)
+    num_tokens = next((size for size in fitting if widths.isdisjoint((size, size - 128))), 0)
     if loaded.rows:
         return [500] * (num_tokens // _row_length([500]))
     return [min(500, num_tokens - start) for start in range(0, num_tokens, 500)]
@@ -304,10 +309,9 @@ def _row_length(lengths: Sequence[int]) -> int:
 
 
 @contextmanager
-def _compiler_settings(num_large_tokens: int = 0, *, tuned: bool = False) -> Iterator[None]:
-    """Set the compiler's options while layers are compiled; `tuned`: it searches for the kernels' block sizes.
+def _compiler_settings(*, tuned: bool = False) -> Iterator[None]:
+    """Set the compiler's options while layers are compiled; `tuned`: it searches for faster block sizes.
 
-    Its cache keeps block sizes, so its keys contain the size of the large batch that they were chosen for.
     Gradients of norms' weights are summed over tokens by one of two kernels. By default the compiler chooses by the
     number of tokens, and recompiles in the first step above each threshold; here it always uses the fused one. Floats
     such as a norm's epsilon are constants: as inputs they would cost host-side kernels. Traced layers are cached though
@@ -319,7 +323,6 @@ def _compiler_settings(num_large_tokens: int = 0, *, tuned: bool = False) -> Ite
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
-    import torch.compiler.config as compiler_config
 
     caching = "autograd_cache_allow_custom_autograd_functions"
     changes = {caching: True} if hasattr(functorch_config, caching) else {}
@@ -327,13 +330,7 @@ def _compiler_settings(num_large_tokens: int = 0, *, tuned: bool = False) -> Ite
     kernels = {"shape_padding": False, "size_asserts": False, "coordinate_descent_tuning": tuned}
     kernels |= {f"triton.{fusing}": True} if hasattr(inductor_config.triton, fusing) else {}
     tracing = {"specialize_float": True, "skip_fwd_side_effects_in_bwd_under_checkpoint": True}
-    tag = f"{compiler_config.cache_key_tag}flatout-{num_large_tokens}"
-    with (
-        dynamo_config.patch(tracing),
-        functorch_config.patch(changes),
-        inductor_config.patch(kernels),
-        compiler_config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]  # torch adds it at import
-    ):
+    with dynamo_config.patch(tracing), functorch_config.patch(changes), inductor_config.patch(kernels):
         yield
 
 

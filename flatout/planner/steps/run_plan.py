@@ -32,8 +32,8 @@ from flatout.planner.steps.step_plan import (
 PLAN_VERSION = 1
 # samples read from the arrays at once when iterating over steps
 BLOCK_SAMPLES = 1 << 14
-# steps, evenly spaced over the run, that figures of all steps are estimated from
-NUM_SAMPLED_STEPS = 128
+# steps, evenly spaced over the run, that the share of shared tokens is estimated from
+NUM_SHARED_STEPS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +70,6 @@ class RunPlan:
             return {"max_documents": num_samples, "max_prefixes": num_samples // 2}
         most = self.layout.micro_batch_tokens // int(self.samples.lengths.min())
         return {"max_documents": min(self.batch.samples_per_step, most), "max_prefixes": 0}
-
-    @property
-    def largest_pass_tokens(self) -> int:
-        """The most tokens that a pass of any rank computes, in steps sampled across the run."""
-        steps = self.sampled_steps(NUM_SAMPLED_STEPS)
-        return max(batch.num_padded_tokens for step in steps for rank in step.ranks for batch in rank)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -155,7 +149,7 @@ class RunPlan:
         """The share of the samples' tokens that no pass computes, as samples share them; from sampled steps."""
         if not self.shares_prefixes:
             return 0.0
-        steps = list(self.sampled_steps(NUM_SAMPLED_STEPS))
+        steps = list(self.sampled_steps(NUM_SHARED_STEPS))
         return sum(step.num_shared_tokens for step in steps) / sum(step.num_tokens for step in steps)
 
     def with_layout(

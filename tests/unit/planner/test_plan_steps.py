@@ -64,13 +64,6 @@ def test_counts_of_a_step_add_up():
         assert step.balance == pytest.approx(np.mean(costs) / max(costs))
 
 
-def test_the_largest_pass_is_that_of_any_rank():
-    lengths, plan = lengths_of(50)[0], plan_of(num_ranks=3)
-    passes = [batch.sample_ids for step in plan.steps() for rank in step.ranks for batch in rank]
-    assert plan.largest_pass_tokens == max(lengths[list(ids)].sum() for ids in passes) <= 100
-    assert plan_of(micro_batch_tokens=10**6, num_ranks=1).largest_pass_tokens < 8 * 60
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 16])
 def test_any_number_of_ranks_runs_the_same_steps(num_ranks):
     for one, many in zip(plan_of(num_ranks=1).steps(), plan_of(num_ranks=num_ranks).steps(), strict=True):
