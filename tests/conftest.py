@@ -15,7 +15,7 @@ import pytest
 
 # Test processes share the cores: a thread pool each, in every rank they start, is many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Hundreds of tests start processes, each of which would compile all of flatout again.
+# Hundreds of tests start processes. Without .pyc files, each compiles flatout's source again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A test changes code in its process, which no key of kept proofs holds; tests of kept proofs remove this.
 os.environ["FLATOUT_CHECK_AGAIN"] = "1"

@@ -170,7 +170,7 @@ class Config(Section):
     freeze: list[str] = []
     """method: full: regexes on the names of parameters to freeze."""
     compile: CompileMode = "auto"
-    """auto: on CUDA, one graph for each decoder layer whose gradients equal eager; tuned: search faster block sizes."""
+    """auto: on CUDA, compile each decoder layer as a graph if its gradients match eager; tuned: search block sizes."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """auto: use CUDA graphs for models so small that the host cannot launch kernels fast enough."""
     memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"

@@ -352,7 +352,9 @@ def compile_model(
     reporter.phase("compiling")
     recompute = planned.memory.recompute
     mode = config.compile if planned.parallel_layout.compiles else "off"
-    known, largest = proofs.find("compiled layers"), largest_pass(planned.plan)
+    known = proofs.find("compiled layers")
+    # finding it plans hundreds of steps, which runs that compile nothing need not wait for
+    largest = None if mode == "off" or feed.num_boundaries is None else largest_pass(planned.plan)
     with compiling_with(recompute):
         compiled = compile_layers(
             loaded,
@@ -369,9 +371,9 @@ def compile_model(
         )
     if compiled.num_compared is None and compiled.is_complete:
         proofs.keep("compiled layers", {"smallest_cosine": compiled.smallest_cosine})
-    earlier = f"; the others {known.since}" if known and compiled.num_compared else ""
-    earlier += "; block sizes tuned" if mode == "tuned" and compiled.num_compiled else ""
-    reporter.stage("compile", compiled.line + earlier)
+    line = compiled.line + (f"; the others {known.since}" if known and compiled.num_compared else "")
+    line += "; block sizes tuned" if mode == "tuned" and compiled.num_compiled else ""
+    reporter.stage("compile", line)
     if feed.num_boundaries is not None and compiled.num_compiled:
         place = planned.parallel_layout.place_of(rank.index)
         sizes = count_sizes(planned.plan, place, size_buckets=feed.size_buckets)

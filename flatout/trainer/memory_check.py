@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -232,11 +233,9 @@ def size_of(batch: MicroBatch) -> MicroBatchSize:
     return MicroBatchSize(batch.num_padded_tokens, batch.num_label_tokens, len(batch.sample_ids))
 
 
+@lru_cache(maxsize=1)
 def largest_pass(plan: RunPlan) -> tuple[StepPlan, int, MicroBatch] | None:
-    """Return a step with the plan's largest micro-batch, its rank and itself; looks at `NUM_STEPS_SEEN` steps.
-
-    None if none of these steps has labels.
-    """
+    """Return a step with the largest micro-batch of `NUM_STEPS_SEEN`, its rank and itself; None without labels."""
     steps = (step for step in plan.sampled_steps(NUM_STEPS_SEEN) if step.num_label_tokens)
     every = ((step, rank, batch) for step in steps for rank, own in enumerate(step.ranks) for batch in own)
     return max(every, key=lambda found: found[2].num_padded_tokens, default=None)

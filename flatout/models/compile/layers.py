@@ -210,15 +210,15 @@ def _compile(
     model.train(not has_dropout)
     # the first layer's input must require a gradient like the others', or it would need another graph
     model.enable_input_require_grads()
-    kinds = ends_of_kinds(layers, model)
-    calls = [call for batch in large for call in record_calls(loaded, kinds, batch, wrapper)]
+    ends = ends_of_kinds(layers, model)
+    calls = [call for batch in large for call in record_calls(loaded, ends, batch, wrapper)]
     calls += [call for batch in batches for call in record_calls(loaded, layers, batch, wrapper)]
     regions.compile()
-    ends = kinds if proved else set(layers)
-    cosines = _compare(loaded, trained, [call for call in calls if call[0] in ends], smallest_cosine, regions, gather)
-    num_compared = len(ends) if len(ends) < len(layers) and not (regions.eager or regions.split) else None
+    first = ends if proved else set(layers)
+    cosines = _compare(loaded, trained, [call for call in calls if call[0] in first], smallest_cosine, regions, gather)
+    num_compared = len(first) if len(first) < len(layers) and not (regions.eager or regions.split) else None
     if num_compared is None:
-        rest = [call for call in calls if call[0] not in ends]
+        rest = [call for call in calls if call[0] not in first]
         cosines |= _compare(loaded, trained, rest, smallest_cosine, regions, gather)
     model.train()
     try:
