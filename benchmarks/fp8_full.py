@@ -26,7 +26,7 @@ from bench.rows import SAMPLES_PER_STEP
 from bench.shapes import SHAPES, shape_config
 from whole_steps import gib, make_parser, on_each_rank, prepare, spread_over, take_steps
 
-from flatout.bench.inputs import MIN_ID, Samples, chat_samples
+from flatout.bench.inputs import MIN_ID, Samples, random_samples
 from flatout.parallel.rank import Rank
 
 MODES = {"bf16": [], "fp8": ["full.compute=fp8"], "fp8_rowwise": ["full.compute=fp8_rowwise"]}
@@ -37,7 +37,7 @@ MEAN_OVER = 10
 
 def bigrams(num_steps: int, samples_per_step: int) -> Samples:
     """Samples of chat-like lengths from a random first-order Markov chain."""
-    ids, loss_mask, lengths = chat_samples(num_steps * samples_per_step // SAMPLES_PER_STEP, NUM_TOKENS)
+    ids, loss_mask, lengths = random_samples(num_steps * samples_per_step // SAMPLES_PER_STEP, NUM_TOKENS)
     random = np.random.default_rng(0)
     followers = random.integers(NUM_TOKENS - MIN_ID, size=(NUM_TOKENS - MIN_ID, NUM_FOLLOWERS))
     chances = 1 / np.arange(1, NUM_FOLLOWERS + 1)

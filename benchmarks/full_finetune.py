@@ -31,7 +31,7 @@ from bench.shapes import SHAPES, shape_config
 from whole_steps import make_parser, prepare, spread_over, take_steps
 
 from flatout.bench.figures import WARMUP_STEPS, recorded_figures
-from flatout.bench.inputs import LABEL_SHARE, chat_lengths
+from flatout.bench.inputs import CHAT, LABEL_SHARE
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback
 from flatout.track.record import StepRecord
@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     steps, rates = taken.records, recorded_figures(taken.recorder, launched_s)
     per_step = args.samples // SAMPLES_PER_STEP
-    timed = [n for index in range(WARMUP_STEPS * per_step, args.steps * per_step) for n in chat_lengths(index)]
+    timed = [n for index in range(WARMUP_STEPS * per_step, args.steps * per_step) for n in CHAT.group(index)]
     bound = bound_tokens_per_s(shape, timed) * rank.world
     if args.save:
         events = map(json.loads, (out / "run" / "events.jsonl").read_text().splitlines())

@@ -40,7 +40,7 @@ from whole_steps import prepare
 
 from flatout.bench import run as flatout_bench
 from flatout.bench.figures import WARMUP_STEPS
-from flatout.bench.inputs import LABEL_SHARE, chat_lengths
+from flatout.bench.inputs import CHAT, LABEL_SHARE
 from flatout.config.read import make_config
 from flatout.config.schema import BaseConfig
 from flatout.kernels import low_rank, segmented
@@ -515,10 +515,10 @@ def main() -> None:
         parser.error("there is no CUDA GPU whose energy could be read")
     idle, period_s, gpu = idle_watts(args.seconds), counter_period_s(), gpu_header()
     print(f"idle {idle:.0f} W; the counter moves every {period_s * 1e3:.0f} ms; {gpu}", flush=True)
-    rows = loop_all(shape_config(args.shape), chat_lengths(0), config.base, args.seconds, idle)
+    rows = loop_all(shape_config(args.shape), CHAT.group(0), config.base, args.seconds, idle)
     gc.collect()
     torch.cuda.empty_cache()
-    whole, num_tokens = whole_steps(args, config, idle), sum(chat_lengths(0))
+    whole, num_tokens = whole_steps(args, config, idle), sum(CHAT.group(0))
     header = {"gpu": gpu, "versions": versions(), "shape": args.shape, "overrides": args.overrides,
               "idle_watts": idle, "counter_period_s": period_s, "num_tokens": num_tokens}  # fmt: skip
     args.out.write_text(json.dumps({"header": header, "operations": rows, "whole": whole}, indent=1))

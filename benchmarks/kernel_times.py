@@ -25,7 +25,7 @@ from bench.machine import gpu_header, versions
 from bench.shapes import SHAPES
 from torch import Tensor, nn
 
-from flatout.bench.inputs import chat_lengths
+from flatout.bench.inputs import CHAT
 
 Result = tuple[Tensor, Tensor]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,7 +110,7 @@ def attention_case(shape: str, num_steps: int) -> Case:
 
     sizes = SHAPES[shape]
     heads, kv_heads, head_dim = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"]
-    lengths = chat_lengths(0) if DEVICE == "cuda" else chat_lengths(0)[:num_steps]
+    lengths = CHAT.group(0) if DEVICE == "cuda" else CHAT.group(0)[:num_steps]
     total = sum(lengths)
     query, key, value = (
         randn(total, heads, head_dim),

@@ -26,7 +26,7 @@ from typing import Any
 
 from bench.shapes import SHAPES, shape_config
 
-from flatout.bench.inputs import NAME, SAMPLES_PER_GROUP, chat_samples, write_store, write_tokenizer
+from flatout.bench.inputs import CHAT, NAME, random_samples, write_store, write_tokenizer
 from flatout.track.run_log import read_run
 from flatout.track.start_up import EVENT, stages_of
 
@@ -79,7 +79,7 @@ def prepare(folder: Path, args: argparse.Namespace) -> Path:
         write_tokenizer(model)
     values.update({name: max(1, values[name] // args.width) for name in WIDTHS})
     (model / "config.json").write_text(json.dumps(values))
-    samples = chat_samples(args.samples // SAMPLES_PER_GROUP, values["vocab_size"])
+    samples = random_samples(args.samples // CHAT.samples_per_group, values["vocab_size"])
     write_store(folder / "data", str(model), values["vocab_size"], samples)
     (folder / "run.yaml").write_text(
         f"name: start\nrun_dir: {folder}/run\nmethod: lora\ndevice: {args.device}\n"

@@ -2,9 +2,10 @@
 
     python benchmarks/throughput.py --shape qwen3-8b --budget 24000 --steps 12 base.storage=fp8
 
-Samples have chat-like lengths, 60 % label tokens, 32 a step; the first 3 steps are left out. `--profile N` shows where
-the time of N steps goes, as `flatout train --profile` does; then the rate includes the profiler's overhead. With a
-system prompt of 200 tokens before each chat, computed for each of them and once for each micro-batch:
+Samples have chat-like lengths, 32 a step, or reasoning lengths, 8 a step; 60 % are label tokens. The first 3 steps are
+left out. `--profile N` shows where the time of N steps goes, as `flatout train --profile` does; then the rate includes
+the profiler's overhead. With a system prompt of 200 tokens before each chat, computed for each of them and once for
+each micro-batch:
 
     for share in off on; do python benchmarks/throughput.py --shape qwen3-8b --budget 24000 --system-prompt 200 \\
         base.storage=fp8 batch.share_prefix=$share; done
@@ -20,12 +21,12 @@ from pathlib import Path
 
 import numpy as np
 from bench.ours import measure
-from bench.rows import SAMPLES_PER_STEP
+from bench.rows import LENGTHS
 from bench.shapes import SHAPES, shape_config
-from whole_steps import prepare
+from whole_steps import prepare, spread_over
 
 from flatout.bench.figures import WARMUP_STEPS
-from flatout.bench.inputs import MAX_ID, MIN_ID, Samples, chat_samples
+from flatout.bench.inputs import MAX_ID, MIN_ID, Samples, random_samples
 
 
 def with_system_prompt(samples: Samples, num_tokens: int) -> Samples:
@@ -44,21 +45,25 @@ def main() -> None:
     parser.add_argument("--budget", type=int)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--profile", type=int, default=0)
+    parser.add_argument("--lengths", choices=LENGTHS, default="chat", help="of the samples (chat)")
     parser.add_argument("--system-prompt", type=int, default=0, metavar="TOKENS", help="before each chat, the same")
+    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("/tmp/throughput"))
     parser.add_argument("overrides", nargs="*")
-    args = parser.parse_args()
-    launched_s = time.time()
-    shape = shape_config(args.shape)
-    samples = with_system_prompt(chat_samples(args.steps, int(shape["vocab_size"])), args.system_prompt)
-    prepare(args.out, shape, args.steps, samples=samples)
+    args = parser.parse_intermixed_args()
+    launched_s, lengths = time.time(), LENGTHS[args.lengths]
+    if not args.part:
+        shape = shape_config(args.shape)
+        samples = random_samples(args.steps, int(shape["vocab_size"]), lengths)
+        prepare(args.out, shape, args.steps, samples=with_system_prompt(samples, args.system_prompt))
+        spread_over(1)  # with the allocator's settings
     budget = [f"batch.micro_batch_tokens={args.budget}"] if args.budget else []
     job = {
         "run_dir": str(args.out / "run"),
         "model_dir": str(args.out / "model"),
         "data_root": str(args.out / "data"),
         "num_steps": args.steps,
-        "samples_per_step": SAMPLES_PER_STEP,
+        "samples_per_step": lengths.samples_per_group,
         "overrides": ["model.init=random", *budget, *args.overrides],
         "launched_s": launched_s,
         "profile_steps": args.profile,

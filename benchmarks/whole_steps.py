@@ -18,7 +18,7 @@ from bench.rows import SAMPLES_PER_STEP
 
 from flatout.bench import run as flatout_bench
 from flatout.bench.figures import WARMUP_STEPS, recorded_figures
-from flatout.bench.inputs import Samples, chat_samples, write_store, write_tokenizer
+from flatout.bench.inputs import Samples, random_samples, write_store, write_tokenizer
 from flatout.config.read import make_config
 from flatout.environment import allocator_env
 from flatout.parallel.rank import Rank
@@ -88,7 +88,7 @@ def prepare(
     (out / "model" / "config.json").write_text(json.dumps(shape))
     write_tokenizer(out / "model")
     vocab_size = int(shape["vocab_size"])
-    samples = samples or chat_samples(num_steps * samples_per_step // SAMPLES_PER_STEP, vocab_size)
+    samples = samples or random_samples(num_steps * samples_per_step // SAMPLES_PER_STEP, vocab_size)
     write_store(out / "data", str(out / "model"), vocab_size, samples)
 
 

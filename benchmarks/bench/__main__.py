@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="put before the peers' Python path",
     )
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="a built data set's folder instead of chat lengths")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="a built data set's folder, not random tokens")
     parser.add_argument("--parity", type=Path, metavar="FILE", help="verdicts written by benchmarks/parity.py")
     parser.add_argument("--steps", type=int, default=13, metavar="N", help="optimizer steps a run, 3 left out (13)")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of every row (3)")

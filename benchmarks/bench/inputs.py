@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flatout.bench.inputs import Samples, chat_samples, write_store, write_tokenizer
+from flatout.bench.inputs import Samples, random_samples, write_store, write_tokenizer
 from flatout.data.token_store import TokenStore
 from flatout.errors import UsageError
 
-from .rows import SAMPLES_PER_STEP
+from .rows import LENGTHS, Row
 from .shapes import SHAPES, shape_config
 
 
@@ -32,10 +32,14 @@ def built_samples(folder: Path, num_samples: int) -> Samples:
     return np.array(store.token_ids[:end]), np.array(store.loss_mask[:end]), store.lengths[:num_samples]
 
 
-def write_samples(root: Path, shape: str, model_dir: Path, num_groups: int, data: Path | None = None) -> TokenStore:
-    """`num_groups` times SAMPLES_PER_STEP samples as a registered store, from `data` or of chat-like lengths."""
-    vocab_size = int(SHAPES[shape]["vocab_size"])
-    samples = built_samples(data, num_groups * SAMPLES_PER_STEP) if data else chat_samples(num_groups, vocab_size)
+def write_samples(root: Path, row: Row, model_dir: Path, num_steps: int, data: Path | None = None) -> TokenStore:
+    """The samples of a row's steps as a registered store: from `data`, or random ones of the row's lengths."""
+    vocab_size, lengths = int(SHAPES[row.shape]["vocab_size"]), LENGTHS[row.lengths]
+    num_samples = num_steps * row.samples_per_step
+    if data:
+        samples = built_samples(data, num_samples)
+    else:
+        samples = random_samples(num_samples // lengths.samples_per_group, vocab_size, lengths)
     return write_store(root, str(model_dir), vocab_size, samples)
 
 

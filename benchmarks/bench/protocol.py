@@ -23,7 +23,7 @@ from flatout.errors import ResourceError, UsageError
 
 from .inputs import write_samples
 from .machine import gpu_header, versions
-from .rows import SAMPLES_PER_STEP, Row, mode_of
+from .rows import Row, mode_of
 
 # on every child's Python path, as it is for the scripts beside this package
 BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -64,12 +64,12 @@ def run_rows(rows: Sequence[Row], settings: Settings, say: Callable[[str], None]
         "protocol": {
             "num_steps": settings.num_steps,
             "left_out_steps": WARMUP_STEPS,
-            "data": str(settings.data.name) if settings.data else "chat lengths",
+            "data": str(settings.data.name) if settings.data else "random tokens",
             "order": "A-B-A",
         },
         "rows": [
             {"name": row.name, "system": row.system, "shape": row.shape, "settings": dict(row.settings),
-             "num_gpus": row.num_gpus, "samples_per_step": row.samples_per_step,
+             "num_gpus": row.num_gpus, "lengths": row.lengths, "samples_per_step": row.samples_per_step,
              "parity": settings.parity.get(mode_of(row))}
             for row in rows
         ],
@@ -85,7 +85,7 @@ def run_rows(rows: Sequence[Row], settings: Settings, say: Callable[[str], None]
             say(results["stopped"])
             break
         begun = time.monotonic()
-        inputs = f"{row.shape}, {row.samples_per_step} samples a step"
+        inputs = f"{row.shape}, {row.samples_per_step} samples a step of {row.lengths} lengths"
         if inputs not in results["inputs"]:
             results["inputs"][inputs] = _make_inputs(row, settings, say)
         run = _run(row, repeat, settings, results["inputs"][inputs], left_s)
@@ -115,7 +115,7 @@ def _left_s(settings: Settings, started: float) -> float:
 
 
 def _data_root(row: Row, settings: Settings) -> Path:
-    return settings.work / row.shape / f"data-{row.samples_per_step}"
+    return settings.work / row.shape / f"data-{row.lengths}-{row.samples_per_step}"
 
 
 def _make_inputs(row: Row, settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
@@ -129,8 +129,7 @@ def _make_inputs(row: Row, settings: Settings, say: Callable[[str], None]) -> di
         if _run_process(command, log, None, {}) != 0:
             raise ResourceError(f"the {shape} model could not be made: {log.read_text(encoding='utf-8')[-LOG_TAIL:]}")
         say(f"{shape}: model folder made in {time.monotonic() - begun:.0f} s")
-    num_groups = settings.num_steps * row.samples_per_step // SAMPLES_PER_STEP
-    store = write_samples(_data_root(row, settings), shape, model_dir, num_groups, settings.data)
+    store = write_samples(_data_root(row, settings), row, model_dir, settings.num_steps, settings.data)
     return {
         "model_s": round(time.monotonic() - begun, 1),
         "digest": digest(store.token_ids, store.loss_mask),

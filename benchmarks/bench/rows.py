@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from flatout.bench.inputs import SAMPLES_PER_GROUP
+from flatout.bench.inputs import CHAT, REASONING
 from flatout.errors import UsageError
 
-# a row's samples a step are a multiple of the groups that chat lengths come in
-SAMPLES_PER_STEP = SAMPLES_PER_GROUP
+LENGTHS = {"chat": CHAT, "reasoning": REASONING}
+SAMPLES_PER_STEP = CHAT.samples_per_group
 _NAME = re.compile(r"(?P<base>[^@]+)(@(?P<gpus>[1-9]\d*)(x(?P<samples>[1-9]\d*))?)?")
 
 
@@ -23,7 +23,8 @@ _NAME = re.compile(r"(?P<base>[^@]+)(@(?P<gpus>[1-9]\d*)(x(?P<samples>[1-9]\d*))
 class Row:
     """One measured configuration. `settings` are the trainer's own; ours are {"overrides": [...]}.
 
-    `num_gpus` processes share the `samples_per_step` of an optimizer step. `aliases` are names it had before.
+    `num_gpus` processes share the `samples_per_step` of an optimizer step, a multiple of the groups that `lengths`
+    (one of LENGTHS) come in. `aliases` are names it had before.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Row:
     shape: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     num_gpus: int = 1
+    lengths: str = "chat"
     samples_per_step: int = SAMPLES_PER_STEP
     aliases: tuple[str, ...] = ()
 
@@ -60,6 +62,10 @@ class Peers:
 
 def _ours(name: str, shape: str, *overrides: str, aliases: tuple[str, ...] = ()) -> Row:
     return Row(name, "flatout", shape, {"overrides": list(overrides)}, aliases=aliases)
+
+
+def _reasoning(name: str, shape: str, *overrides: str) -> Row:
+    return replace(_ours(name, shape, *overrides), lengths="reasoning", samples_per_step=REASONING.samples_per_group)
 
 
 _EXPERTS = "lora.targets=[q_proj,k_proj,v_proj,o_proj,gate_up_proj,down_proj]"
@@ -92,6 +98,8 @@ OURS = (
     _ours("0.6b-bf16", "qwen3-0.6b", "batch.micro_batch_tokens=32768", "recompute=none"),
     _ours("0.6b-auto", "qwen3-0.6b"),
     _ours("llama-1b-bf16", "llama-3.2-1b", "batch.micro_batch_tokens=32768", "recompute=none"),
+    _reasoning("llama-8b-reasoning-bf16", "llama-3.1-8b"),
+    _reasoning("llama-8b-reasoning-fp8", "llama-3.1-8b", "base.storage=fp8"),
     _ours("gemma-1b-bf16", "gemma-3-1b", "batch.micro_batch_tokens=32768", "recompute=none"),
 )
 
@@ -116,7 +124,7 @@ def read_parity(path: Path) -> dict[str, bool]:
 def choose(known: Sequence[Row], names: Sequence[str]) -> list[Row]:
     """The rows of these names, in the order asked for: NAME, NAME@GPUS or NAME@GPUSxSAMPLES, such as 8b-bf16@4x128.
 
-    Raises UsageError naming the known ones, or when the samples of a step are not the GPUs' and SAMPLES_PER_STEP's.
+    Raises UsageError naming the known ones, or when the samples of a step are not whole groups that the GPUs divide.
     """
     by_name = {name: row for row in known for name in (row.name, *row.aliases)}
     chosen = []
@@ -124,13 +132,14 @@ def choose(known: Sequence[Row], names: Sequence[str]) -> list[Row]:
         matched = _NAME.fullmatch(name)
         if matched is None or matched["base"] not in by_name:
             raise UsageError(f"--rows: no row {name!r}; there are {', '.join(row.name for row in known)}")
-        num_gpus, num_samples = int(matched["gpus"] or 1), int(matched["samples"] or SAMPLES_PER_STEP)
-        if num_samples % SAMPLES_PER_STEP or num_samples % num_gpus:
+        row = by_name[matched["base"]]
+        num_gpus, num_samples = int(matched["gpus"] or 1), int(matched["samples"] or row.samples_per_step)
+        per_group = LENGTHS[row.lengths].samples_per_group
+        if num_samples % per_group or num_samples % num_gpus:
             raise UsageError(
                 f"--rows: {name} asks for {num_samples} samples a step on {num_gpus} GPUs; take a multiple of "
-                f"{SAMPLES_PER_STEP} that the GPUs divide"
+                f"{per_group} that the GPUs divide"
             )
-        row = by_name[matched["base"]]
         full_name = row.name + name.removeprefix(matched["base"])
         chosen.append(replace(row, name=full_name, num_gpus=num_gpus, samples_per_step=num_samples))
     return chosen

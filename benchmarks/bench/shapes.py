@@ -89,6 +89,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "qwen3-30b-a3b-12-layers": {**_QWEN3_30B_A3B, "num_hidden_layers": 12},
+    "llama-3.1-8b": _llama(4096, 14336, 32, 32, head_dim=128, factor=8.0, tied=False),
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, head_dim=64, factor=32.0, tied=True),
     # Llama 3.3's
     "llama-70b": _llama(8192, 28672, 80, 64, head_dim=128, factor=8.0, tied=False),

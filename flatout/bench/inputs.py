@@ -1,7 +1,8 @@
-"""What is measured: random token ids of chat-like lengths in a registered token store, and a tokenizer for them."""
+"""What is measured: random token ids of typical lengths in a registered token store, and a tokenizer for them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,6 @@ from flatout.data.tokenizer import load_tokenizer, tokenizer_digest
 from flatout.demo.write import train_tokenizer
 
 NAME = "bench"
-# chat lengths come in groups of this many samples, each with its own seed
-SAMPLES_PER_GROUP = 32
-MAX_TOKENS = 2048
 # random ids stay within the tokenizer's vocabulary, since some trainers decode them; ids up to 3 are special
 MIN_ID, MAX_ID = 4, 1000
 LABEL_SHARE = 0.6
@@ -26,21 +24,39 @@ Samples = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]
 """Token ids [T] and loss mask [T] of all samples in a row, and the samples' lengths [N]."""
 
 
-def chat_lengths(group: int) -> list[int]:
-    """Return a group's lengths: lognormal (mean of logs 6.0, sigma 0.8), clipped to 32..2048, seeded by `group`."""
-    generator = torch.Generator().manual_seed(group)
-    draws = torch.randn(SAMPLES_PER_GROUP, generator=generator) * 0.8 + 6.0
-    lengths: list[int] = draws.exp().clamp(32, MAX_TOKENS).long().tolist()
-    return lengths
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lognormal sample lengths in tokens, clipped to `min_tokens..max_tokens`.
+
+    They come in groups of `samples_per_group`, each with its own seed.
+    """
+
+    samples_per_group: int
+    mean_log: float
+    sigma_log: float
+    min_tokens: int
+    max_tokens: int
+
+    def group(self, index: int) -> list[int]:
+        """Return the lengths of one group, seeded by `index`."""
+        generator = torch.Generator().manual_seed(index)
+        draws = torch.randn(self.samples_per_group, generator=generator) * self.sigma_log + self.mean_log
+        lengths: list[int] = draws.exp().clamp(self.min_tokens, self.max_tokens).long().tolist()
+        return lengths
 
 
-def chat_samples(num_groups: int, vocab_size: int, max_tokens: int = MAX_TOKENS) -> Samples:
-    """Return random ids of chat-like lengths, at most `max_tokens` each; the last 60 % of each sample carry loss."""
-    lengths = np.array([min(n, max_tokens) for group in range(num_groups) for n in chat_lengths(group)], np.int64)
+CHAT = Lengths(32, 6.0, 0.8, 32, 2048)
+REASONING = Lengths(8, 8.2, 0.7, 256, 16384)
+
+
+def random_samples(num_groups: int, vocab_size: int, lengths: Lengths = CHAT, max_tokens: int | None = None) -> Samples:
+    """Return random ids of these lengths, at most `max_tokens` each; the last 60 % of each sample carry loss."""
+    longest = max_tokens or lengths.max_tokens
+    num_tokens = np.array([min(n, longest) for group in range(num_groups) for n in lengths.group(group)], np.int64)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(MIN_ID, min(MAX_ID, vocab_size), (int(lengths.sum()),), generator=generator)
-    loss_mask = np.concatenate([np.arange(n) >= int(n * (1 - LABEL_SHARE)) for n in lengths])
-    return ids.numpy().astype(np.int32), loss_mask, lengths
+    ids = torch.randint(MIN_ID, min(MAX_ID, vocab_size), (int(num_tokens.sum()),), generator=generator)
+    loss_mask = np.concatenate([np.arange(n) >= int(n * (1 - LABEL_SHARE)) for n in num_tokens])
+    return ids.numpy().astype(np.int32), loss_mask, num_tokens
 
 
 def digest(token_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flatout.bench.figures import WARMUP_STEPS, recorded_figures
-from flatout.bench.inputs import MAX_TOKENS, NAME, SAMPLES_PER_GROUP, chat_samples, write_store, write_tokenizer
+from flatout.bench.inputs import CHAT, NAME, random_samples, write_store, write_tokenizer
 from flatout.checkpoint.write import Checkpoints
 from flatout.config.schema import CheckpointConfig, Config, DataConfig, EvalConfig, ScheduleConfig
 from flatout.data import registry
@@ -38,8 +38,8 @@ def measured_config(config: Config, folder: Path, num_steps: int) -> tuple[Confi
     if data.name not in registry.load(data.root):
         what, tokenizer = "random token ids with chat-like lengths", str(folder / "tokenizer")
         vocab_size = read_shape(config.model.name, config.model.revision).vocab_size
-        num_groups = -(-num_steps * config.batch.samples_per_step // SAMPLES_PER_GROUP)
-        samples = chat_samples(num_groups, vocab_size, min(MAX_TOKENS, data.max_tokens or MAX_TOKENS))
+        num_groups = -(-num_steps * config.batch.samples_per_step // CHAT.samples_per_group)
+        samples = random_samples(num_groups, vocab_size, max_tokens=data.max_tokens)
         write_tokenizer(folder / "tokenizer")
         write_store(folder / "data", tokenizer, vocab_size, samples)
         data = DataConfig(name=NAME, root=folder / "data", tokenizer=tokenizer)

@@ -167,7 +167,8 @@ class PeakMemoryReporter:
         for batch in micro_batches_of(run, step):
             if batch.num_padded_tokens > self._largest.num_tokens:
                 self._largest = MicroBatchSize(batch.num_padded_tokens, batch.num_label_tokens, len(batch.sample_ids))
-        if self._num_steps < MEASURED_STEP:
+        # a pass that ran out of memory has set the peak, and its size is not in the plan any more
+        if self._num_steps < MEASURED_STEP or run.state.micro_batch_cap is not None:
             return
         # recorded graphs ran at their largest size before the first step
         size, recorded_tokens = self._largest, run.loss.decoder.largest_tokens if run.loss.decoder else 0

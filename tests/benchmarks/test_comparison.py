@@ -16,6 +16,7 @@ from bench.report import markdown, ratios, summary
 from bench.rows import OURS, Row, Target, choose, mode_of, read_parity, read_peers
 from bench.shapes import SHAPES, shape_config
 
+from flatout.bench.inputs import REASONING
 from flatout.config.read import make_config
 from flatout.errors import UsageError
 from flatout.track.callback import MemoryCallback
@@ -68,6 +69,10 @@ def test_a_rows_name_says_how_many_gpus_share_how_many_samples():
     assert (two.system, two.shape, two.settings) == (one.system, one.shape, one.settings)
     renamed = Row("a-nf4", "peer", "tiny", aliases=("a-lean",))
     assert [row.name for row in choose([renamed], ["a-lean", "a-lean@2x64"])] == ["a-nf4", "a-nf4@2x64"]
+    [long] = choose(OURS, ["llama-8b-reasoning-fp8@2x16"])
+    assert (long.lengths, long.num_gpus, long.samples_per_step) == ("reasoning", 2, 16)
+    with pytest.raises(UsageError, match="multiple of 8"):
+        choose(OURS, ["llama-8b-reasoning-fp8@1x12"])
     for name in ("a@0", "a@", "a@3", "a@2x48", "b@2"):
         with pytest.raises(UsageError, match="--rows"):
             choose([peer("a")], [name])
@@ -82,13 +87,20 @@ def test_every_second_pass_goes_backwards():
 
 def test_real_samples_keep_their_order_and_too_few_are_refused(work, tmp_path):
     model_dir = work / "tiny" / "model"
-    source = write_samples(tmp_path / "source", "tiny", model_dir, 4)
-    taken = write_samples(tmp_path / "taken", "tiny", model_dir, 2, source.folder)
+    source = write_samples(tmp_path / "source", peer("a"), model_dir, 4)
+    taken = write_samples(tmp_path / "taken", peer("a"), model_dir, 2, source.folder)
     assert taken.num_samples == 64
     assert taken.token_ids.tolist() == source.token_ids[: taken.offsets[-1]].tolist()
     assert taken.loss_mask.tolist() == source.loss_mask[: taken.offsets[-1]].tolist()
     with pytest.raises(UsageError, match="128 samples, the steps need 160"):
-        write_samples(tmp_path / "more", "tiny", model_dir, 5, source.folder)
+        write_samples(tmp_path / "more", peer("a"), model_dir, 5, source.folder)
+
+
+def test_random_samples_have_the_lengths_of_their_row(work, tmp_path):
+    row = Row("a", "peer", "tiny", lengths="reasoning", samples_per_step=16)
+    store = write_samples(tmp_path, row, work / "tiny" / "model", 2)
+    assert store.lengths.tolist() == [n for group in range(4) for n in REASONING.group(group)]
+    assert 2048 < store.lengths.max() <= 16384
 
 
 @pytest.mark.parametrize("name", SHAPES)

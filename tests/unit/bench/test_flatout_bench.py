@@ -6,7 +6,7 @@ import tempfile
 import pytest
 
 from flatout.bench.figures import figures
-from flatout.bench.inputs import MAX_ID, chat_lengths, chat_samples, digest
+from flatout.bench.inputs import CHAT, MAX_ID, digest, random_samples
 from flatout.cli.main import main
 from flatout.config.read import dump_config
 from flatout.data.build import open_or_build
@@ -22,17 +22,17 @@ def test_rates_are_tokens_over_intervals_without_the_warm_up():
 
 
 def test_chat_samples_are_seeded_by_group():
-    ids, loss_mask, lengths = chat_samples(2, 151936)
-    assert lengths.tolist() == chat_lengths(0) + chat_lengths(1)
+    ids, loss_mask, lengths = random_samples(2, 151936)
+    assert lengths.tolist() == CHAT.group(0) + CHAT.group(1)
     assert min(lengths) >= 32
     assert max(lengths) <= 2048
-    assert max(chat_samples(2, 151936, max_tokens=100)[2]) == 100
+    assert max(random_samples(2, 151936, max_tokens=100)[2]) == 100
     assert ids.min() >= 4
     assert ids.max() < MAX_ID
     assert loss_mask.sum() / len(loss_mask) == pytest.approx(0.6, abs=0.01)
     # the first token of a sample has nothing before it
     assert not loss_mask[lengths.cumsum() - lengths].any()
-    other = chat_samples(2, 151936)
+    other = random_samples(2, 151936)
     assert digest(ids, loss_mask) == digest(other[0], other[1])
     loss_mask[-1] = False
     assert digest(ids, loss_mask) != digest(other[0], other[1])
