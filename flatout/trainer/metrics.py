@@ -159,7 +159,7 @@ class PeakMemoryReporter:
         self._largest = MicroBatchSize(0, 0, 0)
 
     def end_step(self, step: StepPlan) -> None:
-        """Keep the largest micro-batch so far; after the second step, log the peaks."""
+        """Keep the largest micro-batch so far; after the second step, log the peaks unless a pass ran out of memory."""
         run = self._run
         self._num_steps += 1
         if self._num_steps > MEASURED_STEP or run.device.type != "cuda":
@@ -167,7 +167,6 @@ class PeakMemoryReporter:
         for batch in micro_batches_of(run, step):
             if batch.num_padded_tokens > self._largest.num_tokens:
                 self._largest = MicroBatchSize(batch.num_padded_tokens, batch.num_label_tokens, len(batch.sample_ids))
-        # a pass that ran out of memory has set the peak, and its size is not in the plan any more
         if self._num_steps < MEASURED_STEP or run.state.micro_batch_cap is not None:
             return
         # recorded graphs ran at their largest size before the first step
