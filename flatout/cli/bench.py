@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure in a temporary folder and print the figures. Returns 0; raises FlatoutError."""
     launched_s = time.time()
     from flatout.bench.figures import WARMUP_STEPS
-    from flatout.cli.screen import quiet_transformers, rows
+    from flatout.cli.screen import import_transformers, rows
     from flatout.config.read import load_config, make_config
     from flatout.environment import allocator_env, environment, set_environment
     from flatout.errors import UsageError
@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
             )
         set_environment({**allocator_env(environment()), **mode.environment})
         # import torch only after the configuration is checked
+        import_transformers()
         from flatout.bench.run import measure, measured_config
 
-        quiet_transformers()
         measured, data_name = measured_config(config, Path(place), args.steps)
         # the run prints to stderr, so that stdout has only the figures
         with redirect_stdout(sys.stderr):

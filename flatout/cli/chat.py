@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flatout.cli.screen import quiet_transformers
+from flatout.cli.screen import import_transformers
 from flatout.errors import ResourceError, UsageError
 from flatout.io.redact import printable, redacted
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load the models once, then answer. Raises UsageError, or ResourceError if a requested GPU is missing."""
     _check(args)
-    quiet_transformers()
+    import_transformers()
     speakers = _load(args)
     options = {"max_new_tokens": args.max_new_tokens, "seed": args.seed, "stream": True}
     start = [{"role": "system", "content": args.system}] if args.system else []

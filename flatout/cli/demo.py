@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from flatout.cli.screen import quiet_transformers
+from flatout.cli.screen import import_transformers
 
 # a demo is watched, so a step is shown this often
 STEP_LINE_S = 3.0
@@ -38,9 +38,9 @@ def run(args: argparse.Namespace) -> int:
         write_demo(args.out, args.seed)
         # torch is imported here, after the data is written
         shown.on_phase("importing torch")
+        import_transformers()
         from flatout.demo.job import answer_held_out, loss_halved, train_demo
 
-        quiet_transformers()
         result = train_demo(config, args.out, shown)
         shown.on_phase("answering prompts")
         marked = answer_held_out(result.folder, args.seed)

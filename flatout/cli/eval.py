@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flatout.cli.screen import quiet_transformers
+from flatout.cli.screen import import_transformers
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import now_utc
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = [] if args.answers is None else read_prompts(args.answers, max_bytes=MAX_ANSWERS_BYTES)[: args.limit]
     if unanswered := [index for index, prompt in enumerate(prompts, start=1) if not prompt.accepted]:
         raise DataError(f"{args.answers}: prompt {unanswered[0]} has no answer to compare with; add `answer`")
+    import_transformers()
     import torch
     from rich.console import Console
 
@@ -55,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
     from flatout.models.load.inference import load_trained, resolve_model_paths
     from flatout.track.console import ConsoleCallback
 
-    quiet_transformers()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ResourceError("--device: this machine has no CUDA GPU; use --device cpu")
     device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flatout.cli.screen import quiet_transformers, rows
+from flatout.cli.screen import import_transformers, rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write, and print what and how to use it. Returns 0; raises as `export` does."""
+    import_transformers()
     from flatout.export.write import export
 
-    quiet_transformers()
     exported = export(
         args.target,
         args.to,

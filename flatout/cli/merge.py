@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flatout.cli.screen import quiet_transformers
+from flatout.cli.screen import import_transformers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Merge and save. Returns 0; raises as `merge_adapter` does."""
+    import_transformers()
     from flatout.models.merge import merge_adapter
 
-    quiet_transformers()
     print(merge_adapter(args.target, args.out, base=args.base, device=args.device))
     return 0

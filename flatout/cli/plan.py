@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from flatout.cli.screen import WIDTH, rows
+from flatout.cli.screen import WIDTH, import_transformers, rows
 from flatout.config.read import load_config
 from flatout.config.schema import Config
 from flatout.errors import UsageError
@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--ranks is {num_ranks}, but gpus names {len(config.gpus)}; leave one of them out")
     with ConsoleCallback(Console(stderr=True)) as console:
         console.on_phase("importing torch and transformers")
+        import_transformers()
         from flatout.trainer.plan_summary import fit_devices, summarize_plan
         from flatout.trainer.planning import plan_run
 

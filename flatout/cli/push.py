@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flatout.cli.screen import quiet_transformers
+from flatout.cli.screen import import_transformers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Push, and print where. Returns 0; raises as `push` does."""
+    import_transformers()
     from flatout.export.push import push
 
-    quiet_transformers()
     results = "best" if args.best else "final"
     options = {"merged": args.merged, "private": args.private, "base": args.base, "replace": args.replace}
     print(push(args.run, args.repo, results=results, **options))

@@ -1,9 +1,11 @@
-"""What verbs have in common on a terminal: rows of 80 columns, and no progress bars of other libraries."""
+"""What verbs have in common: rows of 80 columns, quick imports, and no progress bars of other libraries."""
 
 from __future__ import annotations
 
+import gc
 import textwrap
 from collections.abc import Iterable
+from importlib import import_module
 
 WIDTH = 80
 _NAME_WIDTH = 18
@@ -20,8 +22,20 @@ def rows(pairs: Iterable[tuple[str, str]], name_width: int = _NAME_WIDTH) -> str
     return "\n".join(wrapper.fill(f"{name:<{name_width - 1}} {text}") for name, text in pairs)
 
 
-def quiet_transformers() -> None:
-    """Switch off transformers' progress bars for loading and writing weights, in this process."""
-    from transformers.utils import logging
+def import_without_gc(module: str) -> None:
+    """Import a large module. Its objects stay, so the garbage collector ignores them now and afterwards.
 
-    logging.disable_progress_bar()
+    Otherwise it would scan them again and again during the import.
+    """
+    gc.disable()
+    try:
+        import_module(module)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def import_transformers() -> None:
+    """Import torch and transformers, and switch off progress bars for loading and writing weights."""
+    import_without_gc("transformers.modeling_utils")
+    import_module("transformers.utils.logging").disable_progress_bar()

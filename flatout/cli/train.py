@@ -10,11 +10,10 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 from flatout.api.start import start_ranks
-from flatout.cli.screen import quiet_transformers
+from flatout.cli.screen import import_transformers, import_without_gc
 from flatout.config.read import load_config
 from flatout.config.schema import Config
 from flatout.environment import (
@@ -154,13 +153,13 @@ def _train_here(config: Config, profile_steps: int | None, start_up: StartUpCloc
                 start_up.begin(f"importing {package}")
                 if Rank.from_env().is_first:
                     console.on_phase(f"importing {package}")
-                import_module(module)
+                import_without_gc(module)
             if Rank.from_env().is_first and (problem := bytecode_problem(("torch", "transformers"))):
                 console.on_stage("imports", problem, "yellow")
             from flatout.profile.profiler import Profiler
             from flatout.trainer.run import train
 
-            quiet_transformers()
+            import_transformers()
             profilers = []
             if profile_steps is not None:
                 profilers.append(Profiler(config.folder, profile_steps, partial(console.on_stage, "profile")))

@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from pathlib import Path
 
-from flatout.cli.screen import WIDTH, quiet_transformers
+from flatout.cli.screen import WIDTH, import_transformers
 from flatout.config.read import load_config
 from flatout.environment import environment, set_environment
 from flatout.errors import UsageError
@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     # before torch looks for GPUs
     set_environment(visible_devices_env(environment(), gpus=config.gpus, on_cpu=config.device == "cpu"))
+    import_transformers()
     import torch
 
     from flatout.verifier.compare import Row
@@ -50,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
             for text in textwrap.wrap(why, WIDTH - 2, break_on_hyphens=False):
                 print(f"  {text}", flush=True)
 
-    quiet_transformers()
     has_gpus = config.device != "cpu" and torch.cuda.is_available()
     num_ranks = len(config.gpus) if config.gpus else torch.cuda.device_count() if has_gpus else 2
     print(COLUMNS)
