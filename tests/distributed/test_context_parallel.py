@@ -161,6 +161,7 @@ def test_a_run_resumes_under_another_number_of_ranks(
         assert two["num_ranks"] == 2
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_trains_with_shared_micro_batches(
     tiny: Any, tmp_path: Path, metrics_of: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:

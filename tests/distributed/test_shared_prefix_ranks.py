@@ -32,7 +32,8 @@ def run_of(tiny: Any, root: Path, precision: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("num_ranks", [3, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_equal_one_process(tiny: Any, tmp_path: Path, metrics_of: Any, num_ranks: int) -> None:
     config = run_of(tiny, tmp_path, "fp64")
     train(config)

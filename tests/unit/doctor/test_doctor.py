@@ -134,7 +134,7 @@ def test_ranks_that_see_different_run_folders_are_found(tiny: Any, tmp_path: Pat
     doctor = [sys.executable, "-m", "flatout", "doctor", str(tmp_path / "run.yaml"), "--json"]
     commands = [["sh", "-c", 'cd "$0" && exec "$@"', str(place), *doctor] for place in places]
     processes = start_ranks(commands, {"PYTHONPATH": str(Path(__file__).parents[3])}, stdout=subprocess.PIPE, text=True)
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=600)[0] for process in processes]
     assert [process.returncode for process in processes] == [0 if shared else 6, 0]
     assert not outputs[1]
     statuses = [finding["status"] for finding in json.loads(outputs[0]) if finding["what"] == "shared folder"]

@@ -69,7 +69,7 @@ def flatout(address: str, home: Path, *arguments: str) -> subprocess.CompletedPr
     ("kind", "code", "said"),
     [
         ("silent", 6, "does not answer within 1 s"),
-        ("gone", 6, "does not answer within 1 s"),
+        pytest.param("gone", 6, "does not answer within 1 s", marks=pytest.mark.exhaustive),
         ("refusing", 2, "the hub rejects it"),
     ],
 )

@@ -139,7 +139,7 @@ def test_of_layers_that_were_all_compared_before_only_the_ends_of_each_kind_are(
     assert ends_of_kinds(layers, compilable.model) == set(layers)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.1, marks=pytest.mark.exhaustive)])
 def test_the_compiler_chooses_block_sizes_for_a_large_batch(compilable, monkeypatch, dropout):
     """It does when a graph first runs; with dropout, the graph for training is another one."""
     compilable.model.config.attention_dropout = dropout
@@ -332,8 +332,15 @@ class NoGradient(torch.autograd.Function):
         return grad * torch.nan
 
 
-@pytest.mark.parametrize("proved", [False, True])
-@pytest.mark.parametrize("spoil", [torch.neg, NoGradient.apply], ids=["negated", "nan"])
+@pytest.mark.parametrize(
+    ("spoil", "proved"),
+    [
+        pytest.param(torch.neg, False, id="negated"),
+        pytest.param(NoGradient.apply, True, id="nan-proved"),
+        pytest.param(torch.neg, True, id="negated-proved", marks=pytest.mark.exhaustive),
+        pytest.param(NoGradient.apply, False, id="nan", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_layer_that_differs_compiled_runs_eagerly(compilable, runs, monkeypatch, spoil, proved):
     layers = decoder_layers(compilable.model)
     compile_module = nn.Module.compile
