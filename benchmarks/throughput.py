@@ -45,13 +45,14 @@ def main() -> None:
     parser.add_argument("--budget", type=int)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--profile", type=int, default=0)
-    parser.add_argument("--lengths", choices=LENGTHS, default="chat", help="of the samples (chat)")
+    parser.add_argument("--lengths", choices=LENGTHS, default="chat", help="sample lengths (chat)")
     parser.add_argument("--system-prompt", type=int, default=0, metavar="TOKENS", help="before each chat, the same")
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("/tmp/throughput"))
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
-    launched_s, lengths = time.time(), LENGTHS[args.lengths]
+    launched_s = time.time()
+    lengths = LENGTHS[args.lengths]
     if not args.part:
         shape = shape_config(args.shape)
         samples = random_samples(args.steps, int(shape["vocab_size"]), lengths)

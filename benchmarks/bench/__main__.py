@@ -50,9 +50,10 @@ def run(args: argparse.Namespace) -> int:
     peers = read_peers(args.peers) if args.peers else None
     known = [*OURS, *(peers.rows if peers else ())]
     if args.list:
+        width = max(len(row.name) for row in known)
         for row in known:
             settings = row.settings.get("overrides", [f"{key}={value}" for key, value in row.settings.items()])
-            print(f"{row.name:<26} {row.system}, {row.shape}\n{'':<26} {' '.join(settings)}".rstrip())
+            print(f"{row.name:<{width}} {row.system}, {row.shape}\n{'':<{width}} {' '.join(settings)}".rstrip())
         return 0
     names = (args.rows or ("0.6b-auto" if torch.cuda.is_available() else "tiny")).split(",")
     settings = Settings(

@@ -83,17 +83,23 @@ def run_rows(rows: Sequence[Row], settings: Settings, say: Callable[[str], None]
         if left_s < 1.2 * took_s.get(row.name, FIRST_RUN_S):
             results["stopped"] = f"time limit before repeat {repeat + 1} of {row.name}"
             say(results["stopped"])
+            _write(results, settings)
             break
         begun = time.monotonic()
-        inputs = f"{row.shape}, {row.samples_per_step} samples a step of {row.lengths} lengths"
+        data = settings.data.name if settings.data else f"random tokens of {row.lengths} lengths"
+        inputs = f"{row.shape}, {row.samples_per_step} samples a step, {data}"
         if inputs not in results["inputs"]:
             results["inputs"][inputs] = _make_inputs(row, settings, say)
         run = _run(row, repeat, settings, results["inputs"][inputs], left_s)
         took_s[row.name] = time.monotonic() - begun
         results["runs"].append(run)
         say(_line(run, took_s[row.name]))
-        (settings.out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+        _write(results, settings)
     return results
+
+
+def _write(results: Mapping[str, Any], settings: Settings) -> None:
+    (settings.out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 def in_turns(rows: Sequence[Row], num_repeats: int) -> Iterator[tuple[int, Row]]:

@@ -28,9 +28,8 @@ def markdown(results: Mapping[str, Any], targets: Sequence[Target] = ()) -> str:
     facts = ", ".join(f"{key} {value}" for key, value in {**header["gpu"], **header["versions"]}.items())
     lines = [
         f"{header['started']}. {facts}.",
-        f"{protocol['data']}, {_samples(results)} samples a step, {protocol['num_steps']} steps, the first "
-        f"{protocol['left_out_steps']} left out; a fresh process each, order {protocol['order']}; median (lowest to "
-        "highest of the repeats).",
+        f"{'; '.join(results['inputs'])}. {protocol['num_steps']} steps, the first {protocol['left_out_steps']} left "
+        f"out; a fresh process each, order {protocol['order']}; median (lowest to highest of the repeats).",
         _clocks(results),
         "",
     ]
@@ -53,11 +52,11 @@ def markdown(results: Mapping[str, Any], targets: Sequence[Target] = ()) -> str:
 
 def summary(results: Mapping[str, Any], targets: Sequence[Target] = ()) -> str:
     """What a terminal shows: each row's rate and peak, each ratio beside its target."""
-    lines = []
+    lines, width = [], max(len(row["name"]) for row in results["rows"])
     for row in results["rows"]:
         if runs := good_runs(results, row["name"]):
             peak = f", peak {_median(runs, 'peak_allocated_gib'):.1f} GiB" if "peak_allocated_gib" in runs[0] else ""
-            lines.append(f"{row['name']:<26} {_range_over_repeats(runs, 'tokens_per_s')} tokens/s{peak}")
+            lines.append(f"{row['name']:<{width}} {_range_over_repeats(runs, 'tokens_per_s')} tokens/s{peak}")
     for target in targets:
         if values := ratios(results, target):
             ratio = f"{statistics.median(values):.2f}x, target {target.min_ratio:g}x"
@@ -84,10 +83,6 @@ def _curves(results: Mapping[str, Any]) -> list[str]:
 def digests_differ(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Whether two runs trained on other tokens, or on other samples a step."""
     return bool(first["digest"] != second["digest"] or len(first["losses"]) != len(second["losses"]))
-
-
-def _samples(results: Mapping[str, Any]) -> str:
-    return " or ".join(sorted({str(row["samples_per_step"]) for row in results["rows"]}, key=int))
 
 
 def _clocks(results: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,8 +23,8 @@ _NAME = re.compile(r"(?P<base>[^@]+)(@(?P<gpus>[1-9]\d*)(x(?P<samples>[1-9]\d*))
 class Row:
     """One measured configuration. `settings` are the trainer's own; ours are {"overrides": [...]}.
 
-    `num_gpus` processes share the `samples_per_step` of an optimizer step, a multiple of the groups that `lengths`
-    (one of LENGTHS) come in. `aliases` are names it had before.
+    The `samples_per_step` of an optimizer step are split over `num_gpus` processes. Their number is a multiple of the
+    group size of `lengths`, a key of LENGTHS. `aliases` are names it had before.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Row:
     shape: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     num_gpus: int = 1
-    lengths: str = "chat"
+    lengths: Literal["chat", "reasoning"] = "chat"
     samples_per_step: int = SAMPLES_PER_STEP
     aliases: tuple[str, ...] = ()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from flatout.cli.screen import import_without_gc
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.errors import ProblemsError, UsageError
@@ -106,6 +107,7 @@ def _build(args: argparse.Namespace) -> None:
     print(printable(redacted(f"Loading {number} samples from {', '.join(args.paths)}...")), flush=True)
     with ConsoleCallback(Console(stderr=True)) as console:
         console.on_phase("importing libraries")
+        import_without_gc("flatout.data.build")
         from flatout.data.build import open_or_build
         from flatout.data.tokenizer import load_tokenizer
 

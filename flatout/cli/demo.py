@@ -31,16 +31,13 @@ def run(args: argparse.Namespace) -> int:
     config = demo_config(args.out, args.seed)
     console.print(f"Writing conversations, a tokenizer and a tiny Qwen3-shaped model to {args.out}/")
     with ConsoleCallback(step_line_s=STEP_LINE_S) as shown:
-        shown.on_phase("importing transformers")
+        shown.on_phase("importing torch and transformers")
+        import_transformers()
+        from flatout.demo.job import answer_held_out, loss_halved, train_demo
         from flatout.demo.write import write_demo
 
         shown.on_phase("writing conversations")
         write_demo(args.out, args.seed)
-        # torch is imported here, after the data is written
-        shown.on_phase("importing torch")
-        import_transformers()
-        from flatout.demo.job import answer_held_out, loss_halved, train_demo
-
         result = train_demo(config, args.out, shown)
         shown.on_phase("answering prompts")
         marked = answer_held_out(result.folder, args.seed)

@@ -8,7 +8,7 @@ import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
-from flatout.cli.screen import WIDTH
+from flatout.cli.screen import WIDTH, import_without_gc
 from flatout.config.read import load_config
 from flatout.environment import environment, set_environment
 from flatout.errors import ResourceError
@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if config is not None:
         # before torch looks for GPUs
         set_environment(visible_devices_env(environment(), gpus=config.gpus, on_cpu=config.device == "cpu"))
+    import_without_gc("flatout.doctor.run")
     from flatout.doctor.run import examine
 
     findings = examine(config, Rank.from_env())

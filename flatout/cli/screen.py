@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import textwrap
 from collections.abc import Iterable
 from importlib import import_module
@@ -23,19 +24,27 @@ def rows(pairs: Iterable[tuple[str, str]], name_width: int = _NAME_WIDTH) -> str
 
 
 def import_without_gc(module: str) -> None:
-    """Import a large module. Its objects stay, so the garbage collector ignores them now and afterwards.
-
-    Otherwise it would scan them again and again during the import.
-    """
+    """Import a large module with the garbage collector off, then freeze its objects, so that collections skip them."""
+    if module in sys.modules:
+        return
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         import_module(module)
-    finally:
         gc.freeze()
-        gc.enable()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def import_transformers() -> None:
-    """Import torch and transformers, and switch off progress bars for loading and writing weights."""
+    """Import torch and transformers, without progress bars for loading and writing weights."""
     import_without_gc("transformers.modeling_utils")
-    import_module("transformers.utils.logging").disable_progress_bar()
+    quiet_transformers()
+
+
+def quiet_transformers() -> None:
+    """Switch off transformers' progress bars for loading and writing weights, in this process."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

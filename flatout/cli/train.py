@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from flatout.api.start import start_ranks
-from flatout.cli.screen import import_transformers, import_without_gc
+from flatout.cli.screen import import_without_gc, quiet_transformers
 from flatout.config.read import load_config
 from flatout.config.schema import Config
 from flatout.environment import (
@@ -159,7 +159,7 @@ def _train_here(config: Config, profile_steps: int | None, start_up: StartUpCloc
             from flatout.profile.profiler import Profiler
             from flatout.trainer.run import train
 
-            import_transformers()
+            quiet_transformers()
             profilers = []
             if profile_steps is not None:
                 profilers.append(Profiler(config.folder, profile_steps, partial(console.on_stage, "profile")))

@@ -151,7 +151,7 @@ class Stragglers:
 
 
 class PeakMemoryReporter:
-    """Logs the planned and the measured peak once, after this process's second step."""
+    """Logs planned and measured peaks once, after this process's second step, unless memory ran out (a cap is set)."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -159,7 +159,7 @@ class PeakMemoryReporter:
         self._largest = MicroBatchSize(0, 0, 0)
 
     def end_step(self, step: StepPlan) -> None:
-        """Keep the largest micro-batch so far; after the second step, log the peaks unless a pass ran out of memory."""
+        """Keep the largest micro-batch so far; after the second step, log the peaks."""
         run = self._run
         self._num_steps += 1
         if self._num_steps > MEASURED_STEP or run.device.type != "cuda":

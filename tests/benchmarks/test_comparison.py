@@ -143,14 +143,17 @@ def test_rows_run_and_wrong_tokens_and_failures_are_told(work, tmp_path):
     table = markdown(results)
     assert "| cheat | peer | - |" in table
     assert "10 (10 to 10)" in table
+    assert "tiny, 32 samples a step, random tokens of chat lengths. " in table
     told = summary(results, [Target("good", "good", 0.5)]).splitlines()
-    assert told == ["good                       10 (10 to 10) tokens/s", "good / good: 1.00x, target 0.5x"]
+    width = max(len(row["name"]) for row in results["rows"])
+    assert told == [f"{'good':<{width}} 10 (10 to 10) tokens/s", "good / good: 1.00x, target 0.5x"]
 
 
 def test_the_time_limit_stops_before_a_run(work, tmp_path):
     results = run_rows([peer("a"), peer("b")], settings_of(work, tmp_path, time_limit_s=1.0), lambda text: None)
     assert results["runs"] == []
     assert results["stopped"] == "time limit before repeat 1 of a"
+    assert json.loads((tmp_path / "results.json").read_text())["stopped"] == results["stopped"]
 
 
 def test_peers_without_their_program_are_refused(work, tmp_path):
@@ -185,6 +188,7 @@ def results_of(ours: list[float], theirs: list[float]) -> dict:
         "header": {"gpu": {}, "versions": {}, "started": ""},
         "protocol": {"data": "", "num_steps": 4, "left_out_steps": 3, "order": ""},
         "rows": rows,
+        "inputs": {"tiny, 32 samples a step, random tokens of chat lengths": {}},
         "runs": [{**run, **common} for run in runs],
     }
 
@@ -255,7 +259,8 @@ def test_the_tiny_row_is_measured_from_the_command_line(tmp_path):
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     (run,) = results["runs"]
-    assert run["digest"] == results["inputs"]["tiny, 32 samples a step"]["digest"]
+    [given] = results["inputs"].values()
+    assert run["digest"] == given["digest"]
     assert len(run["losses"]) == len(run["steps_s"]) == 4
     # random weights over 1,024 tokens: the loss is near ln 1024
     assert run["losses"][0] == pytest.approx(6.93, abs=0.1)

@@ -158,7 +158,7 @@ def test_a_run_survives_memory_that_is_too_small(tiny, tmp_path, wide_model, met
         torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
     events = map(json.loads, (tmp_path / "tight" / "events.jsonl").read_text().splitlines())
     assert [event["cap_tokens"] for event in events if event["kind"] == "out_of_memory"]
-    # the failed pass has set the peak, which no pass of the plan explains
+    # the failed pass sets the peak, and the plan has no such pass
     assert compares_peaks("calm")
     assert not compares_peaks("tight")
     assert losses_of("tight") == pytest.approx(losses_of("calm"), rel=1e-4)

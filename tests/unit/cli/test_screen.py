@@ -1,0 +1,48 @@
+"""Quick imports: what they import is frozen once, and a collector that is off stays off."""
+
+import gc
+import sys
+
+import pytest
+
+from flatout.cli.screen import import_without_gc
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a module that says whether the collector is on, and import nothing yet."""
+    (tmp_path / "large_module.py").write_text(
+        "import gc\nis_collected = gc.isenabled()\nloop = []\nloop.append(loop)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "large_module"
+    gc.unfreeze()
+    sys.modules.pop("large_module", None)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_module_is_imported_without_the_collector_and_frozen_once(module, is_on):
+    before = gc.isenabled()
+    try:
+        (gc.enable if is_on else gc.disable)()
+        import_without_gc(module)
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert not sys.modules[module].is_collected
+    num_frozen = gc.get_freeze_count()
+    assert num_frozen > 0
+    kept = [[] for _ in range(100)]
+    import_without_gc(module)
+    assert gc.get_freeze_count() == num_frozen
+    assert len(kept) == 100
+
+
+def test_a_module_that_fails_is_not_frozen_and_the_collector_goes_on(tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("raise ImportError('no such library')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    gc.unfreeze()
+    with pytest.raises(ImportError, match="no such library"):
+        import_without_gc("broken_module")
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
