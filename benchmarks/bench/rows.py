@@ -124,7 +124,7 @@ def read_parity(path: Path) -> dict[str, bool]:
 def choose(known: Sequence[Row], names: Sequence[str]) -> list[Row]:
     """The rows of these names, in the order asked for: NAME, NAME@GPUS or NAME@GPUSxSAMPLES, such as 8b-bf16@4x128.
 
-    Raises UsageError naming the known ones, or when the samples of a step are not whole groups that the GPUs divide.
+    Raises UsageError naming the known ones, or when a step's samples are no multiple of the group size and the GPUs.
     """
     by_name = {name: row for row in known for name in (row.name, *row.aliases)}
     chosen = []
@@ -138,7 +138,7 @@ def choose(known: Sequence[Row], names: Sequence[str]) -> list[Row]:
         if num_samples % per_group or num_samples % num_gpus:
             raise UsageError(
                 f"--rows: {name} asks for {num_samples} samples a step on {num_gpus} GPUs; take a multiple of "
-                f"{per_group} that the GPUs divide"
+                f"{per_group} that is divisible by the number of GPUs"
             )
         full_name = row.name + name.removeprefix(matched["base"])
         chosen.append(replace(row, name=full_name, num_gpus=num_gpus, samples_per_step=num_samples))
