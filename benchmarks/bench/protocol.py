@@ -64,7 +64,6 @@ def run_rows(rows: Sequence[Row], settings: Settings, say: Callable[[str], None]
         "protocol": {
             "num_steps": settings.num_steps,
             "left_out_steps": WARMUP_STEPS,
-            "data": str(settings.data.name) if settings.data else "random tokens",
             "order": "A-B-A",
         },
         "rows": [

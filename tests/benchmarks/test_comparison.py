@@ -186,7 +186,7 @@ def results_of(ours: list[float], theirs: list[float]) -> dict:
     }
     return {
         "header": {"gpu": {}, "versions": {}, "started": ""},
-        "protocol": {"data": "", "num_steps": 4, "left_out_steps": 3, "order": ""},
+        "protocol": {"num_steps": 4, "left_out_steps": 3, "order": ""},
         "rows": rows,
         "inputs": {"tiny, 32 samples a step, random tokens of chat lengths": {}},
         "runs": [{**run, **common} for run in runs],

@@ -148,8 +148,7 @@ def test_a_rank_whose_memory_flips_a_bit_is_named_at_the_next_save(tiny: Any, tm
     assert finish(start(config, tmp_path, 1)) == [0]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("what", ["settings", "data"])
+@pytest.mark.parametrize("what", ["settings", pytest.param("data", marks=pytest.mark.exhaustive)])
 def test_ranks_that_mean_other_runs_say_so_and_train_nothing(tiny: Any, tmp_path: Path, what: str) -> None:
     config = tiny.config(tmp_path / "run")
     if what == "settings":

@@ -19,7 +19,6 @@ import flatout
 from flatout.launch.attempt import RankReport
 
 
-@pytest.mark.exhaustive
 def test_two_jobs_at_once_one_right_one_wrong(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
     """The right one equals one process; the wrong one exits with its own code, at once, and shows why."""
     from flatout.trainer.run import train
@@ -219,7 +218,6 @@ def has_started(pid: int, run_dir: Path, tokenizes: bool) -> bool:
     return sum(b"multiprocessing.spawn" in command for command in commands) >= 2
 
 
-@pytest.mark.exhaustive
 def test_a_second_signal_ends_ranks_at_once(tiny: Any, tmp_path: Path) -> None:
     """Also one that hears nothing, as it is stopped."""
     batch = {"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 100_000}

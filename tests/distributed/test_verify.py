@@ -177,7 +177,6 @@ def test_a_lost_process_is_a_failed_row_that_names_it_and_leaves_nobody_behind(t
     assert not [command for command in commands if str(tmp_path / "ranks").encode() in command]
 
 
-@pytest.mark.exhaustive
 def test_a_traceback_of_a_rank_is_told_without_the_prefixes_that_torch_adds(tiny: Any, tmp_path: Path) -> None:
     from flatout.verifier.ranks import RankCase, run_rank_cases
 

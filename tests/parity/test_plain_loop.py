@@ -1,6 +1,6 @@
 """The whole spine against a plain transformers + PEFT loop that shares none of its code, on the same batches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+
+NUM_STEPS = 200
 
 
 def padded_batch(samples: list[tuple[Any, Any]], pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,7 +29,7 @@ def padded_batch(samples: list[tuple[Any, Any]], pad_id: int) -> tuple[Tensor, T
 
 
 def plain_losses(
-    model: torch.nn.Module, batches: Sequence[tuple[Tensor, Tensor, Tensor]], *, lr: float, weight_decay: float
+    model: torch.nn.Module, batches: Iterator[tuple[Tensor, Tensor, Tensor]], *, lr: float, weight_decay: float
 ) -> Iterator[float]:
     """Sixty lines of the field's textbook: pad, forward, mean over label tokens, clip, AdamW, linear decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -36,7 +38,7 @@ def plain_losses(
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=lr)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / len(batches))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / NUM_STEPS)
     for ids, mask, labels in batches:
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
         loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1), ignore_index=-100)
@@ -48,9 +50,8 @@ def plain_losses(
         yield loss.item()
 
 
-@pytest.mark.parametrize("num_steps", [60, pytest.param(200, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any, method: str, num_steps: int) -> None:
+def test_200_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any, method: str) -> None:
     from flatout.checkpoint.write import Checkpoints
     from flatout.models.lora.adapter import save_adapter
     from flatout.parallel.rank import Rank
@@ -62,7 +63,7 @@ def test_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any, me
     config = tiny.config(
         tmp_path / "run",
         method=method,
-        batch={"samples_per_step": 4, "micro_batch_tokens": 640, "max_steps": num_steps},
+        batch={"samples_per_step": 4, "micro_batch_tokens": 640, "max_steps": NUM_STEPS},
         optim={"lr": 3e-3 if method == "lora" else 1e-3, "weight_decay": 0.01},
         schedule={"kind": "linear", "warmup_steps": 0},
     )
@@ -75,18 +76,17 @@ def test_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any, me
         save_adapter(start.model, tmp_path / "start", base_name=config.model.name, config=config.lora)
         model = peft.PeftModel.from_pretrained(model, str(tmp_path / "start"), is_trainable=True)
     model.train()
-    batches = [
+    batches = (
         padded_batch([planned.store.sample(i) for i in step.sample_ids], model.config.pad_token_id)
         for step in planned.plan.steps()
-    ]
+    )
     expected = list(plain_losses(model, batches, lr=config.optim.lr, weight_decay=0.01))
     train(config)
     got = [record["loss"] for record in metrics_of(tmp_path / "run")]
-    assert len(got) == num_steps
+    assert len(got) == NUM_STEPS
     worst = max(abs(a - b) / b for a, b in zip(got, expected, strict=True))
     assert worst < 1e-4, f"worst relative difference {worst:.2e}"
     # a vacuous pass is impossible: the loss has to fall
     start, end = sum(got[:20]) / 20, sum(got[-20:]) / 20
-    most = {60: {"full": 0.93, "lora": 0.99}, 200: {"full": 0.75, "lora": 0.98}}
-    assert end < most[num_steps][method] * start
-    print(f"{method}: worst relative difference over {num_steps} steps {worst:.2e}, loss {got[0]:.3f} -> {got[-1]:.3f}")
+    assert end < (0.75 if method == "full" else 0.98) * start
+    print(f"{method}: worst relative difference over {NUM_STEPS} steps {worst:.2e}, loss {got[0]:.3f} -> {got[-1]:.3f}")

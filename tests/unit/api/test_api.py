@@ -138,7 +138,6 @@ def test_two_processes_are_started_and_callbacks_follow_them(
     assert losses(run) == pytest.approx(losses(by_path), rel=1e-4)
 
 
-@pytest.mark.exhaustive
 def test_an_error_of_a_started_rank_is_raised_here(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     bad = tmp_path / "bad.jsonl"

@@ -11,9 +11,7 @@ from flatout.cli.screen import import_without_gc
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """Write a module that says whether the collector is on, and import nothing yet."""
-    (tmp_path / "large_module.py").write_text(
-        "import gc\nis_collected = gc.isenabled()\nloop = []\nloop.append(loop)\n"
-    )
+    (tmp_path / "large_module.py").write_text("import gc\nis_collected = gc.isenabled()\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield "large_module"
     gc.unfreeze()
