@@ -90,18 +90,26 @@ def refuse_other_data(
     allow: Sequence[str] = (),
     explained_by: Sequence[Change] = (),
 ) -> None:
-    """Raise CheckpointError when the data or the plan differs from the checkpoint's.
+    """Raise CheckpointError when the objective, the data or the plan differs from the checkpoint's.
 
-    `saved` and `now` map what was fingerprinted ("data", "eval_data", "plan") to JSON values, preferably objects with
-    name, num_samples and fingerprint. A different plan is accepted when `explained_by` has a change that is not
-    harmless, which was already refused or allowed under its own key. Entries named in `allow` are not compared.
+    `saved` and `now` map what was fingerprinted ("data", "eval_data", "objective", "plan") to JSON values, preferably
+    objects with name, num_samples and fingerprint. A different plan is accepted when `explained_by` has a change that
+    is not harmless, which was already refused or allowed under its own key. Entries named in `allow` are not compared.
     """
     explained = any(change.effect != "harmless" for change in explained_by) or _allowed("data", allow)
     refused = [
-        Change(key, saved.get(key, ABSENT), now.get(key, ABSENT), "numerics", "changes the samples or their order")
+        Change(
+            key,
+            saved.get(key, ABSENT),
+            now.get(key, ABSENT),
+            "numerics",
+            "changes the loss" if key == "objective" else "changes the samples or their order",
+        )
         for key in sorted(saved.keys() | now.keys())
         if saved.get(key) != now.get(key) and not _allowed(key, allow) and not (key == "plan" and explained)
     ]
+    if [change.key for change in refused] == ["objective"]:
+        _refuse("the objective differs from the one the checkpoint was trained with", refused)
     if refused:
         _refuse("the data differs from what the checkpoint was trained on", refused)
 

@@ -42,12 +42,13 @@ _SCALER_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "
 @with_config(ConfigDict(strict=True, extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class Fingerprints:
-    """What identifies the base model, the data and the plan."""
+    """What identifies the base model, the data, the plan and an objective that is not cross-entropy."""
 
     model: dict[str, str]
     data: Any
     plan: Any
     eval_data: Any = None
+    objective: Any = None
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))

@@ -87,13 +87,27 @@ def test_the_split_into_micro_batches_does_not_matter_and_weights_of_one_change_
     assert weighted != pytest.approx(plain, rel=1e-3)
 
 
-def test_a_run_does_not_resume_with_another_objective(tiny: Any, tmp_path: Path) -> None:
-    batch = {"max_steps": 2, "micro_batch_tokens": 700}
-    config = tiny.config(tmp_path / "run", batch=batch)
-    train(config, objective=WeightedTokens(2.0))
-    for other in ({}, {"objective": WeightedTokens(5.0)}):
-        with pytest.raises(CheckpointError, match="objective"):
-            train(config, **other)
+def test_a_run_resumes_with_its_own_objective_only(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    def run(name: str, max_steps: int, objective: Any = None) -> Any:
+        batch = {"max_steps": max_steps, "micro_batch_tokens": 700}
+        checkpoint = {"every_steps": 1, "allow_change": ["batch.max_steps"]}
+        schedule = {"kind": "constant", "warmup_steps": 0}
+        config = tiny.config(tmp_path / name, batch=batch, checkpoint=checkpoint, schedule=schedule)
+        return train(config, **({"objective": objective} if objective else {}))
+
+    run("whole", 4, WeightedTokens(2.0))
+    run("run", 2, WeightedTokens(2.0))
+    for other in (None, WeightedTokens(5.0)):
+        with pytest.raises(CheckpointError, match=r"^the objective differs from the one .*allow_change=\[objective\]"):
+            run("run", 4, other)
+    run("run", 4, WeightedTokens(2.0))
+    run("run", 4, WeightedTokens(2.0))  # it is complete, and says so
+    assert [line["loss"] for line in metrics_of(tmp_path / "run")] == [
+        line["loss"] for line in metrics_of(tmp_path / "whole")
+    ]
+    weights = [tmp_path / name / "final" / "model.safetensors" for name in ("run", "whole")]
+    ours, whole = (path if path.exists() else path.with_name("adapter_model.safetensors") for path in weights)
+    assert ours.read_bytes() == whole.read_bytes()
 
 
 @pytest.mark.parametrize(("divisor", "message"), [(0.0, "0 for every sample"), (float("nan"), "nan; it must be")])
