@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -133,10 +134,13 @@ def numeric_environment() -> dict[str, str]:
 def keep_compiled_kernels() -> str:
     """Let the compiler keep its kernels in the user's cache folder, which survives a reboot; return where.
 
-    A folder that the environment already names is kept. If the cache folder is not writable, the compiler's default
+    A folder that the user's environment names is kept. If the cache folder is not writable, the compiler's default
     (a temporary folder) is kept, and the returned text says so. Call it before the first compilation.
     """
-    if named := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    # torch writes its default, torchinductor_USER, into the environment as soon as a library imports its compiler
+    default = Path(tempfile.gettempdir(), "torchinductor_").absolute()
+    if named and not named.startswith(str(default)):
         return named
     folder = cache_folder() / "compiler"
     try:

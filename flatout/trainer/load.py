@@ -34,6 +34,9 @@ def load_trainable(
     if is_deterministic := config.deterministic and device.type == "cuda":
         ask_for_deterministic_cublas()
     torch.use_deterministic_algorithms(is_deterministic)
+    if device.type == "cuda":
+        # the thread of the backward pass gets its CUDA context from its first kernel; torch warns if that is a product
+        torch.ones(1, device=device, requires_grad=True).mul(2).sum().backward()
     importing = None
     if device.type == "cuda" and config.compile != "off":
         reporter.stage("compile", f"kernels are cached in {keep_compiled_kernels()}")

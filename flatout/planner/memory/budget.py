@@ -279,8 +279,6 @@ def choose_parallel_layout(
         return resolve_layout(config, asked, **ranks, why="as configured")
     if device is None:
         return resolve_layout(config, "ddp", **ranks, why="no GPU whose memory limits it")
-    if why := config.reason_against_sharding:
-        return resolve_layout(config, "ddp", **ranks, why=f"sharding does not work with {why}")
     model = memory_model(config, shape, device, replace(ALONE, context_ranks=config.context.parallel))
     enough = min(tokens.pass_tokens, max(BUSY_TOKENS * config.context.parallel, tokens.longest_sample))
     state = model.estimate(MicroBatchSize(0, 0, 0), "full")
@@ -288,6 +286,9 @@ def choose_parallel_layout(
     beside = f"{enough:,} tokens on {device.name}"
     if largest_fit(model, "full", tokens, device, enough) >= enough:
         return resolve_layout(config, "ddp", **ranks, why=f"{facts}, which fits with {beside}")
+    if why := config.reason_against_sharding:
+        cannot = f"{facts}, which does not fit with {beside}, but sharding does not work with {why}"
+        return resolve_layout(config, "ddp", **ranks, why=cannot)
     even = num_nodes > 1 and num_ranks > num_nodes and config.experts.parallel == 1
     return resolve_layout(config, "hsdp" if even else "fsdp", **ranks, why=f"{facts}, which does not fit with {beside}")
 

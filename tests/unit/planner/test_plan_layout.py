@@ -1,5 +1,7 @@
 """Which strategy a run gets, what it refuses, and the memory of state that is cut."""
 
+import re
+
 import pytest
 from qwen3_8b import QWEN3_8B
 
@@ -51,6 +53,18 @@ def test_auto_cuts_a_quantized_base_that_does_not_fit():
     assert [parallel_layout.strategy for parallel_layout in chosen] == ["ddp", "fsdp"]
     estimate = MemoryModel(config_of(**sections), SHAPE, "bf16", True, chosen[1]).estimate(NOTHING, "full")
     assert estimate.state_bytes < 5 * GIB
+
+
+def test_auto_says_that_it_fits_before_why_it_could_not_be_cut():
+    low_bits = {"method": "lora", "base": {"storage": "nf4", "compute": "fp8"}}
+    fits, small = (
+        choose_parallel_layout(config_of(**low_bits), SHAPE, TOKENS, gpu, num_ranks=2, num_nodes=1)
+        for gpu in (DEVICES["h100"], Device("a GPU", 9 * GIB))
+    )
+    assert (fits.strategy, small.strategy) == ("ddp", "ddp")
+    assert "which fits with" in fits.reason
+    assert "sharding" not in fits.reason
+    assert re.search("does not fit with .*, but sharding does not work with base.compute: fp8 over nf4", small.reason)
 
 
 def test_what_is_asked_for_is_taken_or_refused():

@@ -1,0 +1,35 @@
+"""On a CUDA GPU: compiled kernels land in the user's cache folder, and a second start of the command finds them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+def test_a_second_start_compiles_nothing_anew(tiny: Any, tmp_path: Path) -> None:
+    temporary, cache = tmp_path / "temporary", tmp_path / "cache"
+    temporary.mkdir()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHINDUCTOR", "TRITON"))}
+    env = {**kept, "TMPDIR": str(temporary), "XDG_CACHE_HOME": str(cache)}
+    kernels = []
+    for name in ("first", "second"):
+        config = tiny.config(
+            tmp_path / name, model={"name": str(tiny.model_dir), "precision": "bf16"}, batch={"max_steps": 1}
+        )
+        path = tmp_path / f"{name}.json"
+        path.write_text(config.model_dump_json())
+        done = subprocess.run(
+            [sys.executable, "-m", "flatout", "train", str(path)], env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "no current CUDA context" not in done.stderr
+        assert not list(temporary.glob("torchinductor_*"))
+        kernels.append({path.relative_to(cache) for path in cache.glob("flatout/compiler/**/*.cubin")})
+    assert kernels[0]
+    assert kernels[0] == kernels[1]
