@@ -99,6 +99,15 @@ def allocator_env(env: Mapping[str, str]) -> dict[str, str]:
     return {_ALLOCATOR_SETTINGS[0]: f"expandable_segments:True,{pinned}"}
 
 
+def prepare_torch(values: Mapping[str, str]) -> None:
+    """Set the variables that torch reads once: its allocator's, where it keeps kernels, and `values`.
+
+    Call it before torch is imported. Libraries import torch's compiler, which then names its own folder for kernels.
+    """
+    keep_compiled_kernels()
+    set_environment({**allocator_env(environment()), **values})
+
+
 def cache_folder() -> Path:
     """Return flatout's folder in the user's cache directory; it need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flatout"

@@ -20,7 +20,7 @@ from flatout.api.run import Run
 from flatout.config.read import dump_config, load_values, make_config
 from flatout.config.schema import Config, DataConfig, ModelConfig
 from flatout.config.shortcuts import expand, long_forms
-from flatout.environment import LAUNCHED, allocator_env, environment, secret_of_nodes, set_environment
+from flatout.environment import LAUNCHED, environment, prepare_torch, secret_of_nodes
 from flatout.errors import FlatoutError, ResourceError, UsageError
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO
@@ -106,7 +106,7 @@ def train(
     resolved = resolve_config(config, settings, model=model, tokenizer=tokenizer, data=data)
     place = _launch_mode(resolved)
     if not isinstance(place, SpawnRanks):
-        set_environment({**allocator_env(environment()), **place.environment})
+        prepare_torch(place.environment)
         from flatout.models.objective import CROSS_ENTROPY
         from flatout.trainer.run import train as train_here
 

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from flatout.bench.figures import WARMUP_STEPS
     from flatout.cli.screen import import_transformers, rows
     from flatout.config.read import load_config, make_config
-    from flatout.environment import allocator_env, environment, set_environment
+    from flatout.environment import environment, prepare_torch
     from flatout.errors import UsageError
     from flatout.launch.launch_mode import RunHere, choose_launch_mode
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
                 f"gpus: {config.gpus}: this command benchmarks one GPU; for several run "
                 f"`torchrun --nproc-per-node={mode.num_procs} -m flatout bench ...` without gpus"
             )
-        set_environment({**allocator_env(environment()), **mode.environment})
+        prepare_torch(mode.environment)
         # import torch only after the configuration is checked
         import_transformers()
         from flatout.bench.run import measure, measured_config

@@ -20,9 +20,8 @@ from flatout.environment import (
     LAUNCHED,
     LOGS,
     PARENT,
-    allocator_env,
     environment,
-    set_environment,
+    prepare_torch,
     whole_number,
 )
 from flatout.errors import FlatoutError, ResourceError, UsageError
@@ -95,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if isinstance(place, SpawnRanks):
             return start_ranks(config, place, words, launched_at=own_launch)
-        set_environment({**allocator_env(environment()), **place.environment})
+        prepare_torch(place.environment)
         # a .py configuration may change anything in this process
         _train_here(config, args.profile, start_up, recalls=args.config.suffix != ".py")
         return 0
