@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,10 @@ _WIDTH, _HEIGHT, _LEFT = 720, 240, 52
 _OWN_NAMES = ("name", "run_dir", "data.root", "data.name")
 _LOAD = """
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer{more}
 
-tokenizer = AutoTokenizer.from_pretrained("{repo}")
-model = AutoModelForCausalLM.from_pretrained("{repo}", dtype="auto", device_map="auto")
+tokenizer = AutoTokenizer.from_pretrained({repo})
+model = AutoModelForCausalLM.from_pretrained({repo}, dtype="auto", device_map="auto"){ends}
 messages = [{{"role": "user", "content": "Hello"}}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 output = model.generate(**inputs.to(model.device), max_new_tokens=256)
@@ -36,21 +38,37 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 _PEFT = """
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer{more}
 
-tokenizer = AutoTokenizer.from_pretrained("{repo}")
-model = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto", device_map="auto")
+tokenizer = AutoTokenizer.from_pretrained({repo})
+model = AutoModelForCausalLM.from_pretrained({base}, dtype="auto", device_map="auto")
 # the adapter has the rows of new tokens
 if len(tokenizer) > model.get_input_embeddings().num_embeddings:
     model.resize_token_embeddings(len(tokenizer))
-model = PeftModel.from_pretrained(model, "{repo}")
+model = PeftModel.from_pretrained(model, {repo}){ends}
 ```
+"""
+_ENDS = """
+# the tokens that end an answer: the base model may have others
+model.generation_config = GenerationConfig.from_pretrained({repo})"""
+_SERVE = """
+An answer ends with a token of {ids}, as `generation_config.json` says. Unless told otherwise, a server takes these and the
+tokenizer, with its chat template, from the base model. With vLLM and a copy of this repository in `FOLDER`:
+
+```bash
+vllm serve {base} --enable-lora --lora-modules NAME=FOLDER --tokenizer FOLDER --generation-config FOLDER
+```
+
+For other servers, send `"stop_token_ids": {ids}` with each request.
 """
 
 
-def model_card(log: RunLog, repo: str, base: str, trained: ModelPaths, *, is_adapter: bool) -> str:
-    """Return README.md. It names files of this machine without their folders, and has no prompts and no answers."""
-    settings, is_lora = settings_of(log), trained.adapter is not None
+def model_card(log: RunLog, repo: str, base: str, trained: ModelPaths, *, stops: Sequence[int] | None = None) -> str:
+    """Return README.md. It names files of this machine without their folders, and has no prompts and no answers.
+
+    `stops` are the tokens that end an answer of an adapter; None for a whole model, whose files name them.
+    """
+    settings, is_lora, is_adapter = settings_of(log), trained.adapter is not None, stops is not None
     sources = [str(one["path"]) for one in settings.get("data.sources") or []]
     facts = {
         "library_name": "peft" if is_adapter else "transformers",
@@ -65,8 +83,8 @@ def model_card(log: RunLog, repo: str, base: str, trained: ModelPaths, *, is_ada
     changed = {name: value for name, (value, _) in changed_settings(settings).items() if name not in _OWN_NAMES}
     parts = [
         f"---\n{yaml.safe_dump({key: value for key, value in facts.items() if value}, sort_keys=False)}---",
-        f"# {repo.rpartition('/')[2]}\n\n{what} {_public(base)}, trained by flatout.",
-        f"## Load\n{(_PEFT if is_adapter and has_tokens else _LOAD).format(repo=repo, base=_public(base))}",
+        f"# {repo.rpartition('/')[2]}\n\n{what} {' '.join(_public(base).split())}, trained by flatout.",
+        f"## Load\n{_how_to_load(repo, _public(base), list(stops or ()), has_rows=bool(is_adapter and has_tokens))}",
         f"## Results\n\n{table(['', '', ''], headline(summarize(log)))}",
         "![loss by step](loss.svg)" if log.steps else "",
     ]
@@ -84,6 +102,14 @@ def model_card(log: RunLog, repo: str, base: str, trained: ModelPaths, *, is_ada
     rows = [(name, show(_public(value))) for name, value in changed.items()]
     parts.append(f"## Settings\n\n{table(['setting', 'value'], rows)}")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _how_to_load(repo: str, base: str, stops: list[int], *, has_rows: bool) -> str:
+    """Return the code that loads a model, and how an adapter is served; names stand in them as strings."""
+    quoted = {"repo": json.dumps(repo), "base": json.dumps(base)}
+    ends, more = (_ENDS.format(**quoted), ", GenerationConfig") if stops else ("", "")
+    code = (_PEFT if has_rows else _LOAD).format(**quoted, ends=ends, more=more)
+    return code + (_SERVE.format(ids=stops, base=shlex.quote(base)) if stops else "")
 
 
 def _public(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,10 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 def write_gguf(
-    model: PreTrainedModel, tokenizer: Any, file: Path, *, name: str, kind: str, turn_end: int | None
+    model: PreTrainedModel, tokenizer: Any, file: Path, *, name: str, kind: str, stop_ids: Sequence[int]
 ) -> None:
     """Write a merged model and its tokenizer to a GGUF file; `kind` is one of FILE_TYPES,
-    `turn_end` the token that ends a turn.
+    `stop_ids` the tokens that end an answer.
 
     Matrices are encoded as `kind` (f16 if their rows do not divide into its blocks), vectors in f32. One tensor at a
     time is encoded. Raises UsageError for a model or tokenizer of an unknown kind, and for weights beyond fp16.
@@ -57,7 +57,7 @@ def write_gguf(
     if (reason := why_not(model)) is not None:
         raise UsageError(f"GGUF: flatout does not write {reason}; install llama.cpp and name its folder by --llama-cpp")
     writer = gguf.GGUFWriter(file, ARCHS[type(model).__name__])
-    add_vocabulary(writer, tokenizer, model.config.vocab_size, turn_end)
+    add_vocabulary(writer, tokenizer, model.config.vocab_size, stop_ids)
     _add_facts(writer, model, name)
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
     tensors = list(_tensors(model))

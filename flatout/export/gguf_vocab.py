@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from flatout.errors import UsageError
@@ -28,10 +29,10 @@ _SPLITS = {
 }
 
 
-def add_vocabulary(writer: Any, tokenizer: Any, num_rows: int, turn_end: int | None) -> None:
+def add_vocabulary(writer: Any, tokenizer: Any, num_rows: int, stop_ids: Sequence[int]) -> None:
     """Add a byte-level BPE vocabulary with its merges, special tokens and chat template to a gguf.GGUFWriter.
 
-    `num_rows` are the rows of the embedding, of which the last may have no token; `turn_end` ends a turn. Raises
+    `num_rows` are the rows of the embedding, of which the last may have no token; `stop_ids` end an answer. Raises
     UsageError for a tokenizer of another kind, or one that splits text in a way that has no name known here.
     """
     import gguf
@@ -55,13 +56,26 @@ def add_vocabulary(writer: Any, tokenizer: Any, num_rows: int, turn_end: int | N
     for name in ("bos", "eos", "unk", "pad"):
         if (token_id := getattr(tokenizer, f"{name}_token_id")) is not None:
             getattr(writer, f"add_{name}_token_id")(token_id)
-    if turn_end is not None:
-        writer.add_eot_token_id(turn_end)
+    for field, token_id in stop_fields(tokenizer, stop_ids).items():
+        getattr(writer, f"add_{field}_token_id")(token_id)
     encoded = tokenizer("a")["input_ids"]
     writer.add_add_bos_token(encoded[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(encoded[-1] == tokenizer.eos_token_id)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
+
+
+def stop_fields(tokenizer: Any, stop_ids: Sequence[int]) -> dict[str, int]:
+    """Return the fields that hold tokens that end an answer, beside a tokenizer's own end token.
+
+    llama.cpp stops at the tokens of three fields: eos, eot and eom. The first of `stop_ids` always has one.
+    """
+    others = [token_id for token_id in stop_ids if token_id != tokenizer.eos_token_id]
+    if tokenizer.eos_token_id is None and others:
+        return dict(zip(("eos", "eot", "eom"), others, strict=False))
+    # programs that know eot only find it, too, where it is the end token
+    first = stop_ids[:1] if stop_ids[:1] == [tokenizer.eos_token_id] else []
+    return dict(zip(("eot", "eom"), [*first, *others], strict=False))
 
 
 def _name_of_split(content: dict[str, Any]) -> str:

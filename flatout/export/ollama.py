@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
 from flatout.data.templates.template import RENDER_ERRORS
+from flatout.errors import UsageError
 from flatout.io.template_limits import bounded
 
+# control characters, and Unicode's ends of lines and paragraphs
+_LINE_ENDS = ("Cc", "Zl", "Zp")
 _ROLES = ("system", "user", "assistant")
 # conversations on which the Go template must equal the tokenizer's own; each ends before an answer
 _TRIED = ("u", "su", "uau", "suau", "uauau", "suauau")
 
 
 def modelfile(file_name: str, model: Any, tokenizer: Any, stop_ids: Sequence[int]) -> tuple[str, str]:
-    """Return a Modelfile, and a line that says where Ollama gets the chat template from."""
+    """Return a Modelfile, and a line that says where Ollama gets the chat template from.
+
+    Raises UsageError for names and tokens that a Modelfile, which has no escapes, would read as something else.
+    """
+    _require_plain(file_name, "the name of the run's folder", "rename it")
     lines = [f"FROM ./{file_name}"]
     note = "Ollama chooses one of its own chat templates by the one in the GGUF file; compare `ollama show --template`"
     if (template := go_template(tokenizer)) is not None:
         lines.append(f'TEMPLATE """{template}"""')
         note = "the Modelfile has the chat template: it equals the tokenizer's for system, user and assistant turns"
-    lines += [f'PARAMETER stop "{tokenizer.decode([token_id])}"' for token_id in stop_ids]
+    for token_id in stop_ids:
+        text = str(tokenizer.decode([token_id]))
+        _require_plain(text, f"token {token_id}, at which answers end,", "export it with --to gguf")
+        lines.append(f'PARAMETER stop "{text}"')
     config = model.generation_config
     if config is not None and config.do_sample:
         values = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k")}
@@ -28,6 +39,11 @@ def modelfile(file_name: str, model: Any, tokenizer: Any, stop_ids: Sequence[int
     elif config is not None:
         lines.append("PARAMETER temperature 0")
     return "\n".join(lines) + "\n", note
+
+
+def _require_plain(text: str, what: str, remedy: str) -> None:
+    if '"' in text or not text.strip() or any(unicodedata.category(letter) in _LINE_ENDS for letter in text):
+        raise UsageError(f"--to ollama: {what} is {text!r:.100}, which a Modelfile cannot hold; {remedy}")
 
 
 def go_template(tokenizer: Any) -> str | None:
@@ -49,8 +65,11 @@ def go_template(tokenizer: Any) -> str | None:
                     return None
     except (*RENDER_ERRORS, IndexError):  # it refuses a role, or does not write its text
         return None
-    texts = [*around.values(), default, prompt]
-    if any(mark in text for text in texts for mark in ("{{", "}}", '"""')):
+    texts = [piece for text in (*around.values(), default, prompt) for piece in text.split("{}")]
+    # what Go or the Modelfile would read as its own; a brace beside an action, or a quote beside the end, joins it
+    if any(mark in text for text in texts for mark in ("{{", "}}", '"""')) or prompt.endswith('"'):
+        return None
+    if any(text.endswith("{") or text.startswith("}") for text in texts):
         return None
     turns = [f'if eq .Role "{role}" }}}}{around[role].replace("{}", "{{ .Content }}")}{{{{ ' for role in _ROLES]
     start = f"{{{{ if not .System }}}}{default}{{{{ end }}}}" if default else ""

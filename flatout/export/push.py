@@ -17,6 +17,7 @@ from flatout.models.export import publish_model
 from flatout.models.load.inference import FINAL_DIR, resolve_model_paths
 from flatout.models.lora.adapter_file import ADAPTER_CONFIG
 from flatout.models.merge import load_merged
+from flatout.models.stops import saved_stops
 from flatout.track.run_log import read_run
 
 
@@ -65,7 +66,8 @@ def push(
             config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
             config |= {"base_model_name_or_path": name, "revision": trained.revision}
             files[ADAPTER_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
-        files["README.md"] = model_card(log, repo, name, trained, is_adapter=is_adapter).encode()
+        stops = saved_stops(folder) if is_adapter else None
+        files["README.md"] = model_card(log, repo, name, trained, stops=stops).encode()
         if curve := loss_svg(log):
             files["loss.svg"] = curve.encode()
         changes: list[Any] = [CommitOperationAdd(path, content) for path, content in sorted(files.items())]

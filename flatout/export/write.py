@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,15 +15,16 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from flatout.checkpoint.final import MANIFEST_NAME, verify_final
-from flatout.errors import ResourceError, UsageError
+from flatout.errors import ResourceError, UsageError, reason_of
 from flatout.export.gguf_file import FILE_TYPES, why_not, write_gguf
+from flatout.export.gguf_vocab import stop_fields
 from flatout.export.ollama import modelfile
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
 from flatout.models.export import publish_model, save_model
-from flatout.models.generate import end_of_turn_id, stop_token_ids
 from flatout.models.load.inference import FINAL_DIR, ModelPaths, resolve_model_paths
 from flatout.models.merge import load_merged, require_empty
+from flatout.models.stops import GENERATION_CONFIG, stop_token_ids
 
 TARGETS = ("gguf", "ollama", "vllm", "mlx")
 # the values that vLLM's --max-lora-rank takes
@@ -112,6 +114,26 @@ def _run_tool(command: list[str]) -> None:
         raise ResourceError(f"llama.cpp failed with exit code {code}; its lines above say why: {shlex.join(command)}")
 
 
+def _add_stops(file: Path, fields: dict[str, int], stop_ids: Sequence[int]) -> None:
+    """Name the tokens that end an answer in a converter's file; one that has names for the first of them stays."""
+    import gguf
+
+    try:
+        held = gguf.GGUFReader(file).fields
+    except (OSError, ValueError, IndexError) as error:
+        raise ResourceError(
+            f"llama.cpp's converter wrote no GGUF file: {reason_of(error)}; update llama.cpp"
+        ) from error
+    keys = {field: f"tokenizer.ggml.{field}_token_id" for field in ("eos", "eot", "eom")}
+    found = {field: int(held[key].contents()) for field, key in keys.items() if key in held}
+    if set(stop_ids[:3]) <= set(found.values()):
+        return
+    changed, copied = [(name, str(token_id)) for name, token_id in fields.items()], file.with_suffix(".stops")
+    options = [word for pair in changed for word in ("--special-token-by-id", *pair)]
+    _run_tool([sys.executable, "-m", "gguf.scripts.gguf_new_metadata", *options, str(file), str(copied)])
+    copied.replace(file)
+
+
 def _write_folder(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
     """Write a Hugging Face folder that older readers understand: mlx-lm 0.32 does not know rope_parameters."""
     publish_model(model, tokenizer, out)
@@ -138,8 +160,11 @@ def _write_adapter(trained: ModelPaths, out: Path, name: str) -> Exported:
         durable_io.sync_tree(new)
     durable_io.remove_tree(empty)
     base = shlex.quote(trained.base) + (f" --revision {shlex.quote(trained.revision)}" if trained.revision else "")
-    modules = f"--lora-modules {shlex.quote(f'{name}={out}')} --max-lora-rank {allowed}"
-    return Exported(out, f"vllm serve {base} --enable-lora {modules}", f"the adapter alone, rank {rank}")
+    words = f"--enable-lora --lora-modules {shlex.quote(f'{name}={out}')} --max-lora-rank {allowed}"
+    # what the base model's files do not say: the template, and the tokens that end an answer
+    for option, file in (("--tokenizer", "tokenizer_config.json"), ("--generation-config", GENERATION_CONFIG)):
+        words += f" {option} {shlex.quote(str(out))}" if (out / file).is_file() else ""
+    return Exported(out, f"vllm serve {base} {words}", f"the adapter alone, rank {rank}")
 
 
 def _aside(out: Path) -> Path:
@@ -160,8 +185,7 @@ def _write_gguf(
     """Write a GGUF file by the gguf package or llama.cpp's converter, and for Ollama a Modelfile."""
     own = {"bfloat16": "bf16", "float16": "f16"}.get(str(model.dtype).removeprefix("torch."), "f32")
     durable_io, empty, plain_kind = DurableIO(), _aside(out), own if quantizer else kind or own
-    path = out / f"{name}-{kind or own}.gguf"
-    has_template = isinstance(tokenizer.chat_template, str)
+    path, stop_ids = out / f"{name}-{kind or own}.gguf", stop_token_ids(model, tokenizer, ())
     with durable_io.replace_dir(out, aside=empty) as new, durable_io.resource_errors("write", out):
         durable_io.require_free(out.parent, sum(one.nbytes for one in model.state_dict().values()))
         file, plain, merged = new / path.name, new / "plain.gguf", new / "merged"
@@ -170,14 +194,13 @@ def _write_gguf(
             save_model(model, tokenizer, merged)
             words = [sys.executable, converter, merged, "--outfile", first, "--outtype", plain_kind]
             _run_tool([str(word) for word in words])
+            _add_stops(first, stop_fields(tokenizer, stop_ids), stop_ids)
         else:
-            turn_end = end_of_turn_id(tokenizer) if has_template else None
-            write_gguf(model, tokenizer, first, name=name, kind=plain_kind, turn_end=turn_end)
+            write_gguf(model, tokenizer, first, name=name, kind=plain_kind, stop_ids=stop_ids)
         if quantizer is not None:
             _run_tool([str(quantizer), str(plain), str(file), (kind or own).upper()])
         command, note = f"llama-cli -m {shlex.quote(str(path))}", f"written by {converter or 'the gguf package'}"
         if for_ollama:
-            stop_ids = stop_token_ids(model, tokenizer) if has_template else []
             text, about = modelfile(path.name, model, tokenizer, stop_ids)
             durable_io.write_bytes(new / "Modelfile", text.encode())
             command, note = (

@@ -124,10 +124,12 @@ class DurableIO:
     def sync_tree(self, folder: Path) -> list[str]:
         """Fsync a folder and everything in it; return the relative names of its files.
 
-        Raises SecurityError for anything but plain files and folders, such as a link.
+        Files get the modes that the umask gives to new ones, which the folder's own shows: libraries write weights
+        that only their user can read. Raises SecurityError for anything but plain files and folders, such as a link.
         """
         files: list[str] = []
         with self.resource_errors("sync", folder):
+            mode = folder.stat().st_mode & 0o666
             for parent, folders, names in os.walk(folder, topdown=False):
                 for name in sorted(names + [name for name in folders if Path(parent, name).is_symlink()]):
                     path = Path(parent, name)
@@ -135,6 +137,7 @@ class DurableIO:
                         raise SecurityError(f"{path}: found a link or a special file, expected a regular file")
                     fd = self._disk.open(path)
                     try:
+                        os.fchmod(fd, mode | os.fstat(fd).st_mode & 0o111)
                         self._disk.sync(fd)
                     finally:
                         self._disk.close(fd)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, TextStreamer
 from flatout.errors import UsageError
 from flatout.io.template_limits import bounded
 from flatout.models.load.model import library_errors
+from flatout.models.stops import stop_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,29 +87,3 @@ def answer(
             )
     new_tokens = output[0, inputs["input_ids"].shape[1] :]
     return str(tokenizer.decode(new_tokens, skip_special_tokens=True)).strip()
-
-
-def stop_token_ids(model: PreTrainedModel, tokenizer: Any, end_of_turn: str | None = None) -> list[int]:
-    """Return the tokens that end an answer: the model's, the tokenizer's, and that of `end_of_turn`.
-
-    If `end_of_turn` is None, it is what the tokenizer's chat template writes behind an answer.
-    """
-    stops: set[int] = set()
-    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
-    stops.update([configured] if isinstance(configured, int) else configured or [])
-    if tokenizer.eos_token_id is not None:
-        stops.add(int(tokenizer.eos_token_id))
-    if (turn_end := end_of_turn_id(tokenizer, end_of_turn)) is not None:
-        stops.add(turn_end)
-    return sorted(stops)
-
-
-def end_of_turn_id(tokenizer: Any, end_of_turn: str | None = None) -> int | None:
-    """Return the token that starts `end_of_turn`, or what the chat template writes behind an answer; None for text."""
-    if end_of_turn is None:
-        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "flatout"}]
-        with bounded("the tokenizer's chat template"):
-            end_of_turn = str(tokenizer.apply_chat_template(turn, tokenize=False)).rpartition("flatout")[2]
-    first = tokenizer(end_of_turn, add_special_tokens=False)["input_ids"][:1]
-    is_token = first and first[0] in tokenizer.all_special_ids + list(tokenizer.added_tokens_decoder)
-    return int(first[0]) if is_token else None

@@ -12,6 +12,7 @@ from flatout.errors import ResourceError, UsageError, reason_of
 from flatout.io.durable_io import DurableIO
 from flatout.models.export import merge, publish_model
 from flatout.models.load.inference import ModelPaths, load_trained, resolve_model_paths
+from flatout.models.stops import set_stops, stop_token_ids
 
 
 def merge_adapter(target: str, out: Path, *, base: str | None = None, device: str = "cpu") -> str:
@@ -43,7 +44,11 @@ def require_empty(out: Path) -> None:
 def load_merged(trained: ModelPaths, *, device: str = "cpu") -> tuple[PreTrainedModel, Any, int]:
     """Return a plain model with the adapter merged in, its tokenizer, and the number of merged layers (0: no adapter).
 
-    Raises as `load_trained`.
+    Its generation_config stops where the chat template ends an answer. Raises as `load_trained`.
     """
     model, tokenizer = load_trained(trained, device=torch.device(device))
+    try:
+        set_stops(model, stop_token_ids(model, tokenizer))
+    except Exception:  # noqa: BLE001  (a template is a program: one that refuses this chat names no end)
+        set_stops(model, stop_token_ids(model, tokenizer, ()))
     return model, tokenizer, merge(model)

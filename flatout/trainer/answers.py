@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.models.generate import stop_token_ids
 from flatout.models.packed import PackedBatch, flatten_samples, padded_num_boundaries
+from flatout.models.stops import stop_token_ids
 from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.steps.rows import row_length

@@ -28,6 +28,7 @@ from flatout.models.export import save_model
 from flatout.models.load.source import fingerprint_model
 from flatout.models.lora.adapter import adapter_parameters, in_peft_shapes, read_back, save_adapter
 from flatout.models.objective import CROSS_ENTROPY, Objective
+from flatout.models.stops import give_template, set_stops, stop_token_ids, write_stops
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
 from flatout.parallel.process_group import choose_device, leave_group
@@ -277,13 +278,16 @@ def export(run: Run, folder: Path) -> None:
 
     def write(half_done: Path) -> None:
         tokenizer = tokenizer_of(run.config.data, run.config.model.name)
-        if template := run.feed.store.meta.template_text:
+        meta = run.feed.store.meta
+        if meta.template_text:
             # export the template that was trained with, even if the tokenizer has another
-            tokenizer.chat_template = template
+            give_template(tokenizer, meta.template_text, meta.end_of_turn)
+        set_stops(run.model, stop_token_ids(run.model, tokenizer, meta.end_of_turn))
         if is_lora:
             base_name, lora = run.config.model.name, run.config.lora
             save_adapter(run.model, half_done, base_name=base_name, config=lora, state=state)
             run.reporter.stage(folder.name, read_back(run.model, half_done, config=lora, state=state))
+            write_stops(run.model, half_done)
             tokenizer.save_pretrained(half_done)
         else:
             # checkpoints keep fp32 master weights; the exported model has the precision used in training

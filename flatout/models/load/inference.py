@@ -22,6 +22,7 @@ from flatout.models.load.source import check_source
 from flatout.models.lora.adapter import apply_adapter
 from flatout.models.lora.adapter_file import ADAPTER_CONFIG
 from flatout.models.lora.plain import share_base
+from flatout.models.stops import saved_stops, set_stops
 
 FINAL_DIR = "final"
 NAMED_MAPS = ("auto", "balanced", "sequential")
@@ -102,6 +103,8 @@ def load_trained(
                 "weights on GPUs; use more GPUs, or merge it with flatout merge and chat with the result"
             )
         apply_adapter(model, trained.adapter)
+        if stops := saved_stops(trained.adapter):
+            set_stops(model, stops)
         model.eval()
     with library_errors(f"{trained.tokenizer} has no usable tokenizer"):
         source, _ = hub_source(trained.tokenizer, None)

@@ -159,6 +159,22 @@ def program(path: Path, code: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
+# what llama.cpp's converter writes of a tokenizer whose end of turn it does not know
+CONVERTER = """
+print(*sys.argv[1:])
+import gguf, numpy, transformers
+tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+writer = gguf.GGUFWriter(sys.argv[3], "gemma2")
+writer.add_token_list(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
+writer.add_eos_token_id(0)
+writer.add_tensor("converted", numpy.float32([1, 2]))
+writer.write_header_to_file()
+writer.write_kv_data_to_file()
+writer.write_tensors_to_file()
+writer.close()
+"""
+
+
 def test_other_encodings_need_llama_quantize(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,10 +199,17 @@ def test_other_architectures_need_llama_cpps_converter(
     assert main(command) == 2
     assert "flatout does not write model type gemma2 (Gemma2ForCausalLM)" in capfd.readouterr().err
     converter = tmp_path / "llama.cpp" / "convert_hf_to_gguf.py"
-    program(converter, "print(*sys.argv[1:]); pathlib.Path(sys.argv[3]).write_text('converted')")
+    program(converter, CONVERTER)
     assert main([*command, "--llama-cpp", str(converter.parent)]) == 0
-    assert (tmp_path / "out" / "model-f32.gguf").read_text() == "converted"
     assert "--outtype f32" in capfd.readouterr().err
+    # the converter named no end of turn
+    stop = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|im_end|>")
+    facts, tensors = read(tmp_path / "out")
+    assert facts["tokenizer.ggml.eot_token_id"] == stop
+    assert tensors["converted"].tolist() == [1.0, 2.0]
+    program(converter, "pathlib.Path(sys.argv[3]).write_text('something else')")
+    assert main([*command[:-1], str(tmp_path / "other"), "--llama-cpp", str(converter.parent)]) == 6
+    assert "llama.cpp's converter wrote no GGUF file" in capfd.readouterr().err
     program(converter, "sys.exit('no such model')")
     assert main([*command[:-1], str(tmp_path / "again"), "--llama-cpp", str(converter.parent)]) == 6
     said = capfd.readouterr().err

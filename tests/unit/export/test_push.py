@@ -50,7 +50,7 @@ def test_adapter_and_merged_model_load_from_the_hub(
     assert (adapter.private, merged.private) == (False, True)
     assert set(adapter.files) == {
         "README.md", "loss.svg", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja",
-        "tokenizer.json", "tokenizer_config.json",
+        "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     assert json.loads(adapter.files["adapter_config.json"])["base_model_name_or_path"] == "someone/base"
     assert not (run_dir / ".push.tmp").exists()
@@ -73,6 +73,16 @@ def test_adapter_and_merged_model_load_from_the_hub(
     for expected in ("## Load", "## Results", "loss.svg", "## Data", "chats.jsonl", "## Plan", "| lora.rank | 4 |",
                      "| arc_easy | acc | 0.2500 |", "## Versions", "transformers"):  # fmt: skip
         assert expected in card
+    # the end of an answer, for programs that serve the base model with this adapter
+    assert "serve someone/base" in card
+    assert "--tokenizer FOLDER --generation-config FOLDER" in card
+    loads = next(part for part in card.split("```python\n")[1:]).partition("```")[0]
+    assert 'GenerationConfig.from_pretrained("someone/adapter")' in loads
+    compile(loads, "card", "exec")
+    assert "GenerationConfig" not in merged.files["README.md"].decode()
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for repo in (adapter, merged):
+        assert json.loads(repo.files["generation_config.json"])["eos_token_id"] == stop
     curve = adapter.files["loss.svg"].decode()
     assert curve.count("<polyline") == 2
     assert curve.count("<circle") == 4
