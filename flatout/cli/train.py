@@ -121,11 +121,12 @@ def _start_in_tmux(config: Config, place: RunHere | SpawnRanks, name: str, words
         latest = folder / "logs" / (f"node-{place.nodes.index}/latest" if place.nodes.num_max > 1 else "latest")
         num_windows = 1 if place.num_procs == "gpu" else place.num_procs
         logs = [latest / f"rank-{rank}.log" for rank in range(num_windows)]
-    made = tmux.commands(name, [sys.executable, *MODULE, *words], logs, Path.cwd(), environment())
+    made = tmux.commands(name, [sys.executable, *MODULE, *words], logs, environment())
     if dry_run:
-        print("\n".join(map(shlex.join, made)))
+        # tmux starts the run where it is called
+        print("\n".join(map(shlex.join, [["cd", str(Path.cwd())], *made])))
         return
-    tmux.start(made, name)
+    tmux.start(made, name, Path.cwd())
     print(f"started; watch it with `tmux attach -t {name}` or `tmux attach -t {name}_gpu_0`")
 
 

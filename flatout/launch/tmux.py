@@ -19,13 +19,12 @@ PASSED_ON = re.compile(r"(CUDA|NCCL|GLOO|OMP|TORCH|PYTHON|TRITON)[A-Z0-9_]*|(HF_
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY")
 
 
-def commands(
-    name: str, run: Sequence[str], logs: Sequence[Path], folder: Path, env: Mapping[str, str]
-) -> list[list[str]]:
+def commands(name: str, run: Sequence[str], logs: Sequence[Path], env: Mapping[str, str]) -> list[list[str]]:
     """Return the tmux commands for session `name`: window `run` for the command, `NAME_gpu_N` for the N-th log.
 
     Each log window is also in a session of the same name, so that `tmux attach -t NAME_gpu_0` opens it. The command
-    runs in `folder`. Raises UsageError for a name that tmux would change or interpret as a target.
+    runs in the folder in which these commands are run. Raises UsageError for a name that tmux would change or
+    interpret as a target.
     """
     if not SESSION.fullmatch(name):
         raise UsageError(
@@ -34,29 +33,33 @@ def commands(
     variables = []
     for key, value in sorted(env.items()):
         if PASSED_ON.fullmatch(key) and not SECRET.search(key):
-            variables += ["-e", f"{key}={value}"]
-    start = ["tmux", "new-session", "-d", "-s", name, "-n", "run", "-c", str(folder), *SIZE]
+            variables += ["-e", _literal(f"{key}={value}")]
+    # without -c, which tmux expands as a format: `#(...)` in a folder's name would run
+    start = ["tmux", "new-session", "-d", "-s", name, "-n", "run", *SIZE]
     # kept open after the run ends, so that the last lines can be read
     keep = [";", "set-option", "-w", "-t", f"={name}:run", "remain-on-exit", "on"]
-    # tmux would take a `;` at the end of a word for the end of the command
-    words = [f"{word[:-1]}\\;" if word.endswith(";") else word for word in run]
-    made = [[*start, *variables, "--", *words, *keep]]
+    made = [[*start, *variables, "--", *map(_literal, run), *keep]]
     for number, log in enumerate(logs):
         window = f"{name}_gpu_{number}"
-        follow = ["tail", "-n", "+1", "-F", str(log)]
+        follow = ["tail", "-n", "+1", "-F", _literal(str(log))]
         made.append(["tmux", "new-window", "-d", "-t", f"={name}:", "-n", window, "--", *follow])
         made.append(["tmux", "new-session", "-d", "-t", f"={name}", "-s", window, *SIZE])
         made.append(["tmux", "select-window", "-t", f"={window}:{window}"])
     return made
 
 
-def start(made: Sequence[Sequence[str]], name: str) -> None:
-    """Run the commands. Raises ResourceError without tmux, and UsageError when the session already exists."""
+def _literal(word: str) -> str:
+    """Escape a `;` at the end of a word, which tmux would take for the end of the command; it expands no other part."""
+    return f"{word[:-1]}\\;" if word.endswith(";") else word
+
+
+def start(made: Sequence[Sequence[str]], name: str, folder: Path) -> None:
+    """Run the commands in `folder`. Raises ResourceError without tmux, and UsageError when the session exists."""
     if shutil.which("tmux") is None:
         raise ResourceError("--tmux needs tmux, which is not installed here; install it, or remove --tmux")
     if subprocess.run(["tmux", "has-session", "-t", f"={name}"], capture_output=True, check=False).returncode == 0:
         raise UsageError(f"tmux session {name} exists already; attach with `tmux attach -t {name}`, or rename")
     for command in made:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ResourceError(f"{shlex.join(command[:2])} failed: {done.stderr.strip()}; nothing else was started")

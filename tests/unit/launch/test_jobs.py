@@ -108,6 +108,7 @@ def test_train_in_tmux_dry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     config.write_text(f"run_dir: {tmp_path / 'run'}\nmodel: {{name: x}}\ndevice: cpu\n")
     assert main(["train", str(config), "--tmux", "job", "--dry-run", "gpus=[0,1]"]) == 0
     printed = capsys.readouterr().out
+    assert printed.startswith("cd ")
     assert "job_gpu_1" in printed
     assert f"{tmp_path}/run/logs/latest/rank-1.log" in printed
     assert "'gpus=[0,1]'" in printed
