@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import socket
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -14,7 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from flatout.environment import STORE_SOCKET, environment, master, whole_number
 from flatout.errors import PeerLostError, ResourceError, first_line
-from flatout.io.bounded_wait import BoundedWait
+from flatout.io.bounded_wait import POLL_S, BoundedWait
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import local_part, replicas_of
 
@@ -22,6 +24,8 @@ from flatout.parallel.shards import local_part, replicas_of
 TIMEOUT = timedelta(hours=12)
 JOIN_S = 900.0
 CONNECT_S = 1.0
+# a store that answers no question for so long is named as the one that is awaited
+SILENT_S = 5.0
 # runs of this process so far: the launcher's store outlives a run, and keeps its keys
 _runs = itertools.count()
 
@@ -50,40 +54,12 @@ def join_group(
     """Join the other ranks, if any, over NCCL (GPU) or gloo (CPU), unless this process has already joined.
 
     Rank 0 hosts the store, on the socket that its launcher opened or at MASTER_PORT. `on_met` gets the store once all
-    ranks have joined it, before the first wait in C code, which Python cannot interrupt. Raises PeerLostError when a
-    rank has not joined after `join_s`.
+    ranks have joined it, in a thread of its own, before the first collective. Raises PeerLostError with the ranks that
+    have not joined after `join_s`.
     """
     if rank.world == 1 or dist.is_initialized():
         return
-    wait = BoundedWait(join_s, "faults.join_s")
-    host, port = master()
-    env = environment()
-    # the listening socket that rank 0 inherited; without it, the store opens its own on the master port
-    fd = whole_number(env, STORE_SOCKET) if STORE_SOCKET in env else None
-    # torch's launcher may host the store instead of rank 0
-    is_host = rank.is_first and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    while not is_host:
-        try:
-            # connect before TCPStore does, which waits without an explanation and ignores Ctrl-C
-            socket.create_connection((host, port), timeout=CONNECT_S).close()
-            break
-        except OSError as error:
-            reason = f"{error}; check MASTER_ADDR and MASTER_PORT, and that rank 0 is running"
-            wait.pause(f"rank 0 at {host}:{port}", reason)
-    timeout, own_fd = timedelta(seconds=max(1.0, wait.left_s)), fd if is_host else None
-    try:
-        server = TCPStore(
-            host, port, is_master=is_host, timeout=timeout, wait_for_workers=False, master_listen_fd=own_fd
-        )
-        store = PrefixStore(f"{env.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_runs)}", server)
-        store.set(f"met/{rank.index}", socket.gethostname())
-        for other in range(rank.world):
-            while not store.check([f"met/{other}"]):
-                wait.pause(f"rank {other} of {rank.world}", "see its log; it may still read its data, or have exited")
-        on_met(store)
-    except dist.DistError as error:
-        why = first_line(error)
-        raise PeerLostError(f"rank {rank.index} lost rank 0 before all ranks joined ({why}); see its log") from error
+    store = _Meeting(rank, join_s, on_met).hold()
     on_gpu = device.type == "cuda"
     # device_id binds the group to this rank's GPU; otherwise collectives have to guess it
     dist.init_process_group(
@@ -94,6 +70,89 @@ def join_group(
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
+
+
+class _Meeting:
+    """All ranks meet at rank 0's store, on a thread: the store waits in C without a limit while rank 0 stands still.
+
+    The socket that a launcher opened for rank 0 connects others even before rank 0 runs, or when it is stopped.
+    """
+
+    def __init__(self, rank: Rank, join_s: float, on_met: Callable[[Store], None]) -> None:
+        self._rank, self._join_s, self._on_met = rank, join_s, on_met
+        self._host, self._port = master()
+        # torch's launcher may host the store instead of rank 0
+        self._is_host = rank.is_first and environment().get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        # who is awaited and why, replaced as one value by the thread; until the store answers, it is rank 0
+        self._awaited: tuple[tuple[int, ...], str] = (0,), "it does not answer; see its log"
+        self._answered_at = time.monotonic()
+        self._store: Store | None = None
+        self._error: BaseException | None = None
+
+    def hold(self) -> Store:
+        """Return the store once all ranks have met."""
+        wait = BoundedWait(self._join_s, "faults.join_s", error=lambda text: PeerLostError(text, self._awaited[0][0]))
+        # ended with the process if it is still held in C
+        thread = threading.Thread(target=self._run, name="flatout-join", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(POLL_S)
+            if time.monotonic() - self._answered_at > SILENT_S and not self._is_host:
+                self._awaited = (0,), "it has stopped answering; see its log"
+            ranks, reason = self._awaited
+            named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {self._rank.world}"
+            wait.check(f"{named} at {self._host}:{self._port}" if ranks == (0,) else named, reason)
+        if isinstance(self._error, dist.DistError):
+            why, index = first_line(self._error), self._rank.index
+            raise PeerLostError(
+                f"rank {index} lost rank 0 before all ranks joined ({why}); see its log", 0
+            ) from self._error
+        if self._error is not None:
+            raise self._error
+        assert self._store is not None
+        return self._store
+
+    def _run(self) -> None:
+        try:
+            self._connect()
+            store = self._open_store()
+            store.set(f"met/{self._rank.index}", socket.gethostname())
+            others = range(self._rank.world)
+            while missing := tuple(other for other in others if not store.check([f"met/{other}"])):
+                self._answered_at = time.monotonic()
+                self._awaited = missing, "see its log; it may still read its data, be stopped, or have exited"
+                time.sleep(POLL_S)
+            self._awaited = (0,), "all ranks have joined, but its heartbeats do not answer"
+            self._on_met(store)
+            self._store = store
+        except BaseException as error:  # noqa: BLE001  (raised in the thread that waits)
+            self._error = error
+
+    def _connect(self) -> None:
+        """Wait until something listens: TCPStore would retry without an explanation."""
+        while not self._is_host:
+            self._answered_at = time.monotonic()
+            try:
+                socket.create_connection((self._host, self._port), timeout=CONNECT_S).close()
+                return
+            except OSError as error:
+                reason = f"{error}; check MASTER_ADDR and MASTER_PORT, and that rank 0 is running"
+                self._awaited = (0,), reason
+                time.sleep(POLL_S)
+
+    def _open_store(self) -> Store:
+        env = environment()
+        # the listening socket that rank 0 inherited; without it, the store opens its own on the master port
+        fd = whole_number(env, STORE_SOCKET) if STORE_SOCKET in env else None
+        server = TCPStore(
+            self._host,
+            self._port,
+            is_master=self._is_host,
+            timeout=timedelta(seconds=max(1.0, self._join_s)),
+            wait_for_workers=False,
+            master_listen_fd=fd if self._is_host else None,
+        )
+        return PrefixStore(f"{env.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_runs)}", server)
 
 
 def share_weights(model: nn.Module) -> None:

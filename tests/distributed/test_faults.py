@@ -22,6 +22,17 @@ from flatout.launch.attempt import RankReport
 from flatout.track.run_log import read_end
 
 HANG_S = 3.0
+# ranks, where some of them stop during the start, and what the others say; nobody stops in the first case
+JOINS = (
+    (2, (), {}),
+    (
+        2,
+        ("0:before",),
+        {1: r"PeerLostError 0: timed out waiting for rank 0 of 2 at 127.0.0.1:\d+, 3 s .faults.join_s."},
+    ),
+    (2, ("0:met",), {1: r"PeerLostError 0: timed out waiting for rank 0 of 2 at 127.0.0.1:\d+, 3 s"}),
+    (3, ("1:before", "2:before"), {0: r"PeerLostError 1: timed out waiting for ranks 1, 2 of 3, 3 s"}),
+)
 
 
 def strike(run_dir: Path, attempt: int, rank: int, number: int) -> float:
@@ -33,6 +44,47 @@ def strike(run_dir: Path, attempt: int, rank: int, number: int) -> float:
     wait_for_steps(run_dir, num_steps_told(run_dir) + 3)
     os.kill(RankReport.read_all(folder)[rank].pid, number)
     return time.time()
+
+
+def test_every_start_of_ranks_is_bounded_and_names_who_has_not_come() -> None:
+    """The launcher's socket connects others to a stopped rank 0, and torch's store waits without a limit."""
+    script = str(Path(__file__).with_name("joining_ranks.py"))
+    begun = []
+    for world, stops, _ in JOINS:
+        # in the first case nobody is to be late, however slow the machine is
+        command = [sys.executable, script, "3" if stops else str(DEADLINE_S), *stops]
+        begun.append(start_ranks([command] * world, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    try:
+        for ranks, (world, stops, said) in zip(begun, JOINS, strict=True):
+            going = set(range(world)) - {int(place[0]) for place in stops}
+            for rank in going:
+                output = ranks[rank].communicate(timeout=DEADLINE_S)[0]
+                assert re.search(said.get(rank, f"sum {world}"), output), output
+                assert ranks[rank].returncode == (7 if stops else 0)
+    finally:
+        for process in (process for ranks in begun for process in ranks):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_is_stopped_while_it_starts_ends_the_command(tiny: Any, tmp_path: Path, stopped: int) -> None:
+    made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 4})
+    config = tiny.config(tmp_path / "run", **made, faults={"join_s": 4, "max_restarts": 0})
+    process = launch(config, tmp_path)
+    folder = tmp_path / "run" / "logs" / "attempt-0"
+    while not (begun := {report.rank: report.pid for report in RankReport.read_all(folder)}).get(stopped):
+        assert process.poll() is None
+        time.sleep(0.01)
+    # it has written this before it imports torch, so it has met nobody
+    os.kill(begun[stopped], signal.SIGSTOP)
+    output = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 7, output
+    assert f"timed out waiting for rank {stopped} of 2" in output
+    (waited,) = (report for report in RankReport.read_all(folder) if report.rank != stopped)
+    assert waited.lost_rank == stopped
 
 
 @pytest.mark.slow
