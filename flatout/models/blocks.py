@@ -140,6 +140,15 @@ def model_inputs(model: PreTrainedModel, batch: PackedBatch) -> tuple[dict[str, 
     return given, rows
 
 
+def sample_counts(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
+    """Return how many samples have each token that the model computes for a batch, int64; 0 for all padding.
+
+    A hybrid's layers, and so its routers, also see the tokens between the documents of `model_inputs`.
+    """
+    gap, _ = packed_hybrid(model.config.get_text_config())
+    return batch.spread(gap)[0].sample_counts if gap and batch.row_length is None else batch.sample_counts
+
+
 def document_arguments(batch: PackedBatch) -> dict[str, Any]:
     """Return the documents' boundaries as the keyword arguments that transformers passes to every attention layer.
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flatout.kernels.cross_entropy.tiled import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused
-from flatout.models.blocks import hidden_states
+from flatout.models.blocks import hidden_states, sample_counts
 from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.experts.router import Routers
 from flatout.models.objective import (
@@ -67,13 +67,13 @@ class PackedLoss(nn.Module):
             return next_logits(self.model, batch)
         if self.routers is not None and self.routers.is_counting:
             nothing = hidden_states(self.model, batch).new_zeros(())
-            self.routers.count(batch.sample_counts)
+            self.routers.count(sample_counts(self.model, batch))
             return nothing, nothing
         loss_sum, num_correct = packed_loss(
             self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows, objective=self.objective
         )
         if self.routers is not None and torch.is_grad_enabled():
-            loss_sum = self.routers.add_losses(loss_sum, batch.sample_counts)
+            loss_sum = self.routers.add_losses(loss_sum, sample_counts(self.model, batch))
         return loss_sum, num_correct
 
 

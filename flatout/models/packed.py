@@ -148,7 +148,8 @@ class PackedBatch:
     def spread(self, gap: int) -> tuple[PackedBatch, torch.Tensor]:
         """Return the batch with `gap` more tokens, at position 0, after each document, and its rows in it, int64 (T,).
 
-        Nothing waits for the device. A last document fills the stream to a multiple of 128; labels are not moved.
+        Nothing waits for the device. A last document fills the stream to a multiple of 128. No sample has the added
+        tokens; labels are not moved.
         """
         num_documents = len(self.cu_seqlens) - 1
         filled = self.num_tokens + gap * num_documents
@@ -164,6 +165,7 @@ class PackedBatch:
             self,
             token_ids=blank.index_copy(0, rows, self.token_ids),
             position_ids=blank.index_copy(0, rows, self.position_ids),
+            sample_counts=blank.index_copy(0, rows, self.sample_counts),
             cu_seqlens=boundaries(self.cu_seqlens),
             cu_seqlens_cpu=None if self.cu_seqlens_cpu is None else boundaries(self.cu_seqlens_cpu),
             max_seqlen=max(self.max_seqlen + gap, TOKENS_MULTIPLE),

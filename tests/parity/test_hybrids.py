@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 from model_table import LENGTHS, documents, gradients, plain_loss, tiny
 from transformers import AutoModelForCausalLM
 
-from flatout.config.schema import ModelConfig
+from flatout.config.schema import ExpertsConfig, ModelConfig
 from flatout.errors import UsageError
-from flatout.models.arch_quirks import choose_layout
+from flatout.models.arch_quirks import choose_layout, packed_hybrid
+from flatout.models.blocks import replace_module
 from flatout.models.compile.regions import Regions
-from flatout.models.head import packed_loss
+from flatout.models.experts.router import Routers
+from flatout.models.head import PackedLoss, packed_loss
 from flatout.models.load.model import LoadedModel, load_model
 from flatout.models.packed import flatten_samples, padded_num_boundaries
 from flatout.models.selftest import check_packing
@@ -49,6 +52,42 @@ def test_convolutions_pack_exactly_without_a_kernel(tmp_path: Path, model_type: 
     truth = plain_loss(loaded.model)
     assert ours.item() == pytest.approx(truth.item(), rel=1e-12)
     assert float((ours_grad - gradients(loaded.model, truth)).norm() / ours_grad.norm()) < 1e-12
+
+
+class PassThrough(torch.nn.Module):
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+
+@pytest.mark.parametrize("num_boundaries", [None, padded_num_boundaries(len(LENGTHS))])
+@pytest.mark.parametrize("model_type", ["lfm2_moe", "qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h"])
+def test_routers_of_packed_hybrids_count_tokens_without_padding(
+    tmp_path: Path, model_type: str, num_boundaries: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their layers also see the masked tokens between documents, which belong to no sample."""
+    monkeypatch.setattr("flatout.models.arch_quirks.find_spec", lambda package: True)
+    loaded = load(tmp_path, model_type, CPU, "fp32")
+    recurrences = re.compile("GatedDeltaNet$|Mamba.*Mixer$|MambaLayer$")
+    for path, module in list(loaded.model.named_modules()):
+        if recurrences.search(type(module).__name__):
+            # its kernel, which only runs on a GPU, has no part in counting
+            replace_module(loaded.model, path, PassThrough())
+    loss = PackedLoss(loaded.model)
+    routers = loss.routers = Routers(loaded.model, ExpertsConfig(balance_loss=0.1, z_loss=0.1))
+    chosen: list[torch.Tensor] = []
+    for router in routers.layers:
+        router.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
+    batch = flatten_samples(documents(), num_boundaries=num_boundaries)
+    spread, rows = batch.spread(packed_hybrid(loaded.model.config.get_text_config())[0])
+    assert spread.num_tokens > batch.num_tokens
+    routers.start_step(0, num_tokens=sum(LENGTHS), divisor=1.0, device=CPU, sum_values=lambda values: values)
+    loss(batch)[0].backward()
+    loads, _ = routers.loads(routers.sums)
+    assert len(chosen) == len(routers.layers) > 0
+    for layer, choices in enumerate(chosen):
+        own = choices.view(spread.num_tokens, -1)[rows][: sum(LENGTHS)]
+        counts = torch.bincount(own.flatten(), minlength=routers.num_experts).double()
+        assert loads[layer].tolist() == pytest.approx((counts / counts.mean()).tolist())
 
 
 @pytest.mark.parametrize("model_type", RECURRENT)
