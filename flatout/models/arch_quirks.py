@@ -41,6 +41,7 @@ PACKED_HYBRIDS = {
 LOGITS_MULTIPLIERS = {"hyperclovax": "logits_scaling"}
 _LOGITS_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _LOGITS_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+_LOGITS_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 # vision-language models that do not scale their logits, though the config of their text part says so
 UNSCALED_LOGITS = frozenset({"aya_vision", "cohere2_vision"})
@@ -167,3 +168,14 @@ def logits_scale(config: Any) -> float:
         if (value := getattr(config, field, None)) is not None:
             return 1.0 / float(value) if field in _LOGITS_DIVISORS else float(value)
     return 1.0
+
+
+def logits_cap(config: Any) -> float | None:
+    """Return the soft-cap of a model's logits (Gemma 2, Grok, xLSTM); None: they have none."""
+    return next((float(cap) for field in _LOGITS_CAPS if (cap := getattr(config, field, None))), None)
+
+
+def num_logits(config: Any) -> int | None:
+    """Return how many of the head's outputs are logits, for a model that cuts padding off (Inkling); None: all."""
+    cut = getattr(config, "unpadded_vocab_size", None)
+    return cut if cut is not None and cut < config.vocab_size else None

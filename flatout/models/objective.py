@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from flatout.errors import UsageError
 from flatout.kernels.cross_entropy.reference import product_loss, scaled_logits
 from flatout.kernels.cross_entropy.tiled import token_loss
-from flatout.models.arch_quirks import UNSCALED_LOGITS, logits_scale
+from flatout.models.arch_quirks import UNSCALED_LOGITS, logits_cap, logits_scale, num_logits
 from flatout.models.lora.saved import SavedModule, TrainedRows
 from flatout.models.packed import PackedBatch
 
@@ -38,7 +38,9 @@ class TokenLosses(NamedTuple):
 
 
 class TokenHead:
-    """A model's output head with its logit scale and soft-cap, as an objective calls it; `tile_rows` bounds memory.
+    """A model's output head with its logit scale, soft-cap and number of logits, as an objective calls it.
+
+    `tile_rows` bounds memory.
 
     Raises UsageError for a model without an output head.
     """
@@ -50,26 +52,28 @@ class TokenHead:
         config = model.config.get_text_config()
         self._head, self._tile_rows = head, tile_rows
         self._scale = 1.0 if model.config.model_type in UNSCALED_LOGITS else logits_scale(config)
-        self._softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+        self._softcap, self._num_logits = logits_cap(config), num_logits(config)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Return logits (L, V) in fp32 (fp64 in fp64) of hidden states `rows` (L, D)."""
-        return scaled_logits(self._head(rows), self._scale, self._softcap)
+        return scaled_logits(self._head(rows)[..., : self._num_logits], self._scale, self._softcap)
 
     def cross_entropy(self, rows: torch.Tensor, ids: torch.Tensor) -> LossSums:
         """Return the summed cross-entropy of hidden states `rows` (L, D) for the tokens `ids` (L,), in tiles."""
         if (product := head_product(self._head)) is not None:
+            weight = product[0] if self._num_logits is None else product[0][: self._num_logits]
             with record_function("flatout::head"):
                 return LossSums(
                     *token_loss(
-                        rows, product[0], ids, trained_rows=product[1], scale=self._scale, softcap=self._softcap,
+                        rows, weight, ids, trained_rows=product[1], scale=self._scale, softcap=self._softcap,
                         tile_rows=self._tile_rows, compute_dtype=compute_dtype(rows),
                     )
                 )  # fmt: skip
 
         # any other head (with LoRA, a bias, ...) is called as a module
         def tile_loss(tile: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return product_loss(self._head(tile), ids, scale=self._scale, softcap=self._softcap)
+            product = self._head(tile)[..., : self._num_logits]
+            return product_loss(product, ids, scale=self._scale, softcap=self._softcap)
 
         tiles = self._in_tiles(tile_loss, rows, ids)
         return LossSums(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from flatout.models.arch_quirks import num_logits
 from flatout.models.blocks import decoder_layers
 from flatout.models.context.share import ContextShare
 from flatout.models.experts.lora import num_expert_tensors
@@ -41,8 +42,9 @@ def random_batch(
     With `num_shared_boundaries`, the first two share half of the shorter one, which has no labels. With
     `share`, the batch is that share of them.
     """
-    num_embeddings = model.get_input_embeddings().weight.shape[0]
-    token_ids = np.random.default_rng(0).integers(0, num_embeddings, sum(lengths))
+    # every token is a label, too
+    num_tokens = num_logits(model.config.get_text_config()) or model.get_input_embeddings().weight.shape[0]
+    token_ids = np.random.default_rng(0).integers(0, num_tokens, sum(lengths))
     documents = [(ids, np.ones(len(ids), bool)) for ids in np.split(token_ids, np.cumsum(lengths)[:-1])]
     if share is not None:
         return share.of(flatten_samples(documents), num_boundaries).to(model.device)

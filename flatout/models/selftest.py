@@ -15,6 +15,7 @@ from flatout.models.arch_quirks import WINDOW_FIELDS, packed_hybrid
 from flatout.models.blocks import TRANSFORMERS_ATTENTION, hidden_states, last_states, model_inputs
 from flatout.models.head import packed_loss
 from flatout.models.load.model import LoadedModel
+from flatout.models.objective import TokenHead
 from flatout.models.packed import PackedBatch
 from flatout.models.prefix_check import check_shared_prefixes
 from flatout.models.probe import MODEL_ERRORS, embedded_tokens, has_experts, random_batch, relative_error, widened
@@ -25,6 +26,8 @@ _LENGTHS = (8, 19, 3, 2)
 # transformers' eager attention computes its softmax in float32 for every dtype
 _TOLERANCES = {("sdpa", torch.float64): 1e-10, ("eager", torch.float64): 1e-5}
 _FLOAT32_TOLERANCE = 1e-4
+# the largest logit with which the head is compared: far beyond the caps of known models
+_AMPLIFIED = 1000.0
 # eager attention's memory is quadratic in the length of this document
 _MAX_LONG_TOKENS = 16384
 
@@ -56,7 +59,8 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
     Checks that (1) packed logits equal those of each document alone with transformers' own attention, within 1e-10
     (fp64), 1e-4 (fp32), or in 16 bit three times the difference between transformers' sdpa and eager attention; (2)
     changing one document leaves the logits of the others bitwise equal, or with experts, which are grouped over all
-    tokens of a batch, within the tolerance of (1); (3) the head's loss equals cross-entropy over the model's logits.
+    tokens of a batch, within the tolerance of (1); (3) the head's logits equal the whole model's, also
+    where they are large, and its loss equals cross-entropy over them.
     If `longest`, the tokens of the run's longest document, exceeds a limit in the model's config (a window, or the
     length beyond which rope changes its frequencies), (1) is repeated on the last hidden states with a document between
     short ones, up to twice as long as the limit but no longer than `longest` or 16,384 tokens.
@@ -125,17 +129,40 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
             f"model type {kind}: one {layout} document changes the logits of another by {leak:.1e} with "
             f"attention {loaded.attention}; {remedy}choose a different model"
         )
-    loss = float(packed_loss(model, batch).loss_sum)
-    truth = float(F.cross_entropy(ours[batch.label_rows], batch.label_ids, reduction="sum"))
+    _check_head(loaded, batch, ours, is_real)
+    return error, tolerance
+
+
+def _check_head(loaded: LoadedModel, batch: PackedBatch, logits: torch.Tensor, is_real: torch.Tensor) -> None:
+    """Compare the head's loss with cross-entropy over the model's logits, and its logits with them at `_AMPLIFIED`.
+
+    A random model's logits are so small that a soft-cap hardly changes them. No cap, scale or cut can hide in logits
+    from a head whose output is amplified.
+    """
+    model, kind = loaded.model, loaded.model.config.model_type
     # some models return float32 logits in every dtype
-    exact = ours.dtype if loaded.dtype.itemsize > 2 else loaded.dtype
+    exact = logits.dtype if loaded.dtype.itemsize > 2 else loaded.dtype
     limit = {torch.float64: 1e-10, torch.float32: 1e-4}.get(exact, 4 * torch.finfo(loaded.dtype).eps)
+    unknown = "it transforms the logits in a way that flatout does not support; choose a different model"
+    head, states = model.get_output_embeddings(), hidden_states(model, batch)
+    factor = _AMPLIFIED / float(head(states).abs().amax().clamp_min(torch.finfo(torch.float32).tiny))
+    hook = head.register_forward_hook(lambda module, args, output: output * factor)
+    try:
+        whole, ours = _logits(model, batch)[is_real], widened(TokenHead(model, len(states)).logits(states)[is_real])
+    finally:
+        hook.remove()
+    if whole.shape != ours.shape:
+        raise UsageError(f"model type {kind} has {whole.shape[-1]} logits, but its head {ours.shape[-1]}; {unknown}")
+    error = relative_error(ours, whole.to(ours.dtype), has_experts(model), _LENGTHS)
+    if not error <= limit:
+        raise UsageError(f"model type {kind} has logits that differ from its head's by {error:.1e}; {unknown}")
+    loss = float(packed_loss(model, batch).loss_sum)
+    truth = float(F.cross_entropy(logits[batch.label_rows], batch.label_ids, reduction="sum"))
     if not abs(loss - truth) <= limit * max(abs(truth), 1.0):
         raise UsageError(
             f"model type {kind}: the head's loss is {loss:.6f}, but cross-entropy over its logits is {truth:.6f}; "
-            "it transforms the logits in a way that flatout does not support; choose a different model"
+            f"{unknown}"
         )
-    return error, tolerance
 
 
 def _check_backward(loaded: LoadedModel) -> None:

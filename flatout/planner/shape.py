@@ -58,7 +58,8 @@ class ModelShape:
 
     `num_params` counts a tied embedding once, `num_tower_params` what is loaded but not used for text, such as a vision
     tower. `num_heads` and `head_dim`, the width of a query or key, are the largest over the layers, 0 if none has
-    softmax attention. `max_positions` is the longest sequence that the model was made for; `has_position_table` means
+    softmax attention. `num_logits` are the tokens that a model predicts if it cuts the padding of `vocab_size` off its
+    logits; None: all. `max_positions` is the longest sequence that the model was made for; `has_position_table` means
     that it has no positions beyond that. `embedding` and `head` are full names; `modules` are all modules by full name
     with the number of parameters that each holds itself. `outer_linears`, by full name, are those that text passes
     through outside layers and head. `groups_experts`: flatout's grouped products can compute the experts.
@@ -83,6 +84,7 @@ class ModelShape:
     head: str = ""
     modules: tuple[tuple[str, int], ...] = ()
     outer_linears: tuple[Linear, ...] = ()
+    num_logits: int | None = None
 
     @property
     def num_layers(self) -> int:

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from flatout.errors import UsageError, reason_of
+from flatout.models.arch_quirks import num_logits
 from flatout.models.bases.frozen_linear import is_plain_linear
 from flatout.models.blocks import expert_tensors, layer_configs, layer_list, towers
 from flatout.models.experts.block import experts_modules
@@ -97,6 +98,7 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
         num_tower_params=num_tower_params,
         hidden_size=hidden_size,
         vocab_size=getattr(text, "vocab_size", None) or embedding.weight.shape[0],
+        num_logits=num_logits(text),
         num_heads=max(number for number, _ in heads),
         head_dim=max(size for _, size in heads),
         tied=head is None or head.weight is embedding.weight,

@@ -124,12 +124,7 @@ def plan_run(
             "rows", {**lost, "of": store.meta.counts["rows"], "listed_in": str(store.folder / "report.json")}
         )
     shape = shape.with_rows(store.meta.vocabulary_size) if config.data.added_tokens else shape
-    num_rows, max_id = shape.vocab_size, store.meta.max_token_id
-    if max_id >= num_rows:
-        raise DataError(
-            f"the data has token ids {num_rows}..{max_id}, but the model has {num_rows} embedding rows "
-            f"(0..{num_rows - 1}); rebuild the data with this model's tokenizer, or resize the model"
-        )
+    _check_token_ids(shape, store, has_new_tokens=bool(config.data.added_tokens))
     if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
         reporter.event("positions", beyond)
     train_ids = eval_ids = None
@@ -157,6 +152,23 @@ def plan_run(
         fingerprints["objective"] = {"name": objective.name, "divisors": xxh3_64_hexdigest(divisors.tobytes())}
     facts = (fingerprints, divisors, device, sharing, False, (unpackable, unsharable))
     return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, *facts)
+
+
+def _check_token_ids(shape: ModelShape, store: TokenStore, *, has_new_tokens: bool) -> None:
+    """Raise DataError if the data has token ids that the model has no embedding or no logit for."""
+    num_rows, max_id = shape.vocab_size, store.meta.max_token_id
+    if max_id >= num_rows:
+        raise DataError(
+            f"the data has token ids {num_rows}..{max_id}, but the model has {num_rows} embedding rows "
+            f"(0..{num_rows - 1}); rebuild the data with this model's tokenizer, or resize the model"
+        )
+    last_id = max(max_id, store.meta.vocabulary_size - 1 if has_new_tokens else 0)
+    if shape.num_logits is not None and last_id >= shape.num_logits:
+        raise DataError(
+            f"the data or its new tokens have token ids {shape.num_logits}..{last_id}, but the model has logits for "
+            f"0..{shape.num_logits - 1} only (unpadded_vocab_size in its config.json); use its own tokenizer without "
+            "data.new_tokens"
+        )
 
 
 def sample_divisors(objective: Objective, store: TokenStore, reporter: Reporter) -> NDArray[np.float64] | None:

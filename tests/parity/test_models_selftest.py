@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from model_table import tiny
 from tiny_models import FAMILIES, save_tiny_model, tiny_model
 from torch import nn
 from transformers import AttentionInterface
@@ -12,7 +13,7 @@ from flatout.errors import NumericError, UsageError
 from flatout.models.attention import registered_name, window_marker
 from flatout.models.load.model import LoadedModel, load_model
 from flatout.models.lora.layer import add_lora
-from flatout.models.selftest import check_packing
+from flatout.models.selftest import check_packing, prove_layout
 
 CPU = torch.device("cpu")
 
@@ -106,11 +107,43 @@ def test_refuses_ignored_sinks():
         check_packing(loaded(model, torch.float32))
 
 
-def test_refuses_a_head_it_does_not_understand():
-    model = tiny_model("llama", attention="flatout_plain")
-    model.config.logits_scaling = 2.0  # Llama's own code does not scale
-    with pytest.raises(UsageError, match="model type llama: the head's loss"):
-        check_packing(loaded(model))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda logits: 0.5 * logits,
+        lambda logits: 30 * torch.tanh(logits / 30),
+        lambda logits: logits[..., :290],
+        lambda logits: logits + torch.arange(300) / 10,
+    ],
+    ids=["scale", "cap", "cut", "bias"],
+)
+def test_refuses_a_head_it_does_not_understand(transform, dtype):
+    """The logits of a random model are small: a cap of 30 changes its loss by less than rounding does."""
+    model = tiny_model("llama", dtype, attention="flatout_plain", initializer_range=0.02)
+    check_packing(loaded(model, dtype))
+    forward = model.forward
+
+    def transformed(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.logits = transform(output.logits)
+        return output
+
+    model.forward = transformed
+    with pytest.raises(UsageError, match=r"model type llama (has logits|has \d+ logits, but its head 300)"):
+        check_packing(loaded(model, dtype))
+
+
+@pytest.mark.parametrize("family", ["xlstm", "inkling_text", "gemma2", "granite", "cohere"])
+def test_understands_the_heads_of_the_table(tmp_path, family):
+    """xLSTM caps its logits and Inkling cuts padding off; what the others do has names of their own."""
+    config = tiny(family)
+    if family == "inkling_text":
+        config.unpadded_vocab_size = 290
+    config.save_pretrained(tmp_path)
+    settings = ModelConfig(name=str(tmp_path), init="random", precision="fp32")
+    model = load_model(settings, method="full", device=CPU, seed=0, rows=family in ("xlstm", "inkling_text"))
+    assert "head loss = cross-entropy" in prove_layout(model, longest=16, any_attention=True)[1]
 
 
 def test_refuses_weights_that_are_not_finite():
