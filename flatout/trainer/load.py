@@ -13,6 +13,7 @@ from flatout.environment import CAPABILITY, ask_for_deterministic_cublas, keep_c
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import import_compiler
 from flatout.models.experts.router import prepare_biases
+from flatout.models.gradient_paths import freeze_named
 from flatout.models.load.model import LoadedModel, load_model, weight_dtype_of
 from flatout.models.load.sharded import DeferredWeights
 from flatout.models.lora.adapter import load_adapter
@@ -77,11 +78,17 @@ def load_trainable(
             num_layers = len(decoder_layers(loaded.model))
             loaded, line = proofs.prove_layout(loaded)
             reporter.stage("self-test", f"first {num_layers} layers: {line}")
+    _freeze_unreached(loaded, proofs, reporter)
     if importing is not None:
         reporter.phase("importing the compiler")
         # before anything else is imported: concurrent imports can see partially initialized modules
         importing.join()
     return loaded
+
+
+def _freeze_unreached(loaded: LoadedModel, proofs: Proofs, reporter: Reporter) -> None:
+    if line := freeze_named(loaded.model, proofs.unreached_parameters(loaded)):
+        reporter.stage("freeze", line)
 
 
 def weights_wait_in_files(config: Config, planned: PlannedRun, device: torch.device) -> bool:

@@ -12,6 +12,7 @@ from flatout.config.schema import Config
 from flatout.environment import CHECK_AGAIN, checks_again
 from flatout.errors import CheckpointError, ResourceError
 from flatout.io.kept_facts import KeptFacts, find_facts, keep_facts
+from flatout.models.gradient_paths import unreached_parameters
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.adapter import adapter_config
 from flatout.models.proof_key import proof_key
@@ -102,6 +103,15 @@ class Proofs:
         if by_weight := known.facts["num_by_weight"]:
             return f"{by_weight} layers are exported as target_parameters, which PEFT needs for this model"
         return None
+
+    def unreached_parameters(self, loaded: LoadedModel) -> list[str]:
+        """Return the names of trained parameters that no gradient reaches, see `models/gradient_paths.py`."""
+        if known := self.find("gradient-paths"):
+            return list(known.facts["unreached"])
+        found: list[str] = []
+        self._group.run_on_all_ranks(lambda: found.extend(unreached_parameters(loaded, longest=self._longest)))
+        self.keep("gradient-paths", {"unreached": found})
+        return found
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's JSON value, by rank."""

@@ -112,6 +112,44 @@ def test_adapters_that_text_does_not_reach_do_not_decay(seeing: Path, tiny: Any,
         run_on(seeing, tiny, tmp_path / "blind", lora={"targets": r".*vision_tower.*fc1"})
 
 
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers choose keys by an indexer, which gets no gradient."""
+    folder = tmp_path_factory.mktemp("indexed")
+    sizes = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1}
+    shape = {**TEXT, **sizes, **experts, "topk_group": 1, "num_key_value_heads": 4, "index_head_dim": 16}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING["deepseek_v32"](**shape)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("optimizer", "update"), [("adamw", "step"), ("adamw8bit", "step"), ("adamw", "backward")])
+def test_what_no_gradient_reaches_stays_as_it_is(
+    indexed: Path, tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, update: str
+) -> None:
+    settings = (f"optim.name={optimizer}", f"full.update={update}", "batch.micro_batch_tokens=2000")
+    clipping = ("optim.max_grad_norm=null",) if update == "backward" else ()
+    config = run_on(indexed, tiny, tmp_path / "run", *settings, *clipping, method="full")
+    assert "as no gradient reaches them: model.layers.*.self_attn.indexer." in " ".join(capsys.readouterr().out.split())
+    before = load_file(indexed / "model.safetensors")
+    after = load_file(config.folder / "final" / "model.safetensors")
+    assert before.keys() == after.keys()
+    moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert {name for name in before if name not in moved} == {name for name in before if "indexer" in name}
+
+
+def test_adapters_that_no_gradient_reaches_stay_as_they_are(indexed: Path, tiny: Any, tmp_path: Path) -> None:
+    finals = []
+    for name, decay in (("without", 0.0), ("with", 0.5)):
+        config = run_on(indexed, tiny, tmp_path / name, f"optim.weight_decay={decay}")
+        finals.append(load_file(config.folder / "final" / "adapter_model.safetensors"))
+    without, with_decay = finals
+    same = {name for name, tensor in without.items() if torch.equal(tensor, with_decay[name])}
+    assert same == {name for name in without if "indexer" in name}
+    assert same
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adamw8bit"])
 def test_a_missing_gradient_is_a_gradient_of_zero(name: str) -> None:
     """In a step that does not reach a weight (an expert no token went to), it moves as under ranks that add zeros."""

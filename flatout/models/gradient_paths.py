@@ -1,0 +1,103 @@
+"""Which trained parameters no gradient can reach: torch and transformers leave these as they are, weight decay too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flatout.errors import UsageError
+from flatout.models.head import packed_loss
+from flatout.models.load.model import LoadedModel
+from flatout.models.lora.layer import trainable_parameters
+from flatout.models.probe import random_batch
+
+_LENGTHS = (8, 19, 3, 2)
+# some layers, such as those that compress keys by blocks, work from a certain length on
+_MAX_LONG_TOKENS = 16384
+
+
+def unreached_parameters(loaded: LoadedModel, *, longest: int) -> list[str]:
+    """Return the names of trained parameters that no gradient of the loss can reach, such as those of an indexer.
+
+    The graph of a forward pass of short documents shows them, and where it shows any, that of a document of `longest`
+    tokens, the run's longest, or 16,384. Its saved tensors are dropped, so it takes an evaluation's memory. Experts
+    that no token of the pass chose count as reached. A model whose weights are in files shows its first layers, which
+    stand for the others.
+    """
+    with loaded.present():
+        unreached = _unreached(loaded, _LENGTHS)
+        if unreached and longest > max(_LENGTHS):
+            unreached &= _unreached(loaded, (min(longest, _MAX_LONG_TOKENS), 8))
+        reached = {_kind(name) for name in trainable_parameters(loaded.model).keys() - unreached}
+    kinds = {_kind(name) for name in unreached} - reached if loaded.waiting is not None else set()
+    return [name for name in trainable_parameters(loaded.model) if name in unreached or _kind(name) in kinds]
+
+
+def freeze_named(model: nn.Module, names: Sequence[str]) -> str | None:
+    """Freeze these parameters; return a line for the console, None if there are none.
+
+    Raises UsageError if nothing is left to train.
+    """
+    if not names:
+        return None
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    kinds = sorted({_kind(name) for name in names})
+    if not trainable_parameters(model):
+        raise UsageError(f"nothing is left to train: no gradient reaches {', '.join(kinds[:3])}; train other layers")
+    return f"{len(names)} parameters stay as they are, as no gradient reaches them: {', '.join(kinds)}"
+
+
+def _kind(name: str) -> str:
+    """Return a parameter's name without the index of its layer."""
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
+
+
+def _unreached(loaded: LoadedModel, lengths: Sequence[int]) -> set[str]:
+    """Return the trained parameters that are not in the graph of a pass over documents of these lengths."""
+    model, called = loaded.model, set[nn.Module]()
+    was_training = model.training
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _: called.add(module))
+        for module in model.modules()
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    ]
+    model.eval()
+    try:
+        batch = random_batch(model, lengths, row_length=max(lengths) if loaded.rows else None)
+        dropped = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda _: torch.empty(0))
+        with (
+            torch.enable_grad(),
+            dropped,
+            torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast),
+        ):
+            loss = packed_loss(model, batch).loss_sum
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    leaves = _leaves(loss)
+    owners = dict(model.named_modules())
+    return {
+        name
+        for name, parameter in trainable_parameters(model).items()
+        if parameter not in leaves and not ("expert" in name and owners[name.rpartition(".")[0]] not in called)
+    }
+
+
+def _leaves(loss: Tensor) -> set[Tensor]:
+    """Return the leaf tensors of a graph."""
+    found: set[Tensor] = set()
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            found.add(variable)
+        waiting += [each for each, _ in node.next_functions]
+    return found
