@@ -56,11 +56,13 @@ def logits(model):
     return model(input_ids=IDS, use_cache=False).logits
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["all-linear", "experts"]], ids=["linear", "experts"])
 @pytest.mark.parametrize("family", EXPERT_NAMES)
-def test_dense_layers_and_shared_experts_survive_the_way_through_peft(tmp_path, family):
-    ours, config = adapted(family, **EXPERT_NAMES[family])
+def test_dense_layers_and_shared_experts_survive_the_way_through_peft(tmp_path, family, targets):
+    ours, config = adapted(family, settings={"targets": targets, "rank_pattern": {}}, **EXPERT_NAMES[family])
     save_adapter(ours, tmp_path, base_name="tiny", config=config)
     assert "logits within" in read_back(ours, tmp_path, config=config)
+    assert config.rank_pattern == config.alpha_pattern == {}
     theirs = PeftModel.from_pretrained(tiny_model(family, torch.float32, **EXPERT_NAMES[family]), str(tmp_path)).eval()
     torch.testing.assert_close(logits(theirs), logits(ours), atol=1e-4, rtol=1e-4)
     again = tiny_model(family, torch.float32, **EXPERT_NAMES[family])
@@ -125,6 +127,9 @@ def test_what_peft_cannot_read_is_refused_before_training(tiny, tmp_path):
     with pytest.raises(UsageError, match=r"PEFT .* cannot read adapters of model\.layers\.1\.mlp\.shared_experts"):
         train(tiny.config(tmp_path / "run", model=model, data=data))
     assert not (tmp_path / "run" / "checkpoints").exists()
+    # what the message names trains
+    left = ["q_proj", "k_proj", "v_proj", "o_proj", "g_proj"]
+    train(tiny.config(tmp_path / "other", model=model, data=data, lora={"targets": left}, batch={"max_steps": 1}))
     ours, config = adapted("qwen3_moe", settings={"dora": True}, **EXPERT_NAMES["qwen3_moe"])
     with pytest.raises(UsageError, match=r"set lora\.dora: false, or lora\.targets so that it excludes down_proj"):
         save_adapter(ours, tmp_path / "adapter", base_name="tiny", config=config)

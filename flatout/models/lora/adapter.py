@@ -36,14 +36,12 @@ from flatout.models.lora.layer import (
     remove_adapter,
     target_name,
 )
+from flatout.models.lora.peft_reading import ADAPTER_NAME, EXPERT_NAME, misread_layers, peft_state
 from flatout.models.lora.plain import borrow_weights, plain_copy
 from flatout.models.lora.saved import SavedModule, TrainedRows, grow_vocabulary, saved_modules, ties_ends
 
 # relative tolerance between PEFT's logits and ours, for the median token: both add the same terms in another order
 LOGIT_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
-_ADAPTER = "default"
-# what PEFT raises for names that it cannot match, convert or load
-_READING_ERRORS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError)
 
 
 def adapter_state(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -108,25 +106,39 @@ def adapter_config(
         "init_lora_weights": True,
         **_saved_config(model, config),
     }
-    misread = _misread_layers(model, content, state)
-    if not misread:
+    saved = _saved_parameters(model)
+    misread = misread_layers(model, content, state, saved)
+    if not misread.layers:
         return content
-    content |= {
-        "lora_dropout": 0.0,
-        "target_modules": _target_names(model, layers.keys() - misread),
-        "target_parameters": sorted([*experts, *(f"{name}.weight" for name in layers.keys() & misread)]),
-    }
+    candidates = [misread.layers, {name for name in layers if EXPERT_NAME.search(name)}]
     # target_parameters do not support DoRA
-    if not config.dora:
-        misread = _misread_layers(model, content, state)
-        if not misread:
-            return content
-    leaves = sorted({name.rpartition(".")[2] for name in misread})
+    for chosen in () if config.dora else sorted(candidates, key=len):
+        spelled = content | {
+            "lora_dropout": 0.0,
+            "target_modules": _target_names(model, layers.keys() - chosen),
+            "target_parameters": sorted([*experts, *(f"{name}.weight" for name in layers.keys() & chosen)]),
+        }
+        if not misread_layers(model, spelled, state, saved).layers:
+            return spelled
+    leaves = sorted({name.rpartition(".")[2] for name in misread.layers})
+    if misread.reason:
+        # one kind of layers can make PEFT refuse all
+        leaves = next(([leaf] for leaf in leaves if _reads_without(leaf, model, content, state, saved)), leaves)
     remedy = "lora.dora: false, or " if config.dora else ""
     raise UsageError(
-        f"lora.targets: PEFT {peft.__version__} cannot read adapters of {min(misread)} ({len(misread)} layers) in "
-        f"model type {model.config.model_type}; set {remedy}lora.targets so that it excludes {', '.join(leaves)} there"
+        f"lora.targets: PEFT {peft.__version__} cannot read adapters of {min(misread.layers)} ({len(misread.layers)} "
+        f"layers) in model type {model.config.model_type}{misread.reason}; set {remedy}lora.targets so that it "
+        f"excludes {', '.join(leaves)} there"
     )
+
+
+def _reads_without(leaf: str, model: PreTrainedModel, content: Mapping[str, Any], *rest: Any) -> bool:
+    """Whether PEFT reads an adapter without its layers of this name."""
+    state, saved = rest
+    kept = {name: layer for name, layer in lora_layers(model).items() if not name.endswith(f".{leaf}")}
+    modules = [name for name, layer in kept.items() if isinstance(layer, LoraLinear)]
+    left = {name: tensor for name, tensor in state.items() if f".{leaf}." not in name}
+    return not misread_layers(model, {**content, "target_modules": modules}, left, saved).layers
 
 
 def _peft_name(name: str, layer: nn.Module) -> str:
@@ -220,14 +232,14 @@ def read_back(
         ours = logits if bool(logits.isfinite().all()) else None
     with warnings.catch_warnings(action="ignore"):
         wrapped = peft.PeftModel.from_pretrained(plain, str(folder), low_cpu_mem_usage=not has_weights).eval()
-    read = _peft_state(wrapped)
+    read = peft_state(wrapped)
     problems = [
         f"{name} is {'missing' if name not in read else 'unknown' if name not in state else 'different'}"
         for name in sorted(read.keys() | state.keys())
         if name not in read or name not in state or not _same(read[name], state[name])
     ]
     # the factors by which PEFT multiplies B A x
-    scalings = {module.scaling[_ADAPTER] for module in wrapped.modules() if hasattr(module, "lora_A")}
+    scalings = {module.scaling[ADAPTER_NAME] for module in wrapped.modules() if hasattr(module, "lora_A")}
     if scalings != (
         own := {lora_scaling(config.of_layer(target_name(name, layer))) for name, layer in lora_layers(model).items()}
     ):
@@ -291,43 +303,6 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
                 f"{folder}: {name} differs from the base model's {path}.{leaf}, but only the adapter would be loaded; "
                 "merge the adapter with PEFT and train from the merged model"
             )
-
-
-def _misread_layers(model: PreTrainedModel, content: Mapping[str, Any], state: Mapping[str, Tensor]) -> set[str]:
-    """Return the layers that are adapted here but not by PEFT, or by PEFT but not here.
-
-    `content` is an adapter_config.json, `state` an adapter's tensors by PEFT's names. PEFT reads them into a copy of
-    the model on the meta device, so values are not compared. Returns all layers if PEFT fails.
-    """
-    import peft
-
-    saved = _saved_parameters(model)
-
-    def layers(names: Iterable[str]) -> set[str]:
-        names = {name if name in saved else name.partition(".lora_")[0].replace(".base_layer", "") for name in names}
-        return {name.removeprefix(PREFIX) for name in names}
-
-    try:
-        # PEFT warns about what is checked here: missing keys, tied heads
-        with warnings.catch_warnings(action="ignore"):
-            wrapped = peft.PeftModel(plain_copy(model), peft.LoraConfig(**content), low_cpu_mem_usage=True)
-            tensors = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()}
-            loaded = peft.set_peft_model_state_dict(wrapped, tensors, low_cpu_mem_usage=True)
-    except _READING_ERRORS:
-        return layers(state)
-    missing = {name.replace(f".{_ADAPTER}", "") for name in loaded.missing_keys}
-    read = _peft_state(wrapped)
-    same = {name for name in read if name in state and read[name].shape == state[name].shape and name not in missing}
-    return layers((read.keys() | state.keys()) - same)
-
-
-def _peft_state(wrapped: Any) -> dict[str, Tensor]:
-    """Return a PEFT model's adapter tensors, by the names under which PEFT would save them."""
-    import peft
-
-    state = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-    # PEFT includes the base weight of an adapted head
-    return {name: tensor for name, tensor in state.items() if not name.endswith(OF_BASE)}
 
 
 def _target_names(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
