@@ -86,6 +86,9 @@ class DataConfig(Section):
     """Variables for the chat template, such as {enable_thinking: false}; a variable it does not read is an error."""
     empty_reasoning: Literal["train", "mask"] = "train"
     """Empty <think></think> that the template puts before an answer: train on it, or mask it (no loss)."""
+    lost_reasoning: Literal["split", "mask", "train"] = "split"
+    """Conversations whose template leaves out the reasoning of earlier answers. split: one sample for each question, as
+    inference renders it; mask: such answers carry no loss; train: learn them without their reasoning."""
     special_tokens: Literal["keep", "text"] | None = None
     """Special tokens spelled out in plain text (text, prompt/completion): keep them as tokens, or tokenize them as
     text, as in chats; null: text, but the build stops if too many rows contain them."""

@@ -25,6 +25,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "changes the rows": "data.sources",
         "changes the tokens": "data.tokenizer data.special_tokens data.new_tokens data.new_special_tokens",
         "changes the tokens and loss masks": "data.template data.template_args",
+        "changes the samples and loss masks": "data.lost_reasoning",
         "changes the loss masks": "data.empty_reasoning data.loss_type",
         "changes the samples": "data.max_tokens data.too_long data.on_bad_row data.num_samples data.shuffle data.seed",
         "changes the adapter": "lora.rank lora.rank_pattern lora.targets lora.layers lora.dora lora.modules_to_save "

@@ -40,8 +40,8 @@ Readers = Sequence[tuple[RowSource, RowParser]]
 """Each source with the parser that was chosen from its first rows."""
 
 SETTINGS = (
-    "template_args", "empty_reasoning", "special_tokens", "loss_type", "max_tokens", "too_long", "on_bad_row",
-    "num_samples", "shuffle", "seed",
+    "template_args", "empty_reasoning", "lost_reasoning", "special_tokens", "loss_type", "max_tokens", "too_long",
+    "on_bad_row", "num_samples", "shuffle", "seed",
 )  # fmt: skip
 """Settings of `data` that decide which tokens are stored."""
 
@@ -186,7 +186,9 @@ def _build(
     log: Log,
 ) -> None:
     template, args = meta.template_text if meta.template else None, tuple(config.template_args.items())
-    policies = config.model_dump(include={"empty_reasoning", "loss_type", "max_tokens", "too_long", "special_tokens"})
+    policies = config.model_dump(
+        include={"empty_reasoning", "lost_reasoning", "loss_type", "max_tokens", "too_long", "special_tokens"}
+    )
     added = tuple(config.added_tokens.items())
     options = TokenizeOptions(meta.tokenizer, meta.template, template, args, added_tokens=added, **policies)
     to_tokens, report = SampleTokenizer(options, tokenizer), BuildReport(config)

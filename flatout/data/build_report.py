@@ -20,7 +20,8 @@ _PATIENCE_ROWS = 5000  # how many rows the build still reads after a bad one, to
 _LISTED = ("truncated", "split", "too_long", "no_labels", "lost_labels", "typed_control")
 _COUNTED = (
     *_LISTED, "rows", "bad", "kept", "samples", "conversations", "duplicates", "windows_without_labels",
-    "typed_control_tokens", "reasoning_dropped", "empty_answers", "documents", "typed_documents",
+    "typed_control_tokens", "reasoning_dropped", "reasoning_masked", "empty_answers",
+    "split_by_question", "questions", "documents", "typed_documents",
     "tokens", "label_tokens", *(f"{fate}_{kind}" for fate in LOSING for kind in ("tokens", "labels")),
 )  # fmt: skip
 # shares of rows that may be lost before a build with on_bad_row: error stops
@@ -124,6 +125,9 @@ class BuildReport:
             "truncated": f"rows were truncated to {self._config.max_tokens} tokens",
             "split": f"rows were split into windows of {self._config.max_tokens} tokens",
             "typed_control": "rows contain control tokens as text; they were encoded as text",
+            "split_by_question": f"conversations became {counts['questions']} samples, one for each question: the chat "
+            "template drops the reasoning of earlier answers (data.lost_reasoning: split)",
+            "reasoning_masked": "answers carry no loss: the chat template drops their reasoning",
             "reasoning_dropped": "turns lost their reasoning: the chat template drops it",
             "empty_answers": "answers are empty; they do not contribute to the loss",
             "duplicates": "samples are duplicates; they are kept",

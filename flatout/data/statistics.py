@@ -21,6 +21,8 @@ ROW_FATES = {
     "duplicates": "duplicates",
     "typed_control": "rows with control tokens as text",
     "empty_answers": "empty answers, not in the loss",
+    "split_by_question": "conversations with a sample for each question (data.lost_reasoning)",
+    "reasoning_masked": "answers without loss, as the template drops their reasoning",
     "reasoning_dropped": "turns whose reasoning the template dropped",
 }
 

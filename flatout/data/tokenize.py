@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from flatout.data.conversation import Conversation, PlainText, Sample, is_empty
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
 from flatout.data.loss_mask.mask import Masker, complement
+from flatout.data.loss_mask.questions import Policy, masked_samples
 from flatout.data.templates.template import ChatTemplate, choose_template
 from flatout.data.tokenizer import control_pattern, load_tokenizer
 from flatout.errors import DataError
@@ -31,6 +34,7 @@ class TokenizeOptions:
     template_source: str | None
     template_args: tuple[tuple[str, bool | int | float | str], ...] = ()
     empty_reasoning: Literal["train", "mask"] = "train"
+    lost_reasoning: Policy = "split"
     loss_type: Literal["response_only", "all"] = "response_only"
     max_tokens: int | None = None
     too_long: Literal["auto", "error", "drop", "truncate", "split"] = "auto"
@@ -43,7 +47,7 @@ class TokenizedSample:
     """What happened to one sample.
 
     `pieces` go into the store (more than one only if split, none if left out); `num_tokens` is its length before the
-    policy; `counts` are for the report, under its names.
+    policy (the longest, if it is split by questions); `counts` are for the report, under its names.
     """
 
     pieces: tuple[TokenizedText, ...]
@@ -98,16 +102,7 @@ class SampleTokenizer:
         """Tokenize one sample; its first token never carries loss, since nothing predicts it. Raises DataError."""
         try:
             if isinstance(sample, Conversation):
-                with bounded(f"{sample.origin}: chat template {self.masker.template.name!r}"):
-                    masked = self.masker.mask(sample)
-                text = self.encoder.encode(masked.text, masked.spans, masked.typed)
-                silent = [m for m in sample.messages if m.role == "assistant" and m.train is False]
-                return self._fit(
-                    text,
-                    typed_control_tokens=len(masked.typed),
-                    reasoning_dropped=masked.num_reasoning_dropped,
-                    empty_answers=sum(map(is_empty, silent)),
-                )
+                return self._conversation(sample)
             if isinstance(sample, PlainText):
                 return self._plain(sample)
         except UnencodableError as error:
@@ -124,6 +119,22 @@ class SampleTokenizer:
                 f"of tokenizer {self.options.tokenizer_name!r}; the row comes from a different tokenizer"
             )
         return self._fit(TokenizedText(np.array(ids, np.int32), np.array(labels, np.bool_)))
+
+    def _conversation(self, sample: Conversation) -> TokenizedSample:
+        policy = self.options.lost_reasoning
+        with bounded(f"{sample.origin}: chat template {self.masker.template.name!r}"):
+            texts = masked_samples(self.masker, sample, policy)
+        done = []
+        for masked in texts:
+            text = self.encoder.encode(masked.text, masked.spans, masked.typed)
+            done.append(self._fit(text, typed_control_tokens=len(masked.typed)))
+        silent = [m for m in sample.messages if m.role == "assistant" and m.train is False]
+        counts = {"empty_answers": sum(map(is_empty, silent))}
+        if len(texts) > 1:
+            counts |= {"split_by_question": 1, "questions": len(texts)}
+        elif texts:
+            counts["reasoning_masked" if policy == "mask" else "reasoning_dropped"] = len(texts[0].lost_reasoning)
+        return _joined(done, counts)
 
     def _plain(self, sample: PlainText) -> TokenizedSample:
         if not sample.text.strip():
@@ -182,3 +193,19 @@ class SampleTokenizer:
             counts[f"{fate}_tokens"] = length - sum(len(piece.token_ids) for piece in pieces)
             counts[f"{fate}_labels"] = num_labels - sum(int(piece.loss_mask.sum()) for piece in pieces)
         return TokenizedSample(pieces, fate, length, counts)
+
+
+def _joined(samples: Sequence[TokenizedSample], counts: Mapping[str, int]) -> TokenizedSample:
+    """Return the samples of one row as one; what any of them lost counts under the fate of the row."""
+    fates = {sample.fate for sample in samples}
+    order: tuple[Fate, ...] = ("truncated", "split", "too_long", "lost_labels", "kept", "no_labels")
+    fate: Fate = next((fate for fate in order if fate in fates), "no_labels")
+    if fate == "lost_labels" and fates != {fate}:
+        fate = "truncated"
+    total = Counter(counts)
+    for sample in samples:
+        for name, count in sample.counts.items():
+            lossy, _, kind = name.rpartition("_")
+            total[f"{fate}_{kind}" if lossy in LOSING else name] += count
+    pieces = tuple(piece for sample in samples for piece in sample.pieces)
+    return TokenizedSample(pieces, fate, max((s.num_tokens for s in samples), default=0), dict(total))

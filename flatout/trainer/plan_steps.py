@@ -91,8 +91,16 @@ def plan_training(
         sample_ids=train_ids,
         pass_tokens=pass_tokens if rows else None,
         prefixes=prefixes,
+        row_keys=store.row_keys if draws_rows_whole(store) else None,
     )
     return fit_plan(config, shape, whole_steps, rank, device)
+
+
+def draws_rows_whole(store: TokenStore) -> bool:
+    """Whether an epoch takes the samples of a row one after the other: questions of a conversation, which share what
+    precedes them (data.lost_reasoning: split), but not the windows of a long document.
+    """
+    return bool(store.meta.counts.get("split_by_question")) and not store.meta.counts.get("split")
 
 
 def fit_plan(

@@ -26,14 +26,14 @@ class MaskedText:
     """A rendered conversation.
 
     `spans` are the half-open character ranges that carry loss, ascending and disjoint; `typed` those of control tokens
-    that are part of the data and must stay text; `num_reasoning_dropped` counts the turns whose reasoning the template
-    left out.
+    that are part of the data and must stay text; `lost_reasoning` are the turns whose reasoning the template left
+    out because others follow.
     """
 
     text: str
     spans: tuple[Span, ...]
     typed: tuple[Span, ...]
-    num_reasoning_dropped: int
+    lost_reasoning: tuple[int, ...]
 
 
 class Masker:
@@ -65,8 +65,8 @@ class Masker:
         ends = [masked.text[start:end] for start, end in masked.spans]
         return "".join(ends).rpartition(PROBES[0])[2].strip().partition("\n")[0]
 
-    def mask(self, conversation: Conversation) -> MaskedText:
-        """Render and mask one conversation.
+    def mask(self, conversation: Conversation, since: int = 0) -> MaskedText:
+        """Render and mask one conversation; turns before messages[since] carry no loss.
 
         Raises DataError with the row and the turn if the template refuses it or leaves out a message's text, or if the
         span of a turn cannot be proved.
@@ -77,8 +77,8 @@ class Masker:
         try:
             layout = self._parts.find(rendering)
             lost = self._parts.lost(rendering) if layout is None else layout.lost
-            dropped = _check_lost(conversation, lost)
-            spans = self._spans(rendering, layout, messages)
+            lost_reasoning = _check_lost(conversation, lost)
+            spans = self._spans(rendering, layout, messages, since)
             if self._mask_empty_reasoning:
                 found = ((start, end, _EMPTY_REASONING.match(text, start, end)) for start, end in spans)
                 spans = tuple((empty.end() if empty else start, end) for start, end, empty in found)
@@ -96,7 +96,7 @@ class Masker:
         flat = [position for span in spans for position in span]
         if flat != sorted(flat):
             raise DataError(f"{conversation.origin}: turns overlap in the rendered text; use a different template")
-        return MaskedText(text, spans, typed, dropped)
+        return MaskedText(text, spans, typed, lost_reasoning)
 
     def _render(self, origin: Origin, raw: Sequence[RawMessage], tools: Sequence[Mapping[str, Any]]) -> str:
         try:
@@ -113,13 +113,20 @@ class Masker:
                 f"rejects it: {error}; fix the row, or set data.template"
             ) from error
 
-    def _spans(self, rendering: Rendering, layout: PartSpans | None, messages: Sequence[Message]) -> tuple[Span, ...]:
+    def _spans(
+        self, rendering: Rendering, layout: PartSpans | None, messages: Sequence[Message], since: int
+    ) -> tuple[Span, ...]:
         """Return the ranges with loss. Turns are located only if generation marks do not already give the ranges."""
+        if since and (self.loss_type == "all" or self._marked_source is not None):
+            begin = self._turn_spans(rendering, layout, [since])[0][0]
+            spans = self._spans(rendering, layout, messages, 0)
+            return tuple((max(start, begin), end) for start, end in spans if end > begin)
         if self.loss_type == "all":
             silent = [k for k, message in enumerate(messages) if message.train is False]
             return complement(self._turn_spans(rendering, layout, silent), len(rendering.text))
         answers = [k for k, message in enumerate(messages) if message.role == "assistant"]
         wanted = [k for k, m in enumerate(messages) if (m.role == "assistant" if m.train is None else m.train)]
+        wanted = [k for k in wanted if k >= since]
         if self._marked_source is None:
             return tuple(self._turn_spans(rendering, layout, wanted))
         marked = layout.marked if layout else marked_spans(self.template, self._marked_source, rendering)
@@ -164,16 +171,17 @@ def complement(silent: Sequence[Span], length: int) -> tuple[Span, ...]:
     return tuple((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end)
 
 
-def _check_lost(conversation: Conversation, lost: Iterable[Part]) -> int:
-    """Return the number of turns whose reasoning is lost by a template's design: those before the last question.
+def _check_lost(conversation: Conversation, lost: Iterable[Part]) -> tuple[int, ...]:
+    """Return the turns whose reasoning is lost by a template's design: those before the last question or answer.
 
     Raises DataError for every other part that the template has left out.
     """
-    last_question = max((k for k, message in enumerate(conversation.messages) if message.role == "user"), default=-1)
-    dropped = 0
+    roles = [message.role for message in conversation.messages]
+    last = max((k for k, role in enumerate(roles) if role in ("user", "assistant")), default=-1)
+    dropped = list[int]()
     for turn, kind in lost:
-        if kind == "reasoning" and turn < last_question:
-            dropped += 1
+        if kind == "reasoning" and turn < last:
+            dropped.append(turn)
         elif kind != "other":
             where = f"messages[{turn}] ({conversation.messages[turn].role})" if turn >= 0 else "tools"
             what = "them" if kind == "tools" else f"its {kind}"
@@ -181,4 +189,4 @@ def _check_lost(conversation: Conversation, lost: Iterable[Part]) -> int:
                 f"{conversation.origin}: {where}: the chat template drops {what}; choose a template that "
                 "renders it (data.template), or remove it from the row"
             )
-    return dropped
+    return tuple(dropped)

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from flatout.config.schema import BatchConfig
 from flatout.errors import DataError, UsageError
 from flatout.planner.cost import COST_BY_TOKENS, CostModel
-from flatout.planner.steps.order import permute
+from flatout.planner.steps.order import Families, permute
 from flatout.planner.steps.prefixes import PrefixIndex
 from flatout.planner.steps.step_plan import (
     BatchLayout,
@@ -50,6 +50,7 @@ class RunPlan:
     seed: int
     layout: BatchLayout
     num_steps: int
+    families: Families | None = None
 
     @property
     def num_samples(self) -> int:
@@ -200,7 +201,8 @@ class RunPlan:
         """
         facts = [PLAN_VERSION, self.seed, self.batch.samples_per_step, self.batch.shuffle, self.num_samples]
         digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
-        for array in (self.samples.lengths, self.samples.num_labels, self.samples.ids):
+        families = self.families.starts if self.families and self.batch.shuffle else None
+        for array in (self.samples.lengths, self.samples.num_labels, self.samples.ids, families):
             if array is None:
                 continue
             for start in range(0, len(array), BLOCK_SAMPLES):
@@ -213,7 +215,9 @@ class RunPlan:
         per_step = self.batch.samples_per_step
         start = first_in_epoch * per_step
         positions = np.arange(start, min(start + (stop - first) * per_step, self.num_samples))
-        if self.batch.shuffle:
+        if self.batch.shuffle and self.families is not None:
+            positions = self.families.permute(positions, seed=self.seed, epoch=epoch)
+        elif self.batch.shuffle:
             positions = permute(positions, self.num_samples, seed=self.seed, epoch=epoch)
         return assemble(self.samples.take(positions), per_step, self.layout, epoch=epoch, first_index=first)
 
@@ -230,18 +234,24 @@ def make_plan(
     sample_ids: ArrayLike | None = None,
     pass_tokens: int | None = None,
     prefixes: PrefixIndex | None = None,
+    row_keys: ArrayLike | None = None,
 ) -> RunPlan:
     """Plan a run from integer arrays (n,): tokens and label tokens of every sample; memory-mapped arrays stay on disk.
 
     `micro_batch_tokens` is batch.micro_batch_tokens, or the chosen value if that is null. `sample_ids` (ascending,
-    unique) restricts the plan to these samples; `pass_tokens` and `prefixes` are as in `BatchLayout`.
+    unique) restricts the plan to these samples; `pass_tokens` and `prefixes` are as in `BatchLayout`. With `row_keys`
+    (n,), neighbours of one row follow each other in every epoch.
     `batch.max_steps` overrides `batch.epochs`; a fraction of an epoch is rounded up to whole steps. Raises UsageError
     for a sample longer than `micro_batch_tokens`, and DataError for empty or damaged data and data without label
     tokens. A single step without label tokens is planned; the run skips it.
     """
     samples = select_samples(lengths, num_labels, sample_ids, micro_batch_tokens)
     layout = BatchLayout(num_ranks, micro_batch_tokens, cost, pass_tokens=pass_tokens, prefixes=prefixes)
-    epoch = RunPlan(samples, batch, seed, layout, num_steps=0)
+    families = None
+    if row_keys is not None:
+        keys = np.asarray(row_keys)
+        families = Families.of(keys if sample_ids is None else keys[np.asarray(sample_ids)])
+    epoch = RunPlan(samples, batch, seed, layout, num_steps=0, families=families)
     # exact: in floating point, 1.1 epochs of 10 steps are 11.000000000000002, which would round up to 12
     num_steps = batch.max_steps or -int(-Fraction(str(batch.epochs)) * epoch.steps_per_epoch // 1)
     return replace(epoch, num_steps=num_steps)

@@ -142,6 +142,7 @@ SHOWN_BY: dict[str, str] = {
     "batch.share_prefix": "unit/trainer/test_shared_prefix_runs.py",
     "deepspeed": "distributed/test_deepspeed.py",
     "data.on_bad_row": "unit/data/test_build.py",
+    "data.lost_reasoning": "unit/data/test_lost_reasoning.py",
     "data.num_procs": "test_processes_change_nothing",
     "checkpoint.resume": "test_a_folder_with_checkpoints_is_not_started_anew",
     "checkpoint.allow_change": "unit/trainer/test_finished_runs.py",

@@ -67,10 +67,10 @@ def test_reasoning_before_the_last_question_is_counted(template_of: Callable[[st
     """Templates such as Qwen3's drop it there by design."""
     only_last = WHOLE.replace(THOUGHT, THOUGHT.replace("{% if m", "{% if loop.last and m"))
     first = (Message("user", "q"), Message("assistant", "a", reasoning="r"))
-    assert Masker(template_of(only_last)).mask(_chat(*first, *first)).num_reasoning_dropped == 1
+    assert Masker(template_of(only_last)).mask(_chat(*first, *first)).lost_reasoning == (1,)
     inline = (Message("user", "q"), Message("assistant", "<think>\nmm\n</think>\n\na"))
     cut = WHOLE.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}")
-    assert Masker(template_of(cut)).mask(_chat(*inline, *inline)).num_reasoning_dropped == 1
+    assert Masker(template_of(cut)).mask(_chat(*inline, *inline)).lost_reasoning == (1,)
 
 
 @dataclass(frozen=True)
