@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--new-special-token", action="append", dest="new_special_tokens", help="the same for special tokens")
     add("--empty-reasoning", help="train or mask: an empty <think></think> before an answer")
     add("--lost-reasoning", help="split, mask or train: answers whose reasoning the template leaves out")
+    add("--end-of-turn", help="what ends an answer, if the template writes nothing that does; none: nothing")
     add("--special-tokens", help="keep or text: how to read special tokens in plain text")
     add("--loss-type", help="response_only or all")
     add("--max-tokens", type=int, help="maximum tokens per sample (2048); 0: no limit")

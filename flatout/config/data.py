@@ -89,6 +89,9 @@ class DataConfig(Section):
     lost_reasoning: Literal["split", "mask", "train"] = "split"
     """Conversations whose template leaves out the reasoning of earlier answers. split: one sample for each question, as
     inference renders it; mask: such answers carry no loss; train: learn them without their reasoning."""
+    end_of_turn: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """What ends an answer, such as </s>, where the chat template writes nothing that does: it carries loss, and is put
+    behind the last answer of a row. null: the template's own end, or the marker of the next turn; none: nothing."""
     special_tokens: Literal["keep", "text"] | None = None
     """Special tokens spelled out in plain text (text, prompt/completion): keep them as tokens, or tokenize them as
     text, as in chats; null: text, but the build stops if too many rows contain them."""

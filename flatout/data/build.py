@@ -44,6 +44,12 @@ SETTINGS = (
     "on_bad_row", "num_samples", "shuffle", "seed",
 )  # fmt: skip
 """Settings of `data` that decide which tokens are stored."""
+LATER_SETTINGS = ("new_tokens", "new_special_tokens", "end_of_turn")
+"""The same, left out of a fingerprint if they are not given: data sets built before they existed stay valid."""
+POLICIES = (
+    "empty_reasoning", "lost_reasoning", "end_of_turn", "loss_type", "max_tokens", "too_long", "special_tokens",
+)  # fmt: skip
+"""Those of TokenizeOptions, under the same names."""
 
 TOLD_EVERY_S = 30.0
 """How often a long build reports its progress."""
@@ -139,7 +145,7 @@ def _describe(config: DataConfig, name: str, tokenizer: TokenizerFacts, sources:
 
 def _settings(config: DataConfig, names: set[str]) -> dict[str, Any]:
     """Return the settings that decide tokens, of `names`, and the new tokens, if there are any."""
-    settings = config.model_dump(mode="json", include={*names, "new_tokens", "new_special_tokens"})
+    settings = config.model_dump(mode="json", include={*names, *LATER_SETTINGS})
     return {name: value for name, value in settings.items() if value or name in names}
 
 
@@ -186,9 +192,7 @@ def _build(
     log: Log,
 ) -> None:
     template, args = meta.template_text if meta.template else None, tuple(config.template_args.items())
-    policies = config.model_dump(
-        include={"empty_reasoning", "lost_reasoning", "loss_type", "max_tokens", "too_long", "special_tokens"}
-    )
+    policies = config.model_dump(include=set(POLICIES))
     added = tuple(config.added_tokens.items())
     options = TokenizeOptions(meta.tokenizer, meta.template, template, args, added_tokens=added, **policies)
     to_tokens, report = SampleTokenizer(options, tokenizer), BuildReport(config)
@@ -222,8 +226,9 @@ def _build(
             meta, files=tuple(map(redacted, files)), counts=dict(report.counts), max_token_id=writer.max_token_id
         )
         if report.counts["conversations"]:
-            meta = replace(meta, end_of_turn=to_tokens.masker.end_of_turn())
-            for text in to_tokens.notes():
+            facts = to_tokens.description
+            meta = replace(meta, end_of_turn=to_tokens.masker.end_of_turn(), template_facts=facts)
+            for text in facts.told():
                 log_note(text)
         else:
             meta = replace(meta, template="", template_text="")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from flatout.data.conversation import Origin
+from flatout.data.templates.description import TemplateDescription
 from flatout.errors import DataError
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import encode_json, read_json
@@ -42,7 +43,8 @@ class StoreMeta:
     """What a store was made from, and what happened to the rows (`counts`; the lists are in report.json).
 
     `template` is the chat template's name and `template_text` the text that rendered the conversations, byte for byte;
-    both are empty if there was none. `settings` are the `data` settings that decide tokens.
+    both are empty if there was none; `template_facts` describe it. `end_of_turn` is what it writes behind an answer,
+    and `stop_tokens` are what stops one. `settings` are the `data` settings that decide tokens.
     """
 
     name: str
@@ -58,6 +60,14 @@ class StoreMeta:
     counts: Mapping[str, int] = field(default_factory=dict)
     max_token_id: Annotated[int, Field(ge=0)] = 0
     end_of_turn: str = ""
+    template_facts: TemplateDescription | None = None
+
+    @property
+    def stop_tokens(self) -> tuple[str, ...]:
+        """The texts that end an answer, each one token of the tokenizer if it has it; stores of old know one."""
+        if self.template_facts is None:
+            return (self.end_of_turn,) if self.end_of_turn else ()
+        return self.template_facts.stops
 
     @property
     def added_tokens(self) -> dict[str, bool]:

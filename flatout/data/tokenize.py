@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -15,6 +16,7 @@ from flatout.data.conversation import Conversation, PlainText, Sample, is_empty
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
 from flatout.data.loss_mask.mask import Masker, complement
 from flatout.data.loss_mask.questions import Policy, masked_samples
+from flatout.data.templates.description import Problem, TemplateDescription
 from flatout.data.templates.template import ChatTemplate, choose_template
 from flatout.data.tokenizer import control_pattern, load_tokenizer
 from flatout.errors import DataError
@@ -35,6 +37,7 @@ class TokenizeOptions:
     template_args: tuple[tuple[str, bool | int | float | str], ...] = ()
     empty_reasoning: Literal["train", "mask"] = "train"
     lost_reasoning: Policy = "split"
+    end_of_turn: str | None = None
     loss_type: Literal["response_only", "all"] = "response_only"
     max_tokens: int | None = None
     too_long: Literal["auto", "error", "drop", "truncate", "split"] = "auto"
@@ -82,21 +85,43 @@ class SampleTokenizer:
                     template = choose_template(self.tokenizer, None, options.tokenizer_name)
                 else:
                     template = ChatTemplate.checked(name, source, self.tokenizer, dict(options.template_args))
-                is_masked = options.empty_reasoning == "mask"
-                self._masker = Masker(template, options.loss_type, self._control, mask_empty_reasoning=is_masked)
+                masker = Masker(
+                    template,
+                    options.loss_type,
+                    self._control,
+                    mask_empty_reasoning=options.empty_reasoning == "mask",
+                    end_of_turn=options.end_of_turn,
+                )
+            if not masker.stops.texts and options.end_of_turn is None and options.loss_type == "response_only":
+                raise DataError(
+                    f"chat template {name!r}: nothing that it writes ends an answer, so a model would not learn to "
+                    "stop; set data.end_of_turn to the text that ends one, or to none to train without"
+                )
+            self._masker = masker
         return self._masker
 
-    def notes(self) -> list[str]:
-        """Return what a user should know about this template with this tokenizer, one sentence each."""
-        if self.options.loss_type == "all":
-            return []
-        end, name = self.masker.end_of_turn(), self.masker.template.name
-        if not end:
-            return [f"chat template {name!r} has no end-of-turn token in the loss: the model will not learn to stop"]
-        num_tokens = len(self.encoder.encode(end, ()).token_ids)
-        if num_tokens <= 1:
-            return []
-        return [f"the end of turn {end!r} of chat template {name!r} is {num_tokens} tokens in this tokenizer, not one"]
+    @cached_property
+    def description(self) -> TemplateDescription:
+        """What the template does, and what a user should know about it with this tokenizer."""
+        with bounded(f"chat template {self.options.template_name!r}"):
+            found = self.masker.description
+        problems = list(found.problems)
+        for stop in found.stops:
+            if (num_tokens := len(self.encoder.encode(stop, ()).token_ids)) > 1:
+                problems.append(
+                    Problem(
+                        f"{stop!r}, which ends an answer, is {num_tokens} tokens in this tokenizer, not one",
+                        "add it with data.new_special_tokens, or choose a template of this tokenizer's family",
+                    )
+                )
+        if self.options.empty_reasoning == "mask" and not found.empty_reasoning:
+            problems.append(
+                Problem(
+                    "data.empty_reasoning: mask changes nothing: it writes no empty reasoning before an answer",
+                    "remove the setting",
+                )
+            )
+        return replace(found, problems=tuple(problems))
 
     def __call__(self, sample: Sample) -> TokenizedSample:
         """Tokenize one sample; its first token never carries loss, since nothing predicts it. Raises DataError."""

@@ -20,6 +20,7 @@ from flatout.io.kept_facts import code_identity, find_facts, hashes_of, keep_fac
 
 # Tags that templates and models use inside a turn: structure, even if a tokenizer calls them special.
 _MARKUP = re.compile(r"</?(think|tool_call|tool_calls|tool_response|tools)>")
+_LOOKS_LIKE_MARKUP = r"</?[|｜A-Za-z_][^<>\s]{0,60}>|\[/?[A-Z][A-Z_]*\]"
 # the files that tokenizers are read from
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
@@ -121,6 +122,16 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     digest = xxhash.xxh3_128(tokenizer.backend_tokenizer.to_str().encode())
     digest.update(repr((tokenizer.bos_token, tokenizer.eos_token)).encode())
     return digest.hexdigest()
+
+
+def markup_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return a pattern of what must stay whole in a rendered text: every added token, and tags that look like one.
+
+    A template may come with tags that this tokenizer does not know, such as <|user|> or [/INST].
+    """
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.content}
+    known = "|".join(re.escape(text) for text in sorted(added, key=len, reverse=True))
+    return re.compile("|".join(filter(None, (known, _LOOKS_LIKE_MARKUP))))
 
 
 def control_pattern(tokenizer: PreTrainedTokenizerBase, *, markup: bool = False) -> re.Pattern[str] | None:

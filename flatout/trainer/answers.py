@@ -57,7 +57,7 @@ def generate(run: Run, prompt_set: PromptSet) -> list[list[int]] | None:
         return None
     run.model.eval()
     run.fused_lora.refresh()
-    stop_ids = set(stop_token_ids(run.model, prompt_set.tokenizer, prompt_set.end_of_turn))
+    stop_ids = set(stop_token_ids(run.model, prompt_set.tokenizer, prompt_set.stop_tokens))
     generator = torch.Generator().manual_seed(run.config.seed + run.progress.step)
     answers: list[list[int]] = [[] for _ in prompt_set.prompts]
     # layers are compiled for training only, as in evaluation

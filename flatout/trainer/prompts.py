@@ -38,14 +38,14 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """The prompts of a run; `end_of_turn` is what ends an answer in its chat template, empty without one.
+    """The prompts of a run; `stop_tokens` end an answer in its chat template, none without one.
 
     `max_positions` is the longest sequence that the model was made for.
     """
 
     prompts: tuple[TokenPrompt, ...]
     tokenizer: PreTrainedTokenizerBase
-    end_of_turn: str
+    stop_tokens: tuple[str, ...]
     max_positions: int | None
 
 
@@ -89,7 +89,7 @@ def plan_prompts(
     if not prompts:
         return None
     reporter.stage("answers", f"{len(prompts)} prompts at each evaluation, at most {most} tokens each")
-    return PromptSet(tuple(prompts), tokenizer, meta.end_of_turn, max_positions)
+    return PromptSet(tuple(prompts), tokenizer, meta.stop_tokens, max_positions)
 
 
 def _cut(prompts: Sequence[TokenPrompt], max_positions: int, most: int, reporter: Reporter) -> list[TokenPrompt]:

@@ -281,8 +281,8 @@ def export(run: Run, folder: Path) -> None:
         meta = run.feed.store.meta
         if meta.template_text:
             # export the template that was trained with, even if the tokenizer has another
-            give_template(tokenizer, meta.template_text, meta.end_of_turn)
-        set_stops(run.model, stop_token_ids(run.model, tokenizer, meta.end_of_turn))
+            give_template(tokenizer, meta.template_text, meta.stop_tokens)
+        set_stops(run.model, stop_token_ids(run.model, tokenizer, meta.stop_tokens))
         if is_lora:
             base_name, lora = run.config.model.name, run.config.lora
             save_adapter(run.model, half_done, base_name=base_name, config=lora, state=state)

@@ -6,19 +6,21 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
+from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 from flatout.data.conversation import Conversation, Message, Origin
+from flatout.data.loss_mask.by_parts import Runs, span_by_parts, without_foreign
+from flatout.data.loss_mask.describe import Stops, describe, empty_reasoning, find_stops
 from flatout.data.loss_mask.parts import Part, PartFinder, PartSpans, marked_spans, with_visible_marks
 from flatout.data.loss_mask.turns import PROBES, Rendering, TurnFinder, UnprovenMaskError
+from flatout.data.templates.description import TemplateDescription
 from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate, RawMessage
 from flatout.errors import DataError
 
 Span = tuple[int, int]
 _MAX_EDGES = 4096
-_EMPTY_REASONING = re.compile(r"\s*<think>\s*</think>\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +48,41 @@ class Masker:
         control: re.Pattern[str] | None = None,
         *,
         mask_empty_reasoning: bool = False,
+        end_of_turn: str | None = None,
     ) -> None:
-        """Probe the template for its generation prompt. Raises DataError if the prompt changes what precedes it."""
+        """Probe the template for its generation prompt and for what ends an answer, or take `end_of_turn` for that.
+
+        Raises DataError if the prompt changes what precedes it, or if an answer has another end.
+        """
         self.template = template
         self.loss_type = loss_type
         self._control = control
-        self._mask_empty_reasoning = mask_empty_reasoning
+        self._empty_reasoning = empty_reasoning(template) if mask_empty_reasoning else None
         self._turns = TurnFinder(template)
         self._marked_source = with_visible_marks(template)
         self._parts = PartFinder(template, self._marked_source, control)
         # proved once per role and text around a turn: its characters before its parts and after them
         self._edges: dict[tuple[str, str, str], tuple[int, int]] = {}
+        self.stops = Stops()  # while the template's own end is looked for
+        self.stops = find_stops(template, self._probe, end_of_turn)
+
+    def _probe(self, turns: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[str, Sequence[Span]]:
+        wanted, self.loss_type = self.loss_type, "response_only"
+        try:
+            masked = self.mask(Conversation(tuple(turns), Origin("probe", 1), tuple(tools)))
+        finally:
+            self.loss_type = wanted
+        return masked.text, masked.spans
+
+    @cached_property
+    def description(self) -> TemplateDescription:
+        """What the template does with a conversation."""
+        return describe(self.template, self.stops, self._turns.prompt)
 
     def end_of_turn(self) -> str:
-        """Return what ends an answer in this template and its marks ("<|im_end|>"); empty if nothing does."""
-        turns = (Message("user", "a"), Message("assistant", PROBES[0]))
-        masked = self.mask(Conversation(turns, Origin("probe", 1)))
-        ends = [masked.text[start:end] for start, end in masked.spans]
+        """Return what carries loss behind the text of an answer ("<|im_end|>"); empty if nothing does."""
+        text, spans = self._probe((Message("user", "a"), Message("assistant", PROBES[0])), ())
+        ends = [text[start:end] for start, end in spans]
         return "".join(ends).rpartition(PROBES[0])[2].strip().partition("\n")[0]
 
     def mask(self, conversation: Conversation, since: int = 0) -> MaskedText:
@@ -79,8 +99,10 @@ class Masker:
             lost = self._parts.lost(rendering) if layout is None else layout.lost
             lost_reasoning = _check_lost(conversation, lost)
             spans = self._spans(rendering, layout, messages, since)
-            if self._mask_empty_reasoning:
-                found = ((start, end, _EMPTY_REASONING.match(text, start, end)) for start, end in spans)
+            if self.stops.widens:
+                text, spans = self._with_stops(text, spans, messages)
+            if self._empty_reasoning is not None:
+                found = ((start, end, self._empty_reasoning.match(text, start, end)) for start, end in spans)
                 spans = tuple((empty.end() if empty else start, end) for start, end, empty in found)
             typed: tuple[Span, ...] = ()  # control tokens that are part of the data: all those inside a part
             if self._control is not None and self._control.search(text):
@@ -137,32 +159,49 @@ class Masker:
                 f"found {len(marked)} marked ranges for {len(answers)} assistant turns, so train: cannot be applied"
             )
         by_turn = dict(zip(answers, marked, strict=True))
-        return tuple(by_turn.get(k) or self._turn_spans(rendering, layout, [k])[0] for k in wanted)
+        spans = ([by_turn[k]] if k in by_turn else self._turn_spans(rendering, layout, [k]) for k in wanted)
+        return tuple(chain.from_iterable(spans))
+
+    def _with_stops(
+        self, text: str, spans: Sequence[Span], messages: Sequence[Message]
+    ) -> tuple[str, tuple[Span, ...]]:
+        """Let ranges that end without a stop take in the one that follows; an answer that ends a row gets one."""
+        last, is_trained = messages[-1], bool(spans) and spans[-1][1] >= len(text.rstrip())
+        if last.role == "assistant" and is_trained and not text.rstrip().endswith(self.stops.texts):
+            text += self.stops.after_call if last.tool_calls else self.stops.after_text
+        widened = []
+        for (start, end), (after, _) in zip(spans, [*spans[1:], (len(text), 0)], strict=True):
+            behind = len(text) - len(text[end:].lstrip())
+            found = next((stop for stop in self.stops.texts if text.startswith(stop, behind)), "")
+            is_ended = text[start:end].endswith(self.stops.texts) or behind + len(found) > after
+            widened.append((start, behind + len(found) if found and not is_ended else end))
+        return text, tuple(widened)
 
     def _turn_spans(self, rendering: Rendering, layout: PartSpans | None, turns: Sequence[int]) -> list[Span]:
         text = rendering.text
-        runs = [(turn, list(run)) for turn, run in groupby(layout.spans if layout else (), key=itemgetter(0))]
-        firsts = [run[0][1] for _, run in runs] + [len(text)]
-        lasts = [0] + [run[-1][2] for _, run in runs]
-        run_of = {turn: index for index, (turn, _) in enumerate(runs)}
-        spans = []
+        runs = Runs(layout.spans if layout else (), len(text))
+        spans = list[Span]()
         for turn in turns:
-            if turn not in run_of:  # no part of it is in the layout
+            if turn not in runs:  # no part of it is in the layout
                 spans.append(self._turns.span(rendering, turn))
                 continue
-            # end of the part before the turn, its own first start and last end, start of the part after it
-            index = run_of[turn]
-            before, start, end, after = lasts[index], firsts[index], lasts[index + 1], firsts[index + 1]
+            before, start, end, after = runs.around(turn)
             key = (rendering.messages[turn]["role"], text[before:start], text[end:after])
             if (edges := self._edges.get(key)) is None:
-                proved = self._turns.span(rendering, turn)
+                proved = self._proved(rendering, turn, runs)
                 edges = (start - proved[0], proved[1] - end)
                 if before <= proved[0] <= start and end <= proved[1] <= after:
                     if len(self._edges) >= _MAX_EDGES:
                         self._edges.clear()
                     self._edges[key] = edges
-            spans.append((start - edges[0], end + edges[1]))
+            spans += without_foreign(text, (start - edges[0], end + edges[1]), runs, turn, self.stops.texts)
         return spans
+
+    def _proved(self, rendering: Rendering, turn: int, runs: Runs) -> Span:
+        try:
+            return self._turns.span(rendering, turn)
+        except UnprovenMaskError:
+            return span_by_parts(self._turns, rendering, turn, runs, self.stops.texts)
 
 
 def complement(silent: Sequence[Span], length: int) -> tuple[Span, ...]:

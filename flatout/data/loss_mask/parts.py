@@ -13,8 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
-from operator import itemgetter
+from itertools import accumulate
 from typing import Any, Literal
 
 from flatout.data.loss_mask.turns import PROBES, Rendering, UnprovenMaskError
@@ -118,8 +117,9 @@ class PartFinder:
                 layout = found[0].fit(texts, text) or found[0].fit([text.strip() for text in texts], text)
         if layout is None and (found := self._rendered(messages, rendering.tools)):
             layout = found[0].fit(found[1], text)
-        turns = [turn for turn, _ in groupby(layout.spans, key=itemgetter(0)) if turn >= 0] if layout else []
-        return layout if turns == sorted(set(turns)) else None
+        # a template may write a tool's result inside the turn that called it, but turns begin in order
+        turns = list(dict.fromkeys(turn for turn, _, _ in layout.spans if turn >= 0)) if layout else []
+        return layout if turns == sorted(turns) else None
 
     def lost(self, rendering: Rendering) -> Iterator[Part]:
         """Yield the parts whose replacement does not change the rendered text; this renders once per part."""

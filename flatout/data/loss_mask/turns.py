@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate, RawMessage
+from flatout.data.tokenizer import markup_pattern
 from flatout.errors import DataError
 
+_MARKUP_CHARS = 128  # no tag is longer
 # Letters only: no template trims, splits or escapes them. They differ at both ends and occur in no real text.
 PROBES = ("QxprobeoneZkj", "WyprobetwoVhg")
 
@@ -61,6 +63,7 @@ class TurnFinder:
                 "cannot be proved; use a template with {% generation %} marks, or one of flatout's (data.template)"
             )
         self._prompt = asked[len(stem) :]
+        self._markup = markup_pattern(template.tokenizer)
         # how assistant turns open: (length shared with the generation prompt, what is inserted after it)
         openings: set[tuple[int, str]] = set()
         rendering = Rendering(template, (), (), "")
@@ -70,10 +73,31 @@ class TurnFinder:
                 split = _split(*(rendering.attempt([user, turn, *tail]) for turn in turns))
                 if split is not None and split[0].startswith(stem):
                     opening = split[0][len(stem) :]
-                    shared = _shared_length(opening, self._prompt)
+                    shared = self.shared_whole(opening, self._prompt)
                     if shared:
                         openings.add((shared, opening[shared:]))
         self._openings = sorted(openings, key=lambda item: item[0] + len(item[1]), reverse=True)
+
+    @property
+    def prompt(self) -> str:
+        """What the template adds to ask for an answer to one question."""
+        return self._prompt
+
+    def shared_whole(self, text: str, prompt: str) -> int:
+        """Return the length of the longest common prefix that ends inside no tag and no word of either.
+
+        <think> and </think> share "<", which is no place for a range to begin.
+        """
+        length = shared_length(text, prompt)
+        if length == len(prompt) or length == len(text):
+            return length
+        for one in (text, prompt):
+            for found in self._markup.finditer(one, max(0, length - _MARKUP_CHARS), length + _MARKUP_CHARS):
+                if found.start() < length < found.end():
+                    length = found.start()
+        while length and text[length - 1].isalnum() and (text[length].isalnum() or prompt[length].isalnum()):
+            length -= 1
+        return length
 
     def span(self, rendering: Rendering, turn: int) -> tuple[int, int]:
         """Return the half-open character range of one turn's text with its end-of-turn token, without its header.
@@ -135,7 +159,9 @@ class TurnFinder:
         for length, inserted in self._openings:
             base = len(before) - len(inserted) - length
             if before.endswith(self._prompt[:length] + inserted) and rendering.text.startswith(before[:base]):
-                shared = _shared_length(rendering.text[base : base + len(self._prompt)], self._prompt)
+                shared = self.shared_whole(
+                    rendering.text[base : base + len(self._prompt) + _MARKUP_CHARS], self._prompt
+                )
                 departures = [departure for departure, _ in self._openings if departure <= shared]
                 if departures:
                     return base + max(departures)
@@ -165,12 +191,12 @@ def _split(one: str | None, two: str | None) -> tuple[str, str] | None:
     """Return what two renderings with different probes share before and after them; None if they differ elsewhere."""
     if one is None or two is None:
         return None
-    before = one[: _shared_length(one, two)]
-    after = one[len(one) - _shared_length(one[::-1], two[::-1]) :]
+    before = one[: shared_length(one, two)]
+    after = one[len(one) - shared_length(one[::-1], two[::-1]) :]
     return (before, after) if (one, two) == (before + PROBES[0] + after, before + PROBES[1] + after) else None
 
 
-def _shared_length(one: str, two: str) -> int:
+def shared_length(one: str, two: str) -> int:
     """Return the length of the longest common prefix, by bisection: comparing slices is far faster than characters."""
     low, high = 0, min(len(one), len(two))
     while low < high:

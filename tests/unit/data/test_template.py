@@ -168,7 +168,7 @@ def test_a_template_that_takes_all_time_or_memory_is_stopped_at_its_row(
         ),
         (ROLES + attack, "chat template 'evil'"),
     ):
-        tokenizer = SampleTokenizer(TokenizeOptions("small", "evil", source), small_tokenizer)
+        tokenizer = SampleTokenizer(TokenizeOptions("small", "evil", source, end_of_turn="none"), small_tokenizer)
         with pytest.raises(TemplateLimitError, match=f"^{where} .*{limit}"):
             tokenizer(Conversation(turns, Origin("rows.jsonl", 7)))
     assert resource.getrlimit(resource.RLIMIT_AS) == before

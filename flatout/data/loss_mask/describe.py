@@ -1,0 +1,228 @@
+"""Renders probes to find out how a template writes a conversation: see templates.description."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flatout.data.conversation import Message, ToolCall
+from flatout.data.loss_mask.turns import PROBES, shared_length
+from flatout.data.templates.description import Mismatch, Problem, StopsFrom, TemplateDescription, Treatment
+from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
+from flatout.data.tokenizer import markup_pattern
+from flatout.errors import DataError
+
+Span = tuple[int, int]
+Mask = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[str, Sequence[Span]]]
+"""Renders messages with tools; returns the text and the ranges of its answers. Raises DataError."""
+
+# letters only, as in turns
+THOUGHT, QUESTION = "WhyprobethreeQkd", "AskprobefourMnb"
+ASK, ANSWER, NEXT = Message("user", QUESTION), Message("assistant", PROBES[0]), Message("user", "b")
+TOOL_NAME = "Lookupsix"
+TOOLS = ({"type": "function", "function": {"name": TOOL_NAME, "description": "d", "parameters": {
+    "type": "object", "properties": {"x": {"type": "string", "description": "c"}}}}},)  # fmt: skip
+CALL = Message("assistant", "", tool_calls=(ToolCall(TOOL_NAME, {"x": PROBES[1]}, "call00000"),))
+CALLS = replace(CALL, tool_calls=CALL.tool_calls * 2)
+RESULT = Message("tool", PROBES[0], name=TOOL_NAME, tool_call_id="call00000")
+# variables by which public templates switch reasoning
+_SWITCHES = ("enable_thinking", "thinking", "think", "reasoning", "enable_reasoning", "preserve_thinking")
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """What ends an answer: after its text, and after a call. Both are empty if nothing does.
+
+    `widens` says that a turn's range may end before its stop, or a row without one: then the masker adds it.
+    """
+
+    after_text: str = ""
+    after_call: str = ""
+    widens: bool = False
+    source: StopsFrom = "nothing"
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All of them, once each."""
+        return tuple(dict.fromkeys(text for text in (self.after_text, self.after_call) if text))
+
+
+def find_stops(template: ChatTemplate, mask: Mask, told: str | None) -> Stops:
+    """Return what ends an answer of a template: its own end, `told`, or the marker that opens the next turn.
+
+    Raises DataError if `told` is not what the template writes behind its own end.
+    """
+    markup = markup_pattern(template.tokenizer)
+    last = _end(mask, [ASK, ANSWER], PROBES[0])
+    own = last or _end(mask, [ASK, ANSWER, NEXT], PROBES[0]) or _marker(template, [ASK, ANSWER], PROBES[0])
+    if told not in (None, "none") and told not in own:
+        if own:
+            raise DataError(
+                f"data.end_of_turn {told!r}: chat template {template.name!r} ends an answer with {own!r}; remove "
+                "the setting, or choose another template"
+            )
+        return Stops(told, told, True, "setting")
+    if own:
+        found = markup.match(own)
+        after_text = found[0] if found else own
+        call = _end(mask, [ASK, CALL], PROBES[1], TOOLS)
+        # a call is closed by tags of its own, and stopped by the last of them that does not stand between two calls
+        tags = [found[0] for found in markup.finditer(call)][-1:]
+        between = (_render(template, [ASK, CALLS], TOOLS) or "").split(PROBES[1])[1:-1]
+        is_cut = bool(tags and any(tags[0] in text for text in between))
+        if is_cut:
+            tags = [_marker(template, [ASK, CALL], PROBES[1] + call)]
+        after_call = (*filter(None, tags), after_text)[0]
+        return Stops(after_text, after_call, not last or is_cut, "template")
+    after_text = "" if told == "none" else _marker(template, [ASK, ANSWER, NEXT], PROBES[0])
+    if not after_text:
+        return Stops()
+    closed = (_render(template, [ASK, CALL], TOOLS) or "").partition(PROBES[1])[2]
+    after_call = _marker(template, [ASK, CALL, RESULT, ANSWER], PROBES[1] + closed)
+    return Stops(after_text, after_call or after_text, True, "next turn")
+
+
+def _end(mask: Mask, turns: Sequence[Message], probe: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return what carries loss behind the probe of the first answer, without white space around it."""
+    try:
+        text, spans = mask(turns, tools)
+    except DataError:
+        return ""
+    begin = end = text.find(probe) + len(probe)
+    for start, stop in spans:  # generation marks may stand around each part of an answer
+        if start <= end <= stop:
+            end = stop
+    return text[begin:end].strip()
+
+
+def _marker(template: ChatTemplate, turns: Sequence[Message], behind: str) -> str:
+    """Return the token that stands behind a text, if the tokenizer has it: a text of several tokens stops nothing."""
+    text = _render(template, turns, TOOLS if CALL in turns else ()) or ""
+    known = {token.content for token in template.tokenizer.added_tokens_decoder.values()}
+    found = markup_pattern(template.tokenizer).match(text.partition(behind)[2].lstrip())
+    return found[0] if found and found[0] in known else ""
+
+
+def _render(
+    template: ChatTemplate,
+    turns: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    prompt: bool = False,
+) -> str | None:
+    try:
+        return template.render(template.raw_messages(turns), tools, generation_prompt=prompt)
+    except RENDER_ERRORS:
+        return None
+
+
+def reasoning_tags(template: ChatTemplate) -> tuple[str, str]:
+    """Return the tags that a template writes around reasoning; <think> and </think> if it writes none."""
+    opened, _, closed = (_render(template, [ASK, replace(ANSWER, reasoning=THOUGHT)]) or "").partition(THOUGHT)
+    markup = markup_pattern(template.tokenizer)
+    starts = [found.start() for found in markup.finditer(opened)]
+    end = markup.search(closed.partition(PROBES[0])[0])
+    return ("<think>", "</think>") if not starts or end is None else (opened[starts[-1] :].strip(), end[0])
+
+
+def empty_reasoning(template: ChatTemplate) -> re.Pattern[str]:
+    """Return a pattern of reasoning without text, whole, or as the close of what the generation prompt opens."""
+    begin, close = map(re.escape, reasoning_tags(template))
+    return re.compile(rf"\s*(?:{begin}\s*)?{close}\s*")
+
+
+def describe(template: ChatTemplate, stops: Stops, prompt: str) -> TemplateDescription:
+    """Return the description of a template whose stops and generation prompt are known."""
+    stem = (_render(template, [ASK], prompt=True) or "").removesuffix(prompt)
+    opens, _, ends = (_render(template, [ASK, ANSWER]) or "").partition(PROBES[0])
+    thought = _render(template, [ASK, replace(ANSWER, reasoning=THOUGHT)])
+    opened, _, closed = (thought or "").partition(THOUGHT)
+    shared = shared_length(opens, stem + prompt.partition(reasoning_tags(template)[0])[0])
+    empty = re.compile(f"{empty_reasoning(template).pattern}$").search(opens, shared)
+    earlier = [ASK, replace(ANSWER, reasoning=THOUGHT), NEXT, ANSWER]
+    by_text = dict[tuple[str, str], Mismatch]()
+    for mismatch in find_mismatches(template):
+        by_text.setdefault((mismatch.trained, mismatch.shown), mismatch)
+    mismatches = tuple(by_text.values())
+    return TemplateDescription(
+        name=template.name,
+        opens=opens.removeprefix(stem),
+        prompt=prompt,
+        ends=ends,
+        stops=stops.texts,
+        stops_from=stops.source,
+        reasoning=(opened.removeprefix(stem), closed.partition(PROBES[0])[0]) if closed else ("", ""),
+        empty_reasoning=empty[0] if empty else "",
+        last_reasoning=_treatment(thought, THOUGHT),
+        earlier_reasoning=_treatment(_render(template, earlier), THOUGHT),
+        system=_treatment(_render(template, [Message("system", THOUGHT), ASK, ANSWER]), THOUGHT),
+        tools=_treatment(_render(template, [ASK, ANSWER], TOOLS), TOOL_NAME),
+        calls=_treatment(_render(template, [ASK, CALL], TOOLS), PROBES[1]),
+        results=_treatment(_render(template, [ASK, CALL, RESULT, NEXT], TOOLS), PROBES[0]),
+        mismatches=mismatches,
+        problems=tuple(_problems(template, stops, mismatches)),
+    )
+
+
+def _treatment(text: str | None, probe: str) -> Treatment:
+    return "refused" if text is None else "written" if probe in text else "dropped"
+
+
+def find_mismatches(template: ChatTemplate) -> Iterator[Mismatch]:
+    """Yield the kinds of answers before which inference shows other text than training does."""
+    kinds = {
+        "the last answer": ([ASK, ANSWER], 1),
+        "an earlier answer": ([ASK, ANSWER, NEXT, replace(ANSWER, content=PROBES[1])], 1),
+        "an answer with reasoning": ([ASK, replace(ANSWER, reasoning=THOUGHT)], 1),
+        "an answer after a tool result": ([ASK, CALL, replace(RESULT, content=THOUGHT), ANSWER], 3),
+    }
+    for kind, (turns, turn) in kinds.items():
+        tools = TOOLS if turn == 3 else ()
+        text, shown = _render(template, turns, tools), _render(template, turns[:turn], tools, prompt=True)
+        if text is None or shown is None or text.startswith(shown) or PROBES[0] not in text:
+            continue
+        probe = THOUGHT if turns[turn].reasoning and THOUGHT in text else PROBES[0]
+        first = text.rfind(probe) if turn == 3 else text.find(probe)
+        plain = _render(template, turns[:turn], tools) or ""
+        base = len(plain) if text.startswith(plain) and shown.startswith(plain) else _last_line(text, shown)
+        yield Mismatch(kind, text[base:first], shown[base:])
+
+
+def _last_line(one: str, two: str) -> int:
+    """Return where the last line begins that two texts share as a whole."""
+    shared = shared_length(one, two)
+    return one.rfind("\n", 0, shared) + 1
+
+
+def _problems(template: ChatTemplate, stops: Stops, mismatches: Sequence[Mismatch]) -> Iterator[Problem]:
+    if stops.source == "nothing":
+        yield Problem(
+            "nothing that it writes ends an answer, so a model would not learn to stop",
+            "set data.end_of_turn to the token that ends one, such as the tokenizer's eos",
+        )
+    elif stops.source == "next turn":
+        yield Problem(
+            f"it ends no answer itself: {stops.after_text!r}, which opens the next turn, stops one",
+            "it carries loss and is added behind the last answer; to choose another, set data.end_of_turn",
+        )
+    for mismatch in mismatches:
+        what = f"{mismatch.answer} is trained after {mismatch.trained!r}, but inference shows {mismatch.shown!r}"
+        yield Problem(what, _remedy(template, mismatch))
+
+
+def _remedy(template: ChatTemplate, mismatch: Mismatch) -> str:
+    """Return what makes training and inference equal: a variable of the template, or another template."""
+    for name in _SWITCHES:
+        for value in (True, False):
+            if re.search(rf"\b{name}\b", template.source) and template.args.get(name) != value:
+                switched = replace(template, args={**template.args, name: value})
+                if mismatch.answer not in {other.answer for other in find_mismatches(switched)}:
+                    return f"data.template_args: {{{name}: {str(value).lower()}}} makes them equal"
+    if mismatch.answer == "an earlier answer":
+        return "train: false on earlier answers leaves out their loss"
+    return (
+        "no variable of the template makes them equal: set data.template to a copy of it (.jinja) whose generation "
+        "prompt adds the first text"
+    )
