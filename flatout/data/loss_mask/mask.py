@@ -159,8 +159,8 @@ class Masker:
                 f"found {len(marked)} marked ranges for {len(answers)} assistant turns, so train: cannot be applied"
             )
         by_turn = dict(zip(answers, marked, strict=True))
-        spans = ([by_turn[k]] if k in by_turn else self._turn_spans(rendering, layout, [k]) for k in wanted)
-        return tuple(chain.from_iterable(spans))
+        found = ([by_turn[k]] if k in by_turn else self._turn_spans(rendering, layout, [k]) for k in wanted)
+        return tuple(chain.from_iterable(found))
 
     def _with_stops(
         self, text: str, spans: Sequence[Span], messages: Sequence[Message]
