@@ -11,7 +11,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from flatout.data import registry
-from flatout.data.token_store import StoreMeta, TokenStore, new_store
+from flatout.data.store_writer import new_store
+from flatout.data.token_store import StoreMeta, TokenStore
 from flatout.data.tokenizer import load_tokenizer, tokenizer_digest
 from flatout.demo.write import train_tokenizer
 
@@ -83,8 +84,7 @@ def write_store(root: Path, tokenizer: str, vocab_size: int, samples: Samples) -
         counts={"rows": num_samples},
         max_token_id=int(token_ids.max()),
     )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with new_store(folder) as writer:
+    with new_store(folder, vocab_size) as writer:
         writer.append(token_ids, loss_mask, lengths, np.zeros(num_samples, np.int32), np.arange(1, num_samples + 1))
         writer.finish(meta, {"counts": {"rows": num_samples}})
     entry = registry.Entry(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice, repeat
 from pathlib import Path
@@ -20,16 +21,17 @@ from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.data.build_report import BuildReport
 from flatout.data.rows.formats.parser import RowParser, make_parser
-from flatout.data.rows.read import BadRow
 from flatout.data.rows.sources import RowSource, open_source
 from flatout.data.sampling import copies_of_rows
+from flatout.data.store_writer import StoreWriter, new_store
 from flatout.data.templates.template import template_text
-from flatout.data.token_store import VERSION, StoreMeta, StoreWriter, TokenStore, new_store
+from flatout.data.token_store import StoreMeta, TokenStore
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.data.tokenizer import TokenizerFacts, load_tokenizer, tokenizer_facts, tokenizer_of
 from flatout.data.workers import ROWS_PER_CHUNK, Chunk, TokenizedChunk, tokenize_chunks, usable_procs
 from flatout.errors import DataError, UsageError
 from flatout.io.file_lock import locked
+from flatout.io.kept_facts import code_identity
 from flatout.io.redact import printable, redacted
 
 Progress = Callable[[int, int | None], None]
@@ -50,9 +52,15 @@ POLICIES = (
     "empty_reasoning", "lost_reasoning", "end_of_turn", "loss_type", "max_tokens", "too_long", "special_tokens",
 )  # fmt: skip
 """Those of TokenizeOptions, under the same names."""
+_ONLY_REFUSING = ("on_bad_row",)
+"""Those that decide only whether a set is built, so that a build which they stopped goes on with another value."""
+_FINGERPRINT_VERSION = 2
+"""Raised when the same rows and settings give other tokens."""
 
 TOLD_EVERY_S = 30.0
 """How often a long build reports its progress."""
+# a refused build keeps an unfinished shard from so many tokens on
+_WORTH_KEEPING_TOKENS = 1 << 16
 _ROWS_TO_DETECT = 100
 
 
@@ -79,7 +87,7 @@ def open_or_build(
         told = f"{len(config.added_tokens) - len(old)} new tokens; the tokenizer has {facts.num_tokens:,}"
         log(told + (f"; not added, as they exist: {', '.join(map(repr, old))}" if old else ""))
     sources = [open_source(source) for source in config.sources]
-    meta = _describe(config, name, facts, sources)
+    meta, identity = _describe(config, name, facts, sources)
     folder = registry.built_dir(config.root, config.name)
     with locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}", log):
         store = None
@@ -98,7 +106,7 @@ def open_or_build(
             reused = f"Reusing {folder}: same content, tokenizer, template and settings"
             log(reused if store else f"Rebuilding {config.name!r}: {change}")
         if store is None:
-            _build(config, sources, tokenizer_of(config, tokenizer_name), meta, folder, progress, log)
+            _build(config, sources, tokenizer_of(config, tokenizer_name), (meta, identity), folder, progress, log)
             store = TokenStore.open(folder, verify=False)
         entry = registry.Entry(
             name=config.name,
@@ -115,22 +123,31 @@ def open_or_build(
         return store
 
 
-def _describe(config: DataConfig, name: str, tokenizer: TokenizerFacts, sources: Sequence[RowSource]) -> StoreMeta:
-    """Return what the store will be made from. The fingerprint is xxh3 over what decides its content, without names."""
+def _describe(
+    config: DataConfig, name: str, tokenizer: TokenizerFacts, sources: Sequence[RowSource]
+) -> tuple[StoreMeta, dict[str, Any]]:
+    """Return what the store will be made from, and what a begun build must have been made from to go on with it.
+
+    The fingerprint is xxh3 over what decides the store's content, without names.
+    """
     template = text = ""
     if config.template is not None or tokenizer.chat_template is not None:
         template, text = template_text(tokenizer, config.template, name)
     settings = _settings(config, set(SETTINGS))
     where = {"path", "hub", "split", "subset", "revision"}
     content = {
-        "version": VERSION,
+        "version": _FINGERPRINT_VERSION,
         "content": [list(source.files.values()) for source in sources],
         "formats": [source.model_dump(exclude=where) for source in config.sources],
         "tokenizer": tokenizer.digest,
         "template": text,
         "settings": settings,
     }
-    return StoreMeta(
+    # rows that are too long are left out by error as by drop, until the first of them ends the build
+    too_long = "drop" if config.too_long == "error" else config.too_long
+    tokens = {name: value for name, value in settings.items() if name not in _ONLY_REFUSING}
+    identity = content | {"settings": tokens | {"too_long": too_long}, "code": code_identity()["flatout"]}
+    meta = StoreMeta(
         name=config.name,
         fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode()),
         tokenizer=name,
@@ -141,6 +158,7 @@ def _describe(config: DataConfig, name: str, tokenizer: TokenizerFacts, sources:
         vocabulary_size=tokenizer.num_tokens,
         sources=tuple(redacted(source.path) for source in config.sources),
     )
+    return meta, identity
 
 
 def _settings(config: DataConfig, names: set[str]) -> dict[str, Any]:
@@ -186,16 +204,13 @@ def _build(
     config: DataConfig,
     sources: Sequence[RowSource],
     tokenizer: PreTrainedTokenizerBase,
-    meta: StoreMeta,
+    described: tuple[StoreMeta, dict[str, Any]],
     folder: Path,
     progress: Progress,
     log: Log,
 ) -> None:
-    template, args = meta.template_text if meta.template else None, tuple(config.template_args.items())
-    policies = config.model_dump(include=set(POLICIES))
-    added = tuple(config.added_tokens.items())
-    options = TokenizeOptions(meta.tokenizer, meta.template, template, args, added_tokens=added, **policies)
-    to_tokens, report = SampleTokenizer(options, tokenizer), BuildReport(config)
+    meta, identity = described
+    to_tokens = _sample_tokenizer(config, meta, tokenizer)
     notes: list[str] = []
 
     def log_note(text: str) -> None:
@@ -205,25 +220,27 @@ def _build(
     num_procs = usable_procs(config.num_procs)
     if config.num_procs not in (None, num_procs):
         log_note(f"num_procs: {config.num_procs} lowered to {num_procs}; more processes than cores only waste memory")
-    with new_store(folder) as writer:
-        readers = _choose_parsers(sources, config.sources)
-        for source, parser in readers:
-            log_note(f"{source.name}: {parser.summary}")
-        copies, total = _count_rows(config, readers)
-        start_s = told_s = time.monotonic()
-        files: dict[str, int] = {}
-        chunks = _chunks(readers, copies, report.bad_row, log_note)
-        for chunk, done in tokenize_chunks(chunks, to_tokens, config.num_procs):
-            report.add(chunk, done, _write(writer, chunk, done, files))
-            num_rows, now_s = report.counts["rows"], time.monotonic()
-            progress(num_rows, total)
-            if now_s - told_s >= TOLD_EVERY_S:
-                told_s, per_s = now_s, num_rows / (now_s - start_s)
-                left = f" of about {total:,}, {max(total - num_rows, 0) / per_s:,.0f} s left" if total else ""
-                log(f"tokenized {num_rows:,} rows{left}, {per_s:,.0f} rows/s")
-        report.close(writer.num_samples)
+    readers = _choose_parsers(sources, config.sources)
+    for source, parser in readers:
+        log_note(f"{source.name}: {parser.summary}")
+    copies, total = _count_rows(config, readers)
+    report = BuildReport(config, lambda: total if copies is not None else _most_rows(readers))
+    done = _Done(report)
+    with new_store(folder, to_tokens.num_ids, identity, done.restore) as writer, _kept(writer, done, log):
+        if done.num_chunks:
+            log(f"going on from an earlier build, which finished {report.counts['rows']:,} rows")
+        chunks = islice(_chunks(readers, copies, report, log_note), done.num_chunks, None)
+        told = _timed(progress, log, report.counts["rows"], total)
+        for chunk, tokens in tokenize_chunks(chunks, to_tokens, config.num_procs):
+            _write(writer, chunk, tokens, done.files)
+            done.num_chunks += 1
+            report.add(chunk, tokens)
+            if writer.is_full:
+                writer.close_shard(done.state())
+            told(report.counts["rows"])
+        report.close(writer.num_samples, writer.num_distinct())
         meta = replace(
-            meta, files=tuple(map(redacted, files)), counts=dict(report.counts), max_token_id=writer.max_token_id
+            meta, files=tuple(map(redacted, done.files)), counts=dict(report.counts), max_token_id=writer.max_token_id
         )
         if report.counts["conversations"]:
             facts = to_tokens.description
@@ -235,6 +252,69 @@ def _build(
         for text in report.notes():
             log_note(text)
         writer.finish(meta, redacted(report.report(notes)))
+
+
+def _sample_tokenizer(config: DataConfig, meta: StoreMeta, tokenizer: PreTrainedTokenizerBase) -> SampleTokenizer:
+    template, args = meta.template_text if meta.template else None, tuple(config.template_args.items())
+    policies = config.model_dump(include=set(POLICIES))
+    added = tuple(config.added_tokens.items())
+    options = TokenizeOptions(meta.tokenizer, meta.template, template, args, added_tokens=added, **policies)
+    return SampleTokenizer(options, tokenizer)
+
+
+def _timed(progress: Progress, log: Log, num_before: int, total: int | None) -> Callable[[int], None]:
+    """Return what to call with the rows done: it tells `progress`, and `log` every TOLD_EVERY_S."""
+    start_s = told_s = time.monotonic()
+
+    def tell(num_rows: int) -> None:
+        nonlocal told_s
+        progress(num_rows, total)
+        now_s = time.monotonic()
+        if now_s - told_s >= TOLD_EVERY_S:
+            told_s, per_s = now_s, (num_rows - num_before) / (now_s - start_s)
+            left = f" of about {total:,}, {max(total - num_rows, 0) / per_s:,.0f} s left" if total else ""
+            log(f"tokenized {num_rows:,} rows{left}, {per_s:,.0f} rows/s")
+
+    return tell
+
+
+@contextmanager
+def _kept(writer: StoreWriter, done: _Done, log: Log) -> Iterator[None]:
+    """Keep what is tokenized when the set is refused, for a build that differs only in what refused it."""
+    try:
+        yield
+    except DataError:
+        if writer.num_open_tokens >= _WORTH_KEEPING_TOKENS:
+            writer.close_shard(done.state())
+        if writer.shards:
+            log(
+                f"{done.report.counts['rows']:,} rows are tokenized and kept; a build that allows it goes on from there"
+            )
+        raise
+
+
+@dataclass
+class _Done:
+    """What a build has done: its report, the chunks it has read, and each file's number."""
+
+    report: BuildReport
+    num_chunks: int = 0
+    files: dict[str, int] = field(default_factory=dict)
+    _num_told: int = 0
+
+    def state(self) -> dict[str, Any]:
+        """Return what is new since the last call, for `restore`."""
+        new = list(islice(self.files, self._num_told, None))
+        self._num_told = len(self.files)
+        return {"chunks": self.num_chunks, "files": new, "report": self.report.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what an earlier build did; call it for each of its states, in order."""
+        self.report.restore(state["report"])
+        self.num_chunks = state["chunks"]
+        for name in state["files"]:
+            self.files.setdefault(name, len(self.files))
+        self._num_told = len(self.files)
 
 
 def _choose_parsers(sources: Sequence[RowSource], configs: Sequence[SourceConfig]) -> Readers:
@@ -269,28 +349,41 @@ def _count_rows(config: DataConfig, readers: Readers) -> tuple[list[NDArray[np.i
     return copies, sum(int((uses > 0).sum()) for uses in copies)
 
 
-def _chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, bad_row: BadRow, log: Log) -> Iterator[Chunk]:
+def _most_rows(readers: Readers) -> int | None:
+    """Return a number that all rows together cannot exceed; None if that is not known before they are parsed."""
+    counts = [None if parser.threads else source.most_rows() for source, parser in readers]
+    return None if None in counts else sum(count or 0 for count in counts)
+
+
+def _chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, report: BuildReport, log: Log) -> Iterator[Chunk]:
+    problems: list[str] = []
+
+    def bad_row(error: DataError) -> None:
+        problems.append(str(error))
+        report.check_unread(problems)
+
     for index, (source, parser) in enumerate(readers):
         rows = parser.gather(source.rows(bad_row), bad_row, log)
         uses: Iterable[int] = repeat(1) if copies is None else copies[index]
         used = ((row, int(count)) for row, count in zip(rows, uses, strict=False) if count)
-        while batch := list(islice(used, ROWS_PER_CHUNK)):
+        while (batch := list(islice(used, ROWS_PER_CHUNK))) or problems:
             counts = np.array([count for _, count in batch], dtype=np.int32)
-            yield Chunk(parser, tuple(row for row, _ in batch), counts)
+            chunk = Chunk(parser, tuple(row for row, _ in batch), counts, tuple(problems))
+            problems.clear()
+            yield chunk
 
 
-def _write(writer: StoreWriter, chunk: Chunk, done: TokenizedChunk, files: dict[str, int]) -> NDArray[np.uint64]:
-    """Append a chunk, repeating rows that are drawn more than once; return the hashes of the first copies."""
+def _write(writer: StoreWriter, chunk: Chunk, done: TokenizedChunk, files: dict[str, int]) -> None:
+    """Append a chunk, and rows that are drawn more than once again."""
     if not len(done.lengths):
-        return np.zeros(0, np.uint64)
+        return
     origins = [chunk.rows[row].origin for row in done.piece_row]
     file_ids = np.array([files.setdefault(origin.source, len(files)) for origin in origins], np.int32)
     rows = np.array([origin.row_number for origin in origins], np.int64)
-    hashes = writer.append(done.token_ids, done.loss_mask, done.lengths, file_ids, rows)
+    writer.append(done.token_ids, done.loss_mask, done.lengths, file_ids, rows)
     copies = chunk.copies[done.piece_row]
     starts = np.cumsum(done.lengths) - done.lengths
     for copy in range(1, int(copies.max())):
         again = np.flatnonzero(copies > copy)
         where = np.concatenate([np.arange(starts[p], starts[p] + done.lengths[p]) for p in again])
         writer.append(done.token_ids[where], done.loss_mask[where], done.lengths[again], file_ids[again], rows[again])
-    return hashes

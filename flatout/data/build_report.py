@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flatout.config.schema import DataConfig
 from flatout.data.tokenize import LOSING
@@ -25,86 +26,143 @@ _COUNTED = (
     "tokens", "label_tokens", *(f"{fate}_{kind}" for fate in LOSING for kind in ("tokens", "labels")),
 )  # fmt: skip
 # shares of rows that may be lost before a build with on_bad_row: error stops
-_MAX_NO_LABELS, _MAX_LOST_LABELS = 0.001, 0.01
+_MAX_SHARES = {"no_labels": 0.001, "lost_labels": 0.01}
+# so many rows of each kind, and so many errors, are listed; all are counted
+MAX_LISTED, MAX_LISTED_PROBLEMS = 200_000, 10_000
+_UNASKED = -1
 _MAX_TYPED = 0.1  # share of plain texts that may contain special tokens before the build stops
 
 
-class BuildReport:
-    """Collects counts over a build; every dropped, truncated or skipped row is counted and listed."""
+@dataclass
+class _News:
+    """What happened to rows: errors of bad ones, (what, file, row) of others, and rows of each length."""
 
-    def __init__(self, config: DataConfig) -> None:
-        self._config = config
+    problems: list[str]
+    listed: list[tuple[str, str, int]]
+    lengths: Counter[int]
+
+
+class BuildReport:
+    """Collects counts over a build; every dropped, truncated or skipped row is counted, and the first ones are listed.
+
+    `most_rows` returns a number that all rows together cannot exceed (None if not known); it may read the sources, and
+    is only asked once a limit seems to be exceeded.
+    """
+
+    def __init__(self, config: DataConfig, most_rows: Callable[[], int | None] = lambda: None) -> None:
+        self._config, self._most_rows = config, most_rows
+        self._most: int | None = _UNASKED
         self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
         self.problems: list[str] = []
         # row numbers by what happened, then by file
         self._listed: dict[str, dict[str, array[int]]] = {name: defaultdict(lambda: array("q")) for name in _LISTED}
-        self._lengths = array("q")
+        self._num_listed: Counter[str] = Counter()
+        self._lengths: Counter[int] = Counter()  # rows of each length, before the length policy
         self._percentiles: dict[str, int] = {}
-        self._hashes = array("Q")
-        self._read_since_problem = 0
+        self._num_pieces = self._read_since_loss = 0
+        self._news: list[_News] = []
 
-    def bad_row(self, problem: DataError | str) -> None:
-        """Count a row that cannot be read, parsed or tokenized. Raises DataError once enough are known to stop."""
-        self.counts["rows"] += 1
-        self.counts["bad"] += 1
-        self.problems.append(str(problem))
-        if self._config.on_bad_row == "error" and len(self.problems) >= MAX_PROBLEMS:
-            self._stop()
-
-    def add(self, chunk: Chunk, done: TokenizedChunk, hashes: NDArray[np.uint64]) -> None:
-        """Count one chunk; `hashes` are of its stored pieces. Raises DataError when bad rows stop the build."""
-        self.counts["rows"] += len(chunk.rows) - len(done.problems)
-        self.counts["typed_control"] += len(done.typed_rows)
+    def add(self, chunk: Chunk, done: TokenizedChunk) -> None:
+        """Count one chunk. Raises DataError as soon as it is certain that the set will be refused."""
+        problems = [*chunk.problems, *done.problems]
+        rows = len(chunk.rows) - len(done.problems)
+        self.counts.update({"rows": rows + len(problems), "bad": len(problems), "typed_control": len(done.typed_rows)})
         self.counts.update(done.counts)
         self.counts.update(fate for fate in done.fates if fate != "bad")
-        self._lengths.extend(n for n, fate in zip(done.num_tokens, done.fates, strict=True) if fate != "bad")
-        self._hashes.frombytes(hashes.tobytes())
+        lengths = Counter(n for n, fate in zip(done.num_tokens, done.fates, strict=True) if fate != "bad")
         listed = [(fate, index) for index, fate in enumerate(done.fates) if fate in _LISTED]
-        for name, index in listed + [("typed_control", index) for index in done.typed_rows]:
-            origin = chunk.rows[index].origin
-            self._listed[name][origin.source].append(origin.row_number)
-        for problem in done.problems:
-            self.bad_row(problem)
-        if self.counts["documents"] >= _PATIENCE_ROWS:
-            self._check_special_tokens()
-        if self.problems and self._config.on_bad_row == "error":
-            self._read_since_problem += len(chunk.rows)
-            if self._read_since_problem > _PATIENCE_ROWS:
-                self._stop()
+        listed += [("typed_control", index) for index in done.typed_rows]
+        origins = [(name, chunk.rows[index].origin) for name, index in listed]
+        news = _News(problems, [(name, origin.source, origin.row_number) for name, origin in origins], lengths)
+        self._take(news)
+        self._news.append(news)
+        self._num_pieces += len(done.lengths)
+        self._check(len(chunk.rows) + len(problems))
 
-    def close(self, num_samples: int) -> None:
+    def check_unread(self, problems: list[str]) -> None:
+        """Raise DataError if so many rows could not even be read, of which no chunk is counted yet."""
+        if self._config.on_bad_row == "error" and len(problems) >= MAX_PROBLEMS:
+            self.problems += problems
+            self._stop()
+
+    def state(self) -> dict[str, Any]:
+        """Return what happened since the last call, for `restore`."""
+        news, self._news = self._news, []
+        return {
+            "counts": self.counts,
+            "num_pieces": self._num_pieces,
+            "problems": [problem for part in news for problem in part.problems],
+            "listed": [row for part in news for row in part.listed],
+            "lengths": list(sum((part.lengths for part in news), Counter[int]()).items()),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what an earlier build counted; call it for each of its states, in order."""
+        self.counts = Counter(state["counts"])
+        self._num_pieces = state["num_pieces"]
+        self._take(_News(state["problems"], state["listed"], Counter(dict(state["lengths"]))))
+
+    def _take(self, news: _News) -> None:
+        self.problems += news.problems[: max(0, MAX_LISTED_PROBLEMS - len(self.problems))]
+        self._lengths.update(news.lengths)
+        for name, source, row in news.listed:
+            if self._num_listed[name] < MAX_LISTED:
+                self._num_listed[name] += 1
+                self._listed[name][source].append(row)
+
+    def _check(self, num_read: int) -> None:
+        """Raise DataError if the set is certain to be refused, and enough rows are read to say why."""
+        counts, config = self.counts, self._config
+        if counts["documents"] >= _PATIENCE_ROWS:
+            self._check_special_tokens()
+        if config.on_bad_row != "error":
+            return
+        if self.problems or (config.too_long == "error" and counts["too_long"]):
+            self._read_since_loss += num_read
+            if counts["bad"] >= MAX_PROBLEMS or self._read_since_loss > _PATIENCE_ROWS:
+                self._refuse(counts["rows"])
+        over = [name for name, share in _MAX_SHARES.items() if counts[name] > share * counts["rows"]]
+        if any(counts[name] >= MAX_PROBLEMS for name in over):
+            if self._most == _UNASKED:
+                self._most = self._most_rows()
+            if self._most is not None:
+                self._refuse(max(self._most, counts["rows"]))
+
+    def _refuse(self, most_rows: int) -> None:
+        """Raise DataError if so many rows are lost that a set of at most `most_rows` must not be built."""
+        counts, config = self.counts, self._config
+        if self.problems and config.on_bad_row == "error":
+            self._stop()
+        found, read = self._spread(), counts["rows"]
+        spread = f"95th percentile {found.get('p95')}, longest {found.get('p100')} tokens"
+        of = f"of {read}" if most_rows == read else f"of the first {read} of at most {most_rows}"
+        if config.too_long == "error" and counts["too_long"]:
+            raise DataError(
+                f"{counts['too_long']} {of} rows are over max_tokens={config.max_tokens} ({spread}): "
+                f"{self._some('too_long')}; raise data.max_tokens, or set data.too_long to drop, truncate or split"
+            )
+        if counts["no_labels"] > _MAX_SHARES["no_labels"] * most_rows:
+            raise DataError(
+                f"{counts['no_labels']} {of} rows have no label tokens (no answer, an empty one, or "
+                f"train: false): {self._some('no_labels')}; remove them, or set data.on_bad_row: skip"
+            )
+        if counts["lost_labels"] > _MAX_SHARES["lost_labels"] * most_rows:
+            raise DataError(
+                f"{counts['lost_labels']} {of} rows lose all labels at max_tokens={config.max_tokens} "
+                f"({spread}): {self._some('lost_labels')}; raise data.max_tokens, set data.too_long: drop, "
+                "or data.on_bad_row: skip"
+            )
+
+    def close(self, num_samples: int, num_distinct: int) -> None:
         """Finish the counts after the last row. Raises DataError if too many rows were lost, or nothing is left."""
         counts, config, rows = self.counts, self._config, self.counts["rows"]
-        if self._lengths:
-            # of the lengths before the length policy, in tokens
-            lengths, shares = np.frombuffer(self._lengths, dtype=np.int64), (50, 90, 95, 99, 100)
-            values = np.percentile(lengths, shares, method="higher").tolist()
-            self._percentiles = {f"p{share}": value for share, value in zip(shares, values, strict=True)}
-        counts["duplicates"] = len(self._hashes) - len(np.unique(np.frombuffer(self._hashes, dtype=np.uint64)))
+        self._percentiles = self._spread()
+        # copies that the weights ask for are no duplicates
+        counts["duplicates"] = self._num_pieces - num_distinct
         counts["samples"] = num_samples
         self._check_special_tokens()
-        strict = config.on_bad_row == "error"
-        if self.problems and strict:
-            self._stop()
-        if strict or not num_samples:
-            found = self._percentiles
-            spread = f"95th percentile {found.get('p95')}, longest {found.get('p100')} tokens"
-            if config.too_long == "error" and counts["too_long"]:
-                raise DataError(
-                    f"{counts['too_long']} of {rows} rows are over max_tokens={config.max_tokens} ({spread}): "
-                    f"{self._some('too_long')}; raise data.max_tokens, or set data.too_long to drop, truncate or split"
-                )
-            if counts["no_labels"] > _MAX_NO_LABELS * rows:
-                raise DataError(
-                    f"{counts['no_labels']} of {rows} rows have no label tokens (no answer, an empty one, or "
-                    f"train: false): {self._some('no_labels')}; remove them, or set data.on_bad_row: skip"
-                )
-            if counts["lost_labels"] > _MAX_LOST_LABELS * rows:
-                raise DataError(
-                    f"{counts['lost_labels']} of {rows} rows lose all labels at max_tokens={config.max_tokens} "
-                    f"({spread}): {self._some('lost_labels')}; raise data.max_tokens, set data.too_long: drop, "
-                    "or data.on_bad_row: skip"
-                )
+        if config.on_bad_row == "error" or not num_samples:
+            self._refuse(rows)
         if not num_samples:
             raise DataError(
                 f"data set {config.name!r} is empty: of {rows} rows {counts['bad']} were bad, "
@@ -113,6 +171,16 @@ class BuildReport:
                 + (f"; the first: {self.problems[0]}" if self.problems else "")
                 + f"; read from {', '.join(source.path for source in config.sources)}"
             )
+
+    def _spread(self) -> dict[str, int]:
+        """Return percentiles of the rows' lengths in tokens, before the length policy."""
+        if not self._lengths:
+            return {}
+        lengths = np.array(sorted(self._lengths), np.int64)
+        ends = np.cumsum([self._lengths[length] for length in lengths.tolist()])
+        # as np.percentile does with method="higher", whose arithmetic this is
+        places = {share: int(np.ceil((ends[-1] - 1) * (share / 100))) for share in (50, 90, 95, 99, 100)}
+        return {f"p{share}": int(lengths[np.searchsorted(ends, place, "right")]) for share, place in places.items()}
 
     def notes(self) -> list[str]:
         """Return what a user should know about the rows, one sentence each."""

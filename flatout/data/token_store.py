@@ -1,13 +1,18 @@
-"""The token store: a folder of flat arrays on disk, memory-mapped and verified by hash."""
+"""The token store: columns of tokens and samples on disk in shards, memory-mapped, each shard verified by its hashes.
+
+A column is one .npy file that all shards follow each other in, so that a store of any size is a handful of arrays. A
+shard is a range of samples, with the hash of its range of every column.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from tokenize import TokenError
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import xxhash
@@ -16,25 +21,43 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 
 from flatout.data.conversation import Origin
 from flatout.data.templates.description import TemplateDescription
-from flatout.errors import DataError
-from flatout.io.durable_io import DurableIO
+from flatout.environment import checks_again
+from flatout.errors import CheckpointError, DataError, ResourceError
 from flatout.io.json_file import encode_json, read_json
+from flatout.io.kept_facts import find_facts, keep_facts
 
-VERSION = 2
-_MANIFEST = "manifest.json"
+VERSION, OLD_VERSION = 3, 2
+MANIFEST = "manifest.json"
 _AGAIN = "rebuild the data set"
-_HEADER_BYTES = 128
-_TYPES = {
-    "token_ids": np.dtype(np.int32),  # [all tokens]
-    "loss_mask": np.dtype(np.bool_),  # [all tokens]
-    "offsets": np.dtype(np.int64),  # [N + 1]
-    "num_labels": np.dtype(np.int64),  # [N]
-    "hashes": np.dtype(np.uint64),  # [N] xxh3 of ids and mask
-    "files": np.dtype(np.int32),  # [N] index into meta.files
-    "rows": np.dtype(np.int64),  # [N] row in that file, from 1
-}
-
+HEADER_BYTES = 128
 _CHECKED = ConfigDict(strict=True, extra="forbid")
+
+
+@with_config(_CHECKED)
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`dtype` is numpy's name of the values on disk, or `bits`: packed, the first in the lowest bit of a byte."""
+
+    dtype: Literal["bits", "bool", "uint16", "int32", "int64", "uint64"]
+    per: Literal["token", "sample"]
+
+    @property
+    def stored(self) -> np.dtype[Any]:
+        """The type of the array in the file."""
+        return np.dtype(np.uint8 if self.dtype == "bits" else self.dtype)
+
+
+COLUMNS = {
+    "token_ids": Column("int32", "token"),  # uint16 where every id fits
+    "loss_mask": Column("bits", "token"),  # each shard begins with a whole byte
+    "offsets": Column("int64", "sample"),  # where a sample ends; a 0 precedes the first
+    "num_labels": Column("int64", "sample"),
+    "hashes": Column("uint64", "sample"),  # xxh3 of ids (int32) and mask (bytes)
+    "files": Column("int32", "sample"),  # index into meta.files
+    "rows": Column("int64", "sample"),  # row in that file, from 1
+}
+"""What a store holds of every sample. The manifest records it, so that a store may have other columns too."""
+_OLD_COLUMNS = COLUMNS | {"loss_mask": Column("bool", "token")}
 
 
 @with_config(_CHECKED)
@@ -78,9 +101,12 @@ class StoreMeta:
 
 @with_config(_CHECKED)
 @dataclass(frozen=True, slots=True)
-class _ArrayFacts:
-    length: Annotated[int, Field(ge=0)]
-    xxh3_128: str
+class Shard:
+    """Consecutive samples; `xxh3` is the hash (32 hex digits) of their bytes in each column."""
+
+    num_samples: Annotated[int, Field(ge=0)]
+    num_tokens: Annotated[int, Field(ge=0)]
+    xxh3: Mapping[str, str]
 
 
 @with_config(_CHECKED)
@@ -88,26 +114,97 @@ class _ArrayFacts:
 class _Manifest:
     version: int
     meta: StoreMeta
-    arrays: Mapping[str, _ArrayFacts]
+    columns: Mapping[Annotated[str, Field(pattern="^[a-z_]+$")], Column]
+    shards: tuple[Shard, ...]
+
+
+@with_config(_CHECKED)
+@dataclass(frozen=True, slots=True)
+class _OldArray:
+    length: Annotated[int, Field(ge=0)]
+    xxh3_128: str
+
+
+@with_config(_CHECKED)
+@dataclass(frozen=True, slots=True)
+class _OldManifest:
+    version: int
+    meta: StoreMeta
+    arrays: Mapping[str, _OldArray]
+
+
+class Layout:
+    """Where the shards of a column lie in its file."""
+
+    def __init__(self, columns: Mapping[str, Column], shards: Sequence[Shard]) -> None:
+        """`columns` and `shards` are those of the manifest."""
+        self._columns, self.shards = columns, shards
+        counts = [(shard.num_samples, shard.num_tokens, -(-shard.num_tokens // 8)) for shard in shards]
+        starts = np.cumsum([(0, 0, 0), *counts], axis=0, dtype=np.int64)
+        self.samples, self.tokens, self.mask_bytes = starts.T
+
+    def items(self, name: str, shard: int | None = None) -> slice:
+        """Return the range of items of one shard, or of all, in the file of a column."""
+        column = self._columns[name]
+        starts = self.samples if column.per == "sample" else self.mask_bytes if column.dtype == "bits" else self.tokens
+        first, last = (0, len(self.shards)) if shard is None else (shard, shard + 1)
+        before = int(name == "offsets")
+        return slice(int(starts[first]) + before * (first > 0), int(starts[last]) + before)
+
+
+class LossMask:
+    """A mask that is stored as bits, read as bool [T] by a slice or by an integer or boolean array of indices."""
+
+    dtype = np.dtype(np.bool_)
+
+    def __init__(self, stored: NDArray[np.uint8], layout: Layout) -> None:
+        """`stored` has the shards one after the other, each from a whole byte on."""
+        self._stored, self._starts = stored, layout.tokens
+        # what to add to the index of a token of each shard for the index of its bit
+        self._shifts = 8 * layout.mask_bytes[:-1] - layout.tokens[:-1]
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def _bits(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        shards = np.searchsorted(self._starts[1:-1], tokens, side="right") if len(self._shifts) > 1 else 0
+        return np.asarray(tokens + self._shifts[shards])
+
+    def __getitem__(self, where: slice | NDArray[Any]) -> NDArray[np.bool_]:
+        if isinstance(where, slice):
+            start, stop, step = where.indices(len(self))
+            first, last = (int(bit) for bit in self._bits(np.array([start, max(start, stop - 1)])))
+            if step != 1 or last - first != stop - 1 - start:  # of several shards, or empty
+                return self[np.arange(start, stop, step)]
+            bits = np.unpackbits(self._stored[first >> 3 : (last >> 3) + 1], bitorder="little")
+            return bits[first & 7 :][: stop - start].view(np.bool_)
+        places = np.flatnonzero(where) if where.dtype == np.bool_ else where
+        at = self._bits(places)
+        return np.asarray((self._stored[at >> 3] >> (at & 7).astype(np.uint8)) & 1).astype(np.bool_)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """Return all of it in memory, a byte for each token."""
+        return self[:].astype(np.bool_ if dtype is None else dtype)
 
 
 @dataclass(frozen=True)
 class TokenStore:
     """N tokenized samples in one stream.
 
-    `token_ids` int32 [T] and `loss_mask` bool [T] are memory maps; sample i is [offsets[i], offsets[i + 1]). `offsets`
-    int64 [N + 1]; `num_labels` int64 [N] counts the tokens that carry loss; loss_mask[offsets[i]] is False.
+    `token_ids` int32 or uint16 [T] and `loss_mask` bool [T] stay on disk; sample i is [offsets[i], offsets[i + 1]).
+    `offsets` int64 [N + 1]; `num_labels` int64 [N] counts the tokens that carry loss; loss_mask[offsets[i]] is False.
     """
 
     folder: Path
-    token_ids: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
+    token_ids: NDArray[np.int32] | NDArray[np.uint16]
+    loss_mask: NDArray[np.bool_] | LossMask
     offsets: NDArray[np.int64]
     num_labels: NDArray[np.int64]
     hashes: NDArray[np.uint64]
     files: NDArray[np.int32]
     rows: NDArray[np.int64]
     meta: StoreMeta
+    check: ShardCheck | None = None
 
     @property
     def num_samples(self) -> int:
@@ -125,9 +222,11 @@ class TokenStore:
         return self.files.astype(np.int64) << 40 | self.rows
 
     def sample(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return token ids and loss mask of one sample, as views of the memory maps."""
+        """Return token ids and loss mask of one sample; raises DataError if the sample's shard is damaged."""
+        if self.check is not None:
+            self.check(index)
         start, end = self.offsets[index], self.offsets[index + 1]
-        return self.token_ids[start:end], self.loss_mask[start:end]
+        return self.token_ids[start:end].astype(np.int32, copy=False), self.loss_mask[start:end]
 
     def origin(self, index: int) -> Origin:
         """Return the row that a sample came from, for messages."""
@@ -135,138 +234,115 @@ class TokenStore:
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True) -> TokenStore:
-        """Open a finished store; `verify` also checks every file's xxh3 (seconds for billions of tokens).
+        """Open a finished store.
 
+        `verify` checks the hashes of what is known of each sample now, and those of tokens shard by shard when `sample`
+        first reads one. A store whose every shard was found whole is not hashed again while its files are the same.
         Raises DataError for a missing, incomplete, damaged or newer store.
         """
-        path = folder / _MANIFEST
-        if not path.exists():
-            raise DataError(f"{folder} is not a built data set ({_MANIFEST} is missing); run flatout data build")
-        raw = read_json(path, DataError)
-        version = raw.get("version") if isinstance(raw, dict) else None
-        if version != VERSION:
-            raise DataError(f"{path}: found format version {version}, but this flatout reads {VERSION}; {_AGAIN}")
-        try:
-            manifest = TypeAdapter(_Manifest).validate_json(encode_json(raw))
-        except ValidationError as error:
-            first = error.errors()[0]
-            field_name = ".".join(str(part) for part in first["loc"])
-            raise DataError(f"{path}: {field_name}: {first['msg'].lower()}; {_AGAIN}") from None
-        arrays = {name: _open_array(folder, name, manifest.arrays, verify) for name in _TYPES}
-        store = cls(folder=folder, meta=manifest.meta, **arrays)
-        per_sample = {len(arrays[name]) for name in ("num_labels", "hashes", "files", "rows")}
-        fits = per_sample == {len(store.offsets) - 1} and len(store.token_ids) == len(store.loss_mask)
-        if fits and store.num_samples:
-            ends = int(store.offsets[0]) == 0 and int(store.offsets[-1]) == len(store.token_ids)
+        manifest = _read_manifest(folder)
+        layout = Layout(manifest.columns, manifest.shards)
+        arrays = {name: _open_array(folder, name, manifest.columns, layout) for name in manifest.columns}
+        check = ShardCheck(folder, manifest.columns, layout, arrays) if verify else None
+        known: dict[str, Any] = {name: arrays[name] for name in COLUMNS}
+        if manifest.columns["loss_mask"].dtype == "bits":
+            known["loss_mask"] = LossMask(arrays["loss_mask"], layout)
+        store = cls(folder=folder, meta=manifest.meta, check=check, **known)
+        fits = int(store.offsets[0]) == 0 and int(store.offsets[-1]) == len(store.token_ids)
+        if fits and store.num_samples and verify:
             in_range = bool(store.files.min() >= 0 and store.files.max() < len(store.meta.files))
-            fits = ends and in_range and bool((store.lengths > 0).all())
+            fits = in_range and bool((store.lengths > 0).all())
         if not fits:
             raise DataError(f"{folder}: the arrays have inconsistent lengths; {_AGAIN}")
         return store
 
 
-def _open_array(folder: Path, name: str, facts: Mapping[str, _ArrayFacts], verify: bool) -> NDArray[Any]:
-    path, dtype = folder / f"{name}.npy", _TYPES[name]
+class ShardCheck:
+    """Checks hashes of shards once; a store that was found whole is remembered, by its files' sizes and times."""
+
+    def __init__(
+        self, folder: Path, columns: Mapping[str, Column], layout: Layout, arrays: Mapping[str, NDArray[Any]]
+    ) -> None:
+        """Check the columns that hold a value a sample. Raises DataError."""
+        self._folder, self._columns, self._layout, self._arrays = folder, columns, layout, arrays
+        self._left = set(range(len(layout.shards)))
+        try:
+            if not checks_again() and find_facts("tokens", self._key):
+                self._left.clear()
+        except CheckpointError:  # a damaged file of the cache: the store is hashed again
+            pass
+        for shard in sorted(self._left):
+            self._verify(shard, "sample")
+
+    @cached_property
+    def _key(self) -> dict[str, Any]:
+        files = {}
+        for name in (MANIFEST, *(f"{name}.npy" for name in self._columns)):
+            facts = (self._folder / name).stat()
+            files[name] = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
+        return {"store": str(self._folder.resolve()), "files": files}
+
+    def __call__(self, sample: int) -> None:
+        """Check the tokens of the shard that holds a sample. Raises DataError."""
+        if not self._left:
+            return
+        shard = int(np.searchsorted(self._layout.samples[1:], sample, side="right"))
+        if shard not in self._left:
+            return
+        self._verify(shard, "token")
+        self._left.discard(shard)  # another thread may have been as fast
+        if not self._left:
+            with suppress(ResourceError):  # no cache: the next start hashes them again
+                keep_facts("tokens", self._key, {"shards": len(self._layout.shards)})
+
+    def _verify(self, shard: int, per: str) -> None:
+        expected = self._layout.shards[shard].xxh3
+        for name, column in self._columns.items():
+            if column.per != per:
+                continue
+            part = self._arrays[name][self._layout.items(name, shard)]
+            if xxhash.xxh3_128_hexdigest(part.view(np.uint8).data) != expected.get(name):
+                first, last = (int(sample) for sample in self._layout.samples[shard : shard + 2])
+                raise DataError(
+                    f"{self._folder / name}.npy: shard {shard} (samples {first + 1:,} to {last:,}): the content does "
+                    f"not match its hash (damaged file); {_AGAIN}"
+                )
+
+
+def _read_manifest(folder: Path) -> _Manifest:
+    path = folder / MANIFEST
+    if not path.exists():
+        raise DataError(f"{folder} is not a built data set ({MANIFEST} is missing); run flatout data build")
+    raw = read_json(path, DataError)
+    version = raw.get("version") if isinstance(raw, dict) else None
+    if version not in (VERSION, OLD_VERSION):
+        raise DataError(f"{path}: found format version {version}, but this flatout reads {VERSION}; {_AGAIN}")
+    adapter: TypeAdapter[Any] = TypeAdapter(_Manifest if version == VERSION else _OldManifest)
     try:
-        expected = facts[name]
+        found = adapter.validate_json(encode_json(raw))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field_name = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{path}: {field_name}: {first['msg'].lower()}; {_AGAIN}") from None
+    if version == OLD_VERSION:  # as a store of one shard, which is what it is
+        hashes = {name: facts.xxh3_128 for name, facts in found.arrays.items()}
+        length = {name: facts.length for name, facts in found.arrays.items()}
+        shard = Shard(length.get("num_labels", 0), length.get("token_ids", 0), hashes)
+        found = _Manifest(VERSION, found.meta, _OLD_COLUMNS, (shard,))
+    manifest: _Manifest = found
+    if missing := COLUMNS.keys() - manifest.columns.keys():
+        raise DataError(f"{path}: columns: {min(missing)} is missing; {_AGAIN}")
+    return manifest
+
+
+def _open_array(folder: Path, name: str, columns: Mapping[str, Column], layout: Layout) -> NDArray[Any]:
+    path, dtype, length = folder / f"{name}.npy", columns[name].stored, layout.items(name).stop
+    try:
         array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
         raise DataError(f"{path}: damaged or missing: {error.strerror}; {_AGAIN}") from error
     except (ValueError, KeyError, EOFError, OverflowError, SyntaxError, TokenError) as error:
         raise DataError(f"{path}: damaged or missing: {error}; {_AGAIN}") from error
-    if array.dtype != dtype or array.shape != (expected.length,):
-        raise DataError(f"{path}: found {array.dtype} {array.shape}, expected {dtype} ({expected.length},); {_AGAIN}")
-    if verify and xxhash.xxh3_128_hexdigest(array.view(np.uint8).data) != expected.xxh3_128:
-        raise DataError(f"{path}: the content does not match its hash (damaged file); {_AGAIN}")
+    if array.dtype != dtype or array.shape != (length,):
+        raise DataError(f"{path}: found {array.dtype} {array.shape}, expected {dtype} ({length},); {_AGAIN}")
     return array
-
-
-class StoreWriter:
-    """Appends samples to the arrays of a store in its own folder; nothing is kept in memory."""
-
-    def __init__(self, folder: Path, durable_io: DurableIO) -> None:
-        self._folder, self._durable_io, self._open = folder, durable_io, ExitStack()
-        self._files = {name: self._open.enter_context(durable_io.open_new(folder / f"{name}.npy")) for name in _TYPES}
-        self._hashes = {name: xxhash.xxh3_128() for name in _TYPES}
-        self._lengths = dict.fromkeys(_TYPES, 0)
-        self.num_samples = self.num_tokens = self.max_token_id = 0
-        for file in self._files.values():
-            file.write(bytes(_HEADER_BYTES))  # buffered: write errors show up with the first samples
-        self._append({"offsets": np.zeros(1, np.int64)})
-
-    def append(
-        self,
-        token_ids: NDArray[np.int32],
-        loss_mask: NDArray[np.bool_],
-        lengths: NDArray[np.int64],
-        files: NDArray[np.int32],
-        rows: NDArray[np.int64],
-    ) -> NDArray[np.uint64]:
-        """Append n samples given flat: ids and mask [sum(lengths)], the others [n]. Returns their hashes [n]."""
-        if not len(lengths):
-            return np.zeros(0, np.uint64)
-        ends = np.cumsum(lengths)
-        starts = ends - lengths
-        pieces = [(token_ids[a:b], loss_mask[a:b]) for a, b in zip(starts, ends, strict=True)]
-        digests = [xxhash.xxh3_64_intdigest(ids.tobytes() + mask.tobytes()) for ids, mask in pieces]
-        hashes = np.array(digests, np.uint64)
-        arrays = {
-            "token_ids": token_ids,
-            "loss_mask": loss_mask,
-            "offsets": ends + self.num_tokens,
-            "num_labels": np.add.reduceat(loss_mask, starts, dtype=np.int64),
-            "hashes": hashes,
-            "files": files,
-            "rows": rows,
-        }
-        with self._durable_io.resource_errors("write", self._folder):
-            self._append(arrays)
-        self.num_samples += len(lengths)
-        self.num_tokens += int(ends[-1])
-        self.max_token_id = max(self.max_token_id, int(token_ids.max()))
-        return hashes
-
-    def _append(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        for name, values in arrays.items():
-            data = np.ascontiguousarray(values, dtype=_TYPES[name]).tobytes()
-            self._files[name].write(data)
-            self._hashes[name].update(data)
-            self._lengths[name] += len(values)
-
-    def finish(self, meta: StoreMeta, report: Mapping[str, Any]) -> None:
-        """Write headers, report and manifest, and fsync everything. The folder can then be renamed."""
-        arrays = {}
-        with self._durable_io.resource_errors("write", self._folder):
-            for name, file in self._files.items():
-                # a .npy header (numpy.lib.format 1.0) of fixed size, so that it can be written after the data
-                descr = np.lib.format.dtype_to_descr(_TYPES[name])
-                text = repr({"descr": descr, "fortran_order": False, "shape": (self._lengths[name],)})
-                body = text.encode("latin1").ljust(_HEADER_BYTES - 11) + b"\n"
-                file.seek(0)
-                file.write(b"\x93NUMPY\x01\x00" + len(body).to_bytes(2, "little") + body)
-                arrays[name] = {"length": self._lengths[name], "xxh3_128": self._hashes[name].hexdigest()}
-        self.close()
-        self._durable_io.write_json(self._folder / "report.json", report)
-        manifest = {"version": VERSION, "meta": asdict(meta), "arrays": arrays}
-        self._durable_io.write_json(self._folder / _MANIFEST, manifest)
-        self._durable_io.sync_tree(self._folder)
-
-    def close(self) -> None:
-        """Close the files, finished or not."""
-        with self._durable_io.resource_errors("write", self._folder):
-            self._open.close()
-
-
-@contextmanager
-def new_store(folder: Path) -> Iterator[StoreWriter]:
-    """Yield a writer into a folder next to `folder`, which replaces it by a rename once everything is on disk.
-
-    On an error nothing is left behind and an older store at `folder` is kept. The caller holds the lock. Raises
-    ResourceError if the disk is full or cannot be written.
-    """
-    durable_io, old = DurableIO(), folder.with_name(f".{folder.name}.old")
-    with durable_io.replace_dir(folder, aside=old) as temporary:
-        with closing(StoreWriter(temporary, durable_io)) as writer:
-            yield writer
-        durable_io.remove_tree(old)
-    durable_io.remove_tree(old)

@@ -72,7 +72,7 @@ class SampleTokenizer:
         bos = self.tokenizer.bos_token_id
         # plain documents start with bos if the tokenizer itself starts every text with it
         self._bos = [int(bos)] if bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos] else []
-        self._num_ids = max(len(self.tokenizer), self.tokenizer.vocab_size)
+        self.num_ids = max(len(self.tokenizer), self.tokenizer.vocab_size)
         self._masker: Masker | None = None
 
     @property
@@ -137,10 +137,10 @@ class SampleTokenizer:
             raise DataError(
                 f"{sample.origin}: {len(ids)} token ids but {len(labels)} label flags; the counts must match"
             )
-        bad = next((i for i, token in enumerate(ids) if not 0 <= token < self._num_ids), None)
+        bad = next((i for i, token in enumerate(ids) if not 0 <= token < self.num_ids), None)
         if bad is not None:
             raise DataError(
-                f"{sample.origin}: token id {ids[bad]} at position {bad} is outside 0..{self._num_ids - 1} "
+                f"{sample.origin}: token id {ids[bad]} at position {bad} is outside 0..{self.num_ids - 1} "
                 f"of tokenizer {self.options.tokenizer_name!r}; the row comes from a different tokenizer"
             )
         return self._fit(TokenizedText(np.array(ids, np.int32), np.array(labels, np.bool_)))

@@ -35,11 +35,15 @@ _CHUNKS_AHEAD = 4  # chunks in flight per process, to bound memory
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive rows of one source; `copies[i]` is how often row i goes into the store."""
+    """Consecutive rows of one source; `copies[i]` is how often row i goes into the store.
+
+    `problems` are the errors of rows that could not be read, before or between these.
+    """
 
     parser: RowParser
     rows: tuple[RawRow, ...]
     copies: NDArray[np.int32]
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,10 +116,13 @@ class DurableIO:
             raise ValueError(f"{path}: wrote {num_bytes} bytes, expected {size_bytes}")
         return FileFacts(num_bytes, hasher.hexdigest())
 
-    def open_new(self, path: Path) -> BinaryIO:
-        """Open a new file; wrap writing and closing in `resource_errors`, then call `sync_tree` on its folder."""
+    def open_new(self, path: Path, *, goes_on: bool = False) -> BinaryIO:
+        """Open a new file, or with `goes_on` one that an earlier call began; no link is followed.
+
+        Wrap writing and closing in `resource_errors`, then call `sync_tree` on its folder.
+        """
         with self.resource_errors("create", path):
-            return os.fdopen(self._disk.create(path), "w+b")
+            return os.fdopen((self._disk.open if goes_on else self._disk.create)(path), "r+b")
 
     def sync_tree(self, folder: Path) -> list[str]:
         """Fsync a folder and everything in it; return the relative names of its files.

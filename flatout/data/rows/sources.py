@@ -6,13 +6,25 @@ import difflib
 import glob
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from lzma import LZMAError
 from pathlib import Path
 from typing import Any
 
 from flatout.config.schema import SourceConfig
-from flatout.data.rows.read import ROW_TYPES, BadRow, RawRow, count_rows, raise_error, read_rows, row_type, table_rows
+from flatout.data.rows.read import (
+    ROW_TYPES,
+    BadRow,
+    RawRow,
+    count_rows,
+    most_rows,
+    raise_error,
+    read_rows,
+    row_type,
+    table_rows,
+)
 from flatout.errors import DataError
 from flatout.io.durable_io import digest
 
@@ -52,6 +64,19 @@ class RowSource:
             with Path(path).open("rb") as file:
                 num_lines += sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 22), b""))
         return num_lines
+
+    def most_rows(self) -> int | None:
+        """Return a number that the rows cannot exceed, from the files' lines; None if only parsing would tell.
+
+        Reads text files once more.
+        """
+        if self.num_rows is not None:
+            return self.num_rows
+        try:
+            counts = [most_rows(Path(path)) for path in self.files]
+        except (OSError, EOFError, LZMAError, zlib.error):  # the reader says what is wrong with it
+            return None
+        return None if None in counts else sum(count or 0 for count in counts)
 
     def rows(self, bad_row: BadRow = raise_error) -> Iterator[RawRow]:
         """Yield every row in order, starting over at each call; `bad_row` gets the error of each row that has one.

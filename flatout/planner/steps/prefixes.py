@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,13 @@ _LEAST_PART = 5
 _ROW = 32
 
 Integers = NDArray[np.integer]
+
+
+class Indexable(Protocol):
+    """An array, or what reads one from disk: indexed by integers of any shape."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, where: NDArray[np.int64], /) -> NDArray[Any]: ...
 
 
 class PrefixGroup(NamedTuple):
@@ -155,7 +162,7 @@ def tokens_together(bundles: Sequence[Bundle]) -> int:
 
 
 def find_prefixes(
-    token_ids: NDArray[Any], loss_mask: NDArray[Any], offsets: Integers, sample_ids: Integers | None = None
+    token_ids: Indexable, loss_mask: Indexable, offsets: Integers, sample_ids: Integers | None = None
 ) -> PrefixIndex:
     """Sort samples by the tokens that they could share; those are all before the last one ahead of the first label.
 
@@ -163,7 +170,6 @@ def find_prefixes(
     Reads a few tokens of every sample, and more only of samples that share all tokens so far with another. A million
     samples that share 200 tokens take about 10 s, and samples that share nothing 1 s.
     """
-    token_ids, loss_mask = np.asarray(token_ids), np.asarray(loss_mask)
     order = np.arange(len(offsets) - 1) if sample_ids is None else np.array(sample_ids, dtype=np.int64)
     shared = np.zeros(len(order), np.int32)
     # places still to be compared; samples of one class share all tokens before `start`
@@ -193,7 +199,7 @@ def find_prefixes(
 
 
 def _block(
-    token_ids: NDArray[Any], loss_mask: NDArray[Any], offsets: Integers, ids: NDArray[np.int64], start: int, width: int
+    token_ids: Indexable, loss_mask: Indexable, offsets: Integers, ids: NDArray[np.int64], start: int, width: int
 ) -> NDArray[np.int32]:
     """Return tokens [start, start + width) of each sample, int32 (n, width), with -1 from where it can share no more.
 
@@ -208,7 +214,7 @@ def _block(
         at = np.minimum(at, len(token_ids) - 1)
         can_share &= ~loss_mask[at]
         can_share = np.logical_and.accumulate(can_share, axis=1)[:, 1:]
-        block[first : first + rows] = np.where(can_share, token_ids[at[:, :-1]], -1)
+        block[first : first + rows] = np.where(can_share, token_ids[at[:, :-1]].astype(np.int32), -1)
     return block
 
 

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
-from flatout.data.token_store import StoreMeta, TokenStore, new_store
+from flatout.data.store_writer import StoreWriter, new_store
+from flatout.data.token_store import StoreMeta, TokenStore
 from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import DataError
 
@@ -17,17 +20,27 @@ META = StoreMeta(
 )
 
 
-def _write(folder: Path, samples: list[tuple[list[int], list[bool]]], per_append: int = 2) -> TokenStore:
-    with new_store(folder) as writer:
+Samples = list[tuple[list[int], list[bool]]]
+
+
+def _append(writer: StoreWriter, part: Samples, first: int) -> None:
+    writer.append(
+        np.concatenate([np.array(ids, np.int32) for ids, _ in part]),
+        np.concatenate([np.array(loss_mask, np.bool_) for _, loss_mask in part]),
+        np.array([len(ids) for ids, _ in part], np.int64),
+        np.zeros(len(part), np.int32),
+        np.arange(first + 1, first + 1 + len(part), dtype=np.int64),
+    )
+
+
+def _write(
+    folder: Path, samples: Samples, per_append: int = 2, num_ids: int = 300, *, ends_shards: bool = False
+) -> TokenStore:
+    with new_store(folder, num_ids) as writer:
         for begin in range(0, len(samples), per_append):
-            part = samples[begin : begin + per_append]
-            writer.append(
-                np.concatenate([np.array(ids, np.int32) for ids, _ in part]),
-                np.concatenate([np.array(loss_mask, np.bool_) for _, loss_mask in part]),
-                np.array([len(ids) for ids, _ in part], np.int64),
-                np.zeros(len(part), np.int32),
-                np.arange(begin + 1, begin + 1 + len(part), dtype=np.int64),
-            )
+            _append(writer, samples[begin : begin + per_append], begin)
+            if ends_shards:
+                writer.close_shard({})
         writer.finish(replace(META, max_token_id=writer.max_token_id), {"counts": {}})
     return TokenStore.open(folder)
 
@@ -35,31 +48,189 @@ def _write(folder: Path, samples: list[tuple[list[int], list[bool]]], per_append
 SAMPLES = [([5, 6, 7], [False, True, True]), ([8], [False]), ([9, 299], [False, True])]
 
 
+@pytest.mark.parametrize(("num_ids", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.int32)])
 @pytest.mark.parametrize("per_append", [1, 2, 3])
-def test_what_is_written_is_read(tmp_path: Path, per_append: int) -> None:
-    store = _write(tmp_path / "d", SAMPLES, per_append)
+def test_what_is_written_is_read(tmp_path: Path, per_append: int, num_ids: int, dtype: type) -> None:
+    store = _write(tmp_path / "d", SAMPLES, per_append, num_ids)
     assert store.num_samples == 3
     assert store.offsets.tolist() == [0, 3, 4, 6]
     assert store.lengths.tolist() == [3, 1, 2]
     assert store.num_labels.tolist() == [2, 0, 1]
-    assert (store.token_ids.dtype, store.loss_mask.dtype) == (np.int32, np.bool_)
+    assert (store.token_ids.dtype, store.loss_mask.dtype) == (dtype, np.bool_)
     assert isinstance(store.token_ids, np.memmap)
     for index, (ids, loss_mask) in enumerate(SAMPLES):
         got_ids, got_mask = store.sample(index)
         assert (got_ids.tolist(), got_mask.tolist()) == (ids, loss_mask)
+        assert (got_ids.dtype, got_mask.dtype) == (np.int32, np.bool_)
     assert str(store.origin(2)) == "a.jsonl:3"
     assert store.meta == replace(META, max_token_id=299)
+
+
+def test_an_id_beyond_the_columns_type_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="token id 70000 is beyond"):
+        _write(tmp_path / "d", [([5, 70_000], [False, True])], num_ids=1 << 16)
+    assert _write(tmp_path / "d", [([5, 70_000], [False, True])], num_ids=70_001).sample(0)[0].tolist() == [5, 70_000]
+
+
+@pytest.mark.parametrize("per_shard", [1, 2, 5, 100])
+def test_a_mask_of_any_shards_is_the_same(tmp_path: Path, per_shard: int) -> None:
+    rng = np.random.default_rng(per_shard)
+    lengths = rng.integers(1, 40, 60)
+    samples = [(rng.integers(0, 300, n).tolist(), (rng.random(n) < 0.5).tolist()) for n in lengths]
+    store = _write(tmp_path / "d", samples, per_append=per_shard, ends_shards=True)
+    mask = np.concatenate([part for _, part in samples])
+    ids = np.concatenate([part for part, _ in samples])
+    assert np.array_equal(store.token_ids, ids)
+    assert np.array_equal(np.asarray(store.loss_mask), mask)
+    for index, (own_ids, own_mask) in enumerate(samples):
+        assert [part.tolist() for part in store.sample(index)] == [own_ids, own_mask]
+    for _ in range(50):
+        start, end = sorted(rng.integers(0, len(mask) + 1, 2).tolist())
+        assert np.array_equal(store.loss_mask[start:end], mask[start:end])
+        places = rng.integers(0, len(mask), (3, 5))
+        assert np.array_equal(store.loss_mask[places], mask[places])
+    assert np.array_equal(store.loss_mask[mask], mask[mask])
 
 
 def test_arrays_are_plain_npy(tmp_path: Path) -> None:
     _write(tmp_path / "d", SAMPLES)
     assert np.load(tmp_path / "d" / "token_ids.npy", allow_pickle=False).tolist() == [5, 6, 7, 8, 9, 299]
+    bits = np.load(tmp_path / "d" / "loss_mask.npy", allow_pickle=False)
+    assert np.unpackbits(bits, bitorder="little").tolist() == [0, 1, 1, 0, 0, 1, 0, 0]
 
 
-def _flip_bit(folder: Path) -> None:
-    data = bytearray((folder / "token_ids.npy").read_bytes())
-    data[130] ^= 4
-    (folder / "token_ids.npy").write_bytes(data)
+def _write_old(folder: Path) -> None:
+    """The format of version 2: whole arrays with one hash each, ids in 4 bytes, a byte for each place of the mask."""
+    arrays = {
+        "token_ids": np.array([5, 6, 7, 8, 9, 299], np.int32),
+        "loss_mask": np.array([0, 1, 1, 0, 0, 1], np.bool_),
+        "offsets": np.array([0, 3, 4, 6]),
+        "num_labels": np.array([2, 0, 1]),
+        "hashes": np.array([1, 2, 3], np.uint64),
+        "files": np.zeros(3, np.int32),
+        "rows": np.array([1, 2, 3]),
+    }
+    folder.mkdir()
+    facts = {}
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+        facts[name] = {"length": len(array), "xxh3_128": xxhash.xxh3_128_hexdigest(array.tobytes())}
+    manifest = {"version": 2, "meta": asdict(replace(META, max_token_id=299)), "arrays": facts}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_store_of_version_2_is_read_as_it_is(tmp_path: Path) -> None:
+    _write_old(tmp_path / "old")
+    old, new = TokenStore.open(tmp_path / "old"), _write(tmp_path / "new", SAMPLES)
+    assert old.meta == new.meta
+    for index in range(3):
+        assert [part.tolist() for part in old.sample(index)] == [part.tolist() for part in new.sample(index)]
+    for name in ("token_ids", "loss_mask", "offsets", "num_labels", "files", "rows"):
+        assert np.array_equal(np.asarray(getattr(old, name)), np.asarray(getattr(new, name)))
+    _flip_bit(tmp_path / "old")
+    damaged = TokenStore.open(tmp_path / "old")
+    with pytest.raises(DataError, match=r"token_ids\.npy: shard 0 \(samples 1 to 3\): the content does not match"):
+        damaged.sample(2)
+    for changes, message in (
+        ({"arrays": []}, r"manifest\.json: arrays: input should be an object"),
+        ({"arrays": {"offsets": {"length": -1, "xxh3_128": ""}}}, r"arrays\.offsets\.length: input should be greater"),
+        ({"arrays": {}}, r"token_ids\.npy: found int32 \(6,\), expected int32 \(0,\)"),
+    ):
+        _edit(tmp_path / "old", **changes)
+        with pytest.raises(DataError, match=message):
+            TokenStore.open(tmp_path / "old")
+
+
+@pytest.mark.parametrize("name", ["token_ids", "loss_mask"])
+def test_a_damaged_shard_is_named_when_it_is_read_and_not_before(tmp_path: Path, name: str) -> None:
+    store = _write(tmp_path / "d", SAMPLES, per_append=1, ends_shards=True)
+    whole = [[part.tolist() for part in store.sample(index)] for index in range(3)]
+    _flip_bit(tmp_path / "d", name, -1)
+    again = TokenStore.open(tmp_path / "d")
+    assert [[part.tolist() for part in again.sample(index)] for index in range(2)] == whole[:2]
+    for _ in range(2):
+        with pytest.raises(DataError, match=rf"{name}\.npy: shard 2 \(samples 3 to 3\): the content does not match"):
+            again.sample(2)
+
+
+@pytest.mark.parametrize("name", ["offsets", "num_labels", "hashes", "files", "rows"])
+def test_damage_to_what_the_plan_reads_is_found_at_once(tmp_path: Path, name: str) -> None:
+    _write(tmp_path / "d", SAMPLES, per_append=1, ends_shards=True)
+    _flip_bit(tmp_path / "d", name, -8 if name != "files" else -4)
+    with pytest.raises(DataError, match=rf"{name}\.npy: shard 2 "):
+        TokenStore.open(tmp_path / "d")
+
+
+def test_a_store_found_whole_is_hashed_again_only_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    digest = xxhash.xxh3_128_hexdigest
+
+    def counted(data: memoryview | bytes) -> str:
+        hashed.extend([len(data)] * isinstance(data, memoryview))  # bytes are the kept facts' own
+        return digest(data)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("FLATOUT_CHECK_AGAIN")
+    store = _write(tmp_path / "d", SAMPLES, per_append=1, ends_shards=True)
+    for index in range(2):
+        store.sample(index)
+    monkeypatch.setattr("flatout.data.token_store.xxhash.xxh3_128_hexdigest", counted)
+    TokenStore.open(tmp_path / "d").sample(0)
+    assert len(hashed) == 3 * 5 + 2  # not all of it was read yet, so nothing is known
+    store.sample(2)
+    hashed.clear()
+    for index in range(3):
+        TokenStore.open(tmp_path / "d").sample(index)
+    assert not hashed
+    monkeypatch.setenv("FLATOUT_CHECK_AGAIN", "1")
+    TokenStore.open(tmp_path / "d").sample(0)
+    assert len(hashed) == 3 * 5 + 2
+    monkeypatch.delenv("FLATOUT_CHECK_AGAIN")
+    _flip_bit(tmp_path / "d")
+    with pytest.raises(DataError, match=r"token_ids\.npy: shard 0 "):
+        TokenStore.open(tmp_path / "d").sample(0)
+
+
+def test_a_begun_store_goes_on_from_its_last_whole_shard(tmp_path: Path) -> None:
+    def begin(identity: dict[str, int], upto: int, *, breaks: bool) -> list[dict[str, Any]]:
+        states: list[Any] = []
+        with new_store(tmp_path / "d", 300, identity, states.append) as writer:
+            assert writer.num_samples == len(states)
+            for number in range(len(states), upto):
+                _append(writer, SAMPLES[number % 3 : number % 3 + 1], number)
+                writer.close_shard({"number": number})
+            if breaks:
+                _append(writer, SAMPLES, 90)  # of a shard that is not finished
+                raise RuntimeError("killed")
+            writer.finish(replace(META, max_token_id=writer.max_token_id), {})
+        return states
+
+    with pytest.raises(RuntimeError):
+        begin({"rows": 1}, 3, breaks=True)
+    assert not (tmp_path / "d").exists()
+    journal = tmp_path / ".d.tmp" / "build.jsonl"
+    journal.write_bytes(journal.read_bytes() + b'{"shard": {"num_sam')  # torn by a power cut
+    with pytest.raises(RuntimeError):
+        begin({"rows": 1}, 5, breaks=True)
+    _flip_bit(tmp_path / ".d.tmp", "rows", 8 * 4)  # the fifth sample's: four shards are whole
+    assert [state["number"] for state in begin({"rows": 1}, 6, breaks=False)] == [0, 1, 2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
+    store = TokenStore.open(tmp_path / "d")
+    assert [store.sample(i)[0].tolist() for i in range(6)] == [SAMPLES[i % 3][0] for i in range(6)]
+    assert (store.rows.tolist(), store.meta.max_token_id) == ([1, 2, 3, 4, 5, 6], 299)
+    with pytest.raises(RuntimeError):
+        begin({"rows": 1}, 2, breaks=True)
+    assert begin({"rows": 2}, 2, breaks=False) == []  # of other rows
+    assert TokenStore.open(tmp_path / "d").num_samples == 2
+
+
+def _flip_bit(folder: Path, name: str = "token_ids", at: int = 2) -> None:
+    """Change a byte of the data, counted from its start, or if negative from its end."""
+    data = bytearray((folder / f"{name}.npy").read_bytes())
+    data[at if at < 0 else 128 + at] ^= 4
+    (folder / f"{name}.npy").write_bytes(data)
 
 
 def _cut(folder: Path) -> None:
@@ -87,10 +258,10 @@ def _pickle(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_flip_bit, r"token_ids\.npy: the content does not match its hash"),
+        (lambda folder: _flip_bit(folder, "offsets", 9), r"offsets\.npy: shard 0 .* does not match its hash"),
         (_cut, r"loss_mask\.npy: damaged or missing"),
         (_remove, r"offsets\.npy: damaged or missing"),
-        (_newer, r"manifest\.json: found format version 99, but this flatout reads 2"),
+        (_newer, r"manifest\.json: found format version 99, but this flatout reads 3"),
         (_shorten, r"num_labels\.npy: found int64 \(2,\), expected int64 \(3,\)"),
         (_pickle, r"rows\.npy: damaged or missing"),
         (lambda folder: (folder / "manifest.json").unlink(), r"is not a built data set \(manifest\.json is missing\)"),
@@ -108,7 +279,7 @@ def test_a_failed_build_leaves_the_old_store(tmp_path: Path) -> None:
     _write(tmp_path / "d", SAMPLES)
 
     def fail() -> None:
-        with new_store(tmp_path / "d") as writer:
+        with new_store(tmp_path / "d", 300) as writer:
             writer.append(*_one_sample())
             raise RuntimeError("power")
 
@@ -144,9 +315,14 @@ def _edit(folder: Path, **changes: object) -> None:
         ({"counts": {"rows": "many"}}, r"meta\.counts\.rows: input should be a valid integer"),
         ({"tokenizer": None}, r"meta\.tokenizer: input should be a valid string"),
         ({"surprise": 1}, r"meta\.surprise: unexpected keyword argument"),
-        ({"arrays": []}, r"manifest\.json: arrays: input should be an object"),
-        ({"arrays": {"offsets": {"length": -1, "xxh3_128": ""}}}, r"arrays\.offsets\.length: input should be greater"),
-        ({"version": [2]}, r"found format version \[2\], but this flatout reads 2"),
+        ({"columns": []}, r"manifest\.json: columns: input should be an object"),
+        ({"columns": {"../x": {"dtype": "int32", "per": "token"}}}, r"columns\.\.\./x.*: string should match pattern"),
+        ({"columns": {"x": {"dtype": "object", "per": "token"}}}, r"columns\.x\.dtype: input should be 'bits'"),
+        ({"columns": {"x": {"dtype": "int32", "per": "token"}}}, r"columns: files is missing"),
+        ({"shards": [{"num_samples": -1, "num_tokens": 6, "xxh3": {}}]}, r"num_samples: input should be greater"),
+        ({"shards": [{"num_samples": 3, "num_tokens": 6, "xxh3": {}}]}, r"offsets\.npy: shard 0 .*does not match"),
+        ({"shards": []}, r"token_ids\.npy: found uint16 \(6,\), expected uint16 \(0,\)"),
+        ({"version": [2]}, r"found format version \[2\], but this flatout reads 3"),
         ({"files": []}, r"the arrays have inconsistent lengths"),
     ],
 )
@@ -158,7 +334,7 @@ def test_an_edited_manifest_is_refused_by_field(tmp_path: Path, changes: dict[st
 
 
 def test_a_torn_header_is_told(tmp_path: Path) -> None:
-    with new_store(tmp_path / "x") as writer:
+    with new_store(tmp_path / "x", 300) as writer:
         one = np.ones(1, np.int64)
         writer.append(np.array([1, 2], np.int32), np.array([False, True]), one * 2, np.zeros(1, np.int32), one)
         writer.finish(StoreMeta("x", "f", "t", "d", "", "", 9, files=("rows",)), {})

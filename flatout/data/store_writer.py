@@ -1,0 +1,255 @@
+"""Writes a token store shard by shard, so that a build that ends early goes on from its last finished shard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from flatout.data.token_store import COLUMNS, HEADER_BYTES, MANIFEST, VERSION, Column, Shard, StoreMeta
+from flatout.errors import ResourceError
+from flatout.io.durable_io import DurableIO
+
+SHARD_TOKENS, _SHARD_SAMPLES = 1 << 21, 1 << 16
+_SAMPLES_AT_ONCE = 1 << 21
+_JOURNAL = "build.jsonl"
+_SHARD = TypeAdapter(Shard)
+State = Mapping[str, Any]
+"""What a builder must know after a shard to go on from there, as JSON."""
+
+
+class StoreWriter:
+    """Appends samples to the columns of a store in its own folder; only the mask of the open shard is in memory."""
+
+    def __init__(
+        self, folder: Path, durable_io: DurableIO, num_ids: int, identity: State, restore: Callable[[State], None]
+    ) -> None:
+        """Go on with the shards in `folder` if they were begun with the same `identity`; otherwise begin anew.
+
+        `restore` gets the state of each shard that is kept, in order. Token ids are below `num_ids`.
+        """
+        self._folder, self._durable_io, self._open = folder, durable_io, ExitStack()
+        small_ids = {"token_ids": Column("uint16", "token")} if num_ids <= 1 << 16 else {}
+        self._columns = COLUMNS | small_ids
+        self.shards: list[Shard] = []
+        self._samples = self._tokens = self._max = 0  # of finished shards
+        self._lengths = dict.fromkeys(self._columns, 0)
+        begun = json.dumps({"version": VERSION, "num_ids": num_ids, "identity": identity}, sort_keys=True)
+        with durable_io.resource_errors("write", folder):
+            size_bytes = self._resume(begun, restore)
+            if not self.shards:
+                durable_io.remove_tree(folder)
+                durable_io.make_dir(folder)
+            self._journal = self._file(_JOURNAL, size_bytes)
+            self._files = {
+                name: self._file(f"{name}.npy", HEADER_BYTES + self._lengths[name] * column.stored.itemsize)
+                for name, column in self._columns.items()
+            }
+        self._begin_shard()
+        if not self.shards:
+            self._journal.write(begun.encode() + b"\n")
+            self._write("offsets", np.zeros(1, np.int64))
+
+    def _file(self, name: str, size_bytes: int) -> BinaryIO:
+        """Open a file of that size for appending: what a broken write left behind it is cut off."""
+        path = self._folder / name
+        file = self._open.enter_context(self._durable_io.open_new(path, goes_on=path.exists()))
+        file.truncate(size_bytes)
+        file.seek(size_bytes)
+        return file
+
+    def _resume(self, begun: str, restore: Callable[[State], None]) -> int:
+        """Take over the finished shards up to the first damaged one; return the bytes of the journal about them."""
+        size_bytes = 0
+        with suppress(OSError, ValueError, KeyError, ValidationError), ExitStack() as opened:
+            journal = opened.enter_context((self._folder / _JOURNAL).open("rb"))
+            files = {name: opened.enter_context((self._folder / f"{name}.npy").open("rb")) for name in self._columns}
+            for file in files.values():
+                file.seek(HEADER_BYTES)
+            for line in journal:
+                if not line.endswith(b"\n") or (not size_bytes and line.decode().rstrip("\n") != begun):
+                    break
+                if size_bytes:
+                    entry = json.loads(line)
+                    shard = _SHARD.validate_json(json.dumps(entry["shard"]))
+                    counts = {name: self._items(name, shard) for name in files}
+                    sizes = {name: counts[name] * self._columns[name].stored.itemsize for name in files}
+                    found = {name: xxhash.xxh3_128_hexdigest(file.read(sizes[name])) for name, file in files.items()}
+                    if found != shard.xxh3:  # a power cut may lose what was written last
+                        break
+                    restore(entry["state"])
+                    self._count(shard, counts, entry["max_token_id"])
+                size_bytes += len(line)
+        return size_bytes if self.shards else 0
+
+    def _items(self, name: str, shard: Shard) -> int:
+        column = self._columns[name]
+        if column.per == "sample":
+            return shard.num_samples + (name == "offsets" and not self.shards)
+        return -(-shard.num_tokens // 8) if column.dtype == "bits" else shard.num_tokens
+
+    def _count(self, shard: Shard, lengths: Mapping[str, int], max_token_id: int) -> None:
+        self._lengths = {name: length + lengths[name] for name, length in self._lengths.items()}
+        self._samples += shard.num_samples
+        self._tokens += shard.num_tokens
+        self._max = max(self._max, max_token_id)
+        self.shards.append(shard)
+
+    def _begin_shard(self) -> None:
+        self._hashes = {name: xxhash.xxh3_128() for name in self._columns}
+        self._masks: list[NDArray[np.bool_]] = []
+        self._shard_samples = self._shard_tokens = self._shard_max = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the open shard has as much as a shard should have."""
+        return self._shard_tokens >= SHARD_TOKENS or self._shard_samples >= _SHARD_SAMPLES
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that were appended, by an earlier writer too."""
+        return self._samples + self._shard_samples
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest token id of all samples."""
+        return max(self._max, self._shard_max)
+
+    @property
+    def num_open_tokens(self) -> int:
+        """Tokens in the open shard."""
+        return self._shard_tokens
+
+    def append(
+        self,
+        token_ids: NDArray[np.int32],
+        loss_mask: NDArray[np.bool_],
+        lengths: NDArray[np.int64],
+        files: NDArray[np.int32],
+        rows: NDArray[np.int64],
+    ) -> None:
+        """Append n samples given flat: ids and mask [sum(lengths)], the others [n]."""
+        if not len(lengths):
+            return
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        pieces = zip(starts.tolist(), ends.tolist(), strict=True)
+        digests = [xxhash.xxh3_64_intdigest(token_ids[a:b].tobytes() + loss_mask[a:b].tobytes()) for a, b in pieces]
+        largest = int(token_ids.max())
+        if largest > np.iinfo(self._columns["token_ids"].stored).max:
+            raise ValueError(f"token id {largest} is beyond the ids that the store was opened for")
+        with self._durable_io.resource_errors("write", self._folder):
+            self._write("token_ids", token_ids)
+            self._write("offsets", ends + (self._tokens + self._shard_tokens))
+            self._write("num_labels", np.add.reduceat(loss_mask, starts, dtype=np.int64))
+            self._write("hashes", np.array(digests, np.uint64))
+            self._write("files", files)
+            self._write("rows", rows)
+        self._masks.append(loss_mask)
+        self._shard_samples += len(lengths)
+        self._shard_tokens += int(ends[-1])
+        self._shard_max = max(self._shard_max, largest)
+
+    def _write(self, name: str, values: NDArray[Any]) -> None:
+        data = np.ascontiguousarray(values, dtype=self._columns[name].stored).tobytes()
+        self._files[name].write(data)
+        self._hashes[name].update(data)
+
+    def close_shard(self, state: State) -> None:
+        """Finish the open shard. A later writer of the same identity goes on behind it, from `state`.
+
+        The system keeps what is written if this process is killed. After a power cut, the hashes tell what is left.
+        """
+        with self._durable_io.resource_errors("write", self._folder):
+            mask = np.concatenate(self._masks) if self._masks else np.zeros(0, np.bool_)
+            self._write("loss_mask", np.packbits(mask, bitorder="little"))
+            hashes = {name: hasher.hexdigest() for name, hasher in self._hashes.items()}
+            shard = Shard(self._shard_samples, self._shard_tokens, hashes)
+            entry = {"shard": asdict(shard), "max_token_id": self._shard_max, "state": state}
+            for file in self._files.values():
+                file.flush()
+            self._journal.write(json.dumps(entry).encode() + b"\n")
+            self._journal.flush()
+        self._count(shard, {name: self._items(name, shard) for name in self._columns}, self._shard_max)
+        self._begin_shard()
+
+    def num_distinct(self) -> int:
+        """Return how many different samples there are, by their hashes; reads them from disk, a part at a time."""
+        parts, found = max(1, -(-self.num_samples // _SAMPLES_AT_ONCE)), 0
+        self._files["hashes"].flush()
+        for part in range(parts):
+            own = [np.zeros(0, np.uint64)]
+            with (self._folder / "hashes.npy").open("rb") as file:
+                file.seek(HEADER_BYTES)
+                while block := file.read(8 * _SAMPLES_AT_ONCE):
+                    hashes = np.frombuffer(block, np.uint64)
+                    own.append(hashes[hashes % np.uint64(parts) == part])
+            found += len(np.unique(np.concatenate(own)))
+        return found
+
+    def finish(self, meta: StoreMeta, report: Mapping[str, Any]) -> None:
+        """Write headers, report and manifest, and fsync everything. The folder can then be renamed."""
+        if self._shard_samples or not self.shards:
+            self.close_shard({})
+        with self._durable_io.resource_errors("write", self._folder):
+            for name, file in self._files.items():
+                # a .npy header (numpy.lib.format 1.0) of fixed size, so that it can be written after the data
+                descr = np.lib.format.dtype_to_descr(self._columns[name].stored)
+                text = repr({"descr": descr, "fortran_order": False, "shape": (self._lengths[name],)})
+                body = text.encode("latin1").ljust(HEADER_BYTES - 11) + b"\n"
+                file.seek(0)
+                file.write(b"\x93NUMPY\x01\x00" + len(body).to_bytes(2, "little") + body)
+        self.close()
+        self._durable_io.write_json(self._folder / "report.json", report)
+        columns = {name: asdict(column) for name, column in self._columns.items()}
+        shards = [asdict(shard) for shard in self.shards]
+        manifest = {"version": VERSION, "meta": asdict(meta), "columns": columns, "shards": shards}
+        self._durable_io.write_json(self._folder / MANIFEST, manifest)
+        self._durable_io.remove_tree(self._folder / _JOURNAL)
+        self._durable_io.sync_tree(self._folder)
+
+    def close(self) -> None:
+        """Close the files, finished or not."""
+        with self._durable_io.resource_errors("write", self._folder):
+            self._open.close()
+
+
+@contextmanager
+def new_store(
+    folder: Path,
+    num_ids: int,
+    identity: State | None = None,
+    restore: Callable[[State], None] = lambda _: None,
+) -> Iterator[StoreWriter]:
+    """Yield a writer into a folder next to `folder`, which replaces it by a rename once everything is on disk.
+
+    On an error an older store at `folder` is kept. Finished shards stay for the next writer with an equal `identity`,
+    which gets their states by `restore`; with None, nothing stays. The caller holds the lock. Raises ResourceError if
+    the disk is full or cannot be written.
+    """
+    durable_io, old = DurableIO(), folder.with_name(f".{folder.name}.old")
+    new = folder.with_name(f".{folder.name}.tmp")
+    if identity is None or new.is_symlink():
+        durable_io.remove_tree(new)
+    writer = None
+    try:
+        with closing(StoreWriter(new, durable_io, num_ids, identity or {}, restore)) as writer:
+            yield writer
+    except BaseException:
+        if identity is None or writer is None or not writer.shards:
+            with suppress(ResourceError):  # the first failure is the one to report
+                durable_io.remove_tree(new)
+        raise
+    durable_io.remove_tree(old)
+    if folder.exists():
+        durable_io.rename(folder, old)
+    durable_io.rename(new, folder)
+    durable_io.remove_tree(old)

@@ -1,0 +1,122 @@
+"""Builds that end early: killed, or refused as soon as that is certain; the next one goes on from what is done."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flatout.config.schema import DataConfig
+from flatout.data.build import open_or_build
+from flatout.data.token_store import TokenStore
+from flatout.errors import DataError
+from flatout.io.json_file import read_json
+
+ARRAYS = ("token_ids", "loss_mask", "offsets", "num_labels", "hashes", "files", "rows")
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def data_config(root: Path, rows: Path, **settings: Any) -> DataConfig:
+    base = {"name": "d", "root": root, "template": "chatml", "num_procs": 1, "max_tokens": None}
+    return DataConfig.model_validate(base | {"sources": [{"path": str(rows)}]} | settings)
+
+
+def assert_equal(one: TokenStore, other: TokenStore) -> None:
+    for name in ARRAYS:
+        assert np.array_equal(np.asarray(getattr(one, name)), np.asarray(getattr(other, name)))
+    for name in ("counts", "files", "max_token_id", "end_of_turn", "template"):
+        assert getattr(one.meta, name) == getattr(other.meta, name)
+    reports = [read_json(store.folder / "report.json") for store in (one, other)]
+    for name in ("counts", "length_percentiles", "bad_rows", "rows"):
+        assert reports[0][name] == reports[1][name]
+
+
+def test_a_killed_build_goes_on_from_its_shards(tmp_path: Path, small_tokenizer_dir: Path) -> None:
+    """SIGKILL the command after its first shard; the same command again finishes what is left, equal to the byte."""
+    ids = [5 + place % 290 for place in range(5000)]
+    rows = [{"input_ids": [*ids[number % 7 :], 9], "labels": [*ids[number % 7 :], -100]} for number in range(1300)]
+    rows[3] = {"input_ids": "broken"}
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    command = [sys.executable, "-m", "flatout", "data", "build", str(file), "--tokenizer", str(small_tokenizer_dir)]
+    command += ["--name", "d", "--root", str(tmp_path / "data"), "--max-tokens", "0", "--num-procs", "1"]
+    command += ["--on-bad-row", "skip"]
+    journal = tmp_path / "data" / "built_dataset" / ".d.tmp" / "build.jsonl"
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (journal.exists() and journal.read_bytes().count(b"\n") > 1):
+        assert killed.poll() is None, "ended before its first shard"
+        time.sleep(0.002)
+    killed.kill()
+    killed.wait()
+    num_shards = journal.read_bytes().count(b"\n") - 1
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.search(r"going on from an earlier build, which finished ([\d,]+) rows", done.stderr)
+    assert found, done.stderr
+    assert int(found[1].replace(",", "")) == num_shards * 512  # two chunks of 256 rows fill a shard
+    assert not journal.parent.exists()
+    config = data_config(tmp_path / "whole", file, on_bad_row="skip", template=None)
+    assert_equal(
+        TokenStore.open(tmp_path / "data" / "built_dataset" / "d"), open_or_build(config, str(small_tokenizer_dir))
+    )
+
+
+def chats(num_rows: int, *, empty_every: int) -> list[dict[str, Any]]:
+    words = "the answer is yes " * 40
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"question {number}"},
+                {"role": "assistant", "content": "" if number % empty_every == 0 else words},
+            ]
+        }
+        for number in range(1, num_rows + 1)
+    ]
+
+
+def test_a_refusal_comes_once_it_is_certain_and_keeps_what_is_done(tmp_path: Path, small_tokenizer_dir: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", chats(1500, empty_every=60))
+    said: list[str] = []
+    with pytest.raises(DataError, match=r"8 of the first 512 of at most 1501 rows have no label tokens"):
+        open_or_build(data_config(tmp_path / "data", rows), str(small_tokenizer_dir), log=said.append)
+    assert said[-1].startswith("512 rows are tokenized and kept")
+    told = data_config(tmp_path / "data", rows, on_bad_row="skip")
+    store = open_or_build(told, str(small_tokenizer_dir), log=said.append)
+    assert "going on from an earlier build, which finished 512 rows" in said
+    whole = open_or_build(data_config(tmp_path / "other", rows, on_bad_row="skip"), str(small_tokenizer_dir))
+    assert_equal(store, whole)
+    assert store.meta.fingerprint == whole.meta.fingerprint
+    assert store.meta.counts["no_labels"] == 25
+
+
+def test_as_many_empty_rows_as_are_allowed_do_not_end_a_build(tmp_path: Path, small_tokenizer_dir: Path) -> None:
+    """Beyond the limit in the first chunks, but not of all rows: nothing is certain, and the set is built."""
+    rows = (
+        chats(300, empty_every=60)
+        + [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}] * 4800
+    )
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    store = open_or_build(data_config(tmp_path / "data", file), str(small_tokenizer_dir))
+    assert (store.num_samples, store.meta.counts["no_labels"]) == (5095, 5)
+
+
+def test_a_begun_build_of_other_rows_is_not_gone_on_with(tmp_path: Path, small_tokenizer_dir: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", chats(600, empty_every=60))
+    with pytest.raises(DataError, match="8 of the first 512 of"):
+        open_or_build(data_config(tmp_path / "data", rows), str(small_tokenizer_dir))
+    write_rows(rows, chats(600, empty_every=61))
+    said: list[str] = []
+    store = open_or_build(
+        data_config(tmp_path / "data", rows, on_bad_row="skip"), str(small_tokenizer_dir), log=said.append
+    )
+    assert not any("going on" in line for line in said)
+    assert store.meta.counts["no_labels"] == 9
