@@ -39,12 +39,16 @@ class Repo:
 
 @dataclass
 class Hub:
-    """`fails` maps a part of a path to the status that answers it. `calls` has method, path and token of each call."""
+    """`fails` maps a part of a path to the status that answers it, `odd` to other content; `silent` is a part of a path
+    that gets no answer. `calls` has method, path and token of each call."""
 
     address: str = ""
     repos: dict[str, Repo] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     fails: dict[str, int] = field(default_factory=dict)
+    odd: dict[str, bytes] = field(default_factory=dict)
+    silent: str = ""
+    released: threading.Event = field(default_factory=threading.Event)
     calls: list[tuple[str, str, str]] = field(default_factory=list)
 
     def env(self, home: Path, token: str | None = TOKEN) -> dict[str, str]:
@@ -78,6 +82,11 @@ class _Handler(BaseHTTPRequestHandler):
         hub.calls.append((self.command, self.path, token))
         if status := next((status for text, status in hub.fails.items() if text in path), None):
             return self.refuse(status, "told to fail")
+        if hub.silent and hub.silent in path:
+            hub.released.wait()
+            return None
+        if content := next((content for text, content in hub.odd.items() if text in path), None):
+            return self.reply(content)
         if token not in ("", TOKEN, READ_TOKEN):
             return self.refuse(401, "Invalid credentials in Authorization header")
         if self.command in ("POST", "PUT") and token != TOKEN and not path.startswith("/lfs/"):
@@ -214,4 +223,22 @@ def hub_stand_in() -> Iterator[Hub]:
         try:
             yield hub
         finally:
+            hub.released.set()
             server.shutdown()
+
+
+@contextmanager
+def hub_of_this_process(folder: Path, patch: Any) -> Iterator[Hub]:
+    """A hub that this process uses, with a valid token; `patch` is pytest's monkeypatch."""
+    from huggingface_hub import constants
+
+    with hub_stand_in() as running:
+        template = f"{running.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        changed = {"ENDPOINT": running.address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_DISABLE_XET": True}
+        for name, value in {**changed, "HF_TOKEN_PATH": str(folder / "no-token")}.items():
+            patch.setattr(constants, name, value)
+        patch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+        # what the module's own functions use
+        patch.setattr("huggingface_hub.hf_api.api.endpoint", running.address)
+        patch.setenv("HF_TOKEN", TOKEN)
+        yield running

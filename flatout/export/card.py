@@ -52,8 +52,8 @@ _ENDS = """
 # the tokens that end an answer: the base model may have others
 model.generation_config = GenerationConfig.from_pretrained({repo})"""
 _SERVE = """
-An answer ends with a token of {ids}, as `generation_config.json` says. Unless told otherwise, a server takes these and
-the tokenizer, with its chat template, from the base model. With vLLM and a copy of this repository in `FOLDER`:
+An answer ends with a token of {ids}, as `generation_config.json` says. Unless told otherwise, a server takes
+these and the tokenizer, with its chat template, from the base model. With vLLM and a copy of this in `FOLDER`:
 
 ```bash
 vllm serve {base} --enable-lora --lora-modules NAME=FOLDER --tokenizer FOLDER --generation-config FOLDER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from flatout.models.merge import load_merged
 from flatout.models.stops import saved_stops
 from flatout.track.run_log import read_run
 
+# the hub makes a commit of thousands of files before it answers
+ANSWER_S = 60.0
+
 
 def push(
     run: Path,
@@ -30,8 +33,11 @@ def push(
     base: str | None = None,
     results: str = FINAL_DIR,
     replace: bool = False,
+    on_phase: Callable[[str], None] = lambda phase: None,
 ) -> str:
     """Push a run's results to a new repository of the hub, or over an existing one with `replace`; return its address.
+
+    `on_phase` is told what is awaited.
 
     The token is the hub client's: HF_TOKEN, or that of `hf auth login`. `base` is the base model's name on the hub, for
     an adapter that was trained from a folder. Raises UsageError for a repository that exists, a wrong name or token,
@@ -54,11 +60,13 @@ def push(
     if (token := get_token()) is None:
         raise UsageError("there is no token for the hub; set HF_TOKEN to one with write access, or run `hf auth login`")
     api, durable_io, scratch = HfApi(), DurableIO(), run / ".push.tmp"
+    on_phase("asking the hub")
     with _hub_errors(repo, token):
         repo, parent, old_files = _look_at(api, repo, private=private, replace=replace)
     try:
         files: dict[str, Any] = {file: folder / file for file in results_files}
         if merged:
+            on_phase("merging the adapter")
             model, tokenizer, _ = load_merged(trained)
             publish_model(model, tokenizer, scratch)
             files = {path.name: path for path in scratch.iterdir()}
@@ -72,6 +80,7 @@ def push(
             files["loss.svg"] = curve.encode()
         changes: list[Any] = [CommitOperationAdd(path, content) for path, content in sorted(files.items())]
         changes += [CommitOperationDelete(path) for path in old_files if path not in files]
+        on_phase("uploading to the hub")
         with _hub_errors(repo, token):
             if parent is None:
                 api.create_repo(repo, private=private)
@@ -103,11 +112,16 @@ def _look_at(api: Any, repo: str, *, private: bool, replace: bool) -> tuple[str,
 
 @contextmanager
 def _hub_errors(repo: str, token: str) -> Iterator[None]:
-    """Turn failures of the hub's client into one sentence, in which the token does not stand."""
-    from huggingface_hub import constants
+    """Turn failures of the hub's client into one sentence, in which the token does not stand, and bound its waits.
+
+    By itself, the client waits for an answer without end.
+    """
+    from huggingface_hub import constants, get_session
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # the version that this client uses
 
+    client, unbounded = get_session(), get_session().timeout
+    client.timeout = httpx.Timeout(ANSWER_S, connect=constants.HF_HUB_ETAG_TIMEOUT)
     try:
         yield
     except HFValidationError as error:
@@ -127,3 +141,10 @@ def _hub_errors(repo: str, token: str) -> Iterator[None]:
             raise UsageError(whys.get(status, f"the hub refuses to take {repo} ({status}): {said}")) from error
         what = f"answers with an error ({status})" if status else f"cannot be reached ({said})"
         raise ResourceError(f"{constants.ENDPOINT} {what}; nothing was committed: try again") from error
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        # what the client makes of a page or of an object of another form
+        said = redacted(reason_of(error), [token])
+        what = f"does not answer as a hub does ({said})"
+        raise ResourceError(f"{constants.ENDPOINT} {what}; check HF_ENDPOINT, then try again") from error
+    finally:
+        client.timeout = unbounded

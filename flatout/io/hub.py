@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from flatout.errors import ResourceError, UsageError
+from flatout.errors import ResourceError, UsageError, first_line
 
 # whether a model's name is an existing folder; unlike Path.is_dir, False for a name too long for a path
 is_folder = os.path.isdir
@@ -57,12 +57,13 @@ def hub_file(name: str, file: str, revision: str | None) -> Path | None:
     if (folder := Path(source)).is_dir():
         return folder / file if (folder / file).is_file() else None
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     with hub_errors(name):
         try:
             return Path(hf_hub_download(name, file, revision=revision))
-        except EntryNotFoundError:
+        except RemoteEntryNotFoundError:
+            # not its LocalEntryNotFoundError, which stands for any answer but this one, a 503 too
             return None
 
 
@@ -71,10 +72,10 @@ def hub_errors(name: str) -> Iterator[None]:
     """Turn failures of the hub's client into one sentence with the model or folder.
 
     Raises UsageError when the hub has no such model or revision, denies access, or is disabled (HF_HUB_OFFLINE), and
-    ResourceError when it does not answer.
+    ResourceError when it does not answer, or with an error of its own.
     """
     from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import FileMetadataError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # as above
 
     try:
@@ -82,12 +83,20 @@ def hub_errors(name: str) -> Iterator[None]:
     except HFValidationError as error:
         raise UsageError(f"there is no folder {name}, and it is not a hub id such as org/model") from error
     except (HfHubHTTPError, httpx.HTTPError, LocalEntryNotFoundError) as error:
-        response = getattr(error, "response", None)
+        # a file that is not in the cache is only what follows from the hub's answer
+        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
+        response, reason = getattr(cause, "response", None), first_line(cause)
         if response is not None and response.status_code < 500 and response.status_code != 429:
-            reason = str(error).strip().splitlines()[-1]
+            reason = str(cause).strip().splitlines()[-1]
             raise UsageError(f"there is no folder {name}, and the hub rejects it: {reason}") from error
         if constants.HF_HUB_OFFLINE:
             problem = "HF_HUB_OFFLINE is set and it is not in the hub cache"
             raise UsageError(f"there is no folder {name}, and {problem}; correct the path, or go online") from error
+        if response is not None:
+            problem = f"{constants.ENDPOINT} answers with an error ({response.status_code})"
+            raise ResourceError(f"there is no folder {name}, and {problem}; try again in a few minutes") from error
+        if isinstance(cause, FileMetadataError):
+            problem = f"{constants.ENDPOINT} does not answer as a hub does: {reason}"
+            raise ResourceError(f"there is no folder {name}, and {problem}; check HF_ENDPOINT") from error
         problem = f"{constants.ENDPOINT} does not answer within {constants.HF_HUB_ETAG_TIMEOUT} s (HF_HUB_ETAG_TIMEOUT)"
         raise ResourceError(f"there is no folder {name}, and {problem}; correct the path, or try again") from error

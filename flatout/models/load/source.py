@@ -196,7 +196,12 @@ def weight_files(name: str, revision: str | None) -> list[Path]:
         content = read_json(index)
         weight_map = content.get("weight_map") if isinstance(content, dict) else content
         shards = validated(TypeAdapter(dict[str, str]), weight_map, f"{index}: weight_map").values()
-        return [file for shard in sorted(set(shards)) if (file := hub_file(name, shard, revision))]
+        found = {shard: hub_file(name, shard, revision) for shard in sorted(set(shards))}
+        if absent := [shard for shard, file in found.items() if file is None]:
+            raise CheckpointError(f"{index}: weight file {absent[0]} is missing; download or copy it again")
+        return [file for file in found.values() if file]
+    if not is_folder(name):
+        raise UsageError(f"{name} has no *.safetensors weights; choose a model with them, or set model.init: random")
     return sorted(Path(name).glob("*.safetensors"))
 
 

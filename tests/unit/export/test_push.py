@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hub_stand_in import READ_TOKEN, TOKEN, Hub, Repo, hub_stand_in
+from hub_stand_in import READ_TOKEN, TOKEN, Hub, Repo, hub_of_this_process
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,16 +21,7 @@ from flatout.cli.main import main
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub that this process uses, with a valid token."""
-    from huggingface_hub import constants
-
-    with hub_stand_in() as running:
-        template = f"{running.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        changed = {"ENDPOINT": running.address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_DISABLE_XET": True}
-        for name, value in {**changed, "HF_TOKEN_PATH": str(tmp_path / "no-token")}.items():
-            monkeypatch.setattr(constants, name, value)
-        # what the module's own functions use
-        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", running.address)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with hub_of_this_process(tmp_path, monkeypatch) as running:
         yield running
 
 
@@ -136,6 +127,33 @@ def test_failures_are_one_sentence_without_the_token(
     assert said in error
     assert token is None or token not in error
     assert not any(len(found.commits) > 1 for found in hub.repos.values())
+
+
+@pytest.mark.parametrize("path", ["/api/whoami", "/api/models/someone/mine", "/preupload", "/commit/", "/repos/create"])
+@pytest.mark.parametrize("content", [b"<html>Log in to this hotel</html>", b"[1, 2]", b'{"url": "http://elsewhere"}'])
+def test_a_hub_that_answers_something_else_is_one_sentence(
+    run_dir: Path, hub: Hub, path: str, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.odd = {path: content}
+    assert main(["push", str(run_dir), "mine", "--base", "someone/base"]) == 6
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"error: {hub.address} does not answer as a hub does")
+    assert TOKEN not in error
+    hub.odd = {}
+    assert main(["push", str(run_dir), "mine", "--base", "someone/base", "--replace"]) == 0
+
+
+@pytest.mark.parametrize("path", ["/api/whoami", "/commit/"])
+def test_a_hub_that_goes_silent_is_told_and_bounded(
+    run_dir: Path, hub: Hub, path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flatout.export.push.ANSWER_S", 1.0)
+    monkeypatch.setattr("flatout.track.console.SILENT_S", 0.2)
+    hub.silent = path
+    assert main(["push", str(run_dir), "mine", "--base", "someone/base"]) == 6
+    said = capsys.readouterr().err
+    assert f"... {'asking the hub' if 'whoami' in path else 'uploading to the hub'}" in " ".join(said.split())
+    assert f"{hub.address} cannot be reached" in said.splitlines()[-1]
 
 
 def test_what_is_wrong_with_the_run_is_said_before_the_hub_is_asked(

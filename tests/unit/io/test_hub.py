@@ -1,5 +1,6 @@
 """A hub that is silent, gone or refuses is told in one line, with the exit code of its class."""
 
+import json
 import os
 import shutil
 import socket
@@ -13,6 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_stand_in import Hub, Repo, hub_of_this_process
+
+from flatout.cli.main import main
+from flatout.config.schema import ModelConfig
+from flatout.errors import CheckpointError, FlatoutError
+from flatout.models.load.source import fingerprint_model
 
 
 class Refusing(BaseHTTPRequestHandler):
@@ -105,3 +112,53 @@ def test_a_cached_model_loads_though_the_hub_is_silent(tiny: Any, tmp_path: Path
     assert done.returncode == 0, done.stderr
     # all of its files wait for the hub once
     assert len(connections) <= 2
+
+
+@pytest.fixture
+def here(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with the model org/tiny that this process uses; waits between the client's attempts take no time."""
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    with hub_of_this_process(tmp_path, monkeypatch) as running:
+        running.add("someone/tiny", tiny.model_dir)
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        (403, 2, "the hub rejects it"),
+        (429, 6, "answers with an error (429)"),
+        (500, 6, "answers with an error (500)"),
+        (503, 6, "answers with an error (503)"),
+        (404, 2, "the hub rejects it"),
+    ],
+)
+def test_an_error_of_the_hub_is_not_a_file_that_does_not_exist(
+    here: Hub, status: int, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here.fails = {"config.json": status}
+    assert main(["chat", "someone/tiny", "--prompt", "a", "--device", "cpu"]) == code
+    assert said in capsys.readouterr().err
+    here.fails = {}
+    assert main(["chat", "someone/tiny", "--prompt", "a", "--device", "cpu", "--max-new-tokens", "1"]) == 0
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json", "model-2-of-2.safetensors"])
+def test_a_fingerprint_never_leaves_weights_out(here: Hub, file: str) -> None:
+    model, files = ModelConfig(name="someone/tiny"), here.repos["someone/tiny"].files
+    if file != "model.safetensors":
+        weights = files.pop("model.safetensors")
+        shards = ["model-1-of-2.safetensors", "model-2-of-2.safetensors"]
+        index = {"metadata": {}, "weight_map": {str(number): name for number, name in enumerate(shards)}}
+        files.update({"model.safetensors.index.json": json.dumps(index).encode(), **dict.fromkeys(shards, weights)})
+    here.fails = {f"/{file}": 503}
+    with pytest.raises(FlatoutError, match=r"answers with an error \(503\)"):
+        fingerprint_model(model)
+    here.fails = {}
+    assert file.endswith(".json") or file in fingerprint_model(model)
+    assert len(fingerprint_model(model)) == (2 if file == "model.safetensors" else 3)
+    if file == "model-2-of-2.safetensors":
+        # in the index, but not in the repository
+        here.repos["someone/other"] = Repo(commits=[{}, {name: data for name, data in files.items() if name != file}])
+        with pytest.raises(CheckpointError, match=r"weight file model-2-of-2.safetensors is missing"):
+            fingerprint_model(ModelConfig(name="someone/other"))
