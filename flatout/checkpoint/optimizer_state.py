@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from flatout.optim.adamw_8bit import AdamW8bit, block_size
 from flatout.optim.flat import owners
 from flatout.parallel.shards import as_global, is_sharded, local_shard_of
 from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
+
+# the keys of torch's optimizers as flatout makes them
+ADAMW_KEYS, SGD_KEYS = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}
 
 
 def state_sizes(named: Mapping[str, nn.Parameter], config: OptimConfig) -> list[int]:
@@ -64,30 +67,54 @@ def load_optimizer_state(
     if isinstance(optimizer, PartitionedOptimizer):
         for name, state in states.items():
             for key in state:
+                shape = () if key == "step" else getattr(named[name], "ds_shape", named[name].shape)
+                _require_fit(tensors, f"{name}/{key}", shape, None)
                 optimizer.set_state(named[name], key, tensors[f"{name}/{key}"])
         return
     places = owners(named, optimizer)
     for name, state in states.items():
         (owner, offset), parameter = places[name], named[name]
-        if isinstance(optimizer, AdamW8bit) and set(state) != set(optimizer.state_names(parameter)):
-            raise CheckpointError(f"the saved optimizer has {', '.join(sorted(state))} for {name}; this one does not")
-        # scales have a shape of their own
-        shapes = optimizer.new_state(parameter) if isinstance(optimizer, AdamW8bit) else {}
+        # those of 8 bits have shapes of their own
+        like = optimizer.new_state(parameter) if isinstance(optimizer, AdamW8bit) else {}
+        expected = set(like) or ADAMW_KEYS if isinstance(optimizer, torch.optim.AdamW) or like else SGD_KEYS
+        if set(state) != expected:
+            found = ", ".join(sorted(state))
+            raise CheckpointError(
+                f"the saved optimizer has {found} for {name}, but this one needs {', '.join(sorted(expected))}; use "
+                "the checkpoint's settings, or restore it from a backup"
+            )
         for key in state:
             # read one at a time: the states of all parameters together may exceed the host's memory
-            full_name = f"{name}/{key}"
+            full_name, one = f"{name}/{key}", like.get(key, parameter)
             if key == "step":
+                _require_fit(tensors, full_name, (), None)
                 # torch's fused AdamW and ours keep the step on the GPU, all others on the host
                 on_device = optimizer.defaults.get("fused") or isinstance(optimizer, AdamW8bit)
                 device = parameter.device if on_device else "cpu"
                 optimizer.state[owner][key] = tensors[full_name].to(device, copy=True)
-            elif isinstance(tensors, CheckpointTensors) and (is_sharded(parameter) or key in shapes):
-                optimizer.state[owner][key] = tensors.like(full_name, shapes.get(key, parameter))
+                continue
+            _require_fit(tensors, full_name, local_shard_of(one).shape, one.dtype)
+            if isinstance(tensors, CheckpointTensors) and (is_sharded(parameter) or key in like):
+                optimizer.state[owner][key] = tensors.like(full_name, one)
             elif owner is parameter:
                 optimizer.state[owner][key] = tensors[full_name].to(parameter.device, copy=True)
             else:
                 whole = optimizer.state[owner].setdefault(key, torch.zeros_like(owner))
                 whole[offset : offset + parameter.numel()].view(parameter.shape).copy_(tensors[full_name])
+
+
+def _require_fit(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int], dtype: torch.dtype | None) -> None:
+    """Raise CheckpointError for a state of another shape, or of another dtype than `dtype` (None: any number)."""
+    if isinstance(tensors, CheckpointTensors):
+        found, kind = tensors.shapes[name], tensors.dtype(name)
+    else:
+        found, kind = tuple(tensors[name].shape), tensors[name].dtype
+    if found != tuple(shape) or kind == torch.bool or dtype not in (None, kind):
+        wanted = f"{tuple(shape)}" + (f" of {dtype}" if dtype else "")
+        raise CheckpointError(
+            f"the saved optimizer's {name} has shape {found} of {kind}, but this run's {wanted}; use the checkpoint's "
+            "settings, or restore it from a backup"
+        )
 
 
 def _keys_by_parameter(named: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from flatout.parallel.shards import as_global, local_shard_of
 
 # metadata key of a sharded file; the value is JSON: tensor name -> [global shape, offset]
 PLACES = "places"
+# what masters and moments are kept in
+_CHECKED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def kind_of(stem: str) -> str:
@@ -33,6 +36,7 @@ class Piece(NamedTuple):
     file: Any
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    path: Path
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
@@ -56,7 +60,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
                     whole, offset = places.get(key, (shape, (0,) * len(shape)))
                     if self.shapes.setdefault(key, tuple(whole)) != tuple(whole):
                         raise ValueError(f"{key} has shape {tuple(whole)} here, {self.shapes[key]} in another file")
-                    self._pieces.setdefault(key, []).append(Piece(file, tuple(offset), shape))
+                    self._pieces.setdefault(key, []).append(Piece(file, tuple(offset), shape, folder / name))
             except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
                 raise CheckpointError(f"{folder / name}: not a readable safetensors file: {error}") from error
         for name, shape in self.shapes.items():
@@ -95,6 +99,18 @@ class CheckpointTensors(Mapping[str, Tensor]):
                 # copied right away: the file is memory-mapped, so the tensor would change with the file
                 held = piece.file.get_slice(name)[source] if source else piece.file.get_tensor(name)
                 part.local[target].copy_(held)
+
+    def refuse_non_finite(self, files: Collection[str]) -> None:
+        """Raise CheckpointError for the first tensor of these files with NaN or infinity, which no run saves."""
+        for name, pieces in self._pieces.items():
+            for piece in pieces:
+                held = piece.file.get_tensor(name) if piece.path.name in files else torch.empty(0)
+                if (
+                    held.numel()
+                    and held.dtype in _CHECKED_DTYPES
+                    and not math.isfinite(sum(map(float, held.aminmax())))
+                ):
+                    raise CheckpointError(f"{piece.path}: {name} is not finite; it was edited or damaged")
 
     def like(self, name: str, parameter: Tensor) -> Tensor:
         """Return a new tensor with the parameter's shape, sharding and device, in the files' dtype.

@@ -24,6 +24,7 @@ from flatout.checkpoint.manifest import (
     read_manifest,
     refuse_other_save,
     run_identity,
+    shares,
     verify_files,
     versions,
 )
@@ -192,6 +193,9 @@ class Checkpoints:
                 if name.endswith(TENSOR_SUFFIX):
                     names.setdefault(kind_of(name.removesuffix(TENSOR_SUFFIX)), []).append(name)
             tensors = {kind: CheckpointTensors(path, held, manifest) for kind, held in names.items()}
+            own_files = shares(manifest.files, self.group.rank.world)[self.group.rank.index]
+            for held_tensors in tensors.values():
+                held_tensors.refuse_non_finite(own_files)
             opened.append(SavedCheckpoint(path, manifest.step, tensors, state["facts"]))
             self._verified[path] = manifest
 

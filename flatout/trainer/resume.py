@@ -252,6 +252,10 @@ def restore_weights(run: Run, saved: SavedCheckpoint) -> None:
                 f"{name} has shape {weights.shapes[name]} in the checkpoint of step {saved.step}, "
                 f"{shape} in this run; use the checkpoint's settings, or a different run_dir"
             )
+        if (kind := weights.dtype(name)).is_floating_point != parameter.is_floating_point():
+            raise CheckpointError(
+                f"{saved.path}: {name} is {kind}, but {parameter.dtype} in this run; restore it from a backup"
+            )
         if isinstance(run.optimizer, PartitionedOptimizer) and isinstance(parameter, nn.Parameter):
             run.optimizer.set_weight(parameter, weights[name])
         else:

@@ -20,7 +20,7 @@ from flatout.models.load.model import CANNOT_BUILD, CHOOSE_ANOTHER, library_erro
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import check_source
 from flatout.models.lora.adapter import apply_adapter
-from flatout.models.lora.adapter_file import ADAPTER_CONFIG
+from flatout.models.lora.adapter_file import ADAPTER_CONFIG, require_files
 from flatout.models.lora.plain import share_base
 from flatout.models.stops import saved_stops, set_stops
 
@@ -69,6 +69,7 @@ def resolve_model_paths(target: str, *, base: str | None = None, results: str = 
         name = str(folder) if folder.is_dir() else target
         return ModelPaths(base=name, revision=None, adapter=None, tokenizer=name)
     if base is None:
+        require_files(folder)
         file = folder / ADAPTER_CONFIG
         content = read_json(file)
         base = content.get("base_model_name_or_path") if isinstance(content, dict) else None

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flatout.config.schema import LoraConfig
-from flatout.errors import CheckpointError, UsageError, reason_of
+from flatout.errors import CheckpointError, SecurityError, UsageError, reason_of
 from flatout.io.json_file import read_json
 from flatout.models.load.source import check_safetensors
 
@@ -20,6 +20,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # PEFT's names for the fields of LoraConfig
 FIELDS = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_rslora", "dora": "use_dora"}
+# PEFT's name for the A and B of an embedding
+EMBEDDING = "lora_embedding_"
 ROWS = ".token_adapter.trainable_tokens_delta"
 OF_BASE = (".base_layer.weight", ".base_layer.bias")
 SUFFIXES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
@@ -40,9 +42,7 @@ _PLAIN_OPTIONS: Mapping[str, tuple[object, ...]] = {
 def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], dict[str, list[int]]]:
     """Read an adapter folder: a LoraConfig with full module names as targets, its tensors by PEFT's names, its rows."""
     config_file, weights_file = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
-    for file in (config_file, weights_file):
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing; give a folder with an adapter in PEFT's format")
+    require_files(folder)
     check_safetensors(weights_file)
     tensors = load_file(weights_file)
     tail = "." + SUFFIXES["lora_a"]
@@ -59,10 +59,34 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], dict[str,
     config = config.model_copy(update={"modules_to_save": sorted(filter(None, set(saved.values())))})
     # PEFT stores the frozen weight of an adapted head with the adapter
     of_base = {f"{name}.base_layer.{leaf}" for name in names for leaf in ("weight", "bias")}
+    if embeddings := sorted(name for name in tensors if EMBEDDING in name):
+        layer = embeddings[0].removeprefix(PREFIX).partition(f".{EMBEDDING}")[0]
+        raise UsageError(
+            f"{weights_file}: adapters of embeddings are not supported, such as that of {layer}; train without it in "
+            "target_modules, or with modules_to_save"
+        )
     odd = own - tensors.keys() | {name for name, module in saved.items() if module is None and name not in of_base}
     if odd:
         raise CheckpointError(f"{weights_file}: {len(odd)} tensors are missing or unknown, such as {min(odd)}")
     return config, tensors, dict(sorted(rows.items()))
+
+
+def require_files(folder: Path) -> None:
+    """Raise an error for a folder without PEFT's two files that says which other format it has."""
+    if (folder / ADAPTER_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file():
+        return
+    if (pickle := folder / "adapter_model.bin").is_file():
+        raise SecurityError(
+            f"{pickle} is pickled, which can run code when loaded; convert it safely: torch.load(file, "
+            f"weights_only=True), then safetensors.torch.save_file to {ADAPTER_WEIGHTS}"
+        )
+    if (folder / "adapters.safetensors").is_file():
+        raise UsageError(
+            f"{folder} has an adapter of MLX (adapters.safetensors), whose format flatout does not read; fuse it by "
+            "mlx_lm.fuse, and give the folder that it writes"
+        )
+    absent = next(name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file())
+    raise CheckpointError(f"{folder / absent} is missing; give a folder with an adapter in PEFT's format")
 
 
 def _targets_of(names: list[str], parameters: list[str]) -> list[str]:
