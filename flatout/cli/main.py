@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from flatout import __version__
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, host_memory_error
 from flatout.io.redact import printable, redacted
 from flatout.track.tolerant_stream import tolerant_output
 
@@ -72,7 +72,12 @@ def _run_verb(given: Sequence[str]) -> int:
 def exit_code_of(run: Callable[[], int]) -> int:
     """Return what `run` returns, or the exit code of its FlatoutError, which is printed."""
     try:
-        return run()
+        try:
+            return run()
+        except Exception as error:
+            if isinstance(error, FlatoutError) or (refused := host_memory_error(error)) is None:
+                raise
+            raise refused from error
     except FlatoutError as error:
         # without control characters, which files can contain, or endless lines
         shown = [

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from flatout.errors import CheckpointError, FlatoutError
 
 MAX_JSON_BYTES = 64 * 2**20
+_PART_BYTES = 1 << 18
 T = TypeVar("T")
 
 # message of Python's scanner -> message for users; {ends} is the bracket that closes the open object or list
@@ -129,10 +130,14 @@ def read_json(path: Path, error: type[FlatoutError] = CheckpointError, *, max_by
     """Read a JSON file of at most `max_bytes`. Raises `error` with the file and what is wrong with it."""
     try:
         with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
+            # by parts: one read would reserve `max_bytes` for the smallest file
+            content, rest = bytearray(), max_bytes + 1
+            while rest and (part := file.read(min(rest, _PART_BYTES))):
+                content += part
+                rest -= len(part)
         if len(content) > max_bytes:
             raise error(f"{path}: {path.stat().st_size:,} bytes of JSON exceed the limit of {max_bytes:,}")
-        value = parse_json(content)
+        value = parse_json(bytes(content))
         # half of a surrogate pair is valid JSON, but cannot be encoded as UTF-8 again
         json.dumps(value, ensure_ascii=False).encode()
         return value

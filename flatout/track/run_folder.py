@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from flatout.errors import FlatoutError, ResourceError
+from flatout.errors import DataError, FlatoutError, ResourceError
 from flatout.io.append import AppendFile
 from flatout.io.durable_io import DurableIO
 from flatout.track.callback import Callback
@@ -24,6 +24,7 @@ from flatout.track.record import (
     describe_event,
     describe_record,
 )
+from flatout.track.run_log import read_end
 
 
 class RunFolderWriter(Callback):
@@ -74,11 +75,18 @@ class RunFolderWriter(Callback):
     def on_end(self, end: RunEnd) -> None:
         with self._end_lock:
             self._has_ended = True
-            # a start that failed before its first step does not change how the run ended before
-            if self._has_started or not (self._folder / "end.json").exists():
+            if self._has_started or self._changes(end):
                 self._write_json("end.json", asdict(end))
         for file in self._files:
             file.close()
+
+    def _changes(self, end: RunEnd) -> bool:
+        """Whether a start without a step changes how the run ended before: only one that finds it complete does."""
+        try:
+            before = read_end(self._folder)
+        except DataError:
+            return True
+        return before is None or (end.outcome == "complete" and before.outcome != "complete")
 
     def write_end(self, end: RunEnd) -> None:
         """Write end.json for a run that may not live to call `on_end`, which has precedence; thread-safe."""

@@ -175,10 +175,14 @@ def find_checkpoint(
         try:
             if best_dir.exists():
                 verify_final(best_dir)
-            return verify_final(final_dir).progress
+            found = verify_final(final_dir).progress
         except CheckpointError as error:
             reporter.event("damaged", {"why": str(error), "next": "exported again from the newest checkpoint"})
             return None
+        # a run whose last save failed exported its last weights only
+        best_step = found.get("best_step")
+        is_whole = best_step in (None, found.get("step")) or best_dir.exists()
+        return found if is_whole or not (checkpoints.folder / f"step-{best_step}").exists() else None
 
     if (found := checkpoints.group.run_on_first_rank(progress_of_results)) is None:
         return checkpoint, None

@@ -19,7 +19,7 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.config.read import dump_config
 from flatout.config.schema import Config
 from flatout.data.tokenizer import tokenizer_of
-from flatout.errors import FlatoutError, PreemptedError, ResourceError, UsageError
+from flatout.errors import FlatoutError, PreemptedError, ResourceError, UsageError, host_memory_error
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock
@@ -120,7 +120,8 @@ def train(
             with watch.guard():
                 result = _train(config, reporter, rank, watch, objective, recalls)
             leave_group()
-        except BaseException as error:
+        except BaseException as raised:
+            error = host_memory_error(raised) or raised
             # after any other error the group is not destroyed: a clean shutdown would wait for the lost rank
             end = ended_by(error)
             with errors_printed():
@@ -130,7 +131,9 @@ def train(
                     reporter.event("stopped", {"exit_code": end.exit_code, "why": end.why})
             with errors_printed():
                 reporter.end(end)
-            raise
+            if error is raised:
+                raise
+            raise error from raised
         final_dir = str(result.final_dir)
         reporter.end(RunEnd("complete", 0, time.time(), final_dir=final_dir))
         return result
@@ -246,7 +249,8 @@ def finish(run: Run, final_dir: Path) -> None:
             except ResourceError as too_small:
                 reasons.append(str(too_small))
             else:
-                raise ResourceError(f"{error}; the final weights are kept in {folder}") from error
+                again = "; the same command finishes the run" if folder == final_dir else ""
+                raise ResourceError(f"{error}; the final weights are kept in {folder}{again}") from error
         raise ResourceError(f"{error}; the final weights could not be saved anywhere: {'; '.join(reasons)}") from error
     run.reporter.phase("exporting")
     export(run, final_dir)

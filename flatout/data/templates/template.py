@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from flatout.data.conversation import Message, ToolCall
 from flatout.data.tokenizer import TokenizerFacts
-from flatout.errors import DataError, reason_of
+from flatout.errors import DataError, FlatoutError, first_line, reason_of
 
 OURS = ("chatml", "llama-3", "qwen3", "gemma", "mistral", "phi", "zephyr", "alpaca", "plain")
 # What a template can raise: its own raise_exception, an undefined name, a filter on a value of the wrong type.
@@ -73,16 +73,24 @@ class ChatTemplate:
         source: str | None = None,
     ) -> str:
         """Render `messages`; `source` replaces the template's own text. Raises RENDER_ERRORS."""
-        text = self.tokenizer.apply_chat_template(
-            list(messages),
-            tools=[dict(tool) for tool in tools] if tools else None,
-            chat_template=self.source if source is None else source,
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
-            **self.args,
-        )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=[dict(tool) for tool in tools] if tools else None,
+                chat_template=self.source if source is None else source,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **self.args,
+            )
+        except (FlatoutError, MemoryError, *RENDER_ERRORS):
+            raise
+        except Exception as error:
+            # a template is a program: what else Python raises in it is the template's mistake, too
+            raise TemplateError(f"{type(error).__name__}: {first_line(error)}") from error
         if not isinstance(text, str):
             raise TypeError(f"the template rendered a {type(text).__name__}, not text")
+        if not text.isascii():
+            text.encode()  # half of a surrogate pair is no text
         return text
 
     def raw_messages(self, messages: Sequence[Message]) -> list[RawMessage]:

@@ -201,12 +201,52 @@ def test_the_weights_of_a_run_that_cannot_be_saved_are_kept(
     config = tiny.config(tmp_path / "run", batch={"max_steps": 2})
     with pytest.raises(ResourceError, match="the final weights are kept in ") as raised:
         train(config)
-    folder = Path(str(raised.value).rpartition("the final weights are kept in ")[2])
+    folder = Path(str(raised.value).rpartition("the final weights are kept in ")[2].partition("; the same")[0])
     assert folder.is_relative_to(other if also_final else tmp_path / "run" / "final")
     monkeypatch.undo()
     train(tiny.config(tmp_path / "free", batch={"max_steps": 2}))
     expected = load_file(tmp_path / "free" / "final" / ADAPTER)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(folder / ADAPTER).items())
+
+
+def test_a_last_save_that_fails_is_made_good_by_the_same_command(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    create = Disk.create
+
+    def refuse(self: Disk, path: Path) -> int:
+        if "step-4.tmp" in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return create(self, path)
+
+    def outcome() -> dict[str, Any]:
+        return json.loads((config.folder / "end.json").read_text())
+
+    config = tiny.config(tmp_path / "run", batch={"max_steps": 4}, checkpoint={"every_steps": 2})
+    words = command(config, tmp_path)
+    monkeypatch.setattr(Disk, "create", refuse)
+    assert main(words) == 6
+    assert "the same command finishes the run" in capsys.readouterr().err
+    assert outcome()["outcome"] == "failed"
+    before = contents(config.folder / "final")
+    monkeypatch.undo()
+    assert main(words) == 0
+    end = outcome()
+    assert (end["outcome"], end["exit_code"], end["why"]) == ("complete", 0, None)
+    assert contents(config.folder / "final") == before
+    # a complete run stays as it is
+    assert main(words) == 0
+    assert outcome() == end
+    # what was better at step 2 is not exported yet: the steps after the checkpoint are taken again
+    manifest = json.loads(before["manifest.json"])
+    manifest["progress"] |= {"best_step": 2, "best_eval_loss": 1.0}
+    (config.folder / "final" / "manifest.json").write_text(json.dumps(manifest))
+    assert main(words) == 0
+    assert [event["step"] for event in events(config, "resumed")] == [2]
+    assert (config.folder / "checkpoints" / "step-4").exists()
+    tensors = load_file(config.folder / "final" / ADAPTER)
+    (config.folder / "before").write_bytes(before[ADAPTER])
+    assert all(torch.equal(tensor, load_file(config.folder / "before")[name]) for name, tensor in tensors.items())
 
 
 def test_a_limit_on_file_sizes_at_the_export_is_one_error_and_costs_no_step(
