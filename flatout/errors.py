@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 
 # removed from library messages: exception class names, the repr of types, pydantic's link
@@ -91,23 +90,6 @@ class ProblemsError(UsageError):
         self.problems = problems
         lines = "".join(f"\n  - {problem}" for problem in problems)
         super().__init__(f"{what}: {len(problems)} problem{'s' if len(problems) != 1 else ''}{lines}")
-
-
-def host_memory_error(error: BaseException) -> ResourceError | None:
-    """Return a ResourceError in place of one with which Python, torch or the kernel refuses host memory, else None."""
-    is_refused = (
-        isinstance(error, MemoryError)
-        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
-        or "(os error 12)" in str(error)
-    )
-    if not is_refused:
-        return None
-    said = first_line(error) if str(error).strip() else "no more memory"
-    return ResourceError(
-        f"the host has too little memory ({said[:200]}); close other programs, raise the limit of this process "
-        "(ulimit -v, the job's or container's memory), or use fewer processes"
-    )
 
 
 def first_line(error: BaseException) -> str:

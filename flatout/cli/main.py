@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from flatout import __version__
-from flatout.errors import FlatoutError, host_memory_error
+from flatout.errors import FlatoutError
+from flatout.io.host_memory import host_memory_error
 from flatout.io.redact import printable, redacted
 from flatout.track.tolerant_stream import tolerant_output
 

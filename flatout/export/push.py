@@ -14,11 +14,11 @@ from flatout.export.card import loss_svg, model_card
 from flatout.io.durable_io import DurableIO
 from flatout.io.redact import redacted
 from flatout.models.export import publish_model
-from flatout.models.load.inference import FINAL_DIR, resolve_model_paths
+from flatout.models.load.inference import FINAL_DIR, ModelPaths, resolve_model_paths
 from flatout.models.lora.adapter_file import ADAPTER_CONFIG
 from flatout.models.merge import load_merged
 from flatout.models.stops import saved_stops
-from flatout.track.run_log import read_run
+from flatout.track.run_log import RunLog, read_run
 
 # the hub makes a commit of thousands of files before it answers
 ANSWER_S = 60.0
@@ -37,11 +37,9 @@ def push(
 ) -> str:
     """Push a run's results to a new repository of the hub, or over an existing one with `replace`; return its address.
 
-    `on_phase` is told what is awaited.
-
     The token is the hub client's: HF_TOKEN, or that of `hf auth login`. `base` is the base model's name on the hub, for
-    an adapter that was trained from a folder. Raises UsageError for a repository that exists, a wrong name or token,
-    ResourceError if the hub does not answer, CheckpointError for damaged results.
+    an adapter that was trained from a folder. `on_phase` is told what is awaited. Raises UsageError for a repository
+    that exists, a wrong name or token, ResourceError if the hub does not answer, CheckpointError for damaged results.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
@@ -64,20 +62,7 @@ def push(
     with _hub_errors(repo, token):
         repo, parent, old_files = _look_at(api, repo, private=private, replace=replace)
     try:
-        files: dict[str, Any] = {file: folder / file for file in results_files}
-        if merged:
-            on_phase("merging the adapter")
-            model, tokenizer, _ = load_merged(trained)
-            publish_model(model, tokenizer, scratch)
-            files = {path.name: path for path in scratch.iterdir()}
-        elif is_adapter:
-            config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-            config |= {"base_model_name_or_path": name, "revision": trained.revision}
-            files[ADAPTER_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
-        stops = saved_stops(folder) if is_adapter else None
-        files["README.md"] = model_card(log, repo, name, trained, stops=stops).encode()
-        if curve := loss_svg(log):
-            files["loss.svg"] = curve.encode()
+        files = _files_of(log, repo, trained, name, list(results_files), scratch if merged else None, on_phase)
         changes: list[Any] = [CommitOperationAdd(path, content) for path, content in sorted(files.items())]
         changes += [CommitOperationDelete(path) for path in old_files if path not in files]
         on_phase("uploading to the hub")
@@ -88,6 +73,35 @@ def push(
     finally:
         durable_io.remove_tree(scratch)
     return f"{api.endpoint}/{repo} ({len(files)} files, commit {done.oid[:8]})"
+
+
+def _files_of(
+    log: RunLog,
+    repo: str,
+    trained: ModelPaths,
+    base: str,
+    results: list[str],
+    merged: Path | None,
+    on_phase: Callable[[str], None],
+) -> dict[str, Any]:
+    """Return what is pushed, by name: results, or the model merged in the folder `merged`; the card and its image."""
+    folder = trained.adapter or Path(trained.base)
+    files: dict[str, Any] = {file: folder / file for file in results}
+    stops = None
+    if merged is not None:
+        on_phase("merging the adapter")
+        model, tokenizer, _ = load_merged(trained)
+        publish_model(model, tokenizer, merged)
+        files = {path.name: path for path in merged.iterdir()}
+    elif trained.adapter is not None:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config |= {"base_model_name_or_path": base, "revision": trained.revision}
+        files[ADAPTER_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+        stops = saved_stops(folder)
+    files["README.md"] = model_card(log, repo, base, trained, stops=stops).encode()
+    if curve := loss_svg(log):
+        files["loss.svg"] = curve.encode()
+    return files
 
 
 def _look_at(api: Any, repo: str, *, private: bool, replace: bool) -> tuple[str, str | None, list[str]]:

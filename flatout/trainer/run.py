@@ -19,10 +19,11 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.config.read import dump_config
 from flatout.config.schema import Config
 from flatout.data.tokenizer import tokenizer_of
-from flatout.errors import FlatoutError, PreemptedError, ResourceError, UsageError, host_memory_error
+from flatout.errors import FlatoutError, PreemptedError, ResourceError, UsageError
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock
+from flatout.io.host_memory import host_memory_error
 from flatout.io.redact import redacted
 from flatout.models.export import save_model
 from flatout.models.load.source import fingerprint_model

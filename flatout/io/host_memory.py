@@ -1,0 +1,24 @@
+"""What Python, torch and the kernel raise when the host has no memory left, as one error."""
+
+from __future__ import annotations
+
+import errno
+
+from flatout.errors import ResourceError, first_line
+
+
+def host_memory_error(error: BaseException) -> ResourceError | None:
+    """Return a ResourceError in place of one with which Python, torch or the kernel refuses host memory, else None."""
+    is_refused = (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+        or "(os error 12)" in str(error)
+    )
+    if not is_refused:
+        return None
+    said = first_line(error) if str(error).strip() else "no more memory"
+    return ResourceError(
+        f"the host has too little memory ({said[:200]}); close other programs, raise the limit of this process "
+        "(ulimit -v, the job's or container's memory), or use fewer processes"
+    )
