@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import get_args
 
 from pydantic import ValidationError
 
 from flatout.cli.screen import import_without_gc
+from flatout.config.data import Format
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.errors import ProblemsError, UsageError
@@ -29,8 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, help="seed for drawing rows (3407)")
     add("--subset", help="configuration name of a hub data set")
     add("--revision", help="commit or tag of a hub data set")
-    add("--format", help="row format (auto)")
+    add("--format", help=f"row format (auto): {', '.join(get_args(Format))}")
     add("--column", action="append", default=[], metavar="OURS=YOURS", help="rename a column; repeatable")
+    add(
+        "--key",
+        action="append",
+        default=[],
+        metavar="NAME=MEANING",
+        help=(
+            "what a key of turns means: train (true: loss), masked (true: no loss), train_detail, ignored; repeatable"
+        ),
+    )
     add("--weight", action="append", default=[], type=float, help="weight of a source in the mix; one per source")
     add("--template", help="chat template: a name or a .jinja file (the tokenizer's own)")
     add(
@@ -72,19 +83,23 @@ def run(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> DataConfig:
     if args.weight and len(args.weight) != len(args.paths):
         raise UsageError(f"{len(args.weight)} --weight for {len(args.paths)} sources; give one for each, or none")
-    pairs: dict[str, dict[str, str]] = {"column": {}, "template_arg": {}}
+    pairs: dict[str, dict[str, str]] = {"column": {}, "key": {}, "template_arg": {}}
     for option, found in pairs.items():
         for given in getattr(args, option):
             key, equals, value = given.partition("=")
             if not equals:
-                form = "OURS=YOURS, such as instruction=question" if option == "column" else "NAME=VALUE"
+                forms = {
+                    "column": "OURS=YOURS, such as instruction=question",
+                    "key": "NAME=MEANING, such as bad=masked",
+                }
+                form = forms.get(option, "NAME=VALUE")
                 raise UsageError(f"--{option.replace('_', '-')} {given!r} is not {form}")
             found[key] = value
     # true and false become booleans, everything else stays text: enable_thinking=false
     variables = {key: {"true": True, "false": False}.get(value, value) for key, value in pairs["template_arg"].items()}
     options = {name: value for name, value in vars(args).items() if value is not None}
     source = {name: options[name] for name in SourceConfig.model_fields if name in options}
-    source["columns"] = pairs["column"]
+    source |= {"columns": pairs["column"], "keys": pairs["key"]}
     weights = args.weight or [1.0] * len(args.paths)
     settings = {name: options[name] for name in DataConfig.model_fields if name in options}
     settings["sources"] = [{**source, "path": path, "weight": w} for path, w in zip(args.paths, weights, strict=True)]
@@ -95,7 +110,10 @@ def _config(args: argparse.Namespace) -> DataConfig:
         return DataConfig.model_validate(settings)
     except ValidationError as error:
         # the last part of `loc` is the option's name, also for fields of a source
-        problems = [f"--{str(found['loc'][-1]).replace('_', '-')}: {found['msg']}" for found in error.errors()]
+        problems = [
+            f"--{'key ' if 'keys' in found['loc'] else ''}{str(found['loc'][-1]).replace('_', '-')}: {found['msg']}"
+            for found in error.errors()
+        ]
         raise ProblemsError("flatout data build", problems) from error
 
 

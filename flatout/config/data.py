@@ -12,7 +12,11 @@ from flatout.config.section import PathText, Section
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
-Format = Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "oasst", "segments", "text", "tokens"]
+Format = Literal[
+    "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "oasst", "segments", "text", "tokens", "xlam",
+    "glaive", "gemini",
+]  # fmt: skip
+KeyMeaning = Literal["train", "masked", "train_detail", "ignored"]
 
 _SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".xz", ".gz", ".zst")
 
@@ -53,6 +57,8 @@ class SourceConfig(Section):
     """Maps the format's column names to yours: {instruction: question}."""
     roles: dict[str, str] = {}
     """Maps your role names to flatout's, e.g. {Agent: assistant}."""
+    keys: dict[str, KeyMeaning] = {}
+    """Says what other keys of turns mean: train (true: loss), masked (true: no loss), ignored, e.g. {bad: masked}."""
     system: str | None = None
     """System prompt for conversations that have none."""
     weight: float = Field(default=1.0, gt=0, le=1e6)

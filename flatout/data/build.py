@@ -138,7 +138,7 @@ def _describe(
     content = {
         "version": _FINGERPRINT_VERSION,
         "content": [list(source.files.values()) for source in sources],
-        "formats": [source.model_dump(exclude=where) for source in config.sources],
+        "formats": [source.model_dump(exclude=where if source.keys else {*where, "keys"}) for source in config.sources],
         "tokenizer": tokenizer.digest,
         "template": text,
         "settings": settings,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from flatout.config.schema import DataConfig
+from flatout.data.markup import markup_notes
 from flatout.data.tokenize import LOSING
 from flatout.data.workers import Chunk, TokenizedChunk
 from flatout.errors import DataError
@@ -21,6 +22,7 @@ _PATIENCE_ROWS = 5000  # how many rows the build still reads after a bad one, to
 _LISTED = ("truncated", "split", "too_long", "no_labels", "lost_labels", "typed_control")
 _COUNTED = (
     *_LISTED, "rows", "bad", "kept", "samples", "conversations", "duplicates", "windows_without_labels",
+    "sorted_results", "foreign_markup", "doubled_markup", "media_marks",
     "typed_control_tokens", "reasoning_dropped", "reasoning_masked", "empty_answers",
     "split_by_question", "questions", "documents", "typed_documents",
     "tokens", "label_tokens", *(f"{fate}_{kind}" for fate in LOSING for kind in ("tokens", "labels")),
@@ -198,6 +200,7 @@ class BuildReport:
             "reasoning_masked": "answers carry no loss: the chat template drops their reasoning",
             "reasoning_dropped": "turns lost their reasoning: the chat template drops it",
             "empty_answers": "answers are empty; they do not contribute to the loss",
+            "sorted_results": "rows had results of parallel calls out of order; their ids put them in order",
             "duplicates": "samples are duplicates; they are kept",
         }
         notes = []
@@ -211,7 +214,7 @@ class BuildReport:
                 )
             if counts[name]:
                 notes.append(note)
-        return notes
+        return [*notes, *markup_notes(counts)]
 
     def report(self, notes: list[str]) -> dict[str, Any]:
         """Return the content of report.json."""

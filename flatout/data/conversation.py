@@ -32,7 +32,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. `train` True or False decides about its loss; with None, `data.loss_type` does."""
+    """One turn. `train` True or False decides about its loss; with None, `data.loss_type` does.
+
+    `silent` are character ranges of `content` that carry no loss even if the turn does: ascending, disjoint.
+    """
 
     role: Role
     content: str
@@ -41,6 +44,7 @@ class Message:
     name: str | None = None
     tool_call_id: str | None = None
     train: bool | None = None
+    silent: tuple[tuple[int, int], ...] = ()
 
 
 def is_empty(message: Message) -> bool:
@@ -50,11 +54,17 @@ def is_empty(message: Message) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A chat of at least one message; `tools` are JSON schemas passed to the template."""
+    """A chat of at least one message; `tools` are JSON schemas passed to the template.
+
+    `template_args` are the row's own variables for the template; they come before `data.template_args`. `found` names
+    what reading the row noticed, which the build report counts: `key:id` is a key of a turn that is not read.
+    """
 
     messages: tuple[Message, ...]
     origin: Origin
     tools: tuple[Mapping[str, Any], ...] = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    found: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +72,14 @@ class PlainText:
     """A document trained on as a whole (continued pretraining), or a prompt/completion pair without a template.
 
     `prompt` is context without loss; `text` carries loss except in its `silent` character ranges, which are ascending
-    and disjoint. The end-of-text token is added after it.
+    and disjoint. The end-of-text token is added after it. `found` is as in Conversation.
     """
 
     text: str
     origin: Origin
     prompt: str = ""
     silent: tuple[tuple[int, int], ...] = ()
+    found: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +17,14 @@ from flatout.data.conversation import Conversation, PlainText, Sample, is_empty
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
 from flatout.data.loss_mask.mask import Masker, complement
 from flatout.data.loss_mask.questions import Policy, masked_samples
+from flatout.data.markup import noticed
 from flatout.data.templates.description import Problem, TemplateDescription
-from flatout.data.templates.template import ChatTemplate, choose_template
+from flatout.data.templates.template import ChatTemplate, choose_template, reads
 from flatout.data.tokenizer import control_pattern, load_tokenizer
 from flatout.errors import DataError
 from flatout.io.template_limits import bounded
 
+_MAX_MASKERS = 64
 LOSING = ("truncated", "split", "too_long", "lost_labels")
 """Fates in which the length policy loses tokens."""
 Fate = Literal["kept", "truncated", "split", "too_long", "no_labels", "lost_labels"]
@@ -74,6 +77,7 @@ class SampleTokenizer:
         self._bos = [int(bos)] if bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos] else []
         self.num_ids = max(len(self.tokenizer), self.tokenizer.vocab_size)
         self._masker: Masker | None = None
+        self._maskers: dict[str, Masker] = {}  # of rows with variables of their own
 
     @property
     def masker(self) -> Masker:
@@ -85,13 +89,7 @@ class SampleTokenizer:
                     template = choose_template(self.tokenizer, None, options.tokenizer_name)
                 else:
                     template = ChatTemplate.checked(name, source, self.tokenizer, dict(options.template_args))
-                masker = Masker(
-                    template,
-                    options.loss_type,
-                    self._control,
-                    mask_empty_reasoning=options.empty_reasoning == "mask",
-                    end_of_turn=options.end_of_turn,
-                )
+                masker = self._masker_of(template)
             if not masker.stops.texts and options.end_of_turn is None and options.loss_type == "response_only":
                 raise DataError(
                     f"chat template {name!r}: nothing that it writes ends an answer, so a model would not learn to "
@@ -99,6 +97,34 @@ class SampleTokenizer:
                 )
             self._masker = masker
         return self._masker
+
+    def _masker_of(self, template: ChatTemplate) -> Masker:
+        return Masker(
+            template,
+            self.options.loss_type,
+            self._control,
+            mask_empty_reasoning=self.options.empty_reasoning == "mask",
+            end_of_turn=self.options.end_of_turn,
+        )
+
+    def _masker_for(self, sample: Conversation) -> Masker:
+        """Return the masker of a row's own variables. Raises DataError for one that the template does not read.
+
+        An empty value of such a variable has no effect, so it may be there.
+        """
+        template = self.masker.template
+        args = {k: v for k, v in sample.template_args.items() if v not in ("", [], {}) or reads(template.source, k)}
+        if not args:
+            return self.masker
+        key = json.dumps(args, sort_keys=True)
+        if key not in self._maskers:
+            if len(self._maskers) >= _MAX_MASKERS:
+                self._maskers.clear()
+            merged = {**template.args, **args}
+            where = f"{sample.origin}: chat_template_kwargs"
+            own = ChatTemplate.checked(template.name, template.source, self.tokenizer, merged, where)
+            self._maskers[key] = self._masker_of(own)
+        return self._maskers[key]
 
     @cached_property
     def description(self) -> TemplateDescription:
@@ -143,18 +169,20 @@ class SampleTokenizer:
                 f"{sample.origin}: token id {ids[bad]} at position {bad} is outside 0..{self.num_ids - 1} "
                 f"of tokenizer {self.options.tokenizer_name!r}; the row comes from a different tokenizer"
             )
-        return self._fit(TokenizedText(np.array(ids, np.int32), np.array(labels, np.bool_)))
+        return self._fit(TokenizedText(np.array(ids, np.int32), np.array(labels, np.bool_)), {})
 
     def _conversation(self, sample: Conversation) -> TokenizedSample:
         policy = self.options.lost_reasoning
         with bounded(f"{sample.origin}: chat template {self.masker.template.name!r}"):
-            texts = masked_samples(self.masker, sample, policy)
+            masker = self._masker_for(sample) if sample.template_args else self.masker
+            texts = masked_samples(masker, sample, policy)
         done = []
         for masked in texts:
             text = self.encoder.encode(masked.text, masked.spans, masked.typed)
-            done.append(self._fit(text, typed_control_tokens=len(masked.typed)))
+            done.append(self._fit(text, {"typed_control_tokens": len(masked.typed)}))
         silent = [m for m in sample.messages if m.role == "assistant" and m.train is False]
         counts = {"empty_answers": sum(map(is_empty, silent))}
+        counts |= noticed(sample, texts[-1].text if texts else "", self._control)
         if len(texts) > 1:
             counts |= {"split_by_question": 1, "questions": len(texts)}
         elif texts:
@@ -182,15 +210,11 @@ class SampleTokenizer:
         ids = np.concatenate([np.array(bos, np.int32), body.token_ids, np.array(end, np.int32)])
         ends_with_loss = bool(spans) and spans[-1][1] == len(text)
         loss_mask = np.concatenate([np.zeros(len(bos), np.bool_), body.loss_mask, np.full(len(end), ends_with_loss)])
-        return self._fit(
-            TokenizedText(ids, loss_mask),
-            is_document=not (sample.prompt or sample.silent),
-            documents=1,
-            typed_documents=int(bool(typed)),
-            typed_control_tokens=len(typed),
-        )
+        counts = {"documents": 1, "typed_documents": int(bool(typed)), "typed_control_tokens": len(typed)}
+        counts |= noticed(sample, skipped=self._control)
+        return self._fit(TokenizedText(ids, loss_mask), counts, is_document=not (sample.prompt or sample.silent))
 
-    def _fit(self, text: TokenizedText, *, is_document: bool = False, **counts: int) -> TokenizedSample:
+    def _fit(self, text: TokenizedText, counts: dict[str, int], *, is_document: bool = False) -> TokenizedSample:
         """Apply the length policy."""
         length, limit, policy = len(text.token_ids), self.options.max_tokens, self.options.too_long
         if policy == "auto":

@@ -101,6 +101,8 @@ class Masker:
             spans = self._spans(rendering, layout, messages, since)
             if self.stops.widens:
                 text, spans = self._with_stops(text, spans, messages)
+            if any(message.silent for message in messages):
+                spans = self._without_silent(rendering, layout, messages, spans, len(text))
             if self._empty_reasoning is not None:
                 found = ((start, end, self._empty_reasoning.match(text, start, end)) for start, end in spans)
                 spans = tuple((empty.end() if empty else start, end) for start, end, empty in found)
@@ -176,6 +178,33 @@ class Masker:
             is_ended = text[start:end].endswith(self.stops.texts) or behind + len(found) > after
             widened.append((start, behind + len(found) if found and not is_ended else end))
         return text, tuple(widened)
+
+    def _without_silent(
+        self,
+        rendering: Rendering,
+        layout: PartSpans | None,
+        messages: Sequence[Message],
+        spans: Sequence[Span],
+        length: int,
+    ) -> tuple[Span, ...]:
+        """Return the ranges with loss without the silent ranges of messages, which must be in the text unchanged."""
+        silent = list[Span]()
+        for turn, message in enumerate(messages):
+            if not message.silent:
+                continue
+            own = self._turn_spans(rendering, layout, [turn])
+            start, end = own[0][0], own[-1][1]
+            inner = message.content.strip()
+            at = rendering.text.find(inner, start, end)
+            if at < 0 or rendering.text.find(inner, at + 1, end) >= 0:
+                raise UnprovenMaskError(
+                    f"the text of messages[{turn}] is not once in its turn, so its ranges are unknown"
+                )
+            at -= message.content.index(inner)
+            silent += [(max(at + first, start), min(at + after, end)) for first, after in message.silent]
+        carrying = complement([span for span in silent if span[0] < span[1]], length)
+        both = ((max(a, c), min(b, d)) for a, b in spans for c, d in carrying)
+        return tuple((start, end) for start, end in both if start < end)
 
     def _turn_spans(self, rendering: Rendering, layout: PartSpans | None, turns: Sequence[int]) -> list[Span]:
         text = rendering.text

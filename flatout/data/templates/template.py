@@ -40,13 +40,21 @@ class ChatTemplate:
 
     @classmethod
     def checked(
-        cls, name: str, source: str, tokenizer: PreTrainedTokenizerBase, args: Mapping[str, Any] | None = None
+        cls,
+        name: str,
+        source: str,
+        tokenizer: PreTrainedTokenizerBase,
+        args: Mapping[str, Any] | None = None,
+        setting: str = "data.template_args",
     ) -> ChatTemplate:
-        """Return a template that reads the variables `args` and renders one user turn. Raises DataError if not."""
+        """Return a template that reads the variables `args` and renders one user turn.
+
+        Raises DataError if not, which names the `setting` that the variables are from.
+        """
         args = args or {}
         for variable in args:
-            if variable in _OURS_TO_GIVE or not re.search(rf"\b{re.escape(variable)}\b", source):
-                raise DataError(f"data.template_args: chat template {name!r} does not read {variable!r}; remove it")
+            if not reads(source, variable):
+                raise DataError(f"{setting}: chat template {name!r} does not read {variable!r}; remove it")
         tried = cls(name, source, tokenizer, args)
         try:
             if "hello" not in tried.render([{"role": "user", "content": "hello"}], generation_prompt=True):
@@ -116,6 +124,11 @@ class ChatTemplate:
                 raw["tool_call_id"] = message.tool_call_id
             raws.append(raw)
         return raws
+
+
+def reads(source: str, variable: str) -> bool:
+    """Return whether a template reads a variable that the caller may set."""
+    return variable not in _OURS_TO_GIVE and bool(re.search(rf"\b{re.escape(variable)}\b", source))
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase, template: str | None, tokenizer_name: str) -> ChatTemplate:

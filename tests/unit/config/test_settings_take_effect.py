@@ -108,6 +108,7 @@ SAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "data.sources.path": ("/nowhere.jsonl", {}, "/nowhere.jsonl: no such file"),
     "data.sources.format": ("text", {}, "no column 'text'"),
     "data.sources.columns": ({"messages": "nothing"}, {}, "no column 'nothing'"),
+    "data.sources.keys": ({"role": "ignored"}, {}, "'role' is a key that flatout reads"),
     "data.sources.split": ("test", {}, "no files of split 'test'"),
     "data.sources.subset": ("en", {}, "subset: 'en' is for hub ids"),
     "data.sources.revision": ("abc", {}, "revision: 'abc' is for hub ids"),

@@ -84,8 +84,8 @@ SHAPES: list[tuple[str, dict[str, Any], tuple[Message, ...]]] = [
         (
             U,
             Message("assistant", "", tool_calls=(replace(ADD, call_id="c1"), replace(ADD, call_id="c2"))),
-            Message("tool", "4", tool_call_id="c2"),
             Message("tool", "3", tool_call_id="c1"),
+            Message("tool", "4", tool_call_id="c2"),
             A,
         ),
     ),

@@ -96,7 +96,10 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("calls", chat(Q) | {"tools": "[1]"}, "tools[0] is a number (1), not an object"),
     ("calls", chat(Q) | {"tools": [{"description": "x"}]}, "tools[0].name is null, not a string"),
     ("parts", parts({"type": "image_url", "image_url": {"url": "x"}}),
-     "messages[1].content[0].type 'image_url' cannot be trained on; only text, reasoning and tool_call parts can"),
+     "messages[1].content[0] (image_url) holds images, which cannot be trained on yet, so its words would lose their "
+     "meaning; remove the row"),
+    ("parts", parts({"type": "code", "text": "x"}),
+     "messages[1].content[0].type 'code' cannot be trained on; only text, reasoning and tool_call parts can"),
     ("parts", parts({"text": "x"}),
      "messages[1].content[0].type None cannot be trained on; only text, reasoning and tool_call parts can"),
     ("parts", parts({"type": "text"}), "messages[1].content[0].text is null, not a string"),
@@ -146,12 +149,14 @@ def test_bad_rows(row: dict[str, Any], message: str) -> None:
 
 # first row, settings -> start of the message
 FIRST_ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("C10", {"id": 1, "mesages": []}, {},
+    ("C10", {"id": 1, "mesages": [Q, A]}, {},
      "train.jsonl:1: no column 'messages'; found 'mesages' (did you mean?); rename it, or set columns: "
      "{messages: mesages}; columns found: id, mesages"),
     ("C10", {"instruction": "q", "outputs": "a"}, {},
      "train.jsonl:1: no column 'output'; found 'outputs' (did you mean?); rename it, "
      "or set columns: {output: outputs}; columns found: instruction, outputs"),
+    ("C10", {"id": 1, "mesages": []}, {},
+     "train.jsonl:1: no column 'messages'; found 'mesages' (did you mean?); rename it; columns found: id, mesages"),
     ("C10", {"id": 1, "mesages": []}, {"format": "messages"},
      "train.jsonl:1: no column 'messages'; found 'mesages' (did you mean?)"),
     ("C10", {"question": "q", "answer": "a"}, {},
@@ -160,8 +165,9 @@ FIRST_ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("C10", {"q": "q", "a": "a"}, {},
      "train.jsonl:1: no known format has these columns; map yours, such as columns: {instruction: question, output: "
      "answer}; known formats: tokens: input_ids; oasst: message_id, parent_id, text, role; oasst_trees: prompt; "
-     "segments: segments; messages: messages; sharegpt: conversations; prompt_completion: prompt, completion; "
-     "alpaca: instruction, output; text: text; columns found: q, a"),
+     "segments: segments; messages: messages; sharegpt: conversations; gemini: contents; glaive: chat; "
+     "xlam: query, tools, answers; prompt_completion: prompt, completion; alpaca: instruction, output; text: text; "
+     "columns found: q, a"),
     ("C10", {"messages": None, "x": 1}, {}, "train.jsonl:1: no known format has these columns; map yours"),
     ("C10", {"q": 1}, {"format": "text"}, "train.jsonl:1: no column 'text', which format text needs; columns found: q"),
     ("C10", {}, {}, "train.jsonl:1: no known format has these columns"),

@@ -16,11 +16,12 @@ class FieldError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How to read one source's rows: `columns` (flatout's -> user's), `roles` (user's -> flatout's), system prompt."""
+    """How to read one source's rows: its settings `columns`, `roles`, `system` and `keys`."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     roles: Mapping[str, str] = field(default_factory=dict)
     system: str | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, column: str) -> str:
         """Return the user's name of a column; one that was renamed to another column is not read under its own name."""

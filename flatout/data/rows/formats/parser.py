@@ -12,42 +12,72 @@ from typing import Any
 
 from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Origin, Sample
+from flatout.data.rows.formats.advice import Works, near_miss, proposed, unread_meaning
 from flatout.data.rows.formats.conversations import (
     CHAT_COLUMNS,
+    CHAT_OPTIONAL,
     ROLE_TARGETS,
+    TURN_KEYS,
     chat_column,
     parse_alpaca,
     parse_chat,
     parse_prompt_completion,
+    turns_at,
 )
 from flatout.data.rows.formats.fields import FieldError, Reading, kind, unpacked
+from flatout.data.rows.formats.gemini import looks_like_gemini, parse_gemini
+from flatout.data.rows.formats.glaive import looks_like_glaive, parse_glaive
 from flatout.data.rows.formats.oasst import OASST_COLUMNS, is_tree, thread
 from flatout.data.rows.formats.plain import MASK_COLUMNS, parse_segments, parse_text, parse_tokens
+from flatout.data.rows.formats.refusals import refusal
+from flatout.data.rows.formats.xlam import parse_xlam
 from flatout.data.rows.read import BadRow, RawRow, raise_error
 from flatout.errors import DataError
 
-# names that data sets use for the two columns of alpaca; the user has to choose which is meant
-_QUESTIONS = ("instruction", "question", "query", "prompt", "input", "problem", "inputs")
-_ANSWERS = ("output", "answer", "response", "completion", "solution", "targets")
-_JOINED = (
-    "; prompt and completion are concatenated, without a chat template or separator (format: alpaca with columns: "
-    "{instruction: prompt, output: completion} applies the chat template)"
-)
+# what the console says about a format, besides its columns
+_REMARKS = {
+    "prompt_completion": (
+        "prompt and completion are concatenated, without a chat template or separator (format: alpaca with columns: "
+        "{instruction: prompt, output: completion} applies the chat template)"
+    ),
+    "xlam": "answers become tool calls, parameters of tools a JSON Schema",
+    "glaive": "USER, ASSISTANT and FUNCTION RESPONSE become turns, the functions in system become tools",
+    "gemini": "contents become turns, functionDeclarations become tools",
+}
 _ONE_SCHEMA = "all rows of a source need one schema: list this file as a separate source, or fix the row"
+
+
+def _any_row(row: Mapping[str, Any], reading: Reading) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
 class FormatRule:
-    """`required`: one column of each group must be present. `optional` ones are read too; all others are ignored."""
+    """`required`: one column of each group must be present. `optional` ones are read too; all others are ignored.
+
+    `named` are keys of turns, and columns that are only read if the user named them. `looks` says whether a row whose
+    columns fit is of this format.
+    """
 
     parse: Callable[[Mapping[str, Any], Origin, Reading], Sample]
     required: tuple[tuple[str, ...], ...]
     optional: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+    looks: Callable[[Mapping[str, Any], Reading], bool] = _any_row
 
     @property
     def columns(self) -> set[str]:
-        """Every column that the format reads."""
-        return {*self.optional, *chain(*self.required)}
+        """Every column that the format can read."""
+        return {*self.optional, *self.named, *chain(*self.required)}
+
+    def read(self, reading: Reading) -> set[str]:
+        """Return the user's names of the columns that are read with these settings."""
+        named = {reading.columns[name] for name in self.named if name in reading.columns}
+        return named | {reading.name(name) for name in (*self.optional, *chain(*self.required))}
+
+
+def _holds_tree(row: Mapping[str, Any], reading: Reading) -> bool:
+    return is_tree(row.get(reading.name("prompt")))
 
 
 _parse_messages = partial(parse_chat, role="role", content="content")
@@ -55,20 +85,33 @@ _parse_messages = partial(parse_chat, role="role", content="content")
 RULES: dict[str, FormatRule] = {
     "tokens": FormatRule(parse_tokens, (("input_ids",),), ("labels", "attention_mask", *MASK_COLUMNS)),
     "oasst": FormatRule(_parse_messages, tuple((name,) for name in OASST_COLUMNS), ("rank", "deleted")),
-    "oasst_trees": FormatRule(_parse_messages, (("prompt",),), ("message_tree_id", "tree_state")),
+    "oasst_trees": FormatRule(_parse_messages, (("prompt",),), ("message_tree_id", "tree_state"), looks=_holds_tree),
     "segments": FormatRule(parse_segments, (("segments",),)),
-    "messages": FormatRule(_parse_messages, (CHAT_COLUMNS,), ("tools", "system", "completion", "role", "content")),
+    "messages": FormatRule(_parse_messages, (CHAT_COLUMNS,), CHAT_OPTIONAL, ("completion", "role", "content")),
     "sharegpt": FormatRule(
         partial(parse_chat, role="from", content="value"),
-        (("conversations", "messages", "conversation"),),
-        ("tools", "system", "completion", "from", "value"),
+        (("conversations", *(name for name in CHAT_COLUMNS if name != "conversations")),),
+        CHAT_OPTIONAL,
+        ("completion", "from", "value"),
     ),
+    "gemini": FormatRule(
+        parse_gemini,
+        (("contents",),),
+        ("tools", "systemInstruction", "system_instruction", "system", "chat_template_kwargs"),
+        looks=looks_like_gemini,
+    ),
+    "glaive": FormatRule(parse_glaive, (("chat",),), ("system", "chat_template_kwargs"), looks=looks_like_glaive),
+    "xlam": FormatRule(parse_xlam, (("query",), ("tools",), ("answers",)), ("system", "chat_template_kwargs")),
     "prompt_completion": FormatRule(
-        parse_prompt_completion, (("prompt",), ("completion",)), ("tools", "system", "role", "content")
+        parse_prompt_completion, (("prompt",), ("completion",)), CHAT_OPTIONAL, ("role", "content")
     ),
-    "alpaca": FormatRule(parse_alpaca, (("instruction",), ("output",)), ("input", "system", "history")),
+    "alpaca": FormatRule(
+        parse_alpaca, (("instruction",), ("output",)), ("input", "history", *CHAT_OPTIONAL), ("reasoning",)
+    ),
     "text": FormatRule(parse_text, (("text",),)),
 }
+_NO_COLUMN = {"role", "content", "from", "value"}
+"""Keys of a turn that `columns` renames; `role` is a column of the row for OASST only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +120,7 @@ class RowParser:
 
     `format` is what was chosen, or detected at the row `first`. `kinds` are the columns that every row must have, with
     the kinds of their values; `absent` those that no row may have, since the first does not; `unread` those of the
-    first row that the format ignores.
+    first row that the format ignores, and `hint` says how those of them would be read that carry meaning.
     """
 
     format: str
@@ -86,6 +129,7 @@ class RowParser:
     kinds: tuple[tuple[str, str], ...]
     absent: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    hint: str = ""
 
     @property
     def threads(self) -> bool:
@@ -95,9 +139,14 @@ class RowParser:
     @property
     def summary(self) -> str:
         """One line for the console: the format, its columns and the ignored columns."""
-        unread = f"; ignored: {', '.join(self.unread)}" if self.unread else ""
-        joined = self.format == "prompt_completion" and all(kind == "a string" for _, kind in self.kinds)
-        return f"{self.format} rows ({', '.join(name for name, _ in self.kinds)}){unread}{_JOINED if joined else ''}"
+        unread = f"; ignored: {', '.join(self.unread)}{self.hint}" if self.unread else ""
+        remark = "" if self.format == "prompt_completion" and not self._is_joined else _REMARKS.get(self.format, "")
+        columns = ", ".join(name for name, _ in self.kinds)
+        return f"{self.format} rows ({columns}){unread}{'; ' if remark else ''}{remark}"
+
+    @property
+    def _is_joined(self) -> bool:
+        return all(kind == "a string" for _, kind in self.kinds)
 
     def gather(
         self, rows: Iterable[RawRow], bad_row: BadRow = raise_error, log: Callable[[str], None] = lambda _: None
@@ -123,7 +172,7 @@ class RowParser:
             for name in self.absent:
                 if row.get(name) is not None:
                     raise FieldError(f"has a column {name!r}, but {self.first} has none; {_ONE_SCHEMA}")
-            if why := _refusal(row, self.reading):
+            if why := refusal(row, self.reading, self.format):
                 raise FieldError(why)
             return RULES[self.format].parse(row, raw.origin, self.reading)
         except FieldError as bad:
@@ -132,19 +181,37 @@ class RowParser:
 
 def make_parser(source: SourceConfig, first: RawRow) -> RowParser:
     """Make the parser of a source. Raises DataError if its settings do not fit its first row."""
-    row = first.columns
+
+    def works(columns: Mapping[str, str]) -> bool:
+        tried = source.model_copy(update={"columns": {**source.columns, **columns}})
+        try:
+            _parser_of(tried, first, lambda columns: False).parse(first)
+        except DataError:
+            return False
+        return True
+
     for theirs, ours in source.roles.items():
         if ours not in ROLE_TARGETS:
             possible = ", ".join(ROLE_TARGETS)
             raise DataError(f"{source.path}: roles: {theirs} is mapped to {ours!r}; allowed: {possible}")
+    for key in source.keys:
+        if key in TURN_KEYS or key in _NO_COLUMN:
+            raise DataError(f"{source.path}: keys: {key!r} is a key that flatout reads; remove it")
+    return _parser_of(source, first, works)
+
+
+def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
+    """Make the parser; `works` says which advice to give where the first row does not fit."""
+    row = first.columns
     _check_renames(source, first)
-    reading = Reading(source.columns, source.roles, source.system)
-    name = _detect(row, first.origin, reading) if source.format == "auto" else source.format
-    if name == "oasst" and is_tree(row.get(reading.name("prompt"))):
+    reading = Reading(source.columns, source.roles, source.system, source.keys)
+    name = _detect(row, first.origin, reading, works) if source.format == "auto" else source.format
+    if name == "oasst" and _holds_tree(row, reading):
         name = "oasst_trees"
     rule = RULES[name]
     if missing := _missing_columns(row, rule, reading):
-        hint = _near_miss(missing, row) or f"no column {missing[0]!r}, which format {name} needs"
+        hint = near_miss(missing, _all_columns(), row, works)
+        hint = hint or f"no column {missing[0]!r}, which format {name} needs"
         raise DataError(f"{first.origin}: {hint}; {_columns_found(row)}")
     if source.system is not None and name in ("text", "tokens"):
         raise DataError(f"{first.origin}: system is set, but {name} rows are not conversations; remove system")
@@ -157,22 +224,23 @@ def make_parser(source: SourceConfig, first: RawRow) -> RowParser:
         optional = [reading.name(column) for column in rule.optional]
         used += [column for column in optional if row.get(column) is not None]
         absent = [column for column in optional if row.get(column) is None]
-    read = set(map(reading.name, rule.columns))
-    unread = tuple(column for column in row if column not in read)
     kinds = tuple((column, kind(row[column])) for column in used)
-    return RowParser(name, reading, first.origin, kinds, tuple(absent), unread)
+    is_joined = name == "prompt_completion" and all(kind == "a string" for _, kind in kinds)
+    read = set(used) if is_joined else rule.read(reading)  # to a text, nothing else applies
+    unread = tuple(column for column in row if column not in read)
+    hint = unread_meaning(row, unread, reading) if name == "alpaca" else ""
+    return RowParser(name, reading, first.origin, kinds, tuple(absent), unread, hint)
 
 
 def _check_renames(source: SourceConfig, first: RawRow) -> None:
     rules = RULES.values() if source.format == "auto" else [RULES[source.format]]
     known = set().union(*(rule.columns for rule in rules))
-    in_turns = {"role", "content", "from", "value"}  # keys of a turn; `role` is a column of the row for OASST only
     for ours, theirs in source.columns.items():
         if ours not in known:
             near = difflib.get_close_matches(ours, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
             raise DataError(f"{source.path}: columns: {ours!r} is not a column of format {source.format}; {hint}")
-        if theirs not in first.columns and ours not in in_turns:
+        if theirs not in first.columns and ours not in _NO_COLUMN:
             near = difflib.get_close_matches(theirs, list(first.columns), n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise DataError(
@@ -181,53 +249,36 @@ def _check_renames(source: SourceConfig, first: RawRow) -> None:
             )
 
 
-def _detect(row: Mapping[str, Any], origin: Origin, reading: Reading) -> str:
-    """Return the row's format name. Raises DataError with the columns found and the nearest known name."""
-    if why := _refusal(row, reading):
+def _detect(row: Mapping[str, Any], origin: Origin, reading: Reading, works: Works) -> str:
+    """Return the row's format name. Raises DataError with the columns found and what to set."""
+    if why := refusal(row, reading):
         raise DataError(f"{origin}: {why}")
     for name, rule in RULES.items():
-        if name == "oasst_trees" and not is_tree(row.get(reading.name("prompt"))):
-            continue
         for group in rule.required:
             names = map(reading.name, group)
             # parent_id is null at a root, so the column's presence is enough
             if not any(row.get(column) is not None or (column in row and "parent_id" in group) for column in names):
                 break
         else:
-            return "sharegpt" if name == "messages" and _is_sharegpt(row, reading) else name
-    asked = next((name for name in _QUESTIONS if row.get(name) is not None), None)
-    answered = next((name for name in _ANSWERS if row.get(name) is not None), None)
-    if asked and answered:
-        hint = f"no known format has these columns; set columns: {{instruction: {asked}, output: {answered}}}"
-    else:
+            if rule.looks(row, reading):
+                return "sharegpt" if name == "messages" and _is_sharegpt(row, reading) else name
+    hint = proposed(row, works)
+    if hint is None:
         known = "; ".join(f"{name}: {', '.join(group[0] for group in rule.required)}" for name, rule in RULES.items())
         missing = [name for rule in RULES.values() for name in _missing_columns(row, rule, reading)]
-        hint = _near_miss(missing, row) or (
+        hint = near_miss(missing, _all_columns(), row, works) or (
             "no known format has these columns; map yours, such as columns: {instruction: question, output: answer}; "
             f"known formats: {known}"
         )
     raise DataError(f"{origin}: {hint}; {_columns_found(row)}")
 
 
-def _refusal(row: Mapping[str, Any], reading: Reading) -> str | None:
-    """Return why a row must not be trained on as it is: it ranks answers, or marks this one as bad."""
-    if row.get("rejected") is not None and "chosen" not in reading.columns.values():
-        return (
-            "has a column 'rejected', so it is preference data, which is not supported; to train on the chosen "
-            "answers only, set columns: {completion: chosen}"
-        )
-    if row.get("label") in (False, "false", "False") and isinstance(row["label"], bool | str):
-        return "label is false, so this answer is a bad example; keep only rows whose label is true"
-    return None
-
-
 def _is_sharegpt(row: Mapping[str, Any], reading: Reading) -> bool:
     column = chat_column(row, reading)
-    turns = row.get(column or "")
     first = None
     with suppress(FieldError):
-        turns = unpacked(turns, "")
-        first = unpacked(turns[0], "") if isinstance(turns, list) and turns else None
+        turns = turns_at(row.get(column or ""), "")
+        first = unpacked(turns[0], "") if turns else None
     if not isinstance(first, dict):  # the turns show nothing, so the column's usual name decides
         return column != reading.name("messages")
     return reading.name("from") in first and reading.name("role") not in first
@@ -239,19 +290,8 @@ def _missing_columns(row: Mapping[str, Any], rule: FormatRule, reading: Reading)
     return [names[0] for names in groups if not any(name in row for name in names)]
 
 
-def _near_miss(missing: list[str], row: Mapping[str, Any]) -> str | None:
-    """Return `no column 'messages'; found 'mesages' (did you mean?)` for the closest pair of names, or None."""
-    known = set().union(*(rule.columns for rule in RULES.values()))
-    unknown = [found for found in row if found not in known]
-    pairs = [
-        (difflib.SequenceMatcher(None, name, found).ratio(), name, found)
-        for name in missing
-        for found in difflib.get_close_matches(name, unknown, n=1, cutoff=0.75)
-    ]
-    if not pairs:
-        return None
-    _, name, found = max(pairs)
-    return f"no column {name!r}; found {found!r} (did you mean?); rename it, or set columns: {{{name}: {found}}}"
+def _all_columns() -> set[str]:
+    return set().union(*(rule.columns for rule in RULES.values()))
 
 
 def _columns_found(row: Mapping[str, Any]) -> str:

@@ -1,0 +1,108 @@
+"""What to set for rows that fit no format: proposals that name every column with meaning, and that were tried."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from flatout.data.rows.formats.fields import Reading
+
+Works = Callable[[Mapping[str, str]], bool]
+"""Whether the row can be read with these columns in addition to those that are set."""
+# names that data sets use for what alpaca has, in lower case, the likeliest first
+_QUESTIONS = (
+    "instruction", "question", "query", "prompt", "input", "problem", "inputs", "input_query", "user", "human"
+)  # fmt: skip
+_ANSWERS = (
+    "output", "answer", "response", "completion", "solution", "targets", "expected_answer", "reply", "assistant", "gpt"
+)  # fmt: skip
+_CONTEXTS = ("input", "context", "passage", "document", "article", "background", "knowledge")
+_REASONING = (
+    "reasoning", "reasoning_content", "thinking", "thought", "thoughts", "think", "rationale", "cot", "complex_cot",
+    "chain_of_thought", "explanation",
+)  # fmt: skip
+_SYSTEM = ("system", "system_prompt")
+# columns that the format reads under their own names
+_READ = ("history", "tools", "functions", "chat_template_kwargs")
+
+
+def alpaca_columns(row: Mapping[str, Any]) -> tuple[dict[str, str], str] | None:
+    """Return columns that make an alpaca row of this one, and a remark; None without a question and an answer.
+
+    Two answers of which one holds the other are one, and otherwise the worked one is the reasoning of the other.
+    """
+    texts = {name: value for name, value in row.items() if isinstance(value, str) and value.strip()}
+
+    def first(names: Iterable[str], but: Iterable[str | None] = ()) -> str | None:
+        found = (own for name in names for own in texts if own.lower() == name and own not in but)
+        return next(found, None)
+
+    question = first(_QUESTIONS)
+    answer = first(_ANSWERS, (question,))
+    if question is None or answer is None:
+        return None
+    remark, other = "", first(_ANSWERS, (question, answer))
+    reasoning = first(_REASONING, (question, answer))
+    if other is not None and reasoning is None:
+        if texts[answer].strip() in texts[other]:
+            answer, remark = other, f"{answer} stands in {other}"
+        else:
+            reasoning = other
+    context = first(_CONTEXTS, (question, answer, reasoning))
+    system = first(_SYSTEM, (question, answer, reasoning))
+    columns = {"instruction": question, "output": answer}
+    columns |= {"input": context} if context not in (None, "input") else {}
+    columns |= {"system": system} if system not in (None, "system") else {}
+    columns |= {"reasoning": reasoning} if reasoning is not None else {}
+    used = {question, answer, context, system, reasoning, *_READ}
+    left = [name for name, value in row.items() if value not in (None, "", []) and name not in used]
+    if remark:
+        left = [name for name in left if not remark.startswith(f"{name} ")]
+    return columns, "; ".join(filter(None, [remark, f"not read then: {', '.join(left)}" if left else ""]))
+
+
+def proposed(row: Mapping[str, Any], works: Works) -> str | None:
+    """Return the sentence that maps a row's columns to alpaca's, None if there is none that works."""
+    found = alpaca_columns(row)
+    if found is None or not works(found[0]):
+        return None
+    return f"no known format has these columns; set columns: {written(found[0])}" + (
+        f" ({found[1]})" if found[1] else ""
+    )
+
+
+def unread_meaning(row: Mapping[str, Any], unread: Iterable[str], reading: Reading) -> str:
+    """Return how an alpaca row's unread column of context or reasoning would be read, empty if it has none."""
+    columns = {}
+    for ours, names in (("input", _CONTEXTS), ("reasoning", _REASONING)):
+        taken = ours in reading.columns or (ours == "input" and row.get("input"))
+        theirs = next((name for name in unread if name.lower() in names and isinstance(row[name], str)), None)
+        if theirs is not None and not taken:
+            columns[ours] = theirs
+    return f" (columns: {written(columns)} reads {', '.join(columns.values())} too)" if columns else ""
+
+
+def near_miss(missing: Iterable[str], known: Iterable[str], row: Mapping[str, Any], works: Works) -> str | None:
+    """Return `no column 'messages'; found 'mesages' (did you mean?)` for the closest pair of names, or None.
+
+    `missing` are columns that formats need, `known` all that they read.
+    """
+    unknown = [found for found in row if found not in set(known)]
+    pairs = [
+        (difflib.SequenceMatcher(None, name, found).ratio(), name, found)
+        for name in missing
+        for found in difflib.get_close_matches(name, unknown, n=1, cutoff=0.75)
+    ]
+    if not pairs:
+        return None
+    _, name, found = max(pairs)
+    text = f"no column {name!r}; found {found!r} "
+    if works({name: found}):
+        return f"{text}(did you mean?); rename it, or set columns: {written({name: found})}"
+    return f"{text}(did you mean?); rename it"
+
+
+def written(columns: Mapping[str, str]) -> str:
+    """Return columns as a configuration spells them."""
+    return "{" + ", ".join(f"{ours}: {theirs}" for ours, theirs in columns.items()) + "}"

@@ -1,0 +1,68 @@
+"""Rows that must not be trained on as they are: they rank answers, mark one as bad, or hold more than text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flatout.data.rows.formats.fields import Reading
+from flatout.data.rows.formats.keys import TRAIN_KEYS, holds_something, media_error, media_kind
+
+MEDIA_MARKS = re.compile(r"<\|?(?:image|video|audio)(?:_pad|_soft_token|_1)?\|?>")
+"""What stands for a picture, a video or a sound in the texts of data sets."""
+# of a row: true means that it is to be learnt, or that it is not
+_LEARNT, _NOT_LEARNT = {*TRAIN_KEYS, "learn"}, {"mask", "masked"}
+_FALSE, _TRUE = (False, "false", "False", "0"), (True, "true", "True", "1")  # 0 == False, 1 == True
+# formats whose rows have no answer: their `label` is a class
+_PLAIN = ("text", "segments", "tokens")
+
+
+def refusal(row: Mapping[str, Any], reading: Reading, format_name: str | None = None) -> str | None:
+    """Return why a row must not be trained on as it is. `format_name` is None while the format is not known."""
+    if row.get("rejected") is not None and "chosen" not in reading.columns.values():
+        return (
+            "has a column 'rejected', so it is preference data, which is not supported; to train on the chosen "
+            "answers only, set columns: {completion: chosen}"
+        )
+    label = row.get("label")
+    is_told = isinstance(label, bool) or label in ("false", "False") or format_name not in (None, *_PLAIN)
+    if is_told and _is_in(label, _FALSE) and "label" not in reading.keys:
+        return _bad_example("label", label, "false")
+    is_media = False
+    for name, value in row.items():
+        if format_name != "tokens" and name not in reading.keys and name not in reading.columns.values():
+            if name in _LEARNT and _is_in(value, _FALSE):
+                return _bad_example(name, value, "false")
+            if name in _NOT_LEARNT and _is_in(value, _TRUE):
+                return _bad_example(name, value, "true")
+        if media := media_kind(name):
+            is_media = True
+            if name not in reading.keys and holds_something(value):
+                return f"{media_error(f'{name!r}', media)}, or set keys: {{{name}: ignored}} if its text stands alone"
+    if is_media and (mark := next((found for text in _texts(row) if (found := MEDIA_MARKS.search(text))), None)):
+        return f"the text holds {mark[0]}, which stands for what cannot be trained on yet; remove the row"
+    return None
+
+
+def _is_in(value: object, values: tuple[object, ...]) -> bool:
+    return isinstance(value, bool | int | float | str) and value in values
+
+
+def _bad_example(name: str, value: object, meaning: str) -> str:
+    shown = str(value).lower() if isinstance(value, bool | str) else value
+    if name == "label":
+        return f"label is {shown}, so this answer is a bad example; keep only rows whose label is true"
+    other = "true" if meaning == "false" else "false"
+    return (
+        f"{name} is {shown}, so this row is not to be learnt; keep only rows whose {name} is {other}, "
+        f"or set keys: {{{name}: ignored}}"
+    )
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)

@@ -1,0 +1,440 @@
+"""Rows mean what they say: each flag, picture, label and variable of a row is honoured, or named in an error.
+
+Each refusal stands beside the nearest row that is accepted. All of it goes through `flatout data build`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from flatout.cli.main import main
+from flatout.data.token_store import TokenStore
+from flatout.io.json_file import read_json
+
+Row = dict[str, Any]
+QUESTION, GOOD = {"role": "user", "content": "q"}, {"role": "assistant", "content": "good"}
+BAD = {"role": "assistant", "content": "bad"}
+HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "good"}
+
+
+class Built:
+    """One build: exit code, what it printed, and each sample as (text, text with loss)."""
+
+    def __init__(self, code: int, printed: str, samples: list[tuple[str, str]], counts: dict[str, int]) -> None:
+        self.code, self.printed, self.samples, self.counts = code, " ".join(printed.split()), samples, counts
+
+    @property
+    def learnt(self) -> list[str]:
+        return [labels for _, labels in self.samples]
+
+
+Build = Callable[..., Built]
+
+
+@pytest.fixture
+def build(
+    tmp_path: Path,
+    small_tokenizer_dir: Path,
+    small_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Build:
+    """Runs the command on rows, or on a file that is there."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(rows: list[Row] | None, *options: str, file: str = "rows.jsonl", template: str = "chatml") -> Built:
+        if rows is not None:
+            Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        command = ["data", "build", file, "--tokenizer", str(small_tokenizer_dir), "--template", template]
+        code = main([*command, "--name", "x", "--replace", "--num-procs", "1", *options])
+        out, err = capsys.readouterr()
+        if code:
+            return Built(code, out + err, [], {})
+        store = TokenStore.open(Path("data/built_dataset/x"))
+        samples = []
+        for index in range(store.num_samples):
+            ids, mask = store.sample(index)
+            samples.append((small_tokenizer.decode(ids), small_tokenizer.decode(ids[mask])))
+        return Built(code, out + err, samples, read_json(Path("data/built_dataset/x/report.json"))["counts"])
+
+    return run
+
+
+def chat(**flag: Any) -> Row:
+    return {"messages": [QUESTION, BAD | flag, QUESTION, GOOD]}
+
+
+def said(**flag: Any) -> Row:
+    return {"conversations": [HUMAN, {"from": "gpt", "value": "bad", **flag}, HUMAN, GPT]}
+
+
+PEERS = (
+    "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "loss_mask", "step_loss_mask", "weight"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [chat, said])
+@pytest.mark.parametrize("off", [False, 0, 0.0])
+def test_flags_that_peers_document_decide_about_loss(build: Build, make: Any, off: Any) -> None:
+    on = type(off)(1)
+    built = build([make(**{name: value}) for name in PEERS for value in (off, on)])
+    assert built.code == 0, built.printed
+    plain = build([make(train=False), make()]).learnt
+    assert built.learnt == plain * len(PEERS)
+    assert "bad" not in plain[0]
+    assert "bad" in plain[1]
+
+
+@pytest.mark.parametrize("make", [chat, said])
+@pytest.mark.parametrize("value", [True, False, 0, 1, 1.0])
+@pytest.mark.parametrize("name", ["learn", "masked", "mask", "toxic"])
+def test_an_unknown_flag_stops_the_build_until_it_is_told(build: Build, make: Any, name: str, value: Any) -> None:
+    refused = build([make(**{name: value})])
+    assert refused.code == 3
+    assert re.search(rf"rows\.jsonl:1: \w+\[1\]\.{name} is .*set keys: \{{{name}: ignored\}}", refused.printed)
+    told = {
+        meaning: build([make(**{name: value})], "--key", f"{name}={meaning}")
+        for meaning in ("train", "masked", "ignored")
+    }
+    assert [built.code for built in told.values()] == [0, 0, 0]
+    learnt = {meaning: "bad" in built.learnt[0] for meaning, built in told.items()}
+    assert learnt == {"train": bool(value), "masked": not value, "ignored": True}
+
+
+def test_other_unread_keys_are_named_and_counted(build: Build) -> None:
+    odd = QUESTION | {"id": 0, "lang": "en", "turn_index": 1, "score": 0.5, "none": None}
+    built = build([{"messages": [odd, GOOD]}, {"messages": [QUESTION, GOOD]}, {"messages": [odd, GOOD]}])
+    assert built.code == 0
+    assert (
+        "keys of turns that are not read: id (2 rows), lang (2 rows), turn_index (2 rows), score (2 rows)"
+        in built.printed
+    )
+    assert built.counts["key:lang"] == 2
+    assert "keys of turns" not in build([{"messages": [QUESTION, GOOD]}]).printed
+
+
+@pytest.mark.parametrize("name", ["role", "content", "tool_calls", "name"])
+def test_keys_that_are_read_cannot_be_given_another_meaning(build: Build, name: str) -> None:
+    refused = build([chat()], "--key", f"{name}=ignored")
+    assert (refused.code, f"keys: {name!r} is a key that flatout reads" in refused.printed) == (3, True)
+    wrong = build([chat()], "--key", "bad=lossless")
+    assert (
+        wrong.code,
+        "--key bad: Input should be 'train', 'masked', 'train_detail' or 'ignored'" in wrong.printed,
+    ) == (2, True)
+
+
+ANSWER = "keep this, not this"
+
+
+def detail(*ranges: tuple[int, int, bool]) -> list[Row]:
+    return [{"begin_offset": begin, "end_offset": end, "train": train} for begin, end, train in ranges]
+
+
+@pytest.mark.parametrize("name", ["train_detail", "training_detail"])
+def test_ranges_of_characters_carry_loss_as_in_axolotl(build: Build, name: str) -> None:
+    def row(**keys: Any) -> Row:
+        return {"messages": [QUESTION, {"role": "assistant", "content": ANSWER, **keys}]}
+
+    built = build([
+        row(**{name: detail((0, 8, True), (9, 18, False))}),
+        row(**{name: detail((11, 18, True))}),  # what no range names carries no loss
+        row(**{name: detail((0, 18, True))}),
+        row(**{name: detail((0, 8, True)), "train": True}),
+        row(),
+    ])  # fmt: skip
+    ended = "<|im_end|>"
+    assert [learnt.rstrip("\n") for learnt in built.learnt] == [
+        f"keep this{ended}", f"not this{ended}", f"{ANSWER}{ended}", f"keep this{ended}", f"{ANSWER}{ended}",
+    ]  # fmt: skip
+    none = build(
+        [row(), row(**{name: []}), row(**{name: detail((0, 8, True)), "train": False})], "--on-bad-row", "skip"
+    )
+    assert (none.counts["no_labels"], len(none.samples)) == (2, 1)
+    for ranges, message in [
+        (detail((0, 19, True)), "end_offset 19 is beyond the text, whose last character has offset 18"),
+        (detail((5, 4, True)), "the range 5 to 4 is empty or overlaps"),
+        (detail((0, 8, True), (8, 9, False)), "the range 8 to 9 is empty or overlaps"),
+        ([{"begin_offset": "0", "end_offset": 1, "train": True}], "begin_offset is a string, not a whole number"),
+    ]:
+        refused = build([row(**{name: ranges})])
+        assert (refused.code, message in refused.printed) == (3, True), refused.printed
+
+
+def test_parts_of_a_text_carry_loss_by_their_flags(build: Build) -> None:
+    def parts(*flags: Any) -> Row:
+        texts = [{"type": "text", "text": text} | flag for text, flag in zip(("one ", "two"), flags, strict=True)]
+        return {"messages": [QUESTION, {"role": "assistant", "content": texts}]}
+
+    built = build([parts({}, {"train": False}), parts({"weight": 0}, {"weight": 1}), parts({}, {})])
+    assert [learnt.partition("<")[0] for learnt in built.learnt] == ["one ", "two", "one two"]
+    refused = build([parts({}, {"draft": True})])
+    assert (refused.code, "messages[1].content[1].draft is true" in refused.printed) == (3, True)
+
+
+def test_segments_have_one_flag(build: Build) -> None:
+    def row(**keys: Any) -> Row:
+        return {"segments": [{"text": "ask ", "label": False}, {"text": "answer", "label": True} | keys]}
+
+    built = build([row(), row(train=True), row(lang="en")])
+    assert (built.code, built.counts["key:lang"], len(set(built.learnt))) == (0, 1, 1)
+    assert build([row(masked=True)]).code == 3
+    assert "differently" in build([row(train=False)]).printed
+
+
+FILLED: list[tuple[str, Any]] = [
+    ("image", "a.jpg"), ("images", ["a.jpg"]), ("video", "a.mp4"), ("videos", ["a.mp4"]), ("audio", {"bytes": "x"}),
+    ("audios", ["a.wav"]), ("image_path", "a.png"), ("images", [{"bytes": None, "path": "a.png"}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("column", "value"), FILLED)
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [QUESTION, GOOD]}, {"conversations": [HUMAN, GPT]}, {"instruction": "q", "output": "good"},
+        {"prompt": "q", "completion": "good"}, {"text": "q good"},
+    ],
+    ids=lambda row: next(iter(row)),
+)  # fmt: skip
+def test_pictures_and_sounds_never_become_words(build: Build, row: Row, column: str, value: Any) -> None:
+    refused = build([row | {column: value}])
+    assert refused.code == 3
+    assert re.search(
+        rf"rows\.jsonl:1: '{column}' holds (image|video|audio)s, which cannot be trained on yet", refused.printed
+    )
+    # a row without one in the same set is trained, and so is one whose picture is told to be of no account
+    kept = build([row, row | {column: None}, row | {column: []}, row | {column: value}], "--on-bad-row", "skip")
+    assert (kept.code, len(kept.samples), kept.counts["bad"]) == (0, 3, 1)
+    assert build([row | {column: value}], "--key", f"{column}=ignored").code == 0
+
+
+@pytest.mark.parametrize("column", ["image", "images", "audio"])
+@pytest.mark.parametrize("mark", ["<image>", "<video>", "<audio>", "<|image_pad|>"])
+def test_a_mark_beside_a_column_of_media_is_proof(build: Build, column: str, mark: str) -> None:
+    marked = {"messages": [{"role": "user", "content": f"{mark}\nWhat is it?"}, GOOD]}
+    for value in (None, [], "a.jpg"):
+        refused = build([marked | {column: value}], "--key", f"{column}=ignored")
+        assert (refused.code, f"the text holds {mark}" in refused.printed) == (3, True)
+    alone = build([marked])
+    assert (alone.code, alone.counts["media_marks"], "1 rows contain <image>" in alone.printed) == (0, 1, True)
+
+
+@pytest.mark.parametrize("part", [
+    {"type": "image"}, {"type": "image_url", "image_url": {"url": "u"}}, {"type": "input_audio", "input_audio": {}},
+    {"type": "video", "video": "v.mp4"},
+])  # fmt: skip
+def test_parts_with_media_are_refused(build: Build, part: Row) -> None:
+    def row(*parts: Row) -> Row:
+        return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "q"}]}, GOOD]}
+
+    refused = build([row(part)])
+    assert (refused.code, f"messages[0].content[0] ({part['type']}) holds" in refused.printed) == (3, True)
+    assert build([row()]).code == 0
+    assert build([{"messages": [QUESTION | {"images": ["a.jpg"]}, GOOD]}]).code == 3
+    assert build([{"messages": [QUESTION | {"images": []}, GOOD]}]).code == 0
+
+
+PAIR = {"prompt": "q ", "completion": "good"}
+
+
+@pytest.mark.parametrize("row", [PAIR, {"messages": [QUESTION, GOOD]}, {"instruction": "q", "output": "good"}])
+@pytest.mark.parametrize(("bad", "good"), [(0, 1), (0.0, 1.0), ("0", "1"), ("false", "true"), (False, True)])
+def test_a_bad_example_is_refused_however_it_is_written(build: Build, row: Row, bad: Any, good: Any) -> None:
+    refused = build([row | {"label": good}, row | {"label": bad}])
+    assert refused.code == 3
+    assert re.search(r"rows\.jsonl:2: label is (0|0\.0|false), so this answer is a bad example", refused.printed)
+    assert len(build([row | {"label": good}] * 2).samples) == 2
+    assert build([row | {"label": bad}], "--key", "label=ignored").code == 0
+
+
+def test_labels_of_csv_and_parquet(build: Build) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    Path("rows.csv").write_text("prompt,completion,label\nq,good,1\nq,bad,0\n")
+    pq.write_table(pa.table({"prompt": ["q"] * 2, "completion": ["a"] * 2, "label": [1, 0]}), "rows.parquet")
+    for file in ("rows.csv", "rows.parquet"):
+        refused = build(None, file=file)
+        assert (refused.code, f"{file}:2: label is 0" in refused.printed) == (3, True), refused.printed
+        assert len(build(None, "--on-bad-row", "skip", file=file).samples) == 1
+
+
+def test_the_class_of_a_text_is_no_verdict(build: Build) -> None:
+    built = build([{"text": "good", "label": label} for label in (0, 1, 2)])
+    assert (built.code, len(built.samples)) == (0, 3)
+
+
+@pytest.mark.parametrize(("name", "bad", "good"), [("train", False, True), ("loss", 0, 1), ("masked", True, False),
+                                                   ("weight", "0", "1"), ("learn", "false", "true")])  # fmt: skip
+def test_flags_of_a_whole_row(build: Build, name: str, bad: Any, good: Any) -> None:
+    row = {"instruction": "q", "output": "good"}
+    refused = build([row | {name: bad}])
+    assert (refused.code, "this row is not to be learnt" in refused.printed) == (3, True)
+    assert build([row | {name: good}]).code == 0
+    assert build([row | {name: bad}], "--key", f"{name}=ignored").code == 0
+
+
+ADVISED: list[Row] = [
+    {"instruction": "who", "context": "about him", "response": "he", "category": "qa"},
+    {"question": "what", "context": "about it", "answer": "it"},
+    {"problem": "2 and 2", "solution": "we add them", "answer": "4"},
+    {"problem": "2 and 2", "solution": "we add them: 4", "answer": "4"},
+    {"question": "why", "reasoning": "let us see", "answer": "so"},
+    {"input": "say", "output": "said"},
+    {"Question": "say", "Response": "said", "id": "7"},
+    {"query": "say", "response": "said", "system_prompt": "be good"},
+]
+
+
+@pytest.mark.parametrize("row", ADVISED, ids=lambda row: "-".join(row))
+def test_advice_works_and_names_every_column_with_meaning(build: Build, row: Row) -> None:
+    refused = build([row])
+    assert refused.code == 3
+    advice = re.search(r"set columns: \{([^}]*)\}(?: \(([^)]*)\))?", refused.printed)
+    assert advice is not None, refused.printed
+    columns = dict(pair.split(": ") for pair in advice[1].split(", "))
+    options = [option for ours, theirs in columns.items() for option in ("--column", f"{ours}={theirs}")]
+    built = build([row], *options, template="qwen3")
+    assert built.code == 0, built.printed
+    for name, value in row.items():
+        told = advice[2] or ""
+        assert value in built.samples[0][0] or re.search(rf"not read then: .*\b{name}\b", told), (name, told)
+        if name in ("category", "id"):
+            assert name in told
+
+
+def test_advice_that_would_not_work_is_not_given(build: Build) -> None:
+    refused = build([{"question": "what", "answer": ["it"]}])
+    assert (refused.code, "set columns" in refused.printed) == (3, False)
+    near = build([{"mesages": "text"}])
+    assert (near.code, "did you mean" in near.printed, "set columns" in near.printed) == (3, True, False)
+    assert "set columns: {messages: mesages}" in build([{"mesages": [QUESTION, GOOD]}]).printed
+
+
+def test_an_unread_column_with_meaning_is_told_with_its_remedy(build: Build) -> None:
+    row = {"instruction": "who", "output": "he", "context": "about him", "id": 7}
+    built = build([row])
+    assert "ignored: context, id (columns: {input: context} reads context too)" in built.printed
+    told = build([row], "--column", "input=context")
+    assert ("ignored: id" in told.printed, "about him" in told.samples[0][0]) == (True, True)
+
+
+TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {}}}}
+
+
+def call(name: str, call_id: str | None = None, arguments: Any = "{}") -> Row:
+    return {"function": {"name": name, "arguments": arguments}} | ({"id": call_id} if call_id else {})
+
+
+def test_markup_that_stands_twice_is_counted_and_said(build: Build) -> None:
+    clean = {
+        "tools": [TOOL],
+        "messages": [
+            {"role": "system", "content": "be good"}, QUESTION,
+            {"role": "assistant", "content": "", "tool_calls": [call("get")]},
+            {"role": "tool", "content": "sunny"}, GOOD,
+        ],
+    }  # fmt: skip
+    listed, wrapped = json.loads(json.dumps(clean)), json.loads(json.dumps(clean))
+    listed["messages"][0]["content"] = f"You may call <tools>{json.dumps([TOOL])}</tools>"
+    wrapped["messages"][3]["content"] = "<tool_response>\nsunny\n</tool_response>"
+    built = build([clean, listed, wrapped], template="qwen3")
+    assert (built.code, built.counts["doubled_markup"]) == (0, 2)
+    assert "2 rows hold markup that the chat template writes too" in built.printed
+    alone = build([clean], template="qwen3")
+    assert (alone.counts["doubled_markup"], "markup" in alone.printed) == (0, False)
+
+
+FOREIGN = ["<s>[INST] q [/INST] good</s>", "### Human: q\n### Assistant: good", "USER: q ASSISTANT: good",
+           "<start_of_turn>user\nq<end_of_turn>", "### Instruction:\nq\n\n### Response:\ngood"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FOREIGN)
+def test_markup_of_another_model_is_counted_and_said(build: Build, text: str) -> None:
+    rows = [{"text": text}, {"text": "an [INST] alone, a Human: and a ### heading"}]
+    built = build(rows)
+    assert (built.code, built.counts["foreign_markup"]) == (0, 1)
+    assert "1 rows contain chat markup in their texts (" in built.printed
+    turns = build([{"messages": [{"role": "user", "content": text}, GOOD]}, {"messages": [QUESTION, GOOD]}])
+    assert turns.counts["foreign_markup"] == 1
+    assert build(rows[1:]).counts["foreign_markup"] == 0
+
+
+def test_results_of_parallel_calls_go_into_their_order(build: Build) -> None:
+    def row(*ids: str | None) -> Row:
+        results = [{"role": "tool", "content": f"of {i}"} | ({"tool_call_id": i} if i else {}) for i in ids]
+        calls = {"role": "assistant", "content": "", "tool_calls": [call("get", "a"), call("get", "b")]}
+        return {"messages": [QUESTION, calls, *results, GOOD]}
+
+    built = build([row("a", "b"), row("b", "a"), row("b"), row(None, None)], template="qwen3")
+    assert (built.code, built.counts["sorted_results"]) == (0, 1)
+    assert built.samples[0] == built.samples[1]
+    assert "1 rows had results of parallel calls out of order; their ids put them in order" in built.printed
+
+
+def test_arguments_as_openai_publishes_them(build: Build) -> None:
+    twice = json.dumps(json.dumps({"city": "Rome"}))
+    rows = [
+        {"messages": [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call("get", None, given)]}]}
+        for given in (twice, '{"city": "Rome"}', {"city": "Rome"}, "", '""', "{}")
+    ]
+    built = build(rows, template="qwen3")
+    assert built.code == 0, built.printed
+    assert (len(set(built.samples[:3])), len(set(built.samples[3:]))) == (1, 1)
+    assert "Rome" in built.learnt[0]
+    refused = build(
+        [{"messages": [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call("get", None, "[1]")]}]}]
+    )
+    assert (refused.code, "arguments is a list, not an object" in refused.printed) == (3, True)
+
+
+KWARGS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if mood %}({{ mood }}) {% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_row_has_variables_of_its_own_for_the_template(build: Build) -> None:
+    Path("mood.jinja").write_text(KWARGS)
+
+    def row(**variables: Any) -> Row:
+        return {"messages": [QUESTION, GOOD], "chat_template_kwargs": variables}
+
+    rows = [row(mood="sad"), row(), row(mood=None), row(mood="", tools_of_another=[]), {"messages": [QUESTION, GOOD]}]
+    built = build(rows, "--template-arg", "mood=glad", template="mood.jinja")
+    assert built.code == 0, built.printed
+    assert [re.findall(r"\((\w+)\)", text)[:1] for text, _ in built.samples] == [
+        ["sad"],
+        ["glad"],
+        ["glad"],
+        [],
+        ["glad"],
+    ]
+    refused = build([row(thinking=True)], template="mood.jinja")
+    assert (refused.code, "rows.jsonl:1: chat_template_kwargs: chat template 'mood.jinja' does not read 'thinking'" in
+            refused.printed) == (3, True), refused.printed  # fmt: skip
+    assert build([row(thinking=True)], "--key", "chat_template_kwargs=ignored", template="mood.jinja").code == 0
+    assert build([row() | {"chat_template_kwargs": "loud"}], template="mood.jinja").code == 3
+
+
+def test_turns_as_a_struct_of_lists(build: Build) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    turns = {"role": ["user", "assistant"], "content": ["q", "good"], "train": [None, True]}
+    pq.write_table(pa.table({"messages": [turns, turns]}), "rows.parquet")
+    built = build(None, file="rows.parquet")
+    assert (built.code, built.learnt) == (0, build([{"messages": [QUESTION, GOOD]}] * 2).learnt)
+    uneven = build([{"messages": {"role": ["user", "assistant"], "content": ["q"]}}])
+    assert (uneven.code, "different lengths (role 2, content 1)" in uneven.printed) == (3, True)
+    stream = io.StringIO(json.dumps({"conversations": {"from": ["human", "gpt"], "value": ["q", "good"]}}))
+    assert build([json.load(stream)]).learnt == built.learnt[:1]
