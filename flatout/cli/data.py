@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, help="seed for drawing rows (3407)")
     add("--subset", help="configuration name of a hub data set")
     add("--revision", help="commit or tag of a hub data set")
+    add("--unread-files", help="error or skip: files of unknown types in a folder or archive")
     add("--format", help=f"row format (auto): {', '.join(get_args(Format))}")
     add("--column", action="append", default=[], metavar="OURS=YOURS", help="rename a column; repeatable")
     add(

@@ -18,7 +18,10 @@ Format = Literal[
 ]  # fmt: skip
 KeyMeaning = Literal["train", "masked", "train_detail", "ignored"]
 
-_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".xz", ".gz", ".zst")
+_SUFFIXES = (
+    ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".txt", ".zip", ".tar", ".tgz",
+    ".xz", ".gz", ".bz2", ".zst",
+)  # fmt: skip
 
 
 def data_section(value: Any) -> Any:
@@ -42,7 +45,8 @@ class SourceConfig(Section):
     """One source of training rows: a local path or a hub id."""
 
     path: PathText
-    """A file, folder or glob (json, jsonl, csv, tsv, parquet, arrow, txt; also .xz, .gz, .zst), or a hub id."""
+    """A file, folder or glob (json, jsonl, csv, tsv, parquet, arrow, feather, txt; also .xz, .gz, .bz2, .zst; .zip and
+    .tar of these, webdataset's shards), or a hub id."""
     hub: bool | None = None
     """true: `path` is a hub id; false: a local path; null: a hub id unless a local file or folder has that name."""
     split: str | None = None
@@ -51,6 +55,9 @@ class SourceConfig(Section):
     """Configuration name of a hub data set."""
     revision: str | None = None
     """Commit or tag of a hub data set; pin it to make the run repeatable."""
+    unread_files: Literal["error", "skip"] = "error"
+    """Files of unknown types in a folder, glob or archive: error: stop and name them; skip: count them and go on. Files
+    such as README.md and LICENSE are no rows and need neither."""
     format: Format = "auto"
     """Row format; auto detects it from the first row and prints it."""
     columns: dict[str, str] = {}

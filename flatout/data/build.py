@@ -134,7 +134,7 @@ def _describe(
     if config.template is not None or tokenizer.chat_template is not None:
         template, text = template_text(tokenizer, config.template, name)
     settings = _settings(config, set(SETTINGS))
-    where = {"path", "hub", "split", "subset", "revision"}
+    where = {"path", "hub", "split", "subset", "revision", "unread_files"}
     content = {
         "version": _FINGERPRINT_VERSION,
         "content": [list(source.files.values()) for source in sources],
@@ -249,7 +249,8 @@ def _build(
                 log_note(text)
         else:
             meta = replace(meta, template="", template_text="")
-        for text in report.notes():
+        left_out = [f"{source.name}: {said}" for source in sources if (said := source.unread.said())]
+        for text in left_out + report.notes():
             log_note(text)
         writer.finish(meta, redacted(report.report(notes)))
 

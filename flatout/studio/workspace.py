@@ -133,7 +133,7 @@ class Workspace:
             kinds = ", ".join(ROW_TYPES)
             raise UsageError(
                 f"file name {name!r:.100}: use letters, digits, dot, dash and underscore, at most 64, and one of the "
-                f"endings {kinds} (also with .gz, .xz or .zst); rename the file"
+                f"endings {kinds} (also with .gz, .xz, .bz2 or .zst); rename the file"
             )
         folder, durable_io = self.inside(UPLOADS), DurableIO()
         durable_io.make_dir(folder)

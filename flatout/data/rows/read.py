@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
@@ -9,9 +10,10 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from pathlib import PurePath
+from typing import Any, BinaryIO, Literal, NoReturn, Protocol
 
 from flatout.data.conversation import Origin
 from flatout.errors import DataError, first_line
@@ -20,14 +22,35 @@ from flatout.io.json_file import JSONSyntaxError, parse_json
 BadRow = Callable[[DataError], None]
 
 
-def _open_zst(path: Path, mode: str) -> BinaryIO:
-    from pyarrow import input_stream  # lazy: importing pyarrow costs 0.1 s
+class DataFile(Protocol):
+    """A file of rows: a Path, a member of an archive, or a file at an address. `str(file)` names it in messages."""
 
-    return io.BufferedReader(input_stream(str(path), compression="zstd"))
+    @property
+    def name(self) -> str:
+        """The last part of its path; its endings say what the file holds."""
+
+    def open(self, mode: Literal["rb"], /) -> io.BufferedReader:
+        """Open it for reading from the start."""
 
 
-_UNPACKERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".zst": _open_zst}
-_MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\0": ".xz", b"\x28\xb5\x2f\xfd": ".zst", b"PK\3\4": ".zip", b"PAR1": ".parquet"}
+def _unpack_zst(file: BinaryIO) -> BinaryIO:
+    from pyarrow import CompressedInputStream, PythonFile  # lazy: importing pyarrow costs 0.1 s
+
+    return io.BufferedReader(CompressedInputStream(PythonFile(file, "r"), "zstd"))
+
+
+_UNPACKERS: dict[str, Callable[[BinaryIO], Any]] = {
+    ".xz": lzma.open,
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".zst": _unpack_zst,
+}
+_TARS = {".tgz": ".gz", ".tbz2": ".bz2", ".txz": ".xz"}
+ARCHIVES, TABLES = (".zip", ".tar"), (".parquet", ".arrow", ".feather")
+_MAGIC = {
+    b"\x1f\x8b": ".gz", b"BZh.1AY&SY": ".bz2", b"\xfd7zXZ\0": ".xz", b"\\x28\xb5\x2f\xfd": ".zst",
+    b"PK\3\4": ".zip", b"PAR1": ".parquet",
+}  # fmt: skip
 # A row is in memory several times while it is read, and a list in a .json file is read as a whole.
 MAX_ROW_BYTES, _MAX_JSON_BYTES = 64 << 20, 1 << 30
 
@@ -45,62 +68,82 @@ def raise_error(error: DataError) -> NoReturn:
     raise error
 
 
-def row_type(path: Path) -> str | None:
+def row_type(file: DataFile | PurePath) -> str | None:
     """Return `.jsonl`, `.csv`, ... for a data file, compressed or not; None for a name that no file of rows has."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in _UNPACKERS:
-        suffixes.pop()
-    return suffixes[-1] if suffixes and suffixes[-1] in _READERS else None
+    return _kind(file)[0]
 
 
-def read_rows(path: Path, bad_row: BadRow = raise_error) -> Iterator[RawRow]:
+def _kind(file: DataFile | PurePath) -> tuple[str | None, str]:
+    """Return the type of a file's rows, and the ending of its compression ("" for none)."""
+    suffixes = [suffix.lower() for suffix in PurePath(file.name).suffixes]
+    if suffixes and suffixes[-1] in _TARS:
+        suffixes[-1:] = [".tar", _TARS[suffixes[-1]]]
+    packing = suffixes.pop() if suffixes and suffixes[-1] in _UNPACKERS else ""
+    return (suffixes[-1] if suffixes and suffixes[-1] in ROW_TYPES else None), packing
+
+
+def read_rows(file: DataFile, bad_row: BadRow = raise_error) -> Iterator[RawRow]:
     """Yield the rows of one file in order; rows count from 1 (JSON Lines: the line, blank ones counted but skipped).
 
     `bad_row` gets the DataError of a row that cannot be read; if it returns, reading continues after that row if the
-    file type has a "next row" (JSON Lines). A file that cannot be read at all always raises DataError.
+    file type has a "next row" (JSON Lines). A file that cannot be read at all always raises DataError. For archives,
+    see `archives.read_file`.
     """
+    with unpacked(file) as (kind, content):
+        yield from _READERS[kind](file, content, bad_row)
+
+
+@contextmanager
+def unpacked(file: DataFile) -> Iterator[tuple[str, BinaryIO]]:
+    """Open a file for reading without its compression; yields the type of its rows too.
+
+    Raises DataError for what is wrong with the file, also while it is read.
+    """
+    kind, packing = _kind(file)
     try:
-        with path.open("rb") as file:
-            start = file.read(6)
-        for magic, ending in _MAGIC.items():
-            if start.startswith(magic) and path.suffix.lower() != ending:
-                raise DataError(f"{path}: the content is {ending}, unlike the name; rename it to *{ending}")
-        with _UNPACKERS.get(path.suffix.lower(), Path.open)(path, mode="rb") as file:
-            yield from _READERS[row_type(path) or ".jsonl"](path, file, bad_row)
+        with file.open("rb") as packed:
+            start = packed.peek(10)[:10]
+            for magic, ending in _MAGIC.items():
+                # as a pattern, since the fourth byte of a .bz2 file is its block size
+                if re.match(magic, start, re.DOTALL) and ending != (packing or kind):
+                    raise DataError(f"{file}: the content is {ending}, unlike the name; rename it to *{ending}")
+            with _UNPACKERS[packing](packed) if packing else packed as content:
+                yield kind or ".jsonl", content
     except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
-        # gzip and pyarrow raise an OSError without errno for a damaged file
-        if isinstance(error, OSError) and (error.errno is not None or path.suffix.lower() not in _UNPACKERS):
-            raise DataError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from error
+        # unpackers and pyarrow raise an OSError without errno for a damaged file
+        if isinstance(error, OSError) and (error.errno is not None or not packing):
+            raise DataError(f"{file}: cannot be read: {error.strerror or first_line(error)}") from error
         raise DataError(
-            f"{path}: the {path.suffix} file is damaged or truncated ({first_line(error)}); copy it again"
+            f"{file}: the {packing or kind} file is damaged or truncated ({first_line(error)}); copy it again"
         ) from error
 
 
-def count_rows(path: Path) -> int | None:
+def count_rows(file: DataFile) -> int | None:
     """Return the number of rows if the file's footer has it (parquet), else None."""
-    if path.suffix.lower() != ".parquet":
+    if _kind(file) != (".parquet", ""):
         return None
     from pyarrow import ArrowException, parquet  # lazy: importing pyarrow costs 0.1 s
 
     try:
-        return int(parquet.read_metadata(path).num_rows)
+        with file.open("rb") as content:
+            return int(parquet.read_metadata(content).num_rows)
     except (ArrowException, OSError) as error:
-        raise DataError(f"{path}: not readable as parquet: {first_line(error)}") from error
+        raise DataError(f"{file}: not readable as parquet: {first_line(error)}") from error
 
 
-def most_rows(path: Path) -> int | None:
+def most_rows(file: DataFile) -> int | None:
     """Return a number that the rows of a file cannot exceed; reads text. None if only parsing would tell."""
-    kind = row_type(path)
+    kind = row_type(file)
     if kind == ".txt":
         return 1
     mark = {".jsonl": b"\n", ".ndjson": b"\n", ".csv": b"\n", ".tsv": b"\n", ".json": b"{"}.get(kind or "")
     if mark is None:
-        return count_rows(path)
-    with _UNPACKERS.get(path.suffix.lower(), Path.open)(path, mode="rb") as file:
-        return 1 + sum(int(block.count(mark)) for block in iter(lambda: file.read(1 << 22), b""))
+        return count_rows(file)
+    with unpacked(file) as (_, content):
+        return 1 + sum(int(block.count(mark)) for block in iter(lambda: content.read(1 << 22), b""))
 
 
-def _decoded(raw: bytes, path: Path, line: int, line_start: int) -> str:
+def _decoded(raw: bytes, path: DataFile, line: int, line_start: int) -> str:
     """Return the text of bytes from `line_start` of the file, without the byte order mark that may start a file."""
     if line_start == 0 and (raw.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in raw[:4]):
         raise DataError(f"{path}:1: the file is UTF-16; convert it to UTF-8")
@@ -119,7 +162,7 @@ def _decoded(raw: bytes, path: Path, line: int, line_start: int) -> str:
         ) from None
 
 
-def _lines(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[tuple[int, str]]:
+def _lines(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[tuple[int, str]]:
     """Yield line numbers from 1 and lines with their ends. Only a newline ends a line: U+2028 and the like are text."""
     line_start = 0
     for number, raw in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), start=1):
@@ -138,14 +181,14 @@ def _lines(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[tuple[int, s
         line_start += len(raw)
 
 
-def _whole_text(path: Path, file: BinaryIO, max_bytes: int) -> str:
+def _whole_text(path: DataFile, file: BinaryIO, max_bytes: int) -> str:
     raw = file.read(max_bytes + 1)
     if len(raw) > max_bytes:
         raise DataError(f"{path}: over {max_bytes >> 20} MiB in one piece; write it as JSON Lines, one row per line")
     return _decoded(raw, path, 1, 0)
 
 
-def _rows_of(path: Path, values: Iterable[tuple[int, Any]], bad_row: BadRow) -> Iterator[RawRow]:
+def _rows_of(path: DataFile, values: Iterable[tuple[int, Any]], bad_row: BadRow) -> Iterator[RawRow]:
     """Yield a row for each object; `values` are row numbers and JSON values."""
     for number, value in values:
         if isinstance(value, dict):
@@ -155,7 +198,7 @@ def _rows_of(path: Path, values: Iterable[tuple[int, Any]], bad_row: BadRow) -> 
             bad_row(DataError(f"{path}:{number}: the row is {kind}, not an object of columns"))
 
 
-def _parsed(path: Path, lines: Iterable[tuple[int, str]], bad_row: BadRow) -> Iterator[tuple[int, Any]]:
+def _parsed(path: DataFile, lines: Iterable[tuple[int, str]], bad_row: BadRow) -> Iterator[tuple[int, Any]]:
     """Yield line numbers and values of JSON Lines, without blank lines."""
     for number, line in lines:
         if not line.strip(" \t\r\n"):
@@ -168,11 +211,11 @@ def _parsed(path: Path, lines: Iterable[tuple[int, str]], bad_row: BadRow) -> It
             yield number, value
 
 
-def _read_jsonl(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
+def _read_jsonl(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
     return _rows_of(path, _parsed(path, _lines(path, file, bad_row), bad_row), bad_row)
 
 
-def _read_json(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
+def _read_json(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
     """Read a list of rows, {"data": [rows]}, or JSON Lines with the wrong file extension, which is common."""
     text = _whole_text(path, file, _MAX_JSON_BYTES)
     try:
@@ -189,7 +232,7 @@ def _read_json(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
     return _rows_of(path, enumerate(value, start=1), bad_row)
 
 
-def _read_csv(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
+def _read_csv(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
     """Read a header line, then records; values are texts or null. Rows count records, not lines; .tsv has tabs."""
     delimiter = "\t" if row_type(path) == ".tsv" else ","
     old_limit = csv.field_size_limit(MAX_ROW_BYTES)  # 131,072 characters by default; the limit is global in csv
@@ -221,7 +264,7 @@ def _read_csv(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
         csv.field_size_limit(old_limit)
 
 
-def _read_text(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
+def _read_text(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
     """Read the whole file as one document.
 
     No rule about line ends or blank lines fits prose, verse, code and dumps with one document per line, and a wrong
@@ -232,11 +275,14 @@ def _read_text(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
         yield RawRow(Origin(str(path), 1), {"text": text})
 
 
-def _read_table(path: Path, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
-    """Read parquet, Arrow's file format (with a footer) or its stream format (which `datasets` writes)."""
+def _read_table(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
+    """Read parquet, Arrow's file format (with a footer; Feather is its other name) or its stream format.
+
+    `datasets` writes the stream format.
+    """
     from pyarrow import ArrowException, ipc, parquet  # lazy: importing pyarrow costs 0.1 s
 
-    kind = "parquet" if row_type(path) == ".parquet" else "arrow"
+    kind = (row_type(path) or "").removeprefix(".")
     try:
         if kind == "parquet":
             batches = parquet.ParquetFile(file).iter_batches(batch_size=1024)
@@ -274,7 +320,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-_READERS: dict[str, Callable[[Path, BinaryIO, BadRow], Iterator[RawRow]]] = {
+_READERS: dict[str, Callable[[DataFile, BinaryIO, BadRow], Iterator[RawRow]]] = {
     ".json": _read_json,
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
@@ -282,6 +328,7 @@ _READERS: dict[str, Callable[[Path, BinaryIO, BadRow], Iterator[RawRow]]] = {
     ".tsv": _read_csv,
     ".parquet": _read_table,
     ".arrow": _read_table,
+    ".feather": _read_table,
     ".txt": _read_text,
 }
-ROW_TYPES: tuple[str, ...] = tuple(_READERS)
+ROW_TYPES: tuple[str, ...] = (*_READERS, *ARCHIVES)

@@ -6,22 +6,21 @@ import difflib
 import glob
 import os
 import re
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from lzma import LZMAError
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
 from typing import Any
 
 from flatout.config.schema import SourceConfig
+from flatout.data.rows.archives import holds_rows, read_file
 from flatout.data.rows.read import (
     ROW_TYPES,
     BadRow,
+    DataFile,
     RawRow,
     count_rows,
     most_rows,
     raise_error,
-    read_rows,
     row_type,
     table_rows,
 )
@@ -29,8 +28,6 @@ from flatout.errors import DataError
 from flatout.io.durable_io import digest
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-# files that `datasets` and hub downloads put next to the rows; they never hold rows
-_DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 _SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}")
 # split -> the words that stand for it in names of files and folders, as `datasets` reads them
 _SPLITS = {
@@ -40,7 +37,9 @@ _SPLITS = {
 }
 # a folder with more is not a data set: a home folder, or a whole disk
 _MAX_FILES = 100_000
-_TYPES = ", ".join(row_type.removeprefix(".") for row_type in ROW_TYPES) + ", each also .xz, .gz or .zst"
+# how many types of files that are not read are named
+_MAX_TOLD = 4
+_TYPES = ", ".join(row_type.removeprefix(".") for row_type in ROW_TYPES) + ", each also .xz, .gz, .bz2 or .zst"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,7 @@ class RowSource:
     files: dict[str, str]
     num_rows: int | None
     read: Callable[[BadRow], Iterator[RawRow]]
+    unread: Unread = field(default_factory=lambda: Unread("", "error"))
 
     def about_rows(self) -> int | None:
         """Return about how many rows there are, for a progress bar; None if only parsing them would tell."""
@@ -74,7 +74,7 @@ class RowSource:
             return self.num_rows
         try:
             counts = [most_rows(Path(path)) for path in self.files]
-        except (OSError, EOFError, LZMAError, zlib.error):  # the reader says what is wrong with it
+        except DataError:  # the reader says what is wrong with it
             return None
         return None if None in counts else sum(count or 0 for count in counts)
 
@@ -105,78 +105,135 @@ def open_source(source: SourceConfig) -> RowSource:
     `~` is expanded. A folder stands for all data files below it, sorted by path, without hidden files and folders.
     Raises DataError if nothing is there, nothing in it holds rows, or the hub cannot provide it.
     """
-    found = [] if source.hub else _local_files(source.path)
-    if found:
+    found = Found({}) if source.hub else _local_files(source.path)
+    if found.files:
         for setting, value in (("subset", source.subset), ("revision", source.revision)):
             if value is not None:
                 raise DataError(
                     f"{source.path}: {setting}: {value!r} is for hub ids, but these are local files; remove it"
                 )
-        name, files = _of_split(source, found)
-        counts = [count_rows(file) for file in files]
-        num_rows = None if None in counts else sum(count or 0 for count in counts)
-
-        def read(bad_row: BadRow) -> Iterator[RawRow]:
-            for file in files:
-                yield from read_rows(file, bad_row)
-
-        return RowSource(name, {str(file): _digest(file) for file in files}, num_rows, read)
+        return _source_of(source, found)
     looks_local = _HUB_ID.fullmatch(source.path) is None or row_type(Path(source.path)) is not None
     if source.hub is False or (source.hub is None and looks_local):
         raise DataError(_nothing_found(source.path))
     return _open_hub(source)
 
 
-def _local_files(pattern: str) -> list[Path]:
+def _source_of(source: SourceConfig, found: Found) -> RowSource:
+    name, files = _of_split(source, found)
+    unread = Unread(source.path, source.unread_files, found.others, len(files))
+    counts = [count_rows(file) for file in files]
+    num_rows = None if None in counts else sum(count or 0 for count in counts)
+
+    def read(bad_row: BadRow) -> Iterator[RawRow]:
+        for file in files:
+            yield from read_file(file, bad_row, unread)
+
+    return RowSource(name, {str(file): _digest(Path(str(file))) for file in files}, num_rows, read, unread)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Data files, each with its path below the source, and the names of files of unknown types beside them."""
+
+    files: Mapping[DataFile, PurePath]
+    others: Sequence[str] = ()
+    is_folder: bool = False
+
+
+class Unread:
+    """The files of a source whose types hold no rows that flatout reads: refused, or counted (`unread_files: skip`)."""
+
+    def __init__(self, source: str, policy: str, names: Iterable[str] = (), num_read: int = 0) -> None:
+        """Begin with the files beside `num_read` that are read. Raises DataError as a call does."""
+        self._source, self._policy = source, policy
+        # a second pass over an archive finds the same files
+        self._names = dict.fromkeys(names)
+        self._check(f" beside {num_read} that it reads")
+
+    def __call__(self, name: str) -> None:
+        """Count a file of an archive. Raises DataError unless such files are skipped."""
+        self._names[name] = None
+        self._check()
+
+    def _check(self, beside: str = "") -> None:
+        if self._names and self._policy == "error":
+            raise DataError(
+                f"{self._source}: {self.said('of types that flatout does not read' + beside)}; "
+                "convert or remove them, name the files to read (a glob such as DIR/**/*.jsonl), or set "
+                f"unread_files: skip to leave them out; known types: {_TYPES}"
+            )
+
+    def said(self, what: str = "are not read") -> str:
+        """Say what was left out, with the types, each with its number of files and the first of them; "" for none."""
+        if not self._names:
+            return ""
+        types: dict[str, list[str]] = {}
+        for name in self._names:
+            types.setdefault(PurePath(name).suffix.lower() or "no ending", []).append(PurePath(name).name)
+        most = sorted(types.items(), key=lambda item: -len(item[1]))
+        told = [f"{len(names)} {suffix} ({names[0]})" for suffix, names in most[:_MAX_TOLD]]
+        rest = f", and {len(most) - _MAX_TOLD} more types" if most[_MAX_TOLD:] else ""
+        return f"{len(self._names)} file{'s' if len(self._names) > 1 else ''} {what}: {', '.join(told)}{rest}"
+
+
+def _local_files(pattern: str) -> Found:
     path = Path(pattern).expanduser()
     if path.is_dir():
-        files, num_seen = [], 0
+        files, others, num_seen = list[Path](), list[str](), 0
         for where, folders, names in os.walk(path):
             folders[:] = [folder for folder in folders if not folder.startswith(".")]
-            shown = [Path(where) / name for name in names if not name.startswith(".")]
-            files += [file for file in shown if file.name not in _DESCRIPTIONS and row_type(file) is not None]
+            for name in names:
+                held = holds_rows(name)
+                if held:
+                    files.append(Path(where, name))
+                elif held is False:
+                    others.append(str(Path(where, name)))
             num_seen += len(names)
             if num_seen > _MAX_FILES:
                 raise DataError(f"{path}: over {_MAX_FILES:,} files in this folder; give a smaller one, or a glob")
-        files.sort()
         if not files:
             raise DataError(f"{path}: no data files in this folder; known types: {_TYPES}")
-        return files
+        return Found({file: file.relative_to(path) for file in sorted(files)}, sorted(others), is_folder=True)
     if path.exists():
         if row_type(path) is None:
             raise DataError(f"{path}: not a known file type; known types: {_TYPES}")
-        return [path]
+        return Found({path: Path(path.name)})
     # Path.glob does not accept absolute patterns
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207
-    return [file for file in matches if file.is_file() and row_type(file) is not None]
+    matches = [file for file in matches if file.is_file()]
+    others = [str(file) for file in matches if holds_rows(file.name) is False]
+    return Found({file: Path(file.name) for file in matches if row_type(file) is not None}, others)
 
 
-def _of_split(source: SourceConfig, files: list[Path]) -> tuple[str, list[Path]]:
+def _of_split(source: SourceConfig, found: Found) -> tuple[str, list[DataFile]]:
     """Return the source's name and its files of the requested split, which is read from the names below the source.
 
     Files listed one by one, or all from one split, are used as given unless `split` is set.
     """
-    top = Path(source.path).expanduser()
-    below = {file: file.relative_to(top) if top.is_dir() else Path(file.name) for file in files}
-    saved = (top / "dataset_dict.json").exists()  # `datasets` saved each split to its own folder
-    splits = {file: path.parts[0] if saved else _split_of(path) for file, path in below.items()}
+    files = list(found.files)
+    # `datasets` saved each split to its own folder
+    saved = found.is_folder and (Path(source.path).expanduser() / "dataset_dict.json").exists()
+    splits = {file: path.parts[0] if saved else _split_of(path) for file, path in found.files.items()}
     named = sorted({split for split in splits.values() if split})
-    if source.split in (None, "train") and (not named or (source.split is None and not (top.is_dir() and named[1:]))):
+    if source.split in (None, "train") and (
+        not named or (source.split is None and not (found.is_folder and named[1:]))
+    ):
         return source.path, files
     wanted = source.split or "train"
     chosen = [file for file, split in splits.items() if split == wanted]
     if not chosen:
-        found = f"the file names contain {', '.join(named)}" if named else "no file name contains a split"
-        raise DataError(f"{source.path}: no files of split {wanted!r}: {found}; set split to one that exists")
+        there = f"the file names contain {', '.join(named)}" if named else "no file name contains a split"
+        raise DataError(f"{source.path}: no files of split {wanted!r}: {there}; set split to one that exists")
     return f"{source.path}[{wanted}, {len(chosen)} of {len(files)} files]", chosen
 
 
-def _split_of(path: Path) -> str | None:
+def _split_of(path: PurePath) -> str | None:
     """Return the split that a path names, such as `train_sft` for `train_sft-00000-of-00002`."""
     words = {word for part in path.parts for word in re.split(r"[^a-z]+", part.lower())}
     split = next((split for split, names in _SPLITS.items() if words & names), None)
     shard = _SHARD.match(path.name) if split else None
-    return shard[1] if shard and _split_of(Path(shard[1])) else split
+    return shard[1] if shard and _split_of(PurePath(shard[1])) else split
 
 
 def _nothing_found(pattern: str) -> str:
