@@ -25,8 +25,9 @@ from flatout.environment import (
     whole_number,
 )
 from flatout.errors import FlatoutError, ResourceError, UsageError
+from flatout.io.stop_signals import SIGNAL_EXIT_CODE
 from flatout.launch import tmux
-from flatout.launch.attempt import SIGNAL_EXIT_CODE, UNCAUGHT_EXIT_CODE, RankReport
+from flatout.launch.attempt import UNCAUGHT_EXIT_CODE, RankReport
 from flatout.launch.gpu_driver import open_gpu
 from flatout.launch.launch_mode import RunHere, SpawnRanks, choose_launch_mode, parse_nodes
 from flatout.launch.ranks import MODULE, end_with_parent

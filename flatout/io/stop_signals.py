@@ -9,6 +9,8 @@ from threading import current_thread, main_thread
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+# shells report a process that signal N ended as 128 + N
+SIGNAL_EXIT_CODE = 128
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

@@ -15,7 +15,7 @@ from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STORE_SOCK
 from flatout.errors import ResourceError
 from flatout.io.bounded_wait import BoundedWait
 from flatout.io.child_process import start_python
-from flatout.launch.attempt import SIGNAL_EXIT_CODE
+from flatout.io.stop_signals import SIGNAL_EXIT_CODE
 from flatout.launch.launch_mode import VISIBLE
 from flatout.launch.rendezvous import LOOPBACK, RendezvousInfo
 

@@ -13,8 +13,8 @@ from flatout.config.parallel import FaultsConfig
 from flatout.environment import LAUNCHED
 from flatout.errors import PeerLostError, PreemptedError
 from flatout.io.bounded_wait import POLL_S, BoundedWait
-from flatout.io.stop_signals import StopSignals
-from flatout.launch.attempt import RESTARTABLE, SIGNAL_EXIT_CODE, AttemptOutcome, RankReport, classify_attempt
+from flatout.io.stop_signals import SIGNAL_EXIT_CODE, StopSignals
+from flatout.launch.attempt import RESTARTABLE, AttemptOutcome, RankReport, classify_attempt
 from flatout.launch.launch_mode import SpawnRanks
 from flatout.launch.ranks import count_gpus, count_oom_kills, kill, shared_environment, start_ranks
 from flatout.launch.rendezvous import Rendezvous

@@ -17,6 +17,7 @@ from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.steps.rows import row_length
 from flatout.track.record import Answer, AnswersRecord
+from flatout.trainer.passes import inference, sum_unless_stopped
 from flatout.trainer.prompts import PromptSet
 from flatout.trainer.state import Run
 from flatout.trainer.step import autocast, release_memory
@@ -25,7 +26,10 @@ OUT_OF_MEMORY = "out of memory; shorten eval.prompts or lower eval.max_new_token
 
 
 def answer_prompts(run: Run) -> None:
-    """Answer `eval.prompts` and record the answers; collective. Weights, gradients and random state do not change."""
+    """Answer `eval.prompts` and record the answers; collective. Weights, gradients and random state do not change.
+
+    Raises PassesStopped.
+    """
     if run.prompts is None:
         return
     started, step = time.perf_counter(), run.progress.step
@@ -44,31 +48,26 @@ def answer_prompts(run: Run) -> None:
     run.reporter.record(AnswersRecord(step, answers, time.perf_counter() - started))
 
 
-@torch.no_grad()
 def generate(run: Run, prompt_set: PromptSet) -> list[list[int]] | None:
     """Return the tokens that continue each prompt, up to `eval.max_new_tokens` or a stop token, which is left out.
 
     All ranks run the same passes over the same prompts, as sharded weights are gathered in each. The first rank
     chooses every token, so that rounding cannot make ranks disagree about where an answer ends. All ranks return None
-    if one has too little memory.
+    if one has too little memory, and raise PassesStopped if one was asked to stop.
     """
     groups = list(_groups(run, prompt_set))
     if run.plan.layout.lockstep and not _fits_on_all_ranks(run, prompt_set, groups):
         return None
-    run.model.eval()
-    run.fused_lora.refresh()
     stop_ids = set(stop_token_ids(run.model, prompt_set.tokenizer, prompt_set.stop_tokens))
     generator = torch.Generator().manual_seed(run.config.seed + run.progress.step)
     answers: list[list[int]] = [[] for _ in prompt_set.prompts]
-    # layers are compiled for training only, as in evaluation
-    with torch.compiler.set_stance("force_eager"):
+    with inference(run):
         for open_ones in groups:
             for num_tokens in range(run.config.eval.max_new_tokens):
                 run.reporter.phase("answering prompts, token", num_tokens + 1, run.config.eval.max_new_tokens)
                 sequences = [[*prompt_set.prompts[index].token_ids, *answers[index]] for index in open_ones]
                 chosen = _next_tokens(run, sequences, generator)
                 if chosen is None:
-                    run.model.train()
                     return None
                 for index, token_id in zip(tuple(open_ones), chosen, strict=True):
                     if token_id not in stop_ids:
@@ -78,7 +77,6 @@ def generate(run: Run, prompt_set: PromptSet) -> list[list[int]] | None:
                         open_ones.remove(index)
                 if not open_ones:
                     break
-    run.model.train()
     return answers
 
 
@@ -135,7 +133,7 @@ def _next_tokens(run: Run, sequences: Sequence[Sequence[int]], generator: torch.
             token_ids[:-1] = _sampled(logits, heat, generator) if heat else likeliest
     except torch.OutOfMemoryError:
         token_ids[-1] = 1
-    *chosen, num_failed = run.strategy.sum_values(token_ids).tolist()
+    *chosen, num_failed = sum_unless_stopped(run, token_ids).tolist()
     return None if num_failed else chosen
 
 

@@ -10,15 +10,17 @@ import torch
 from flatout.errors import NumericError
 from flatout.track.record import EvalFigures, EvalRecord
 from flatout.trainer.answers import answer_prompts
+from flatout.trainer.passes import inference, sum_unless_stopped, until_stopped
 from flatout.trainer.planning import loss_divisor
 from flatout.trainer.state import Run
 from flatout.trainer.step import autocast
 
 
 def evaluate_now(run: Run) -> bool:
-    """Evaluate, record it, decide on early stopping, and answer the prompts; collective.
+    """Evaluate, record it, answer the prompts, and decide on early stopping; collective.
 
-    Returns True for a new best, False without evaluation data.
+    Returns True for a new best, False without evaluation data. Raises PassesStopped before `run.progress` changes: a
+    resumed run evaluates this step again.
     """
     if not run.eval_sets:
         return False
@@ -33,13 +35,7 @@ def evaluate_now(run: Run) -> bool:
             f"step {progress.step}: the evaluation loss on {which} is {loss}; earlier checkpoints are kept; check its "
             "rows, lower optim.lr or set model.precision: fp32"
         )
-    if progress.first_eval_loss is None:
-        progress.first_eval_loss = loss
     is_best = progress.best_eval_loss is None or loss < progress.best_eval_loss - run.config.eval.min_delta
-    if is_best:
-        progress.best_eval_loss, progress.best_step = loss, progress.step
-    progress.last_eval_loss, progress.last_eval_step = loss, progress.step
-    progress.num_evals_without_best = 0 if is_best else progress.num_evals_without_best + 1
     eval_s = time.perf_counter() - started
     run.reporter.record(
         EvalRecord(
@@ -54,6 +50,12 @@ def evaluate_now(run: Run) -> bool:
         )
     )
     answer_prompts(run)
+    if progress.first_eval_loss is None:
+        progress.first_eval_loss = loss
+    if is_best:
+        progress.best_eval_loss, progress.best_step = loss, progress.step
+    progress.last_eval_loss, progress.last_eval_step = loss, progress.step
+    progress.num_evals_without_best = 0 if is_best else progress.num_evals_without_best + 1
     patience = run.config.eval.patience
     if patience is not None and progress.num_evals_without_best >= patience:
         progress.stopped_early = True
@@ -61,23 +63,18 @@ def evaluate_now(run: Run) -> bool:
     return is_best
 
 
-@torch.no_grad()
 def evaluate(run: Run) -> tuple[EvalFigures, dict[str, EvalFigures]]:
-    """Return figures over all evaluation data sets and of each, without dropout; collective."""
-    run.model.eval()
-    run.fused_lora.refresh()
+    """Return figures over all evaluation data sets and of each, without dropout; collective. Raises PassesStopped."""
     totals = torch.zeros(len(run.eval_sets), 2, dtype=torch.float64, device=run.device)
-    # graphs are specialized on train mode; compiling for eval mode would take longer than these forward passes
-    with torch.compiler.set_stance("force_eager"):
+    with inference(run):
         for total, each, feed in zip(totals, run.eval_sets, run.eval_feeds, strict=True):
-            for batch in feed.batches(each.plan.ranks[run.data_rank]):
+            for batch in until_stopped(run, feed.batches(each.plan.ranks[run.data_rank])):
                 with autocast(run):
                     loss_and_correct = run.loss(batch)
                 total += torch.stack([value.double() for value in loss_and_correct])
-    run.model.train()
     sums = [
         (loss_sum, num_correct, loss_divisor(each.plan, each.divisors), each.plan.num_label_tokens)
-        for each, (loss_sum, num_correct) in zip(run.eval_sets, run.strategy.sum_values(totals).tolist(), strict=True)
+        for each, (loss_sum, num_correct) in zip(run.eval_sets, sum_unless_stopped(run, totals).tolist(), strict=True)
     ]
     by_data = {each.name: _figures(*own) for each, own in zip(run.eval_sets, sums, strict=True)}
     return _figures(*map(sum, zip(*sums, strict=True))), by_data

@@ -6,6 +6,7 @@ import gc
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 
@@ -14,6 +15,7 @@ from flatout.models.compile.layers import report_compilations
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.trainer.evaluate import evaluate_now
 from flatout.trainer.metrics import Meter, is_due
+from flatout.trainer.passes import PassesStopped
 from flatout.trainer.resume import take_snapshot
 from flatout.trainer.state import Run
 from flatout.trainer.step import Pending, step_launcher
@@ -31,8 +33,7 @@ def run_steps(run: Run) -> None:
 
     with gc_frozen(run.device), report_compilations(on_compiled):
         meter = Meter(run)
-        if run.progress.step == 0:
-            evaluate_now(run)
+        evaluate_before_steps(run)
         launch = step_launcher(run)
         launched: deque[tuple[StepPlan, Pending]] = deque()
         meter.start_step()
@@ -50,10 +51,20 @@ def run_steps(run: Run) -> None:
             while len(launched) > num_pending:
                 finish_step(run, meter, *launched.popleft())
             if not launched:
-                is_best = evaluates and evaluate_now(run)
+                is_best = evaluates and evaluate_or_leave(run)
                 if is_best or saves:
                     save(run, best=is_best)
                 meter.start_step()
+
+
+def evaluate_before_steps(run: Run) -> None:
+    """Evaluate the weights of a new run, or those of a checkpoint whose evaluation a stop request cut short."""
+    step = run.progress.step
+    is_whole = run.progress.last_eval_step == step or step == run.plan.num_steps
+    if not is_whole and (step == 0 or is_due(step, run.config.eval.every_steps, run.plan.num_steps)):
+        is_best = evaluate_or_leave(run)
+        if is_best and step > 0:
+            save(run, best=True)
 
 
 @contextmanager
@@ -76,12 +87,25 @@ def finish_step(run: Run, meter: Meter, step: StepPlan, pending: Pending) -> Non
     outcome = pending()
     run.reporter.stepped()
     if outcome is None:
-        save(run, required=True)
-        raise PreemptedError(f"stop requested: saved at step {run.progress.step}; run the same command to resume")
+        save_and_leave(run)
     run.progress.advance(step, updated=outcome.skipped is None, num_naive_tokens=run.plan.naive_tokens(step))
     if outcome.skipped:
         run.reporter.event("skipped", {"step": step.index + 1, "why": outcome.skipped})
     meter.end_step(step, outcome)
+
+
+def evaluate_or_leave(run: Run) -> bool:
+    """Evaluate and return whether it is a new best. Raises PreemptedError after saving when a stop was requested."""
+    try:
+        return evaluate_now(run)
+    except PassesStopped:
+        save_and_leave(run)
+
+
+def save_and_leave(run: Run) -> NoReturn:
+    """Save the completed steps and raise PreemptedError."""
+    save(run, required=True)
+    raise PreemptedError(f"stop requested: saved at step {run.progress.step}; run the same command to resume")
 
 
 def save(run: Run, *, best: bool = False, required: bool = False) -> None:

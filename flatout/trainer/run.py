@@ -45,8 +45,7 @@ from flatout.track.start_up import StartUpClock
 from flatout.track.tracker_process import TrackerProcess
 from flatout.track.trackers import require_installed
 from flatout.trainer.build import build_run
-from flatout.trainer.evaluate import evaluate_now
-from flatout.trainer.loop import run_steps, save
+from flatout.trainer.loop import evaluate_or_leave, run_steps, save
 from flatout.trainer.memory_check import MemoryCheck
 from flatout.trainer.planning import plan_run, require_same_run, weakest_gpu
 from flatout.trainer.resume import check_facts, find_checkpoint, restore_weights
@@ -235,7 +234,7 @@ def _train(
 def finish(run: Run, final_dir: Path) -> None:
     """Evaluate, save, export the last weights to final/ and, if an earlier step was better, its weights to best/."""
     run.watch.set_phase("finish", run.progress.step)
-    is_best = run.progress.last_eval_step != run.progress.step and evaluate_now(run)
+    is_best = run.progress.last_eval_step != run.progress.step and evaluate_or_leave(run)
     try:
         save(run, best=is_best, required=True)
     except ResourceError as error:

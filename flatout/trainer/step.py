@@ -157,6 +157,8 @@ def start_routers(run: Run, routers: Routers, step: StepPlan, micro_batches: Seq
     routers.is_counting = True
     try:
         for index, batch in enumerate(run.feed.batches(micro_batches)):
+            if run.stop.requested and not run.shares_passes:
+                break
             seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
             with torch.no_grad(), autocast(run):
                 run.loss(batch)

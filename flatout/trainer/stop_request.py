@@ -1,4 +1,4 @@
-"""A stop signal as a flag that the training loop reads."""
+"""A stop signal as a flag that is read between passes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.io.stop_signals import StopSignals
 class StopRequest(StopSignals):
     """SIGTERM, SIGHUP or Ctrl-C as a flag: `with StopRequest() as stop: ... if stop.requested: save and leave`.
 
-    The loop reads the flag between micro-batches. A second signal raises KeyboardInterrupt immediately; a save in
+    The flag is read between micro-batches. A second signal raises KeyboardInterrupt immediately; a save in
     progress then leaves only temporary files, never a partial checkpoint.
 
     After a PreemptedError, further SIGTERMs and SIGHUPs are ignored, unless Ctrl-C asked for the stop: the process is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from flatout.config.parallel import STRATEGIES
 from flatout.config.schema import Config
 from flatout.errors import NumericError, ResourceError, UsageError
 from flatout.io.durable_io import DurableIO
+from flatout.io.stop_signals import SIGNAL_EXIT_CODE, StopSignals
 from flatout.models.arch_quirks import whole_document_problem
 from flatout.models.load.model import resolve_precision
 from flatout.parallel.process_group import choose_device
@@ -73,7 +75,9 @@ def verify(
     limit = LIMITS[exact] if tolerance is None else tolerance
     DurableIO().make_dir(config.folder)
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix=".verify-", dir=config.folder) as work:
+    # an exception, so that a signal leaves neither processes nor the folder behind
+    signals = StopSignals(lambda: None, on_first=lambda: sys.exit(SIGNAL_EXIT_CODE + (signals.number or 0)))
+    with signals, tempfile.TemporaryDirectory(prefix=".verify-", dir=config.folder) as work:
         for row in _rows(config, exact, Path(work).absolute(), limit, device, num_ranks):
             rows.append(row)
             on_row(row)

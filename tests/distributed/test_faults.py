@@ -145,6 +145,36 @@ def test_a_blocked_rank_says_how_the_run_ended_until_it_starts_again(tiny: Any, 
     assert re.search(r"^events .*1 peer_lost, 1 restarted", summary, re.MULTILINE), summary
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        # each pass gathers weights from both ranks, so they must leave before the same one
+        {"strategy": "fsdp"},
+        pytest.param({"strategy": "ddp"}, marks=pytest.mark.exhaustive),
+        pytest.param({"strategy": "ddp", "context": {"parallel": 2}}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["fsdp", "ddp", "context"],
+)
+def test_a_stop_of_one_rank_ends_the_evaluation_of_all(tiny: Any, tmp_path: Path, sections: Any) -> None:
+    batch = {"samples_per_step": 7, "micro_batch_tokens": 300, "max_steps": 2}
+    made = settings(tiny, batch=batch, data={"max_tokens": 300, "too_long": "drop"}, **sections)
+    (tmp_path / "run.yaml").write_text(dump_config(tiny.config(tmp_path / "run", **made, eval={"fraction": 0.5})))
+    command = [sys.executable, str(Path(__file__).with_name("stopping_ranks.py")), str(tmp_path / "run.yaml")]
+    ranks = start_ranks([command, command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    outputs = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [75, 75], outputs
+    told = [re.search(r"passes (\d+): stop requested: saved at step 0", output) for output in outputs]
+    passes = [int(one[1]) for one in told if one]
+    # ranks that share passes agree one pass later; with whole weights the other ends its own
+    assert passes == [3, 3] if sections != {"strategy": "ddp"} else passes[1] == 2
+    assert not any(line["kind"] == "eval" for line in map(json.loads, metrics_lines(tmp_path / "run")))
+
+
+def metrics_lines(run_dir: Path) -> list[str]:
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.read_text().splitlines() if metrics.exists() else []
+
+
 @pytest.mark.exhaustive
 def test_a_slow_callback_of_a_run_costs_no_rank(tiny: Any, tmp_path: Path) -> None:
     """Longer than `hang_s`, while the watch reports that others wait: rank 0 goes on beating."""

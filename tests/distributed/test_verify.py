@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +152,28 @@ def test_a_tolerance_below_rounding_fails_with_exit_code_5(
     assert "do not train with them" in told.err
     assert "limit 1e-12; worst gradient: model.layers" in told.out
     assert max(map(len, told.out.replace(str(tmp_path), "").splitlines())) <= 80
+
+
+@pytest.mark.exhaustive
+def test_a_signal_leaves_no_process_and_no_folder_behind(tiny: Any, tmp_path: Path) -> None:
+    """SIGTERM while the ranks compare: nobody waits for them any more."""
+    (tmp_path / "run.yaml").write_text(dump_config(tiny.config(tmp_path / "run")))
+    words = ["-m", "flatout", "verify", str(tmp_path / "run.yaml"), "--ranks", "2"]
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def ranks() -> list[str]:
+        shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        return [line for line in shown.splitlines() if "flatout.verifier.ranks" in line and str(tmp_path) in line]
+
+    while len(ranks()) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    output = process.communicate(timeout=600)[0]
+    assert process.returncode == 143, output
+    assert "Traceback" not in output
+    assert not ranks()
+    assert not list((tmp_path / "run").glob(".verify-*"))
 
 
 @pytest.mark.gpu

@@ -111,6 +111,13 @@ class Strategy:
             dist.all_reduce(values)
         return values
 
+    def sum_over_sharers(self, values: Tensor) -> Tensor:
+        """Sum a small tensor in place over the ranks that take part in this one's passes."""
+        if self.context_mesh is None or STRATEGIES[self._options.strategy].shards_state:
+            return self.sum_values(values)
+        dist.all_reduce(values, group=self.context_mesh.get_group("context"))
+        return values
+
 
 def local_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return the L2 norm over the gradients, or this rank's shards of them, as `Strategy.grad_norm`."""

@@ -1,0 +1,57 @@
+"""Passes without gradients, which a stop request ends at the next micro-batch: evaluations, answers, references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from flatout.models.packed import PackedBatch
+from flatout.optim.update import copy_to_host_async
+from flatout.trainer.state import Run
+
+
+class PassesStopped(Exception):  # noqa: N818  (a request, not an error)
+    """A stop was requested, so some passes were left out on some rank; what they were for is to be repeated."""
+
+
+@contextmanager
+def inference(run: Run) -> Iterator[None]:
+    """Run passes without gradients, dropout and compiled layers over the current weights."""
+    run.model.eval()
+    try:
+        # graphs are specialized on train mode; compiling for eval mode would take longer than these passes
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            run.fused_lora.refresh()
+            yield
+    finally:
+        run.model.train()
+
+
+def until_stopped(run: Run, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
+    """Yield batches until a stop is requested; call `sum_unless_stopped` after the last pass.
+
+    Ranks that share passes leave before the same one. They read what they agreed on one pass later, so that the device
+    never waits for the host.
+    """
+    read: Callable[[], list[float]] | None = None
+    for batch in batches:
+        if run.shares_passes:
+            if read is not None and any(read()):
+                return
+            requested = torch.tensor([float(run.stop.requested)], device=run.device)
+            read, _ = copy_to_host_async(run.strategy.sum_over_sharers(requested))
+        elif run.stop.requested:
+            return
+        yield batch
+
+
+def sum_unless_stopped(run: Run, values: Tensor) -> Tensor:
+    """Sum a tensor over ranks, as `Strategy.sum_values`. Raises PassesStopped on all if one was asked to stop."""
+    stop = values.new_full((1,), run.stop.requested)
+    *_, num_stopping = (sums := run.strategy.sum_values(torch.cat([values.flatten(), stop])))
+    if num_stopping.item():
+        raise PassesStopped
+    return sums[:-1].reshape(values.shape)
