@@ -14,12 +14,13 @@ from flatout.errors import UsageError
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 # set by `flatout train` for the ranks it starts: where they log, the parent process, the secret that authenticates
-# ranks to each other (set by the user for several nodes and other launchers), rank 0's listening store socket, and
-# the Unix time at which this attempt began
+# ranks to each other (set by the user for several nodes and other launchers), rank 0's listening store socket, the
+# open file of their status board, and the Unix time at which this attempt began
 LOGS = "FLATOUT_LOGS"
 PARENT = "FLATOUT_PARENT"
 SECRET = "FLATOUT_SECRET"
 STORE_SOCKET = "FLATOUT_STORE_SOCKET"
+STATUS_BOARD = "FLATOUT_STATUS_BOARD"
 LAUNCHED = "FLATOUT_LAUNCHED"
 MIN_SECRET = 16
 # set by the user: start-up checks everything anew, whatever earlier starts have proved
@@ -38,6 +39,13 @@ def environment() -> dict[str, str]:
 def set_environment(values: Mapping[str, str]) -> None:
     """Set variables of this process; those for CUDA and the process group only take effect before torch reads them."""
     os.environ.update(values)
+
+
+def require_docstrings() -> None:
+    """Raise UsageError if Python drops docstrings, which transformers reads to define its models."""
+    if sys.flags.optimize >= 2:
+        why = "PYTHONOPTIMIZE=2 (or -OO), which drops the docstrings that transformers needs"
+        raise UsageError(f"Python runs with {why}; unset it, or set it to 1")
 
 
 def let_children_import_flatout() -> None:
@@ -104,6 +112,7 @@ def prepare_torch(values: Mapping[str, str]) -> None:
 
     Call it before torch is imported. Libraries import torch's compiler, which then names its own folder for kernels.
     """
+    require_docstrings()
     keep_compiled_kernels()
     set_environment({**allocator_env(environment()), **values})
 

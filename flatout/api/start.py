@@ -23,7 +23,7 @@ from flatout.config.shortcuts import expand, long_forms
 from flatout.environment import LAUNCHED, environment, prepare_torch, secret_of_nodes
 from flatout.errors import FlatoutError, ResourceError, UsageError
 from flatout.io.bounded_wait import to_stderr
-from flatout.io.durable_io import DurableIO
+from flatout.io.durable_io import DurableIO, remove_unfinished
 from flatout.io.file_lock import RunLock, launcher_folder
 from flatout.io.redact import redacted
 from flatout.launch.launch_mode import Nodes, RunHere, SpawnRanks, choose_launch_mode, visible_devices
@@ -175,7 +175,11 @@ def start_ranks(config: Config, start: SpawnRanks, words: list[str], *, launched
         console = stack.enter_context(ConsoleCallback())
         console.on_phase("starting ranks")
         out = cast(TextIO, RankOutput(console, sys.stdout, config.folder))
-        return Supervisor(logs, words, faults, rendezvous, env, secret, to_stderr, out).run(start)
+        try:
+            return Supervisor(logs, words, faults, rendezvous, env, secret, to_stderr, out).run(start)
+        finally:
+            if nodes.index == 0:
+                remove_unfinished(config.folder)
 
 
 class _Following(Thread):

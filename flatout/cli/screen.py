@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Iterable
 from importlib import import_module
 
+from flatout.environment import require_docstrings
+
 WIDTH = 80
 _NAME_WIDTH = 18
 
@@ -27,6 +29,7 @@ def import_without_gc(module: str) -> None:
     """Import a large module with the garbage collector off, then freeze its objects, so that collections skip them."""
     if module in sys.modules:
         return
+    require_docstrings()
     was_enabled = gc.isenabled()
     gc.disable()
     try:

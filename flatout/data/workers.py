@@ -66,9 +66,11 @@ class TokenizedChunk:
 
 
 def usable_procs(wanted: int | None) -> int:
-    """Return the number of tokenizing processes: one per usable core up to 16, or `wanted` up to the larger one."""
+    """Return the number of tokenizing processes: one per usable core up to 16, or `wanted` unless that is far more."""
     num_cores = len(os.sched_getaffinity(0))
-    return min(num_cores, _MAX_PROCS) if wanted is None else min(wanted, max(num_cores, _MAX_PROCS))
+    if wanted is None:
+        return min(num_cores, _MAX_PROCS)
+    return wanted if wanted <= max(num_cores, _MAX_PROCS) else num_cores
 
 
 def tokenize_chunks(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -38,6 +39,10 @@ def digest(path: Path) -> FileFacts:
     with path.open("rb") as file:
         hasher = hashlib.file_digest(file, xxhash.xxh3_128)
         return FileFacts(file.tell(), hasher.hexdigest())
+
+
+# as `DurableIO.write_bytes` names them
+UNFINISHED = re.compile(r"\.\w[\w.-]*\.(json|yaml)\.tmp-[0-9a-f]{8}")
 
 
 class Disk:
@@ -222,6 +227,14 @@ class DurableIO:
             too_large = error.errno == errno.EFBIG
             remedy = "raise the limit (ulimit -f)" if too_large else "check that the folder is writable"
             raise ResourceError(f"cannot {verb} {path}: {error.strerror or error}; {remedy}") from error
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes left of files that they were writing in `folder`, which nobody else writes now."""
+    for path in folder.glob(".*.tmp-*") if folder.is_dir() else ():
+        if UNFINISHED.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            with suppress(OSError):
+                path.unlink()
 
 
 def open_own(path: Path, flags: int) -> int:

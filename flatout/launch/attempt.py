@@ -28,8 +28,9 @@ CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal
 class RankReport:
     """When and how a rank started and ended. `exit_code` is None while it runs, and stays None if it was killed.
 
-    `error` is the error it reported, after `step` completed steps; `lost_rank` is the peer that it lost. `killed_by` is
-    the signal that ended it, as seen by its launcher. Times are seconds since 1970.
+    `error` is the error it reported, after `step` completed steps and in `phase`; `lost_rank` is the peer that it lost.
+    `killed_by` is the signal that ended it, as seen by its launcher, which then adds step and phase. Times are seconds
+    since 1970.
     """
 
     rank: int
@@ -41,6 +42,12 @@ class RankReport:
     lost_rank: int | None = None
     step: int | None = None
     killed_by: int | None = None
+    phase: str | None = None
+
+    @property
+    def place(self) -> str | None:
+        """Where it ended: `the start`, or a step, counted from 1; None if unknown."""
+        return None if self.step is None else "the start" if self.phase == "start" else f"step {self.step + 1}"
 
     def write(self, folder: Path) -> None:
         """Write the report to the attempt's folder; thread-safe. Raises ResourceError."""
@@ -64,6 +71,7 @@ class RankReport:
             lost_rank=error.rank if isinstance(error, PeerLostError) else None,
             # set by `PeerWatch.guard` on errors of any class
             step=vars(error).get("step"),
+            phase=vars(error).get("phase"),
         )
 
 
@@ -71,13 +79,13 @@ class RankReport:
 class AttemptOutcome:
     """How an attempt ended: the failing rank, its exit code, and the reason in one line.
 
-    `crashed_after` is the number of completed steps after which a rank crashed by itself; None for any other end.
+    `crashed_at` is the place where a rank crashed by itself; None for any other end.
     """
 
     exit_code: int
     rank: int | None
     why: str
-    crashed_after: int | None = None
+    crashed_at: str | None = None
 
 
 def classify_attempt(reports: Sequence[RankReport], *, out_of_memory: bool = False) -> AttemptOutcome:
@@ -94,8 +102,8 @@ def classify_attempt(reports: Sequence[RankReport], *, out_of_memory: bool = Fal
         first = min(failed, key=lambda report: report.lost_rank is not None)
         assert first.exit_code is not None
         culprit = first.rank if first.lost_rank is None else first.lost_rank
-        crashed_after = first.step if first.exit_code == UNCAUGHT_EXIT_CODE else None
-        return AttemptOutcome(first.exit_code, culprit, first.error or f"exit code {first.exit_code}", crashed_after)
+        crashed_at = first.place if first.exit_code == UNCAUGHT_EXIT_CODE else None
+        return AttemptOutcome(first.exit_code, culprit, first.error or f"exit code {first.exit_code}", crashed_at)
     for report in reports:
         if report.exit_code == PreemptedError.exit_code:
             return AttemptOutcome(report.exit_code, report.rank, report.error or "stop requested; saved")
@@ -114,4 +122,4 @@ def classify_attempt(reports: Sequence[RankReport], *, out_of_memory: bool = Fal
         why += f"; rank {rank} was killed by {name}"
         if by_kernel:
             why += " because this machine or container ran out of memory"
-    return AttemptOutcome(PeerLostError.exit_code, rank, why, told[0].step if told and is_crash else None)
+    return AttemptOutcome(PeerLostError.exit_code, rank, why, lost.place if lost and is_crash else None)

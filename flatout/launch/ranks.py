@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STORE_SOCKET
+from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STATUS_BOARD, STORE_SOCKET
 from flatout.errors import ResourceError
 from flatout.io.bounded_wait import BoundedWait
 from flatout.io.child_process import start_python
+from flatout.io.status_board import StatusBoard
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE
 from flatout.launch.launch_mode import VISIBLE
 from flatout.launch.rendezvous import LOOPBACK, RendezvousInfo
@@ -28,7 +29,12 @@ OOM_COUNTS = ("sys/fs/cgroup{2}/memory.events", "sys/fs/cgroup/memory{1}/memory.
 
 
 def start_ranks(
-    words: Sequence[str], info: RendezvousInfo, num_ranks: int, env: Mapping[str, str], folder: Path
+    words: Sequence[str],
+    info: RendezvousInfo,
+    num_ranks: int,
+    env: Mapping[str, str],
+    folder: Path,
+    board: StatusBoard | None = None,
 ) -> dict[int, subprocess.Popen[bytes]]:
     """Start `flatout WORDS` for each rank of this node, with the output in `folder`/rank-N.log."""
     started = {}
@@ -40,9 +46,14 @@ def start_ranks(
         if rank == 0 and info.listener is not None:
             fds = (info.listener.fileno(),)
             own[STORE_SOCKET] = str(fds[0])
+        if board is not None:
+            fds = (*fds, board.fd)
+            own[STATUS_BOARD] = str(board.fd)
         # Ctrl-C reaches the ranks only once, through the supervisor
         log = folder / f"rank-{rank}.log"
         started[rank] = start_python([*MODULE, *words], log, env=own, pass_fds=fds)
+    if board is not None:
+        os.close(board.fd)
     return started
 
 

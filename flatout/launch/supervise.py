@@ -13,6 +13,7 @@ from flatout.config.parallel import FaultsConfig
 from flatout.environment import LAUNCHED
 from flatout.errors import PeerLostError, PreemptedError
 from flatout.io.bounded_wait import POLL_S, BoundedWait
+from flatout.io.status_board import StatusBoard
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE, StopSignals
 from flatout.launch.attempt import RESTARTABLE, AttemptOutcome, RankReport, classify_attempt
 from flatout.launch.launch_mode import SpawnRanks
@@ -73,7 +74,7 @@ class Supervisor:
         if start.num_procs == "gpu":
             start = replace(start, num_procs=count_gpus(self._faults.join_s, "faults.join_s"))
         lost_before: int | None = None
-        crashed_before: int | None = None
+        crashed_before: str | None = None
         num_restarts = 0
         while True:
             folder, outcome, membership_changed = self._attempt(start)
@@ -85,8 +86,8 @@ class Supervisor:
                 self._log(f"a node joined: all nodes restart, logs in {folder}")
                 continue
             is_over = outcome.exit_code not in RESTARTABLE or num_restarts == self._faults.max_restarts
-            if outcome.crashed_after is not None and outcome.crashed_after == crashed_before:
-                self._log(f"step {crashed_before + 1} crashed again after a restart: restarting does not help")
+            if outcome.crashed_at is not None and outcome.crashed_at == crashed_before:
+                self._log(f"{crashed_before} crashed again after a restart: restarting does not help")
                 is_over = True
             if is_over:
                 path = folder / f"rank-{outcome.rank}.log"
@@ -100,7 +101,7 @@ class Supervisor:
                 return outcome.exit_code
             if outcome.rank is not None and outcome.rank == lost_before:
                 start = with_fewer(start, outcome.rank, self._faults.min_ranks)
-            lost_before, crashed_before = outcome.rank, outcome.crashed_after
+            lost_before, crashed_before = outcome.rank, outcome.crashed_at
             num_restarts += 1
             left = f"restart {num_restarts} of {self._faults.max_restarts}"
             self._log(f"{outcome.why}; {left} with {start.num_procs} rank(s) here, logs in {folder}")
@@ -113,7 +114,8 @@ class Supervisor:
         folder = new_attempt(self._logs)
         env = shared_environment(self._env, info, num_ranks, visible=start.visible, logs=folder, secret=self._secret)
         num_oom_kills = count_oom_kills()
-        self._ranks = start_ranks(self._words, info, num_ranks, env, folder)
+        board = StatusBoard.new(num_ranks)
+        self._ranks = start_ranks(self._words, info, num_ranks, env, folder, board)
         if info.listener is not None:
             info.listener.close()
         try:
@@ -126,7 +128,8 @@ class Supervisor:
         for rank, process in self._ranks.items():
             report, code = reports.get(rank, RankReport(rank, process.pid, 0.0)), process.wait()
             if code < 0:
-                report = replace(report, killed_by=-code)
+                step, phase = (board and board.read(rank - info.first_rank)) or (None, None)
+                report = replace(report, killed_by=-code, step=step, phase=phase)
             elif report.exit_code is None:
                 report = replace(report, exit_code=code)
             reports[rank] = report

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import RLock
+from threading import Event, RLock, Thread, get_ident
 from typing import Any
 
+from flatout.io import bounded_wait
 from flatout.io.redact import redacted
 from flatout.track.record import AnswersRecord, EvalRecord, Record, RunEnd, RunStart, StepRecord
 from flatout.track.start_up import EVENT as START_UP
 from flatout.track.start_up import StartUpClock
+
+# a callback that still has not returned after this many times as long is named again
+TOLD_AGAIN = 4.0
 
 
 class Callback:
@@ -71,6 +77,37 @@ class Reporter:
         self._posted: deque[tuple[str, Mapping[str, Any]]] = deque()
         self._poster = ThreadPoolExecutor(1, "posted-events")
         self._post_errors: list[Exception] = []
+        # the callback that is called now, on which thread and since when
+        self._calling: tuple[Callback, int, float] | None = None
+
+    @contextmanager
+    def telling_slow_callbacks(self) -> Iterator[None]:
+        """Within the block, a thread says on stderr which callback holds the run, after ten seconds and ever later."""
+        is_over = Event()
+        Thread(target=self._tell_slow, args=(is_over,), name="slow-callbacks", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
+    def _tell_slow(self, is_over: Event) -> None:
+        told: tuple[Callback, int, float] | None = None
+        limit_s = bounded_wait.NOTICE_AFTER_S
+        while not is_over.wait(bounded_wait.POLL_S):
+            if (calling := self._calling) is None:
+                continue
+            if calling is not told:
+                limit_s = bounded_wait.NOTICE_AFTER_S
+            callback, thread, since_s = calling
+            if time.monotonic() - since_s >= limit_s:
+                told, now_s = calling, limit_s
+                limit_s *= TOLD_AGAIN
+                stack = traceback.extract_stack(sys._current_frames().get(thread))
+                name = next((frame.name for frame in stack if frame.name.startswith("on_")), "a method")
+                at = f", now at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+                bounded_wait.to_stderr(
+                    f"the run waits for {name} of callback {type(callback).__name__}, for {now_s:.0f} s so far{at}"
+                )
 
     def start(self, start: RunStart) -> None:
         self._each(lambda callback: callback.on_start(start))
@@ -113,19 +150,24 @@ class Reporter:
             self._deliver_posted()
             errors = self._post_errors
             for callback in self._callbacks:
+                self._calling = callback, get_ident(), time.monotonic()
                 try:
                     callback.on_end(end)
                 except Exception as error:  # noqa: BLE001  (raised below, after the other callbacks have closed)
                     errors.append(error)
-            self._callbacks = ()
+            self._callbacks, self._calling = (), None
         if errors:
             raise errors[0]
 
     def _each(self, call: Callable[[Callback], None]) -> None:
         with self._lock:
             self._deliver_posted()
-            for callback in self._callbacks:
-                call(callback)
+            try:
+                for callback in self._callbacks:
+                    self._calling = callback, get_ident(), time.monotonic()
+                    call(callback)
+            finally:
+                self._calling = None
             errors, self._post_errors = self._post_errors, []
         if errors:
             raise errors[0]
@@ -135,10 +177,12 @@ class Reporter:
             while self._posted:
                 kind, facts = self._posted.popleft()
                 for callback in self._callbacks:
+                    self._calling = callback, get_ident(), time.monotonic()
                     try:
                         callback.on_event(kind, redacted(facts))
                     except Exception as error:  # noqa: BLE001  (raised by the next report)
                         self._post_errors.append(error)
+                self._calling = None
 
 
 def deliver(callback: Callback, record: Record) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from flatout.errors import DataError, FlatoutError, ResourceError
 from flatout.io.append import AppendFile
-from flatout.io.durable_io import DurableIO
+from flatout.io.durable_io import DurableIO, remove_unfinished
 from flatout.track.callback import Callback
 from flatout.track.record import (
     AnswersRecord,
@@ -42,6 +42,7 @@ class RunFolderWriter(Callback):
     ) -> None:
         self._folder, self._log, self._keep_folder = folder, log, keep_folder
         DurableIO().make_dir(folder)
+        remove_unfinished(folder)
         names = ("metrics.jsonl", "answers.jsonl", "events.jsonl", "train.log")
         self._files = [AppendFile(folder / name) for name in names]
         self._metrics, self._answers, self._events, self._train_log = self._files

@@ -6,11 +6,9 @@ import gc
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 import torch
 
-from flatout.errors import PreemptedError
 from flatout.models.compile.layers import report_compilations
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.trainer.evaluate import evaluate_now
@@ -24,8 +22,9 @@ from flatout.trainer.step import Pending, step_launcher
 def run_steps(run: Run) -> None:
     """Run the plan's remaining steps; evaluate and save when due.
 
-    Compilations during training are logged as events. Raises PreemptedError after saving when a stop was requested,
-    and NumericError if a loss or gradient is not finite (`full.update: backward` finds the latter after its updates).
+    Compilations during training are logged as events. Raises PassesStopped when a stop was requested, which leaves the
+    completed steps to be saved, and NumericError if a loss or gradient is not finite (`full.update: backward` finds the
+    latter after its updates).
     """
 
     def on_compiled(seconds: float) -> None:
@@ -51,7 +50,7 @@ def run_steps(run: Run) -> None:
             while len(launched) > num_pending:
                 finish_step(run, meter, *launched.popleft())
             if not launched:
-                is_best = evaluates and evaluate_or_leave(run)
+                is_best = evaluates and evaluate_now(run)
                 if is_best or saves:
                     save(run, best=is_best)
                 meter.start_step()
@@ -62,7 +61,7 @@ def evaluate_before_steps(run: Run) -> None:
     step = run.progress.step
     is_whole = run.progress.last_eval_step == step or step == run.plan.num_steps
     if not is_whole and (step == 0 or is_due(step, run.config.eval.every_steps, run.plan.num_steps)):
-        is_best = evaluate_or_leave(run)
+        is_best = evaluate_now(run)
         if is_best and step > 0:
             save(run, best=True)
 
@@ -83,29 +82,15 @@ def gc_frozen(device: torch.device) -> Iterator[None]:
 
 
 def finish_step(run: Run, meter: Meter, step: StepPlan, pending: Pending) -> None:
-    """Wait for a launched step and count it. Raises PreemptedError after saving, and NumericError."""
+    """Wait for a launched step and count it. Raises PassesStopped and NumericError."""
     outcome = pending()
     run.reporter.stepped()
     if outcome is None:
-        save_and_leave(run)
+        raise PassesStopped
     run.progress.advance(step, updated=outcome.skipped is None, num_naive_tokens=run.plan.naive_tokens(step))
     if outcome.skipped:
         run.reporter.event("skipped", {"step": step.index + 1, "why": outcome.skipped})
     meter.end_step(step, outcome)
-
-
-def evaluate_or_leave(run: Run) -> bool:
-    """Evaluate and return whether it is a new best. Raises PreemptedError after saving when a stop was requested."""
-    try:
-        return evaluate_now(run)
-    except PassesStopped:
-        save_and_leave(run)
-
-
-def save_and_leave(run: Run) -> NoReturn:
-    """Save the completed steps and raise PreemptedError."""
-    save(run, required=True)
-    raise PreemptedError(f"stop requested: saved at step {run.progress.step}; run the same command to resume")
 
 
 def save(run: Run, *, best: bool = False, required: bool = False) -> None:

@@ -41,6 +41,8 @@ from flatout.trainer.prompts import PromptSet, plan_prompts
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
 LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split")
 # paths and process counts may differ between nodes; content is compared by fingerprint
+# what ranks compare, in words
+FACTS_BY_NAME = {"data": "samples", "eval_data": "evaluation samples", "plan": "steps", "model": "base model's files"}
 NODE_LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.tokenizer", "data.num_procs"})
 
 
@@ -341,9 +343,12 @@ def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -
             said = "; ".join(f"{change.key} is {change.now!r}, but {change.saved!r} on rank 0" for change in changes)
             raise UsageError(f"{who} has different settings: {said}; start every node with the same settings")
         if other["data"] != first["data"]:
+            names = {**first["data"], **other["data"]}
+            differing = [name for name in names if first["data"].get(name) != other["data"].get(name)]
+            what = ", ".join(FACTS_BY_NAME.get(name, name) for name in differing)
             raise DataError(
-                f"{who} has different data from rank 0 on {first['host']}: {other['data']}, not {first['data']}; "
-                "build it once, in a folder that all nodes share, or copy the built data set"
+                f"{who} has different data from rank 0 on {first['host']}: its {what} differ; build the data once, in "
+                "a folder that all nodes share, or copy the built data set"
             )
         if other["split"] != first["split"]:
             raise UsageError(

@@ -45,8 +45,10 @@ from flatout.track.start_up import StartUpClock
 from flatout.track.tracker_process import TrackerProcess
 from flatout.track.trackers import require_installed
 from flatout.trainer.build import build_run
-from flatout.trainer.loop import evaluate_or_leave, run_steps, save
+from flatout.trainer.evaluate import evaluate_now
+from flatout.trainer.loop import run_steps, save
 from flatout.trainer.memory_check import MemoryCheck
+from flatout.trainer.passes import PassesStopped
 from flatout.trainer.planning import plan_run, require_same_run, weakest_gpu
 from flatout.trainer.resume import check_facts, find_checkpoint, restore_weights
 from flatout.trainer.run_facts import gather_gpus, run_start
@@ -153,6 +155,7 @@ def open_run(
     # after the run folder, whose files its process reads
     trackers = TrackerProcess(config.folder, config.track.to, partial(shown.on_stage, "track"))
     reporter = Reporter(shown, folder, *([trackers] if config.track.to else ()), *callbacks, start_up=start_up)
+    stack.enter_context(reporter.telling_slow_callbacks())
     # a collective may hold the main thread until the watch ends this process
     return reporter, [lambda error: folder.write_end(ended_by(error)), lambda error: shown.close()]
 
@@ -222,19 +225,29 @@ def _train(
     gpus = gather_gpus(run)
     if rank.is_first:
         reporter.start(run_start(run, gpus))
+    run_to_end(run, final_dir)
+    return Result(config.folder, final_dir, run.plan.num_steps, run.progress)
+
+
+def run_to_end(run: Run, final_dir: Path) -> None:
+    """Take the remaining steps and finish. Raises PreemptedError after saving when a stop was requested."""
     try:
         with run.stop:
-            run_steps(run)
-            finish(run, final_dir)
+            try:
+                run_steps(run)
+                finish(run, final_dir)
+            except PassesStopped:
+                save(run, required=True)
+                step = run.progress.step
+                raise PreemptedError(f"stop requested: saved at step {step}; run the same command to resume") from None
     finally:
         run.close()
-    return Result(config.folder, final_dir, run.plan.num_steps, run.progress)
 
 
 def finish(run: Run, final_dir: Path) -> None:
     """Evaluate, save, export the last weights to final/ and, if an earlier step was better, its weights to best/."""
     run.watch.set_phase("finish", run.progress.step)
-    is_best = run.progress.last_eval_step != run.progress.step and evaluate_or_leave(run)
+    is_best = run.progress.last_eval_step != run.progress.step and evaluate_now(run)
     try:
         save(run, best=is_best, required=True)
     except ResourceError as error:

@@ -22,6 +22,28 @@ from flatout.launch.attempt import RankReport
 from flatout.track.run_log import read_end
 
 HANG_S = 3.0
+# a configuration whose rank 1 crashes in the steps of `steps`, one an attempt
+CRASHING = """
+import os, signal
+from pathlib import Path
+from flatout.config.read import load_config
+
+config = load_config(Path({plain!r}), [])
+if os.environ.get("RANK") == "1":
+    attempt = len(list((config.folder / "logs").glob("attempt-*"))) - 1
+    steps = {steps}
+
+    import flatout.parallel.fault_tolerance.peer_watch as watching
+
+    set_phase = watching.PeerWatch.set_phase
+
+    def crash(self, phase, step=None):
+        set_phase(self, phase, step)
+        if attempt < len(steps) and (phase, step) == ("step", steps[attempt]):
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+    watching.PeerWatch.set_phase = crash
+"""
 # ranks, where some of them stop during the start, and what the others say; nobody stops in the first case
 JOINS = (
     (2, (), {}),
@@ -104,7 +126,8 @@ def test_a_killed_and_a_stopped_rank(tiny: Any, tmp_path: Path) -> None:
     assert "restart 1 of 2" in output
     (killed,) = (r for r in RankReport.read_all(run_dir / "logs" / "attempt-0") if r.exit_code == 7)
     assert killed.lost_rank == 0
-    assert "died in step" in str(killed.error)
+    # not the step of its last heartbeat
+    assert re.search(r"died in step \d+", str(killed.error))
     (stopped,) = (r for r in RankReport.read_all(run_dir / "logs" / "attempt-1") if r.exit_code == 7)
     assert stopped.lost_rank == 1
     assert "rank 1 on" in output
@@ -112,13 +135,49 @@ def test_a_killed_and_a_stopped_rank(tiny: Any, tmp_path: Path) -> None:
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     (lost,) = (event for event in events if event["kind"] == "peer_lost")
     assert lost["rank"] == 1
-    # as last heard of, which may be a few short steps ago
+    assert "last heard of" not in output
     assert lost["phase"] in ("start", "step", "sum", "save")
     # how soon is proved with a clock in test_heartbeat
     assert datetime.fromisoformat(lost["time"]).timestamp() >= int(stopped_at)
     weights = [load_file(f / "checkpoints/step-120/model.safetensors") for f in (run_dir, tmp_path / "alone")]
     for name, tensor in weights[1].items():
         torch.testing.assert_close(weights[0][name], tensor, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [(2, 5), (2, 2)], ids=["others", "the same"])
+def test_only_crashes_in_the_same_step_end_a_run_early(tiny: Any, tmp_path: Path, steps: tuple[int, int]) -> None:
+    """Rank 1 crashes in a step of each attempt, before its first heartbeat of any step."""
+    made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 8})
+    config = tiny.config(tmp_path / "run", **made, faults={"max_restarts": 2}, checkpoint={"every_steps": None})
+    (tmp_path / "plain.yaml").write_text(dump_config(config))
+    (tmp_path / "run.py").write_text(CRASHING.format(plain=str(tmp_path / "plain.yaml"), steps=steps))
+    command = [sys.executable, "-m", "flatout", "train", str(tmp_path / "run.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    output = done.stdout + done.stderr
+    assert f"died in step {steps[0] + 1}, phase" in output
+    if steps == (2, 2):
+        assert "step 3 crashed again after a restart: restarting does not help" in output
+        assert done.returncode == 7
+    else:
+        assert done.returncode == 0, output
+        assert f"died in step {steps[1] + 1}, phase" in output
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_lost_rank_of_a_shared_micro_batch_is_named(tiny: Any, tmp_path: Path) -> None:
+    """Collectives of context.parallel fail in the backward pass, too, in words of gloo's."""
+    made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 40})
+    run_dir = tmp_path / "run"
+    made |= {"context": {"parallel": 2}, "strategy": "ddp", "faults": {"max_restarts": 1}}
+    process = launch(tiny.config(run_dir, **made), tmp_path)
+    strike(run_dir, 0, rank=1, number=signal.SIGKILL)
+    output = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 0, output
+    (restart,) = (line for line in output.splitlines() if "restart 1 of 1" in line)
+    assert re.search(r"rank 1 on \S+ died in step \d+, phase \w+; rank 1 was killed by SIGKILL", restart), restart
 
 
 @pytest.mark.exhaustive

@@ -40,7 +40,8 @@ class RankStatus:
 class PeerFailure:
     """The lost rank, its host and last status, how the loss showed, and the run's exit code that follows.
 
-    `is_reported` means that the rank itself reported that it ends with an error.
+    `is_reported` means that the rank itself reported that it ends with an error. `is_exact`: the status is not only the
+    last one that was heard of.
     """
 
     rank: int
@@ -49,9 +50,12 @@ class PeerFailure:
     how: str
     exit_code: int = PeerLostError.exit_code
     is_reported: bool = False
+    is_exact: bool = False
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host} {self.how} in step {self.status.step + 1}, phase {self.status.phase}"
+        at = "in" if self.is_exact or self.is_reported else "; last heard of in"
+        place = f"step {self.status.step + 1}, phase {self.status.phase}"
+        return f"rank {self.rank} on {self.host} {self.how} {at} {place}".replace(" ;", ";")
 
 
 @dataclass(slots=True)
@@ -198,8 +202,9 @@ class HeartbeatClient:
                 if "lost" in message:
                     lost = message["lost"]
                     host, how = str(lost["host"])[:MAX_TEXT], str(lost["how"])[:MAX_TEXT]
-                    rank, exit_code, is_reported = int(lost["rank"]), int(lost["exit_code"]), bool(lost["is_reported"])
-                    return PeerFailure(rank, host, RankStatus.from_json(lost["status"]), how, exit_code, is_reported)
+                    rank, exit_code = int(lost["rank"]), int(lost["exit_code"])
+                    facts = bool(lost["is_reported"]), bool(lost["is_exact"])
+                    return PeerFailure(rank, host, RankStatus.from_json(lost["status"]), how, exit_code, *facts)
                 if "bye" in message:
                     self._has_first_left = True
                     return None

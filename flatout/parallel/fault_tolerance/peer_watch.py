@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in the stubs
 
 from flatout.config.parallel import FaultsConfig
-from flatout.environment import PARENT, SECRET, environment, master
+from flatout.environment import PARENT, SECRET, STATUS_BOARD, environment, master, whole_number
 from flatout.errors import FlatoutError, PeerLostError, PreemptedError
 from flatout.io import bounded_wait
 from flatout.io.bounded_wait import BoundedWait
 from flatout.io.peer_sockets import PeerListener, listen
+from flatout.io.status_board import StatusBoard
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.heartbeat import HeartbeatClient, HeartbeatServer, PeerFailure, RankStatus
 from flatout.parallel.process_group import join_group
@@ -40,6 +41,7 @@ LONG_PHASES = frozenset({"start", "evaluate", "save", "finish"})
 # waiting for a step is reported once it takes this many times as long as the last one
 USUAL_STEPS = 3.0
 # RuntimeErrors from these modules are put down to a lost peer: gloo and process groups have no error class for it
+GLOO = "gloo/transport/"
 COLLECTIVES = ("torch.distributed", "flatout.parallel.control_group", "flatout.parallel.strategies.buckets")
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
@@ -88,6 +90,12 @@ class PeerWatch:
         self._status = RankStatus()
         self._changed_at = time.monotonic()
         self._step_s, self._step_began_at = 0.0, self._changed_at
+        self._rank = Rank()
+        self._board: StatusBoard | None = None
+        if STATUS_BOARD in environment():
+            # another process may have inherited the variable, but not the file
+            with suppress(OSError, ValueError):
+                self._board = StatusBoard(whole_number(environment(), STATUS_BOARD))
         self._heartbeats: HeartbeatServer | HeartbeatClient | None = None
         self._group: ControlGroup | None = None
         self._lost_error: PeerLostError | None = None
@@ -103,6 +111,8 @@ class PeerWatch:
             self._step_s, self._step_began_at = now_s - self._step_began_at, now_s
         self._status = RankStatus(status.step if step is None else step, phase, phase == "sum", status.num_changes + 1)
         self._changed_at = now_s
+        if self._board is not None:
+            self._board.write(self._rank.local_index, self._status.step, phase)
         if phase != "sum":
             self._on_phase(phase, self._status.step)
 
@@ -135,6 +145,9 @@ class PeerWatch:
 
     def start(self, rank: Rank, store: Store) -> None:
         """Start watching the other ranks, found through the store; all ranks call this right after joining."""
+        self._rank = rank
+        if self._board is not None:
+            self._board.write(rank.local_index, self._status.step, self._status.phase)
         # leave part of hang_s for detecting and reporting the loss
         hang_s, interval_s = self._faults.hang_s * 0.8, min(0.5, self._faults.hang_s / 10)
         host, secret = master()[0], environment().get(SECRET)
@@ -175,7 +188,9 @@ class PeerWatch:
         except BaseException as error:
             modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
             is_collective = isinstance(error, (PeerLostError, dist.DistError)) or (
-                isinstance(error, RuntimeError) and any(name.startswith(COLLECTIVES) for name in modules)
+                isinstance(error, RuntimeError)
+                # a collective of an autograd function or a compiled layer has no frame of its own in the backward pass
+                and (GLOO in str(error) or any(name.startswith(COLLECTIVES) for name in modules))
             )
             if is_collective and self._thread is not None:
                 # the thread soon finds out which rank is lost
@@ -187,7 +202,7 @@ class PeerWatch:
                 if is_collective:
                     raise self._lost_error from error
             else:
-                vars(error)["step"] = self._status.step
+                vars(error).update(step=self._status.step, phase=self._status.phase)
                 lines = str(error).splitlines() or [""]
                 code = error.exit_code if isinstance(error, FlatoutError) else PeerLostError.exit_code
                 self._own_failure = f"{type(error).__name__}: {lines[0][:300]}", code
@@ -225,6 +240,7 @@ class PeerWatch:
         if failure is None:
             heartbeats.close()
             return
+        failure = self._exact(failure)
         if isinstance(heartbeats, HeartbeatServer):
             heartbeats.broadcast(failure)
         rank, step = failure.rank, failure.status.step
@@ -240,6 +256,16 @@ class PeerWatch:
         time.sleep(LEAVE_S)
         self._leave(error)
 
+    def _exact(self, failure: PeerFailure) -> PeerFailure:
+        """Return the failure with the status that its rank left on this node's board, which no heartbeat delays."""
+        slot = failure.rank - (self._rank.index - self._rank.local_index)
+        if failure.is_reported or self._board is None or not 0 <= slot < self._rank.local_world:
+            return failure
+        if (found := self._board.read(slot)) is None:
+            return failure
+        step, phase = found
+        return replace(failure, status=replace(failure.status, step=step, phase=phase), is_exact=True)
+
     def _check_progress(self, server: HeartbeatServer) -> PeerFailure | None:
         """Return a failure for the rank furthest behind once no rank has moved for long; report long waits before."""
         ranks = {rank: (one.status, one.changed_at, one.host) for rank, one in server.peers.items() if not one.has_left}
@@ -252,7 +278,9 @@ class PeerWatch:
         now_s = time.monotonic()
         still_s = now_s - max(changed_at for _, changed_at, _ in ranks.values())
         if still_s >= limit_s:
-            return PeerFailure(rank, host, status, f"has made no progress for {still_s:.0f} s (faults.{setting})")
+            # heartbeats went on all the time
+            how = f"has made no progress for {still_s:.0f} s (faults.{setting})"
+            return PeerFailure(rank, host, status, how, is_exact=True)
         is_awaited = not status.waits and any(one.waits for one in statuses)
         is_late = now_s - changed_at >= max(bounded_wait.NOTICE_AFTER_S, USUAL_STEPS * self._step_s)
         if is_awaited and is_late and (status.step, status.phase) != self._last_notice:

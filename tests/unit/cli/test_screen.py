@@ -1,6 +1,7 @@
 """Quick imports: what they import is frozen once, and a collector that is off stays off."""
 
 import gc
+import subprocess
 import sys
 
 import pytest
@@ -38,6 +39,18 @@ def test_a_module_is_imported_without_the_collector_and_frozen_once(module, is_o
     late = []
     import_without_gc(module)
     assert _is_collected(late)
+
+
+@pytest.mark.parametrize(("flag", "code"), [("-OO", 2), ("-O", 0)])
+def test_python_without_docstrings_is_refused_by_name(flag: str, code: int) -> None:
+    """transformers reads them, and would blame the model; -O alone drops assertions only."""
+    program = "import sys; from flatout.cli.main import main; sys.exit(main(['doctor']))"
+    if code == 0:
+        program = "from flatout.cli.screen import import_without_gc; import_without_gc('json.tool')"
+    done = subprocess.run([sys.executable, flag, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("PYTHONOPTIMIZE=2 (or -OO), which drops the docstrings" in done.stderr) == bool(code)
+    assert "Traceback" not in done.stderr
 
 
 def test_a_module_that_fails_is_not_frozen_and_the_collector_goes_on(tmp_path, monkeypatch):

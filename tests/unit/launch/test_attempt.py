@@ -1,11 +1,14 @@
 """What an attempt's reports say together."""
 
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from flatout.errors import DataError, PeerLostError
+from flatout.io.status_board import StatusBoard
 from flatout.launch.attempt import RESTARTABLE, RankReport, classify_attempt
 
 
@@ -31,6 +34,39 @@ def test_a_lost_rank_is_named_by_who_told_first() -> None:
     assert (outcome.exit_code, outcome.rank, outcome.why) == (7, 3, "rank 3 died")
     assert 7 in RESTARTABLE
     assert classify_attempt([report(0, None), report(1, 130)]).rank == 0
+
+
+def test_a_crash_is_placed_where_its_rank_was_not_where_its_peers_last_heard_of_it() -> None:
+    """Ranks die by themselves (a signal that shows a fault); the other one tells of an older step."""
+
+    def crashed_at(killed_by: int, step: int | None, phase: str | None) -> str | None:
+        dead = RankReport(1, 1, 0.0, killed_by=killed_by, step=step, phase=phase)
+        told = RankReport(0, 1, 0.0, 1.0, 7, "rank 1 died", lost_rank=1, step=0)
+        return classify_attempt([told, dead]).crashed_at
+
+    assert crashed_at(signal.SIGSEGV, 41, "step") == "step 42"
+    assert crashed_at(signal.SIGSEGV, 0, "step") == "step 1"
+    assert crashed_at(signal.SIGABRT, 0, "start") == "the start"
+    # nobody knows, or somebody else killed it
+    assert crashed_at(signal.SIGSEGV, None, None) is None
+    assert crashed_at(signal.SIGKILL, 41, "step") is None
+
+
+def test_a_board_keeps_what_a_killed_process_wrote_last() -> None:
+    board = StatusBoard.new(2)
+    assert board is not None
+    child = os.fork()
+    if child == 0:
+        for step in range(1000):
+            board.write(1, step, "sum")
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert (board.read(0), board.read(1)) == (None, (999, "sum"))
+    board.write(0, 3, "a phase of a name that is longer than a slot has room for, and so is cut at its end")
+    assert board.read(1) == (999, "sum")
+    os.close(board.fd)
+    with (Path(__file__)).open() as other, pytest.raises(ValueError, match="is not a status board"):
+        StatusBoard(other.fileno())
 
 
 def test_all_done_and_nobody_there() -> None:

@@ -103,7 +103,7 @@ def test_a_closed_connection_is_a_death_told_to_all() -> None:
     failure = group.lost()
     assert (failure.rank, failure.how, failure.status) == (1, "died", RankStatus(4, "sum"))
     assert "rank 1 on" in str(failure)
-    assert "died in step 5, phase sum" in str(failure)
+    assert "died; last heard of in step 5, phase sum" in str(failure)
     group.server.broadcast(failure)
     assert group.clients[1].poll(DEADLINE_S, RankStatus()) == failure
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from flatout.config.parallel import FaultsConfig
 from flatout.errors import DataError, NumericError, PeerLostError, PreemptedError
 from flatout.io import bounded_wait
+from flatout.io.status_board import StatusBoard
 from flatout.parallel.fault_tolerance import peer_watch as watch_module
 from flatout.parallel.fault_tolerance.peer_watch import OnEvent, OnPeerLost, PeerWatch
 from flatout.parallel.rank import Rank
@@ -37,7 +38,9 @@ class Pair:
         self.watches = [self.made(rank, **faults) for rank in range(2)]
         store = dist.HashStore()
         with ThreadPoolExecutor(2) as threads:
-            for started in [threads.submit(self.watches[rank].start, Rank(rank, 2, rank), store) for rank in range(2)]:
+            for started in [
+                threads.submit(self.watches[rank].start, Rank(rank, 2, rank, 2), store) for rank in range(2)
+            ]:
                 started.result()
 
     def made(self, rank: int, **faults: float) -> PeerWatch:
@@ -127,6 +130,33 @@ def test_an_error_of_its_own_stays_what_it_is_whatever_it_says(pair: type[Pair])
     with pytest.raises(RuntimeError, match="gloo"), both.watches[1].guard():
         raise RuntimeError("gloo: connection closed by peer")
     both.until(both.watches[0]._lost.is_set)
+
+
+def test_a_lost_peer_is_told_from_a_backward_pass_that_has_no_frame_of_a_collective(pair: type[Pair]) -> None:
+    """As under context.parallel and experts.parallel: gloo raises from C++, with the place in its source."""
+    both = pair()
+    both.watches[1]._heartbeats._connection.socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    with pytest.raises(PeerLostError, match=r"rank 1 on .* died") as caught, both.watches[0].guard():
+        raise RuntimeError("[/x/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242")
+    assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("has_board", [True, False])
+def test_a_dead_rank_is_named_with_the_step_that_it_was_in(
+    pair: type[Pair], monkeypatch: pytest.MonkeyPatch, has_board: bool
+) -> None:
+    """Its last heartbeat is older; without a launcher of ours there is nothing else, and the error says so."""
+    if has_board:
+        board = StatusBoard.new(2)
+        assert board is not None
+        monkeypatch.setenv("FLATOUT_STATUS_BOARD", str(board.fd))
+    both = pair()
+    both.until(lambda: both.watches[0]._heartbeats.peers)  # type: ignore[union-attr]
+    both.watches[1].set_phase("step", 41)
+    both.watches[1]._heartbeats._connection.socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    both.until(lambda: both.left[0])
+    said = "died in step 42, phase step" if has_board else "died; last heard of in step "
+    assert said in str(both.left[0][0])
 
 
 def test_who_does_not_move_is_named(pair: type[Pair]) -> None:
