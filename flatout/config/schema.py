@@ -119,7 +119,7 @@ class EvalConfig(Section):
         if self.patience and not self.every_steps:
             raise ValueError("patience needs every_steps")
         if not (self.fraction or self.data):
-            why = "there are no rows to evaluate on; set eval.fraction or eval.data"
+            why = "no rows to evaluate on; set eval.fraction or eval.data"
             refuse_unused(self, ("every_steps", "patience", "min_delta", "max_new_tokens", "temperature"), why)
             if self.prompts:
                 raise ValueError(f"prompts has no effect with {why}")
