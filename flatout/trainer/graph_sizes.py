@@ -149,12 +149,7 @@ def record_graphs(run: Run, why_not: str | None) -> str:
     places = [(parameter, parameter.grad) for parameter in run.named_parameters.values() if parameter.grad is not None]
     decoder = GraphedDecoder(run.model, *zip(*places, strict=True))
     counts = count_sizes(run.plan, run.data_rank, size_buckets=run.feed.size_buckets)
-    sizes, num_recorded = sorted((size for size, _ in counts.most_common(MAX_RECORDINGS)), reverse=True), 0
-    try:
-        for size in sizes:
-            decoder.record(size, run.feed.num_boundaries)
-            num_recorded += 1
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
+    sizes = sorted((size for size, _ in counts.most_common(MAX_RECORDINGS)), reverse=True)
+    num_recorded = decoder.record(sizes, run.feed.num_boundaries)
     run.loss.decoder = decoder
     return f"{num_recorded} of {len(sizes)} sizes recorded, {sizes[-1].num_tokens:,} to {sizes[0].num_tokens:,} tokens"

@@ -57,8 +57,7 @@ def test_replays_equal_plain_passes(trained):
     model, parameters, num_boundaries = trained
     decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters])
     sizes = sorted({packed_size(lengths, size_buckets=LADDER) for lengths in LENGTHS}, reverse=True)
-    for size in sizes:
-        decoder.record(size, num_boundaries)
+    assert decoder.record(sizes, num_boundaries) == len(sizes)
     assert not any(parameter.grad.any() for parameter in parameters)
     for lengths in [*LENGTHS, *LENGTHS[::-1]]:
         batch = batch_of(lengths, num_boundaries)
@@ -70,10 +69,23 @@ def test_replays_equal_plain_passes(trained):
         assert torch.nn.functional.cosine_similarity(truth, replayed, dim=0) > 0.9999
 
 
+def test_recordings_need_the_memory_of_one_pass(trained):
+    model, parameters, num_boundaries = trained
+    decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters])
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    assert decoder.record([PackedSize(count, 4096) for count in (32768, 30720, 28672)], num_boundaries) == 3
+    torch.cuda.empty_cache()
+    kept = torch.cuda.memory_reserved() - before
+    assert kept > 2**26
+    assert torch.cuda.max_memory_reserved() - before < 1.3 * kept
+
+
 def test_gradients_add_up_over_replays(trained):
     model, parameters, num_boundaries = trained
     decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters])
-    decoder.record(packed_size(LENGTHS[0], size_buckets=LADDER), num_boundaries)
+    decoder.record([packed_size(LENGTHS[0], size_buckets=LADDER)], num_boundaries)
     batch = batch_of(LENGTHS[0], num_boundaries)
     _, once = gradients_of(model, parameters, batch, decoder)
     packed_loss(model, batch, decoder=decoder).loss_sum.backward()

@@ -44,27 +44,47 @@ class GraphedDecoder:
         states: Tensor = _Replay.apply(self._anchor, recording)
         return states
 
-    def record(self, size: PackedSize, num_boundaries: int) -> None:
-        """Record forward and backward for batches of one size. Gradients do not change."""
-        # any tokens and documents of this size will do
+    def record(self, sizes: Sequence[PackedSize], num_boundaries: int) -> int:
+        """Record forward and backward for batches of these sizes, largest first; gradients do not change.
+
+        Return how many are recorded: fewer than there are sizes if memory runs out, which ends the recording.
+        """
+        before, num_recorded = [gradient.clone() for gradient in self._gradients], 0
+        try:
+            # every plain pass, which loads kernels and workspaces, comes before the recordings, as their pool keeps
+            # the memory of a whole pass: one after the other they would need twice as much
+            for size in sizes:
+                self._warm_up(self._batch_of(size, num_boundaries))
+            for size in sizes:
+                self._record(size, self._batch_of(size, num_boundaries))
+                num_recorded += 1
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+        torch._foreach_copy_(self._gradients, before)
+        return num_recorded
+
+    def _batch_of(self, size: PackedSize, num_boundaries: int) -> PackedBatch:
+        """Return a batch of this size; any tokens and documents will do."""
         longest = min(size.max_seqlen, size.num_tokens)
         lengths = [longest] * (size.num_tokens // longest)
         if rest := size.num_tokens - sum(lengths):
             lengths.append(rest)
         documents = [(np.zeros(length, np.int64), np.zeros(length, bool)) for length in lengths]
         batch = flatten_samples(documents, num_boundaries=num_boundaries).to(self._model.device)
-        batch = replace(batch, max_seqlen=size.max_seqlen)
-        before = [gradient.clone() for gradient in self._gradients]
+        return replace(batch, max_seqlen=size.max_seqlen)
+
+    def _warm_up(self, batch: PackedBatch) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            # load kernels and allocate workspaces before recording
             states = hidden_states(self._model, batch)
             self._add_gradients(states, torch.zeros_like(states))
-            del states
         torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _record(self, size: PackedSize, batch: PackedBatch) -> None:
         # thread_local, as the feed's thread may pin memory meanwhile
         options: dict[str, Any] = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        # entering a recording returns the memory that plain passes have left behind
         with torch.cuda.graph(forward, **options):
             states = hidden_states(self._model, batch)
         states_grad = torch.empty_like(states)
@@ -72,7 +92,6 @@ class GraphedDecoder:
             self._add_gradients(states, states_grad)
         self._recorded[size] = _Recording(batch, forward, backward, states.detach(), states_grad)
         self.largest_tokens = max(self.largest_tokens, size.num_tokens)
-        torch._foreach_copy_(self._gradients, before)
 
     def _add_gradients(self, states: Tensor, states_grad: Tensor) -> None:
         found = torch.autograd.grad(states, self._parameters, states_grad, allow_unused=True)
