@@ -6,8 +6,9 @@ export HF_HOME="${HF_HOME:-$CKPT_PREFIX/cache}"
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$CKPT_PREFIX/triton_cache_dir}"
 export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$CKPT_PREFIX/torch_extensions_dir}"
 
+NUM_GPU="${NUM_GPU:-$(nvidia-smi --list-gpus | wc -l)}"
 # without --use_fast_moe_block and --use_fp8: flatout has no expert kernels, and DeepSpeed's stages no FP8
-torchrun --standalone --nproc-per-node="${NUM_GPU:-$(nvidia-smi --list-gpus | wc -l)}" qwen3_sft.py \
+set -- \
     --model_path "$MODEL_PATH" \
     --dataset_path "$DATA_PATH" \
     --output_dir "$CKPT_PREFIX/ckpt" \
@@ -19,3 +20,6 @@ torchrun --standalone --nproc-per-node="${NUM_GPU:-$(nvidia-smi --list-gpus | wc
     --use_liger_efficiency_callback \
     --torch_compile \
     "$@"
+# what is missing is said once, not by every rank
+python qwen3_sft.py --check_for "$NUM_GPU" "$@"
+torchrun --standalone --nproc-per-node="$NUM_GPU" qwen3_sft.py "$@"

@@ -6,8 +6,8 @@ export HF_HOME="${HF_HOME:-$CKPT_PREFIX/cache}"
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$CKPT_PREFIX/triton_cache_dir}"
 export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$CKPT_PREFIX/torch_extensions_dir}"
 
-torchrun --nnodes="${NUM_NODE:-2}" --nproc-per-node="${NUM_GPU:-$(nvidia-smi --list-gpus | wc -l)}" \
-    --rdzv-id=5566 --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" qwen3_sft.py \
+NUM_GPU="${NUM_GPU:-$(nvidia-smi --list-gpus | wc -l)}"
+set -- \
     --model_path "$MODEL_PATH" \
     --dataset_path "$DATA_PATH" \
     --output_dir "$CKPT_PREFIX/ckpt" \
@@ -17,3 +17,7 @@ torchrun --nnodes="${NUM_NODE:-2}" --nproc-per-node="${NUM_GPU:-$(nvidia-smi --l
     --deepspeed_config "$DS_CONFIG_PATH" \
     --use_liger_kernel \
     "$@"
+# what is missing is said once, not by every rank
+python qwen3_sft.py --check_for "$((${NUM_NODE:-2} * NUM_GPU))" "$@"
+torchrun --nnodes="${NUM_NODE:-2}" --nproc-per-node="$NUM_GPU" \
+    --rdzv-id=5566 --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" qwen3_sft.py "$@"

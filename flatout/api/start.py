@@ -32,6 +32,7 @@ from flatout.launch.supervise import Supervisor
 from flatout.track.callback import Callback, deliver
 from flatout.track.console import ConsoleCallback, RankOutput
 from flatout.track.run_log import LineFollower, read_end, read_start, record_of
+from flatout.track.trackers import require_installed
 
 if TYPE_CHECKING:
     from flatout.models.objective import Objective
@@ -155,6 +156,8 @@ def start_ranks(config: Config, start: SpawnRanks, words: list[str], *, launched
     The run's start counts from the Unix time `launched_at`; by default, from this call.
     """
     nodes, faults = start.nodes, config.faults
+    # one error, instead of one for each rank
+    require_installed(config.track.to, strategy=config.strategy)
     env = environment() | {LAUNCHED: str(launched_at or time.time())}
     logs = launcher_folder(config.folder)
     rendezvous: Rendezvous

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from flatout.cli.main import exit_code_of
 from flatout.compat.launched import OVERRIDES_HELP, data_of, device, run, say, with_rows_per_step
 from flatout.compat.training_arguments import TRAINING_ARGUMENTS
 from flatout.compat.translation import Became, Given, RefusedError, Rule, any_value, off, to, translate
@@ -14,6 +17,7 @@ from flatout.config.read import make_config
 from flatout.config.schema import Config
 from flatout.errors import UsageError
 from flatout.io.json_file import read_json
+from flatout.track.trackers import require_installed
 
 # what the script does without being told
 DEFAULTS: Mapping[str, Any] = {
@@ -70,8 +74,11 @@ _SWITCHES = (
 )
 
 
-def to_config(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Return flatout's configuration for these flags. Raises a UsageError that names every flag it cannot honor."""
+def to_config(given: Mapping[str, Any], overrides: Sequence[str] = (), *, counts_rows: bool = True) -> Config:
+    """Return flatout's configuration for these flags. Raises a UsageError that names every flag it cannot honor.
+
+    Without `counts_rows`, nothing is tokenized, and a batch of packed rows keeps its number of rows.
+    """
     values = {name: value for name, value in given.items() if name not in ("dataset_path", "deepspeed_config")}
     if given.get("deepspeed_config"):
         values["deepspeed"] = _read_deepspeed(Path(given["deepspeed_config"]))
@@ -91,7 +98,7 @@ def to_config(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config
         **settings,
         "data": {**settings["data"], **data, "template": "plain"},
     }
-    if given.get("use_packing"):
+    if given.get("use_packing") and counts_rows:
         return with_rows_per_step(settings, overrides, settings["batch"]["samples_per_step"])
     return make_config(settings, overrides, origin="flags")
 
@@ -108,6 +115,12 @@ def _read_deepspeed(path: Path) -> dict[str, Any]:
     return content
 
 
+def check(config: Config, num_ranks: int) -> int:
+    """Raise UsageError with all packages that the run needs and that are missing, before a launcher starts ranks."""
+    require_installed(config.track.to, strategy=config.strategy if num_ranks > 1 else "auto")
+    return 0
+
+
 def main() -> int:
     """`qwen3_sft.py`: train, alone or as the rank that torchrun, accelerate or deepspeed started."""
     parser = argparse.ArgumentParser(
@@ -121,8 +134,15 @@ def main() -> int:
     for name in _SWITCHES.split():
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.name=value", help=OVERRIDES_HELP)
+    parser.add_argument(
+        "--check_for", type=int, metavar="RANKS", help="only check what so many ranks need"
+    )
     given = vars(parser.parse_intermixed_args())
-    overrides = given.pop("overrides")
+    overrides, num_ranks = given.pop("overrides"), given.pop("check_for", None)
+    if num_ranks is not None:
+        # the ranks repeat the notes on flags
+        with redirect_stdout(StringIO()):
+            return exit_code_of(lambda: check(to_config(given, overrides, counts_rows=False), num_ranks))
     return run(lambda: to_config(given, overrides))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from flatout.config.optim import ScheduleConfig
-from flatout.errors import UsageError
 
 DEFAULT_WARMUP_RATIO = 0.03
 
@@ -18,13 +17,15 @@ def num_warmup_updates(schedule: ScheduleConfig, num_updates_total: int) -> int:
     return math.ceil(ratio * num_updates_total)
 
 
-def check_warmup(schedule: ScheduleConfig, num_updates_total: int) -> None:
-    """Raise UsageError for a warm-up longer than the run."""
-    if num_warmup_updates(schedule, num_updates_total) > num_updates_total:
-        raise UsageError(
-            f"schedule.warmup_steps: {schedule.warmup_steps:,} is longer than the run of {num_updates_total:,} steps, "
-            "so it would never reach optim.lr; lower it, or set schedule.warmup_ratio"
-        )
+def warmup_note(schedule: ScheduleConfig, num_updates_total: int) -> str | None:
+    """Say what becomes of a warm-up longer than the run, as in a short trial of other settings; None for any other."""
+    warmup = num_warmup_updates(schedule, num_updates_total)
+    if warmup <= num_updates_total:
+        return None
+    return (
+        f"a warm-up of {warmup:,} steps is longer than the run of {num_updates_total:,}: the learning rate ends at "
+        f"{num_updates_total / warmup:.0%} of optim.lr; lower schedule.warmup_steps, or set schedule.warmup_ratio"
+    )
 
 
 def lr_factor(schedule: ScheduleConfig, update: int, num_updates_total: int) -> float:

@@ -19,7 +19,7 @@ from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError
 from flatout.models.load.model import gpu_features
 from flatout.models.objective import CROSS_ENTROPY, Objective
-from flatout.optim.lr_schedule import check_warmup
+from flatout.optim.lr_schedule import warmup_note
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
@@ -136,7 +136,8 @@ def plan_run(
     plan, parallel_layout, memory, sharing = plan_layout(
         config, shape, (store, train_ids), rank, device, reporter, objective, (unpackable, unsharable)
     )
-    check_warmup(config.schedule, plan.num_steps)
+    if note := warmup_note(config.schedule, plan.num_steps):
+        reporter.stage("schedule", note)
     reporter.stage("strategy", parallel_layout.reason)
     reporter.stage("memory", memory.reason)
     if config.full.update == "backward":

@@ -105,7 +105,7 @@ def train(
             "`flatout train`, which starts them, or set gpus to one GPU"
         )
     start_up.begin("opening the run folder")
-    require_installed(config.track.to)
+    require_installed(config.track.to, strategy=config.strategy if rank.world > 1 else "auto")
     # taking the lock also detects a folder that is not writable, before anything slow happens
     with ExitStack() as stack:
         reporter, peer_lost_calls = Reporter(), [on_peer_lost] if on_peer_lost else []

@@ -211,7 +211,6 @@ def _done(verb: str) -> Any:
 # settings that are well formed, and without effect or sense together: (overrides, words of which the message has one)
 _SENSELESS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "lora under full": (("method=full", "lora.rank=8"), ("lora",)),
-    "warm-up longer than the run": (("schedule.warmup_steps=100",), ("warmup_steps",)),
     "evaluation without data": (("eval.every_steps=1",), ("eval",)),
     "nearly all held out": (("eval.fraction=0.999",), ("eval.fraction",)),
     "unknown change allowed": (("checkpoint.allow_change=[foo]",), ("foo",)),

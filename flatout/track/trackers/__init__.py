@@ -18,13 +18,18 @@ TRACKERS = {
 }
 
 
-def require_installed(names: Iterable[str]) -> None:
-    """Raise UsageError for a tracker whose package is missing."""
-    for name in names:
-        package, _ = TRACKERS[name]
+def require_installed(names: Iterable[str], *, strategy: str = "auto") -> None:
+    """Raise UsageError with every package that these trackers, or strategy deepspeed, need and that is missing."""
+    wanted = [(f"track.to: {name}", TRACKERS[name][0], name) for name in names]
+    if strategy == "deepspeed":
+        wanted.append(("strategy: deepspeed", "deepspeed", "deepspeed"))
+    missing = []
+    for setting, package, extra in wanted:
         spec = find_spec(package)
         # a folder of the package's name, such as wandb's own, has a spec without a file
         if spec is None or spec.origin is None:
-            raise UsageError(
-                f"track.to: {name} needs the package {package}, which is not installed; pip install 'flatout[{name}]'"
-            )
+            missing.append((f"{setting} needs the package {package}", extra))
+    if missing:
+        needs, extras = " and ".join(need for need, _ in missing), ",".join(extra for _, extra in missing)
+        verb = "is" if len(missing) == 1 else "are"
+        raise UsageError(f"{needs}, which {verb} not installed; pip install 'flatout[{extras}]'")

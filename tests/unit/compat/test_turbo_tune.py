@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +175,40 @@ def test_a_run_trains_on_answers_only(
     assert tokenizer.decode(token_ids[loss_mask]) == f" 2{tokenizer.eos_token}"
     saved = yaml.safe_load(Path("out/config.yaml").read_text())
     assert saved["data"]["template"] == "plain"
+
+
+@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("script", ["qwen3_sft.sh", "qwen3_sft_multinode.sh"])
+def test_all_missing_packages_are_said_at_once_before_ranks_start(
+    tiny: Any, rows: Path, tmp_path: Path, script: str, installed: bool
+) -> None:
+    """The script as people run it, with a torchrun that says it was started; packages are stand-ins, or not there."""
+    if not installed and (find_spec("mlflow") or find_spec("deepspeed")):
+        pytest.skip("the packages are installed here")
+    shutil.copytree(EXAMPLE, tmp_path / "here")
+    (tmp_path / "bin").mkdir()
+    for name, line in {"python": f'exec {sys.executable} "$@"', "torchrun": 'echo started "$@"'}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    for package in ("mlflow", "deepspeed") if installed else ():
+        (tmp_path / "packages" / package).mkdir(parents=True)
+        (tmp_path / "packages" / package / "__init__.py").touch()
+    env = {
+        **os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "NUM_GPU": "2", "CKPT_PREFIX": str(tmp_path),
+        "MODEL_PATH": str(tiny.model_dir), "DATA_PATH": str(rows), "DS_CONFIG_PATH": "config/zero3.json",
+        "MASTER_ADDR": "h", "MASTER_PORT": "1",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "packages"), str(Path(__file__).parents[3])]),
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", script, "--use_packing"], cwd=tmp_path / "here", env=env, capture_output=True, text=True, check=False
+    )
+    if installed:
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("started --")
+        assert "--use_packing" in done.stdout
+        return
+    mlflow = "track.to: mlflow needs the package mlflow and " if script == "qwen3_sft.sh" else ""
+    verb, extras = ("are", "mlflow,deepspeed") if mlflow else ("is", "deepspeed")
+    said = f"{mlflow}strategy: deepspeed needs the package deepspeed, which {verb} not installed; "
+    assert done.stderr == f"error: {said}pip install 'flatout[{extras}]'\n"
+    assert (done.returncode, done.stdout) == (2, "")

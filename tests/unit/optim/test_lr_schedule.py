@@ -3,8 +3,7 @@ import math
 import pytest
 
 from flatout.config.schema import ScheduleConfig
-from flatout.errors import UsageError
-from flatout.optim.lr_schedule import check_warmup, lr_factor, num_warmup_updates
+from flatout.optim.lr_schedule import lr_factor, num_warmup_updates, warmup_note
 
 N = 100
 
@@ -53,8 +52,10 @@ def test_a_one_step_run_trains_at_the_peak() -> None:
     assert lr_factor(ScheduleConfig(), 0, 1) == 1.0
 
 
-def test_a_warm_up_longer_than_the_run_is_refused() -> None:
-    check_warmup(ScheduleConfig(warmup_steps=5), 5)
-    check_warmup(ScheduleConfig(), 1)
-    with pytest.raises(UsageError, match=r"schedule\.warmup_steps: 6 is longer than the run of 5 steps"):
-        check_warmup(ScheduleConfig(warmup_steps=6), 5)
+def test_a_warm_up_longer_than_the_run_is_told_and_rises_as_in_other_trainers() -> None:
+    assert warmup_note(ScheduleConfig(warmup_steps=5), 5) is None
+    assert warmup_note(ScheduleConfig(), 1) is None
+    schedule = ScheduleConfig(warmup_steps=6)
+    said = "a warm-up of 6 steps is longer than the run of 3: the learning rate ends at 50% of optim.lr; "
+    assert str(warmup_note(schedule, 3)).startswith(said)
+    assert [lr_factor(schedule, update, 3) for update in range(3)] == pytest.approx([1 / 6, 2 / 6, 3 / 6])
