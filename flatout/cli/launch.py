@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--claim", default="work", help="Kubernetes: volume claim that holds data and runs (work)")
     parser.add_argument("--mount", default="/work", help="Kubernetes: mount path of the claim (/work)")
     parser.add_argument("--train-job", action="store_true", help="Kubernetes: write a TrainJob (Kubeflow Trainer v2)")
+    parser.add_argument("--runtime", help="Kubernetes: training runtime of the TrainJob (torch-distributed)")
     parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="same as for flatout train")
 
 
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     words = ["train", str(args.config), *args.overrides]
     if args.out is not None and args.out.exists():
         raise UsageError(f"--out {args.out} already exists; remove it, or choose a different name")
+    if args.runtime is not None and not args.train_job:
+        raise UsageError("--runtime needs --train-job; a PyTorchJob has no training runtime")
     if args.slurm:
         folder, submit = Path.cwd(), "sbatch"
         text = sbatch_script(
@@ -55,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
         name, submit = args.name or config.name.lower().replace("_", "-").replace(".", "-"), "kubectl apply -f"
         kind: Literal["PyTorchJob", "TrainJob"] = "TrainJob" if args.train_job else "PyTorchJob"
         secret = f"{name}-secret" if args.nodes > 1 else None
-        text = manifest(name, args.nodes, gpus, words, args.image, args.claim, args.mount, kind, secret)
+        runtime = args.runtime or "torch-distributed"
+        text = manifest(name, args.nodes, gpus, words, args.image, args.claim, args.mount, kind, secret, runtime)
         if secret is not None:
             literal = '--from-literal=secret="$(openssl rand -hex 32)"'
             submit = f"kubectl create secret generic {secret} {literal} && {submit}"

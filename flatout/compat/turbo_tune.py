@@ -134,9 +134,7 @@ def main() -> int:
     for name in _SWITCHES.split():
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.name=value", help=OVERRIDES_HELP)
-    parser.add_argument(
-        "--check_for", type=int, metavar="RANKS", help="only check what so many ranks need"
-    )
+    parser.add_argument("--check_for", type=int, metavar="RANKS", help="only check what so many ranks need")
     given = vars(parser.parse_intermixed_args())
     overrides, num_ranks = given.pop("overrides"), given.pop("check_for", None)
     if num_ranks is not None:

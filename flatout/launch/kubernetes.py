@@ -13,6 +13,10 @@ from flatout.environment import SECRET
 from flatout.errors import UsageError
 
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?")
+# seconds from SIGTERM to SIGKILL, in which a run saves
+GRACE_S = 600
+# of all pods of a PyTorchJob, which restarts them after any exit code
+MAX_POD_RESTARTS = 10
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
 
 
@@ -26,19 +30,15 @@ def manifest(
     mount: str = "/work",
     kind: Literal["PyTorchJob", "TrainJob"] = "PyTorchJob",
     secret: str | None = None,
+    runtime: str = "torch-distributed",
 ) -> str:
     """Return the manifest as YAML. In each pod flatout starts the ranks, from the operator's environment variables.
 
     All pods mount the volume claim `claim` at `mount`; the run folder must be inside it. `secret` is the name of the
-    Secret with which nodes authenticate (key `secret`). Raises UsageError for names that Kubernetes rejects.
+    Secret with which nodes authenticate (key `secret`). A TrainJob patches the training runtime `runtime`, as Kubeflow
+    Trainer 2.3 reads it. Raises UsageError for names that Kubernetes rejects.
     """
-    for option, text in (("--name", name), ("--claim", claim)):
-        if not LABEL.fullmatch(text):
-            raise UsageError(f"{option} {text!r}: Kubernetes allows at most 50 lower-case letters, digits and -")
-    if not IMAGE.fullmatch(image):
-        raise UsageError(f"--image {image!r}: expected a container image, such as registry.example/flatout:1.0")
-    if not mount.startswith("/"):
-        raise UsageError(f"--mount {mount!r}: expected an absolute path")
+    _check_names((("--name", name), ("--claim", claim), ("--runtime", runtime)), image, mount)
     # a list, so that no shell interprets the words
     command = ["python", "-m", "flatout", *words]
     env = []
@@ -48,28 +48,41 @@ def manifest(
     mounts = [{"name": "work", "mountPath": mount}, {"name": "shm", "mountPath": "/dev/shm"}]
     # NCCL's shared memory does not fit into a container's default of 64 MB
     shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
-    volumes = [{"name": "work", "persistentVolumeClaim": {"claimName": claim}}, shm]
+    pod: dict[str, Any] = {"terminationGracePeriodSeconds": GRACE_S, "containers": []}
+    pod["volumes"] = [{"name": "work", "persistentVolumeClaim": {"claimName": claim}}, shm]
     spec: dict[str, Any]
     if kind == "PyTorchJob":
         api = "kubeflow.org/v1"
         container: dict[str, Any] = {"name": "pytorch", "image": image, "command": command, "workingDir": mount}
-        container |= {"env": env, "resources": resources, "volumeMounts": mounts}
-        pod = {"spec": {"terminationGracePeriodSeconds": 600, "containers": [container], "volumes": volumes}}
-        spec = {"nprocPerNode": str(gpus_per_node), "pytorchReplicaSpecs": {}}
-        for role, count in (("Master", 1), ("Worker", nodes - 1)):
-            if count:
-                replicas = {"replicas": count, "restartPolicy": "OnFailure", "template": pod}
-                spec["pytorchReplicaSpecs"][role] = replicas
+        pod["containers"].append(container | {"env": env, "resources": resources, "volumeMounts": mounts})
+        roles = {"Master": 1, "Worker": nodes - 1}
+        replicas = {"restartPolicy": "OnFailure", "template": {"spec": pod}}
+        spec = {
+            "runPolicy": {"backoffLimit": MAX_POD_RESTARTS},
+            "nprocPerNode": str(gpus_per_node),
+            "pytorchReplicaSpecs": {role: {"replicas": count, **replicas} for role, count in roles.items() if count},
+        }
     else:
-        api, node = "trainer.kubeflow.org/v1alpha1", {"name": "node", "volumeMounts": mounts}
+        api = "trainer.kubeflow.org/v1alpha1"
+        # a TrainJob cannot set the working folder of its container
+        command = ["env", f"--chdir={mount}", *command]
         trainer: dict[str, Any] = {"numNodes": nodes, "numProcPerNode": gpus_per_node, "image": image}
         trainer |= {"command": command, "env": env, "resourcesPerNode": resources}
-        override = {"targetJobs": [{"name": "node"}], "containers": [node], "volumes": volumes}
-        spec = {
-            "runtimeRef": {"name": "torch-distributed"},
-            "trainer": trainer,
-            "podTemplateOverrides": [override],
-        }
+        pod["containers"].append({"name": "node", "volumeMounts": mounts})
+        jobs = [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]
+        patch = {"manager": "flatout", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
+        spec = {"runtimeRef": {"name": runtime}, "trainer": trainer, "runtimePatches": [patch]}
     body = {"apiVersion": api, "kind": kind, "metadata": {"name": name}, "spec": spec}
     # copied through JSON: YAML would write a shared object as an anchor, which is hard to edit by hand
     return yaml.safe_dump(json.loads(json.dumps(body)), sort_keys=False, width=10_000)
+
+
+def _check_names(labels: Sequence[tuple[str, str]], image: str, mount: str) -> None:
+    """Raise UsageError for an option's value that Kubernetes rejects."""
+    for option, text in labels:
+        if not LABEL.fullmatch(text):
+            raise UsageError(f"{option} {text!r}: Kubernetes allows at most 50 lower-case letters, digits and -")
+    if not IMAGE.fullmatch(image):
+        raise UsageError(f"--image {image!r}: expected a container image, such as registry.example/flatout:1.0")
+    if not mount.startswith("/"):
+        raise UsageError(f"--mount {mount!r}: expected an absolute path")

@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 import flatout
+from flatout import errors
 from flatout.cli.main import main
 from flatout.errors import UsageError
+from flatout.launch.attempt import RESTARTABLE
 from flatout.launch.kubernetes import manifest
 from flatout.launch.launch_mode import Nodes, SpawnRanks, choose_launch_mode
 from flatout.launch.slurm import sbatch_script
@@ -67,8 +69,104 @@ def test_a_pytorch_job() -> None:
     assert secret["valueFrom"] == {"secretKeyRef": {"name": "run-secret", "key": "secret"}}
 
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "kubernetes" / "cluster-training-runtime.yaml"
+# the fields of kubeflow-training 1.9's models, whose package needs the whole client of Kubernetes
+PYTORCH_JOB = {"elasticPolicy", "nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}
+RUN_POLICY = {"activeDeadlineSeconds", "backoffLimit", "cleanPodPolicy", "managedBy", "schedulingPolicy", "suspend"}
+RUN_POLICY |= {"ttlSecondsAfterFinished"}
+REPLICAS = {"replicas", "restartPolicy", "template"}
+
+
+def checked(kind: str, body: Any) -> Any:
+    """Read a body by the published model of its kind; fail for a field that the model would drop."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
+    require_kept(body, getattr(models, kind).from_dict(body).to_dict())
+    return body
+
+
+def require_kept(given: Any, kept: Any, place: str = "") -> None:
+    if isinstance(given, dict):
+        assert given.keys() <= kept.keys(), f"{place}: no field {given.keys() - kept.keys()}"
+        for name, value in given.items():
+            require_kept(value, kept[name], f"{place}.{name}")
+    elif isinstance(given, list):
+        assert len(given) == len(kept), place
+        for number, pair in enumerate(zip(given, kept, strict=True)):
+            require_kept(*pair, f"{place}[{number}]")
+    else:
+        assert given == kept, place
+
+
+def train_job(**more: Any) -> Any:
+    return yaml.safe_load(manifest("run", 2, 4, WORDS, "img:1", "claim", kind="TrainJob", **more))
+
+
+def mounts_of(pod: Any) -> dict[str, Any]:
+    """The source of each volume, by where the container mounts it."""
+    sources = {volume["name"]: volume for volume in pod["volumes"]}
+    return {mount["mountPath"]: sources[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
+
+
+@pytest.mark.parametrize("secret", [None, "run-secret"])
+def test_manifests_have_only_fields_of_the_published_api(secret: str | None) -> None:
+    checked("TrainerV1alpha1TrainJob", train_job(secret=secret))
+    checked("TrainerV1alpha1ClusterTrainingRuntime", yaml.safe_load(EXAMPLE.read_text()))
+    spec = yaml.safe_load(manifest("run", 3, 8, WORDS, "img:1", "claim", secret=secret))["spec"]
+    assert spec.keys() <= PYTORCH_JOB
+    assert spec["runPolicy"].keys() <= RUN_POLICY
+    for replicas in spec["pytorchReplicaSpecs"].values():
+        assert replicas.keys() <= REPLICAS
+        checked("IoK8sApiCoreV1PodTemplateSpec", replicas["template"])
+
+
+def test_a_field_that_the_api_dropped_is_found() -> None:
+    """As podTemplateOverrides, which carried the volumes before Kubeflow Trainer 2.3."""
+    body = train_job()
+    body["spec"]["podTemplateOverrides"] = body["spec"].pop("runtimePatches")
+    with pytest.raises(AssertionError, match=r"no field .*podTemplateOverrides"):
+        checked("TrainerV1alpha1TrainJob", body)
+
+
+def test_every_pod_has_the_volume_the_memory_the_folder_and_the_time_to_save() -> None:
+    (patch,) = train_job(mount="/data")["spec"]["runtimePatches"]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    (own,) = yaml.safe_load(EXAMPLE.read_text())["spec"]["template"]["spec"]["replicatedJobs"]
+    assert job["name"] == own["name"] == "node"
+    replicas = yaml.safe_load(manifest("run", 1, 8, WORDS, "img:1", "claim", "/data"))["spec"]["pytorchReplicaSpecs"]
+    pods = {
+        "/data": job["template"]["spec"]["template"]["spec"],
+        "/work": own["template"]["spec"]["template"]["spec"],
+        "/data/": replicas["Master"]["template"]["spec"],
+    }
+    for mount, pod in pods.items():
+        assert pod["terminationGracePeriodSeconds"] == 600
+        mounted = mounts_of(pod)
+        assert "persistentVolumeClaim" in mounted[mount.rstrip("/")]
+        assert mounted["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
+    assert pods["/work"]["containers"][0]["workingDir"] == "/work"
+    assert pods["/data/"]["containers"][0]["workingDir"] == "/data"
+    # env of coreutils starts the rest as it is, without a shell
+    assert train_job(mount="/data")["spec"]["trainer"]["command"][:3] == ["env", "--chdir=/data", "python"]
+
+
+def test_the_runtime_restarts_what_a_restart_helps() -> None:
+    """By every exit code that an error of flatout has."""
+    (job,) = yaml.safe_load(EXAMPLE.read_text())["spec"]["template"]["spec"]["replicatedJobs"]
+    assert job["template"]["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+    rules = job["template"]["spec"]["podFailurePolicy"]["rules"]
+    actions = {
+        code: rule["action"] for rule in rules if "onExitCodes" in rule for code in rule["onExitCodes"]["values"]
+    }
+    codes = {
+        error.exit_code for error in vars(errors).values() if isinstance(error, type) and hasattr(error, "exit_code")
+    }
+    saved = errors.PreemptedError.exit_code
+    assert actions == dict.fromkeys(codes - RESTARTABLE - {saved}, "FailJob") | {saved: "Ignore"}
+
+
 def test_a_train_job_and_what_its_pods_do() -> None:
-    body = yaml.safe_load(manifest("run", 2, 4, WORDS, "img:1", "claim", kind="TrainJob"))
+    body = train_job(runtime="own")
+    assert body["spec"]["runtimeRef"] == {"name": "own"}
     trainer = body["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
     env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "run-node-0-0.run"}
@@ -76,7 +174,9 @@ def test_a_train_job_and_what_its_pods_do() -> None:
     assert choose_launch_mode(env, gpus=None, on_cpu=False, nodes=None) == expected
 
 
-@pytest.mark.parametrize("wrong", [{"name": "Run"}, {"claim": "a_b"}, {"image": "a b"}, {"mount": "work"}])
+@pytest.mark.parametrize(
+    "wrong", [{"name": "Run"}, {"claim": "a_b"}, {"runtime": "a b"}, {"image": "a b"}, {"mount": "work"}]
+)
 def test_names_that_kubernetes_refuses(wrong: Any) -> None:
     values: dict[str, Any] = {"name": "run", "nodes": 1, "gpus_per_node": 1, "words": WORDS, "image": "i", "claim": "c"}
     with pytest.raises(UsageError):
@@ -101,6 +201,10 @@ def test_the_verb_writes_and_submits_nothing(tmp_path: Path, capsys: pytest.Capt
     assert main(["launch", str(config), "--slurm", "--nodes", "2"]) == 0
     assert "#SBATCH --nodes=2" in capsys.readouterr().out
     assert main(["launch", str(config), "--slurm", "--name", "a b"]) == 2
+    assert main(["launch", str(config), "--kubernetes", "--runtime", "own"]) == 2
+    assert "--runtime needs --train-job" in capsys.readouterr().err
+    assert main(["launch", str(config), "--kubernetes", "--train-job", "--runtime", "own"]) == 0
+    assert "name: own" in capsys.readouterr().out
 
 
 def test_train_in_tmux_dry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
