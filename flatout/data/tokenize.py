@@ -129,8 +129,9 @@ class SampleTokenizer:
     @cached_property
     def description(self) -> TemplateDescription:
         """What the template does, and what a user should know about it with this tokenizer."""
+        masker = self.masker  # made within limits of its own, which cannot be nested
         with bounded(f"chat template {self.options.template_name!r}"):
-            found = self.masker.description
+            found = masker.description
         problems = list(found.problems)
         for stop in found.stops:
             if (num_tokens := len(self.encoder.encode(stop, ()).token_ids)) > 1:
