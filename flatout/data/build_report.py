@@ -196,7 +196,7 @@ class BuildReport:
             "split": f"rows were split into windows of {self._config.max_tokens} tokens",
             "typed_control": "rows contain control tokens as text; they were encoded as text",
             "split_by_question": f"conversations became {counts['questions']} samples, one for each question: the chat "
-            "template drops the reasoning of earlier answers (data.lost_reasoning: split)",
+            "template writes earlier answers otherwise than inference shows them (data.lost_reasoning: split)",
             "reasoning_masked": "answers carry no loss: the chat template drops their reasoning",
             "reasoning_dropped": "turns lost their reasoning: the chat template drops it",
             "empty_answers": "answers are empty; they do not contribute to the loss",

@@ -10,7 +10,7 @@ from typing import Any
 from flatout.data.conversation import Message, ToolCall
 from flatout.data.loss_mask.turns import PROBES, shared_length
 from flatout.data.templates.description import Mismatch, Problem, StopsFrom, TemplateDescription, Treatment
-from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
+from flatout.data.templates.template import REASONING_SWITCHES, RENDER_ERRORS, ChatTemplate
 from flatout.data.tokenizer import markup_pattern
 from flatout.errors import DataError
 
@@ -27,8 +27,6 @@ TOOLS = ({"type": "function", "function": {"name": TOOL_NAME, "description": "d"
 CALL = Message("assistant", "", tool_calls=(ToolCall(TOOL_NAME, {"x": PROBES[1]}, "call00000"),))
 CALLS = replace(CALL, tool_calls=CALL.tool_calls * 2)
 RESULT = Message("tool", PROBES[0], name=TOOL_NAME, tool_call_id="call00000")
-# variables by which public templates switch reasoning
-_SWITCHES = ("enable_thinking", "thinking", "think", "reasoning", "enable_reasoning", "preserve_thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +212,7 @@ def _problems(template: ChatTemplate, stops: Stops, mismatches: Sequence[Mismatc
 
 def _remedy(template: ChatTemplate, mismatch: Mismatch) -> str:
     """Return what makes training and inference equal: a variable of the template, or another template."""
-    for name in _SWITCHES:
+    for name in REASONING_SWITCHES:
         for value in (True, False):
             if re.search(rf"\b{name}\b", template.source) and template.args.get(name) != value:
                 switched = replace(template, args={**template.args, name: value})

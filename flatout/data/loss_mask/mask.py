@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 from flatout.data.conversation import Conversation, Message, Origin
 from flatout.data.loss_mask.by_parts import Runs, span_by_parts, without_foreign
-from flatout.data.loss_mask.describe import Stops, describe, empty_reasoning, find_stops
+from flatout.data.loss_mask.describe import ANSWER, ASK, NEXT, TOOLS, Stops, describe, empty_reasoning, find_stops
 from flatout.data.loss_mask.parts import Part, PartFinder, PartSpans, marked_spans, with_visible_marks
 from flatout.data.loss_mask.turns import PROBES, Rendering, TurnFinder, UnprovenMaskError
 from flatout.data.templates.description import TemplateDescription
-from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate, RawMessage
+from flatout.data.templates.forms import RawMessage
+from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
 from flatout.errors import DataError
 
 Span = tuple[int, int]
@@ -63,6 +64,7 @@ class Masker:
         self._parts = PartFinder(template, self._marked_source, control)
         # proved once per role and text around a turn: its characters before its parts and after them
         self._edges: dict[tuple[str, str, str], tuple[int, int]] = {}
+        self._rewrites: dict[bool, bool] = {}
         self.stops = Stops()  # while the template's own end is looked for
         self.stops = find_stops(template, self._probe, end_of_turn)
 
@@ -85,6 +87,28 @@ class Masker:
         ends = [text[start:end] for start, end in spans]
         return "".join(ends).rpartition(PROBES[0])[2].strip().partition("\n")[0]
 
+    def rewrites_earlier(self, tools: bool) -> bool:
+        """Whether an answer before the last question, in rows with or without tools, stands behind other text than
+        inference shows or ends without what stops one, though it does not where no question follows.
+        """
+        if tools not in self._rewrites:
+            first = (ASK, ANSWER)
+            alone, whole = (self._follows_inference(turns, tools) for turns in (first, (*first, NEXT, ANSWER)))
+            self._rewrites[tools] = alone and not whole
+        return self._rewrites[tools]
+
+    def _follows_inference(self, turns: Sequence[Message], tools: bool) -> bool:
+        given = TOOLS if tools else ()
+        try:
+            text, spans = self._probe(turns, given)
+            prompt = self.template.render(self.template.raw_messages(turns[:1]), given, generation_prompt=True)
+        except (DataError, *RENDER_ERRORS):
+            return False
+        start, end = next(iter(spans), (0, 0))
+        is_ended = text[start:end].endswith(self.stops.texts) if self.stops.texts else True
+        begins = start == len(prompt) or self._marked_source is not None
+        return text.startswith(prompt) and begins and is_ended
+
     def mask(self, conversation: Conversation, since: int = 0) -> MaskedText:
         """Render and mask one conversation; turns before messages[since] carry no loss.
 
@@ -97,7 +121,7 @@ class Masker:
         try:
             layout = self._parts.find(rendering)
             lost = self._parts.lost(rendering) if layout is None else layout.lost
-            lost_reasoning = _check_lost(conversation, lost)
+            lost_reasoning = _check_lost(self.template, conversation, lost)
             spans = self._spans(rendering, layout, messages, since)
             if self.stops.widens:
                 text, spans = self._with_stops(text, spans, messages)
@@ -239,7 +263,7 @@ def complement(silent: Sequence[Span], length: int) -> tuple[Span, ...]:
     return tuple((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end)
 
 
-def _check_lost(conversation: Conversation, lost: Iterable[Part]) -> tuple[int, ...]:
+def _check_lost(template: ChatTemplate, conversation: Conversation, lost: Iterable[Part]) -> tuple[int, ...]:
     """Return the turns whose reasoning is lost by a template's design: those before the last question or answer.
 
     Raises DataError for every other part that the template has left out.
@@ -253,8 +277,5 @@ def _check_lost(conversation: Conversation, lost: Iterable[Part]) -> tuple[int, 
         elif kind != "other":
             where = f"messages[{turn}] ({conversation.messages[turn].role})" if turn >= 0 else "tools"
             what = "them" if kind == "tools" else f"its {kind}"
-            raise DataError(
-                f"{conversation.origin}: {where}: the chat template drops {what}; choose a template that "
-                "renders it (data.template), or remove it from the row"
-            )
+            raise DataError(f"{conversation.origin}: {where}: the chat template drops {what}; {template.remedy(kind)}")
     return tuple(dropped)

@@ -17,7 +17,8 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from flatout.data.loss_mask.turns import PROBES, Rendering, UnprovenMaskError
-from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate, RawMessage
+from flatout.data.templates.forms import RawMessage
+from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
 from flatout.errors import DataError
 
 Span = tuple[int, int]

@@ -1,17 +1,20 @@
-"""Conversations whose template leaves out the reasoning of earlier answers: one sample for each question.
+"""Conversations whose template writes earlier answers otherwise than inference shows them: a sample a question.
 
-At inference, each answer follows the text that the template renders up to its question; there, no later question has
-made the template leave out reasoning yet. A sample that ends before the next question is rendered in the same way.
+Most templates leave out reasoning there; some move the list of tools, or end earlier answers otherwise. At inference,
+each answer follows the text that the template renders up to its question, when no later question is known. A sample
+that ends before the next question is rendered in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
 from flatout.data.conversation import Conversation
 from flatout.data.loss_mask.mask import MaskedText, Masker
+from flatout.errors import DataError
 
 Policy = Literal["split", "mask", "train"]
 
@@ -21,8 +24,19 @@ def masked_samples(masker: Masker, conversation: Conversation, policy: Policy) -
 
     Raises DataError, see Masker.mask.
     """
-    whole = masker.mask(conversation)
-    lost = [turn for turn in whole.lost_reasoning if conversation.messages[turn].train is not False]
+    asks, lost_turns = _asks(conversation), set[int]()
+    try:
+        whole = masker.mask(conversation)
+    except DataError:
+        if policy != "split" or sum(message.role == "assistant" for message in conversation.messages) < 2:
+            raise
+        with suppress(DataError):  # each answer alone may be proved where the whole is not
+            return list(_by_question(masker, conversation))
+        raise
+    if len(asks) > 1 and masker.rewrites_earlier(bool(conversation.tools)):
+        lost_turns = {k for k in range(asks[-1]) if conversation.messages[k].role == "assistant"}
+    lost_turns.update(whole.lost_reasoning)
+    lost = sorted(turn for turn in lost_turns if conversation.messages[turn].train is not False)
     if not lost or policy == "train":
         return [whole]
     if policy == "mask":
@@ -32,18 +46,28 @@ def masked_samples(masker: Masker, conversation: Conversation, policy: Policy) -
     return list(_by_question(masker, conversation))
 
 
-def _by_question(masker: Masker, conversation: Conversation) -> Iterator[MaskedText]:
+def _asks(conversation: Conversation) -> list[int]:
+    """Return the turns that ask: of users, without those right after another."""
     messages = conversation.messages
-    asks = [k for k, m in enumerate(messages) if m.role == "user" and (not k or messages[k - 1].role != "user")]
+    return [k for k, m in enumerate(messages) if m.role == "user" and (not k or messages[k - 1].role != "user")]
+
+
+def _by_question(masker: Masker, conversation: Conversation) -> Iterator[MaskedText]:
+    messages, asks = conversation.messages, _asks(conversation)
     starts = [0, *asks[1:]]  # what precedes the first question belongs to it
     for start, end in zip(starts, [*asks[1:], len(messages)], strict=True):
         answers = [k for k in range(start, end) if messages[k].role == "assistant" and messages[k].train is not False]
         if not answers and masker.loss_type == "response_only" and not any(m.train for m in messages[start:end]):
             continue
-        masked = masker.mask(replace(conversation, messages=messages[:end]), since=start)
-        if set(masked.lost_reasoning).isdisjoint(answers):
-            yield masked
-            continue
-        # the template keeps only the reasoning of the very last answer
+        try:
+            masked = masker.mask(replace(conversation, messages=messages[:end]), since=start)
+        except DataError:
+            if len(answers) < 2:
+                raise
+        else:
+            if set(masked.lost_reasoning).isdisjoint(answers):
+                yield masked
+                continue
+        # the template keeps only the very last answer as it is
         for first, last in zip([start, *(k + 1 for k in answers)], answers, strict=False):
             yield masker.mask(replace(conversation, messages=messages[: last + 1]), since=first)

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate, RawMessage
+from flatout.data.templates.forms import RawMessage
+from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
 from flatout.data.tokenizer import markup_pattern
 from flatout.errors import DataError
 

@@ -6,14 +6,15 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from flatout.data.conversation import Message, ToolCall
+from flatout.data.templates.forms import CLOSE, CLOSE_TAG, Form, RawMessage, shows_reasoning
 from flatout.data.tokenizer import TokenizerFacts
 from flatout.errors import DataError, FlatoutError, first_line, reason_of
 
@@ -25,7 +26,13 @@ RENDER_ERRORS = (
 # variables that apply_chat_template sets itself
 _OURS_TO_GIVE = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
-RawMessage = dict[str, Any]
+_USUAL = Form()
+# variables by which public templates switch reasoning
+REASONING_SWITCHES = ("enable_thinking", "thinking", "think", "reasoning", "enable_reasoning", "preserve_thinking")
+# what the spelling of a row is probed with
+_ASK, _THOUGHT = Message("user", "a"), "WhyprobethreeQkd"
+_TOOLS = ({"type": "function", "function": {"name": "Lookupsix", "description": "d", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer", "description": "b"}}}}},)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class ChatTemplate:
     source: str
     tokenizer: PreTrainedTokenizerBase
     args: Mapping[str, Any] = field(default_factory=dict)
-    arguments_as_text: bool = False
+    form: Form = _USUAL
 
     @classmethod
     def checked(
@@ -56,21 +63,78 @@ class ChatTemplate:
             if not reads(source, variable):
                 raise DataError(f"{setting}: chat template {name!r} does not read {variable!r}; remove it")
         tried = cls(name, source, tokenizer, args)
-        try:
-            if "hello" not in tried.render([{"role": "user", "content": "hello"}], generation_prompt=True):
-                raise ValueError("its output lacks the content of the user's message")
-        except RENDER_ERRORS as error:
-            raise DataError(f"chat template {name!r} cannot render a single user turn: {reason_of(error)}") from error
-        # some templates paste tool arguments as text and need JSON text instead of objects
-        call = Message("assistant", "", tool_calls=(ToolCall("f", {"a": 1}, "call00000"),))
-        for arguments_as_text in (False, True):
-            template = cls(name, source, tokenizer, args, arguments_as_text)
+        for form in (_USUAL, Form(empty_tools=True)):
+            tried = replace(tried, form=form)
             try:
-                template.render(template.raw_messages([Message("user", "a"), call]))
-            except RENDER_ERRORS:
-                continue
-            return template
-        return tried  # the template accepts no tool calls at all; a row that has some gets the error
+                if "hello" not in tried.render([{"role": "user", "content": "hello"}], generation_prompt=True):
+                    raise ValueError("its output lacks the content of the user's message")
+                break
+            except RENDER_ERRORS as error:
+                problem = error
+        else:
+            raise DataError(
+                f"chat template {name!r} cannot render a single user turn: {reason_of(problem)}"
+            ) from problem
+        return replace(tried, form=tried._find_form())
+
+    def _find_form(self) -> Form:
+        """Return the spelling of calls, tools and reasoning that this template shows; where none, the usual one."""
+        call = Message("assistant", "", tool_calls=(ToolCall("Lookupsix", {"a": 1}, "call00000"),))
+        form = self.form
+        for as_text in (False, True):  # some paste arguments as text
+            asked = replace(form, arguments_as_text=as_text)
+            if "Lookupsix" in (self._probe(asked, [_ASK, call]) or ""):
+                form = asked
+                break
+        for variable in dict.fromkeys(["tools", *re.findall(r"\b\w*(?:tools|functions)\b", self.source)]):
+            asked = replace(form, tools_as=variable)
+            if "Lookupsix" in (self._probe(asked, [_ASK], _TOOLS) or ""):
+                form = asked
+                break
+        thought = Message("assistant", "b", reasoning=_THOUGHT)
+        if "think>" not in self.source or _THOUGHT in (self._probe(form, [_ASK, thought]) or ""):
+            return form
+        prompt = self._probe(form, [_ASK], prompt=True) or ""
+        kinds: tuple[Literal["inline", "last", "prefix"], ...] = ("inline", "last", "prefix")
+        for kind in kinds:
+            asked = replace(form, reasoning=kind)
+            if shows_reasoning(self._probe(asked, [_ASK, thought]) or "", _THOUGHT, prompt):
+                return asked
+        return form
+
+    def remedy(self, part: str) -> str:
+        """Return what a person can do about a part of a row ("reasoning", "tools", ...) that the template drops."""
+        if part == "reasoning":
+            for name in REASONING_SWITCHES:
+                if self.args.get(name) is not True and re.search(rf"\b{name}\b", self.source):
+                    switched = replace(self, args={**self.args, name: True})
+                    asked = switched._find_form()
+                    if _THOUGHT in (
+                        switched._probe(asked, [_ASK, Message("assistant", "b", reasoning=_THOUGHT)]) or ""
+                    ):
+                        return f"set data.template_args: {{{name}: true}}"
+        call = Message("assistant", "", tool_calls=(ToolCall("Lookupsix", {"a": 1}, "call00000"),))
+        if part == "tools" and "Lookupsix" in (self._probe(self.form, [_ASK, call]) or ""):
+            return (
+                "it writes calls, but no list of tools: describe them in the system message as the model's card says, "
+                "and remove the tools from the row; or choose another template (data.template)"
+            )
+        rest = "" if part in ("text", "tools") else f", write the {part} into the content as the model does,"
+        return f"choose a template that renders it (data.template){rest} or remove it from the row"
+
+    def _probe(
+        self,
+        form: Form,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        prompt: bool = False,
+    ) -> str | None:
+        asked = replace(self, form=form)
+        try:
+            return asked.render(asked.raw_messages(messages), tools, generation_prompt=prompt)
+        except RENDER_ERRORS:
+            return None
 
     def render(
         self,
@@ -83,11 +147,11 @@ class ChatTemplate:
         """Render `messages`; `source` replaces the template's own text. Raises RENDER_ERRORS."""
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=[dict(tool) for tool in tools] if tools else None,
+                self.form.shown(messages),
                 chat_template=self.source if source is None else source,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
+                **self.form.tools(tools),
                 **self.args,
             )
         except (FlatoutError, MemoryError, *RENDER_ERRORS):
@@ -99,14 +163,16 @@ class ChatTemplate:
             raise TypeError(f"the template rendered a {type(text).__name__}, not text")
         if not text.isascii():
             text.encode()  # half of a surrogate pair is no text
-        return text
+        return text.replace(CLOSE, CLOSE_TAG) if self.form.reasoning in ("last", "prefix") else text
 
     def raw_messages(self, messages: Sequence[Message]) -> list[RawMessage]:
         """Return the messages in the form that templates read: OpenAI's, with arguments as objects or as JSON text."""
         raws = []
         for message in messages:
             raw: RawMessage = {"role": message.role, "content": message.content}
-            if message.reasoning is not None:
+            if message.reasoning and self.form.reasoning != "fields":
+                raw["content"] = self.form.content(message.reasoning, message.content)
+            elif message.reasoning is not None:
                 # two names are in use: reasoning_content (Qwen, GLM, DeepSeek) and thinking (gpt-oss)
                 raw["reasoning_content"] = raw["thinking"] = message.reasoning
             if message.tool_calls:
@@ -114,7 +180,7 @@ class ChatTemplate:
             for index, call in enumerate(message.tool_calls):
                 call_id = f"call{index:05d}" if call.call_id is None else call.call_id
                 arguments: Any = dict(call.arguments)
-                if self.arguments_as_text:
+                if self.form.arguments_as_text:
                     arguments = json.dumps(call.arguments, ensure_ascii=False)
                 function = {"name": call.name, "arguments": arguments}
                 raw["tool_calls"].append({"type": "function", "id": call_id, "function": function})

@@ -116,7 +116,41 @@ def test_what_loses_nothing_with_loss_stays_whole(small_tokenizer: PreTrainedTok
     ]
     # reasoning that no form of the row shows is refused, beside its twin above
     with pytest.raises(DataError, match=r"messages\[2\] \(assistant\): the chat template drops its reasoning"):
-        tokenized(small_tokenizer, source.replace("ns.seen == ns.ask", "false"))
+        tokenized(small_tokenizer, source.replace("ns.seen == ns.ask", "false").replace("think>", "why>"))
+
+
+ENDS = "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}"
+REWRITTEN = {  # an earlier answer ends otherwise, or the tools stand before the last question
+    "ends": ("<|im_start|>{{ m.role }}\n{{ m.content }}" + ENDS, False),
+    "tools": (
+        "{% if tools and loop.index0 == (messages | length - 1) // 2 * 2 %}[{{ tools[0].function.name }}]{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(REWRITTEN))
+def test_answers_that_a_later_question_rewrites_are_split_too(
+    name: str, small_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    turn, with_tools = REWRITTEN[name]
+    source = f"{{% for m in messages %}}{turn}\n{{% endfor %}}"
+    source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tools = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}] if with_tools else []
+    turns = tuple(turn for turn in CHAT if turn.role in ("user", "assistant") and turn.content)
+    turns = tuple(Message(turn.role, turn.content) for turn in turns)
+    to_tokens = SampleTokenizer(TokenizeOptions("small", "own", source), small_tokenizer)
+    sample = to_tokens(Conversation(turns, Origin("rows.jsonl", 1), tuple(tools)))
+    assert len(sample.pieces) == 3
+    for piece, end in zip(sample.pieces, (2, 4, 6), strict=True):
+        given: dict[str, Any] = {"chat_template": source, "tools": tools or None, "tokenize": False}
+        prompt = small_tokenizer.apply_chat_template(raw(turns[: end - 1]), add_generation_prompt=True, **given)
+        text = small_tokenizer.decode(piece.token_ids.tolist())
+        assert text == small_tokenizer.apply_chat_template(raw(turns[:end]), **given)
+        assert text == f"{prompt}{learnt(small_tokenizer, piece)[0]}\n"
+    if with_tools:  # without them, nothing is moved
+        assert len(to_tokens(Conversation(turns, Origin("rows.jsonl", 1))).pieces) == 1
 
 
 def test_every_token_is_a_label_once_with_loss_on_all(small_tokenizer: PreTrainedTokenizerFast) -> None:
