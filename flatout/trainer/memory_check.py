@@ -23,7 +23,7 @@ from flatout.models.proof_key import process_key
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.shards import local_part
-from flatout.planner.devices import GIB, Device
+from flatout.planner.devices import Device
 from flatout.planner.layout import ParallelLayout
 from flatout.planner.memory.correction import Correction, MeasuredPass, fit_correction
 from flatout.planner.memory.sizes import MicroBatchSize
@@ -45,8 +45,6 @@ KIND = "memory"
 SHARES = (0.25, 0.25, 0.5)
 # a longer sample, as a share of the largest micro-batch, makes every measured pass nearly as long as the largest
 MAX_SAMPLE_SHARE = 0.9
-# a plan whose largest pass takes less than this share of the memory is not limited by it
-LEAST_SHARE = 0.5
 NUM_STEPS_SEEN = 500
 
 # returns the peak bytes of each step on this rank, without the optimizer's state
@@ -210,9 +208,6 @@ def reason_not_to_measure(config: Config, planned: PlannedRun) -> str | None:
     if (found := largest_pass(planned.plan)) is None:
         return "no step has labels"
     step, rank, largest = found
-    need = model.estimate(size_of(largest), memory.recompute, accumulates=memory.accumulates).total_bytes
-    if need < LEAST_SHARE * memory.budget_bytes:
-        return f"the largest micro-batch needs {need / GIB:.2f} GiB of {memory.budget_bytes / GIB:.1f}"
     longest, num_tokens = planned.plan.longest_sample(step.ranks[rank]), largest.num_padded_tokens
     if longest > MAX_SAMPLE_SHARE * num_tokens:
         return f"samples stay whole, and one has {longest:,} tokens; the largest micro-batch has {num_tokens:,}"
@@ -281,7 +276,7 @@ def _key(config: Config, group: ControlGroup) -> dict[str, Any]:
     text = read_text_config(config.model.name, config.model.revision)
     return {
         **process_key(choose_device(config.wanted_device, group.rank)),
-        "settings": json.dumps(config.model_dump(mode="json", include=SETTINGS | {"optim"})),
+        "settings": json.dumps(config.model_dump(mode="json", include=SETTINGS | {"optim": True})),
         "model": json.dumps(text.to_dict(), default=str, sort_keys=True),
         "new_tokens": list(config.data.added_tokens),
         "ranks": [group.rank.world, group.rank.num_nodes],

@@ -21,10 +21,16 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.track.callback import Reporter
 from flatout.trainer.planning import PlannedRun
 
-# the settings that the checks depend on
-SETTINGS = {
-    "method", "device", "deterministic", "freeze", "compile", "recompute", "strategy", "deepspeed", "model", "lora",
-    "base", "full", "experts", "sharding", "comm",
+# the settings that the checks depend on, as pydantic's `include`
+SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            "method", "device", "deterministic", "freeze", "compile", "recompute", "strategy", "deepspeed", "model",
+            "lora", "base", "full", "experts", "sharding", "comm",
+        ),
+        True,
+    ),
+    "batch": {"layout", "share_prefix"},
 }  # fmt: skip
 
 

@@ -233,10 +233,12 @@ def test_a_plan_that_measurements_may_not_change_is_not_measured(
     assert start.planned.split == start.first_plan.split
 
 
-def test_a_plan_that_memory_does_not_limit_is_not_measured(config: Config) -> None:
-    start = Start(config, factor=2.0, gpu=Device("a large GPU", 80 * GIB))
-    assert start.num_measured == 0
-    assert any("not measured: the largest micro-batch needs" in text for text in start.told.of("memory"))
+def test_a_plan_that_memory_does_not_limit_is_measured_too(config: Config) -> None:
+    """An estimate that is too low by half would otherwise keep itself from being checked."""
+    start = Start(config, factor=1.5, gpu=Device("a large GPU", 80 * GIB))
+    assert start.num_measured == 1
+    assert any("planned again with 50.0% more per token" in text for text in start.told.of("memory"))
+    assert start.planned.split == start.first_plan.split
 
 
 def test_a_document_that_fills_a_micro_batch_is_not_run_before_the_first_step(config: Config) -> None:

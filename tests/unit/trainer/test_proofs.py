@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from flatout.cli.main import main
 from flatout.config.read import dump_config
+from flatout.config.schema import ModelConfig
+from flatout.models.load.model import load_model
+from flatout.models.proof_key import proof_key
 from flatout.track.run_log import read_run
 from flatout.track.start_up import EVENT, stages_of
 from flatout.trainer.run import train
@@ -61,7 +65,14 @@ def test_a_second_start_reuses_the_verdict_says_since_when_and_trains_alike(star
 
 @pytest.mark.parametrize(
     "change",
-    ["lora.rank=8", "model.attention=plain", "seed=8 model.init=random", "deterministic=true", "lora.rslora=true"],
+    [
+        "lora.rank=8",
+        "model.attention=plain",
+        "seed=8 model.init=random",
+        "deterministic=true",
+        "lora.rslora=true",
+        "batch.layout=rows",
+    ],
 )
 def test_another_setting_proves_again(start: Any, change: str) -> None:
     start()
@@ -84,6 +95,15 @@ def test_ranks_that_share_micro_batches_prove_anew_and_compare_shares_in_every_s
         assert is_reused(log) == reused
         assert "2 ranks share each micro-batch; equal to whole within" in log
     assert is_reused(start(*pair))
+
+
+def test_a_verdict_on_packed_documents_is_none_on_rows(tiny: Any) -> None:
+    """Of one configuration: a model that cannot be packed is planned again in rows."""
+    config, cpu = ModelConfig(name=str(tiny.model_dir), precision="fp32"), torch.device("cpu")
+    packed, rows = (load_model(config, method="lora", device=cpu, seed=0, rows=rows) for rows in (False, True))
+    assert proof_key(packed, cpu) == proof_key(replace(packed), cpu)
+    assert proof_key(packed, cpu) != proof_key(replace(packed, rows=True), cpu)
+    assert proof_key(packed, cpu) != proof_key(rows, cpu)
 
 
 def test_other_weights_another_environment_or_precision_prove_again(
