@@ -186,7 +186,7 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
     ours = widened(hidden_states(model, batch)[real])
     # eager attention materializes its scores, so it is only the fallback
     for name in ("sdpa", "eager"):
-        with _transformers_attention(model, name) as usable:
+        with transformers_attention(model, name) as usable:
             if usable:
                 documents = batch.token_ids[real].split(lengths)
                 states = [last_states(model, {"input_ids": ids[None]})[0] for ids in documents]
@@ -231,7 +231,7 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
     rows = torch.stack([F.pad(ids, (0, sum(_LENGTHS) - len(ids))) for ids in documents])
     padded, results = {}, {}
     for name in TRANSFORMERS_ATTENTION:
-        with _transformers_attention(model, name) as usable:
+        with transformers_attention(model, name) as usable:
             if usable:
                 logits = model(input_ids=rows, use_cache=False).logits
                 results[name] = padded[name] = widened(torch.cat([logits[i, :n] for i, n in enumerate(_LENGTHS)]))
@@ -251,7 +251,18 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
 
 
 @contextmanager
-def _transformers_attention(model: PreTrainedModel, name: str) -> Iterator[bool]:
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Use the first of transformers' own attentions that this model supports. Raises ValueError if it has none."""
+    for name in TRANSFORMERS_ATTENTION:
+        with transformers_attention(model, name) as usable:
+            if usable:
+                yield
+                return
+    raise ValueError("its attention does not go through transformers' attention interface")
+
+
+@contextmanager
+def transformers_attention(model: PreTrainedModel, name: str) -> Iterator[bool]:
     """Use transformers' own attention in this context; yields False if this model does not support it."""
     ours = model.config.get_text_config()._attn_implementation
     usable = _sets(model, name)

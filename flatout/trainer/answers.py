@@ -1,4 +1,4 @@
-"""Answer the run's prompts with its current weights, through the packed forward pass that trains them."""
+"""Answer the run's prompts with its current weights: with a cache on a CPU, else by the pass that trains them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from flatout.models.packed import PackedBatch, flatten_samples, padded_num_boundaries
+from flatout.models.probe import MODEL_ERRORS
+from flatout.models.selftest import own_attention
 from flatout.models.stops import stop_token_ids
 from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.memory.sizes import MicroBatchSize
@@ -22,6 +24,8 @@ from flatout.trainer.prompts import PromptSet
 from flatout.trainer.state import Run
 from flatout.trainer.step import autocast, release_memory
 
+# relative difference of logits with a cache to those of training: both add the same terms in another order
+CACHE_TOLERANCE = 1e-3
 OUT_OF_MEMORY = "out of memory; shorten eval.prompts or lower eval.max_new_tokens, or set eval.prompts: []"
 
 
@@ -55,6 +59,15 @@ def generate(run: Run, prompt_set: PromptSet) -> list[list[int]] | None:
     chooses every token, so that rounding cannot make ranks disagree about where an answer ends. All ranks return None
     if one has too little memory, and raise PassesStopped if one was asked to stop.
     """
+    if run.device.type == "cpu" and not run.plan.layout.lockstep:
+        if (cached := _cached_answers(run, prompt_set)) is not None:
+            return cached
+        run.reporter.stage("answers", "every token computes its prompt again: this model has no cache that is exact")
+    return _recomputed_answers(run, prompt_set)
+
+
+def _recomputed_answers(run: Run, prompt_set: PromptSet) -> list[list[int]] | None:
+    """Return what `generate` does, by passes over each prompt with all of its answer so far."""
     groups = list(_groups(run, prompt_set))
     if run.plan.layout.lockstep and not _fits_on_all_ranks(run, prompt_set, groups):
         return None
@@ -78,6 +91,57 @@ def generate(run: Run, prompt_set: PromptSet) -> list[list[int]] | None:
                 if not open_ones:
                     break
     return answers
+
+
+def _cached_answers(run: Run, prompt_set: PromptSet) -> list[list[int]] | None:
+    """Answer one prompt after another with transformers' own attention and cache: a CPU would take minutes without.
+
+    All ranks return None if on one of them the model has no usable cache, or its logits at the end of the first answer
+    are not those of the pass that trains it.
+    """
+    stop_ids = set(stop_token_ids(run.model, prompt_set.tokenizer, prompt_set.end_of_turn))
+    generator = torch.Generator().manual_seed(run.config.seed + run.progress.step)
+    answers: list[list[int]] = []
+    is_exact = torch.ones((), device=run.device)
+    run.model.eval()
+    run.fused_lora.refresh()
+    try:
+        for prompt in prompt_set.prompts:
+            answer, seen, logits = _continue_cached(run, prompt_set, prompt.token_ids, stop_ids, generator)
+            if not answers:
+                with autocast(run):
+                    batch = _batch_of([seen], run.device, run.plan.layout.name == "rows")
+                    true = run.loss(batch, True)[0]
+                error = (logits.to(true.dtype) - true).norm() / true.norm()
+                is_exact *= error <= (CACHE_TOLERANCE if run.dtype.itemsize > 2 else 16 * CACHE_TOLERANCE)
+            answers.append(answer)
+    except MODEL_ERRORS:
+        is_exact *= 0
+    run.model.train()
+    return answers if run.strategy.sum_values(is_exact).item() == run.rank.world else None
+
+
+def _continue_cached(
+    run: Run, prompt_set: PromptSet, token_ids: Sequence[int], stop_ids: set[int], generator: torch.Generator
+) -> tuple[list[int], list[int], Tensor]:
+    """Return what continues a prompt, the tokens that the last pass had seen, and its logits after them, (1, V)."""
+    most, heat = run.config.eval.max_new_tokens, run.config.eval.temperature
+    room = most if prompt_set.max_positions is None else prompt_set.max_positions - len(token_ids)
+    given, seen, answer, cache = list(token_ids), list[int](), list[int](), None
+    logits = torch.empty(0)
+    with autocast(run), own_attention(run.model):
+        while len(answer) < min(most, room):
+            run.reporter.phase("answering prompts, token", len(answer) + 1, most)
+            output = run.model(input_ids=torch.tensor([given]), past_key_values=cache, use_cache=True)
+            logits, cache, seen = output.logits[:, -1], output.get("past_key_values"), seen + given
+            if cache is None:
+                raise ValueError("the model keeps no cache of keys and values")
+            token_id = int(_sampled(logits, heat, generator) if heat else logits.argmax(-1))
+            if token_id in stop_ids:
+                break
+            answer.append(token_id)
+            given = [token_id]
+    return answer, seen, logits
 
 
 def _groups(run: Run, prompt_set: PromptSet) -> Iterator[list[int]]:

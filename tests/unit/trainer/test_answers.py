@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import DataError, FlatoutError, UsageError
@@ -17,6 +18,7 @@ from flatout.models.load.inference import load_trained, resolve_model_paths
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.run_log import read_run
+from flatout.trainer import answers as answers_of_trainer
 from flatout.trainer.planning import PlannedRun, plan_run
 from flatout.trainer.run import train
 
@@ -79,6 +81,38 @@ def test_a_run_with_answers_equals_one_without_to_the_bit(tiny: Any, answered: P
     assert logs[1].answers[-1].answers != logs[0].answers[-1].answers
     assert logs[2].answers == []
     assert all(one.eval_tokens_per_s > 0 and one.by_data == {} for log in logs for one in log.evals)
+
+
+def test_a_cpu_computes_each_token_once(
+    tiny: Any, answered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a cache; without one, the answers are the same and every token takes its prompt again."""
+    passes: list[int] = []
+    forward = Qwen3Attention.forward
+
+    def counted(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() and self.layer_idx == 0 and kwargs.get("past_key_values") is not None:
+            passes.append(hidden_states.shape[1])
+        return forward(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(Qwen3Attention, "forward", counted)
+    train(tiny.config(tmp_path / "cached", **settings(prompts=PROMPTS, max_new_tokens=10)))
+    log = read_run(tmp_path / "cached")
+    assert [record.answers for record in log.answers] == [record.answers for record in read_run(answered).answers]
+    assert sum(num_tokens > 1 for num_tokens in passes) == len(PROMPTS) * len(log.answers) < passes.count(1)
+    monkeypatch.setattr(answers_of_trainer, "CACHE_TOLERANCE", -1.0)
+    passes.clear()
+    train(tiny.config(tmp_path / "again", **settings(prompts=PROMPTS, max_new_tokens=10)))
+    again = read_run(tmp_path / "again")
+    assert [record.answers for record in again.answers] == [record.answers for record in log.answers]
+    assert "every token computes its prompt again" in (tmp_path / "again" / "train.log").read_text()
+
+
+def test_a_low_temperature_draws_the_likeliest_tokens(tiny: Any, answered: Path, tmp_path: Path) -> None:
+    cold = settings(prompts=PROMPTS, max_new_tokens=10, temperature=1e-4)
+    train(tiny.config(tmp_path / "cold", **cold))
+    log, greedy = read_run(tmp_path / "cold"), read_run(answered)
+    assert [record.answers for record in log.answers] == [record.answers for record in greedy.answers]
 
 
 @pytest.mark.parametrize("template", ["chatml", "qwen3", "alpaca"])
