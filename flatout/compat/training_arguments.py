@@ -15,7 +15,7 @@ TRANSFORMERS_DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 SFT_DEFAULTS: Mapping[str, Any] = {
     **TRANSFORMERS_DEFAULTS, "learning_rate": 2e-5, "max_length": 1024, "truncation_mode": "keep_start",
-    "assistant_only_loss": False,
+    "assistant_only_loss": False, "router_aux_loss_coef": "model",
 }  # fmt: skip
 PACKED = "there, a packed row of several samples counts as one; raise this for as many tokens a step"
 # names whose null is a value of its own
@@ -60,6 +60,13 @@ def samples_per_step(given: Given) -> Became:
     if any(given.all.get(name) for name in ("packing", "sample_packing", "neat_packing")):
         return Became(samples, PACKED, check=True)
     return Became(samples, f"{sizes[0]} x {sizes[1]} x {given.num_gpus} GPU{'s' * (given.num_gpus > 1)}")
+
+
+def _router_loss(given: Given) -> Became:
+    """Translate the factor of the routers' loss; `model`, the default of TRL, is that of the model's config."""
+    if given.value == "model":
+        return Became({"experts.balance_loss": "model"}, "with experts, TRL adds the loss of the model's config")
+    return Became({"experts.balance_loss": given.number()})
 
 
 def warmup(given: Given) -> Became:
@@ -223,7 +230,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "label_smoothing_factor": t.off("label smoothing is not supported"),
     "neftune_noise_alpha": t.off("noise on embeddings (NEFTune) is not supported"),
     "loss_type": t.only(("nll", "chunked_nll"), "only nll is supported", "cross-entropy in chunks"),
-    "router_aux_loss_coef": t.off("set experts.balance_loss in a YAML file instead, and this to 0"),
+    "router_aux_loss_coef": _router_loss,
     "learning_rate": t.number("optim.lr"),
     "weight_decay": t.number("optim.weight_decay"),
     "max_grad_norm": t.number("optim.max_grad_norm", null_up_to=0),

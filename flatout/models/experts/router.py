@@ -39,9 +39,12 @@ class Routers:
 
     def __init__(self, model: PreTrainedModel, config: ExpertsConfig) -> None:
         text = model.config.get_text_config()
-        asked = getattr(text, "output_router_logits", False)
-        default = float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0) if asked else 0.0
-        self.balance_loss = default if config.balance_loss is None else config.balance_loss
+        own = float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0)
+        asked = config.balance_loss == "model" or getattr(text, "output_router_logits", False)
+        given = None if config.balance_loss == "model" else config.balance_loss
+        self.balance_loss = given if given is not None else own if asked else 0.0
+        # what TRL would add
+        self._unused = own if config.balance_loss is None and not asked else 0.0
         self.z_loss = config.z_loss
         self.layers = find_routers(model)
         sizes: set[Any] = {module.num_experts for module in experts_modules(model).values()}
@@ -73,7 +76,9 @@ class Routers:
         losses = {"balance": self.balance_loss, "z": self.z_loss}
         used = [f"{name} loss times {factor:g}" for name, factor in losses.items() if factor]
         used += [f"{len(self.biases)} biases updated by {self.bias_update:g}"] if self.biases else []
-        return f"{len(self.layers)} routers of {self.num_experts} experts: {', '.join(used) or 'no loss on the load'}"
+        line = f"{len(self.layers)} routers of {self.num_experts} experts: {', '.join(used) or 'no loss on the load'}"
+        unused = f"; experts.balance_loss: model adds its config's {self._unused:g} times, as TRL does"
+        return line + unused if self._unused else line
 
     def start_step(
         self,

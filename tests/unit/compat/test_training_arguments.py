@@ -118,7 +118,7 @@ def test_defaults_of_the_other_system_apply_where_nothing_is_given() -> None:
     translation = translate_training_arguments({"learning_rate": 1e-4}, defaults=SFT_DEFAULTS)
     assert translation.flat == {
         "optim.lr": 1e-4, "batch.epochs": 3.0, "batch.samples_per_step": 8, "schedule.warmup_steps": 0,
-        "data.max_tokens": 1024, "data.too_long": "truncate", "data.loss_type": "all",
+        "data.max_tokens": 1024, "data.too_long": "truncate", "data.loss_type": "all", "experts.balance_loss": "model",
     }  # fmt: skip
     assert "learning_rate" not in {outcome.name for outcome in translation.outcomes if outcome.is_default}
 
