@@ -30,13 +30,15 @@ def loaded_model(family: str, folder: Path) -> Any:
     return load_model(config, method="full", device=torch.device("cpu"), seed=0).model
 
 
-def step_gradients(model: Any, config: ExpertsConfig, parts: list[Any], **padding: Any) -> dict[str, Tensor]:
+def step_gradients(
+    model: Any, config: ExpertsConfig, parts: list[Any], sum_values: Any = lambda values: values, **padding: Any
+) -> dict[str, Tensor]:
     """The gradients of one step of these micro-batches, with its routers' losses and loads."""
     loss = PackedLoss(model)
     routers = loss.routers = Routers(model, config)
     model.zero_grad()
     batches = [flatten_samples(part, **padding) for part in parts]
-    options: dict[str, Any] = {"divisor": 19.0, "device": model.device, "sum_values": lambda values: values}
+    options: dict[str, Any] = {"divisor": 19.0, "device": model.device, "sum_values": sum_values}
     routers.start_step(0, num_tokens=NUM_TOKENS, **options)
     if len(batches) > 1 and routers.needs_counts:
         routers.is_counting = True
@@ -51,6 +53,7 @@ def step_gradients(model: Any, config: ExpertsConfig, parts: list[Any], **paddin
     return {
         **found,
         "losses": routers.sums[:2],
+        "counts": routers.sums[2:].view(len(routers.layers), -1).sum(0),
         "loads": routers.loads(routers.sums)[0],
         "entropy": routers.loads(routers.sums)[1],
     }
@@ -92,6 +95,25 @@ def test_splits_and_padding_change_no_gradient(tmp_path: Path) -> None:
         assert max(error(other[name], whole[name]) for name in whole) < 1e-12
 
 
+def test_padding_of_rows_counts_for_nothing(tmp_path: Path) -> None:
+    model = loaded_model("qwen3_moe", tmp_path)
+    config = ExpertsConfig(balance_loss=0.3, z_loss=0.02)
+    packed, rows = step_gradients(model, config, [SAMPLES]), step_gradients(model, config, [SAMPLES], row_length=16)
+    assert max(error(rows[name], packed[name]) for name in packed) < 1e-12
+
+
+def test_ranks_balance_by_the_loads_of_all(tmp_path: Path) -> None:
+    """Two ranks with other samples: the sum of their gradients is that of one process with all."""
+    model = loaded_model("qwen3_moe", tmp_path)
+    config, parts = ExpertsConfig(balance_loss=0.3, z_loss=0.02), (SAMPLES[:1], SAMPLES[1:])
+    whole = step_gradients(model, config, [SAMPLES])
+    loads = [step_gradients(model, config, [part])["counts"] for part in parts]
+    ranks = [step_gradients(model, config, [part], sum_values=lambda values: sum(loads)) for part in parts]
+    for name in (*dict(model.named_parameters()), "losses"):
+        if name in whole:
+            assert error(ranks[0][name] + ranks[1][name], whole[name]) < 1e-12, name
+
+
 def test_loads_count_the_choices_of_tokens(tmp_path: Path) -> None:
     model = loaded_model("deepseek_v3", tmp_path)
     chosen: list[Tensor] = []
@@ -113,6 +135,15 @@ def test_defaults_are_transformers(tmp_path: Path) -> None:
     model.config.output_router_logits = True
     assert Routers(model, ExpertsConfig()).balance_loss == model.config.router_aux_loss_coef == 0.001
     assert Routers(model, ExpertsConfig(balance_loss=0)).balance_loss == 0
+    model.config.output_router_logits = False
+    # as TRL, which sets output_router_logits itself
+    as_trl = Routers(model, ExpertsConfig.model_validate({"balance_loss": "model"}))
+    assert as_trl.balance_loss == 0.001
+    assert as_trl.line.endswith("7 experts: balance loss times 0.001")
+    assert Routers(model, ExpertsConfig()).line.endswith(
+        "no loss on the load; experts.balance_loss: model adds its config's 0.001 times, as TRL does"
+    )
+    assert Routers(model, ExpertsConfig(balance_loss=0)).line.endswith("no loss on the load")
     with pytest.raises(UsageError, match=r"experts.z_loss: the routers of model type llama4_text are not known"):
         Routers(experts_model("llama4_text", torch.float32), ExpertsConfig(z_loss=0.1))
 

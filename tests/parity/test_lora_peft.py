@@ -80,6 +80,26 @@ def test_our_adapter_in_peft(tmp_path, variant, family):
     assert all(p.grad is None for name, p in ours.named_parameters() if "lora_" not in name and "magnitude" not in name)
 
 
+def with_biases(model):
+    """Biases of a new model are zero."""
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj.bias"):
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def test_dora_of_layers_with_a_bias_is_peft_s(tmp_path):
+    """DoRA scales W x + B A x; the bias is added as it is."""
+    config = LoraConfig(rank=3, alpha=5, dora=True)
+    ours = with_biases(tiny_model("qwen2"))
+    add_lora(ours, config, seed=3)
+    save_adapter(randomised(ours), tmp_path, base_name="tiny", config=config)
+    base = with_biases(tiny_model("qwen2"))
+    theirs = PeftModel.from_pretrained(base, str(tmp_path), autocast_adapter_dtype=False).double()
+    torch.testing.assert_close(logits(theirs), logits(ours), atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("variant", ["plain", "rslora", "dora", "two"])
 def test_peft_adapter_in_ours(tmp_path, variant):
     config = LoraConfig(rank=3, alpha=5, **VARIANTS[variant])
