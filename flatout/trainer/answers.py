@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -97,28 +97,25 @@ def _cached_answers(run: Run, prompt_set: PromptSet) -> list[list[int]] | None:
     """Answer one prompt after another with transformers' own attention and cache: a CPU would take minutes without.
 
     All ranks return None if on one of them the model has no usable cache, or its logits at the end of the first answer
-    are not those of the pass that trains it.
+    are not those of the pass that trains it. Raises PassesStopped.
     """
-    stop_ids = set(stop_token_ids(run.model, prompt_set.tokenizer, prompt_set.end_of_turn))
+    stop_ids = set(stop_token_ids(run.model, prompt_set.tokenizer, prompt_set.stop_tokens))
     generator = torch.Generator().manual_seed(run.config.seed + run.progress.step)
     answers: list[list[int]] = []
     is_exact = torch.ones((), device=run.device)
-    run.model.eval()
-    run.fused_lora.refresh()
-    try:
+    with inference(run), suppress(*MODEL_ERRORS):
         for prompt in prompt_set.prompts:
             answer, seen, logits = _continue_cached(run, prompt_set, prompt.token_ids, stop_ids, generator)
+            if run.stop.requested:
+                break
             if not answers:
                 with autocast(run):
-                    batch = _batch_of([seen], run.device, run.plan.layout.name == "rows")
-                    true = run.loss(batch, True)[0]
+                    true = run.loss(_batch_of([seen], run.device, run.plan.layout.name == "rows"), True)[0]
                 error = (logits.to(true.dtype) - true).norm() / true.norm()
                 is_exact *= error <= (CACHE_TOLERANCE if run.dtype.itemsize > 2 else 16 * CACHE_TOLERANCE)
             answers.append(answer)
-    except MODEL_ERRORS:
-        is_exact *= 0
-    run.model.train()
-    return answers if run.strategy.sum_values(is_exact).item() == run.rank.world else None
+    is_exact *= len(answers) == len(prompt_set.prompts)
+    return answers if sum_unless_stopped(run, is_exact).item() == run.rank.world else None
 
 
 def _continue_cached(
@@ -130,7 +127,7 @@ def _continue_cached(
     given, seen, answer, cache = list(token_ids), list[int](), list[int](), None
     logits = torch.empty(0)
     with autocast(run), own_attention(run.model):
-        while len(answer) < min(most, room):
+        while len(answer) < min(most, room) and not run.stop.requested:
             run.reporter.phase("answering prompts, token", len(answer) + 1, most)
             output = run.model(input_ids=torch.tensor([given]), past_key_values=cache, use_cache=True)
             logits, cache, seen = output.logits[:, -1], output.get("past_key_values"), seen + given

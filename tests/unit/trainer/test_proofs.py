@@ -153,7 +153,7 @@ def test_code_of_others_in_the_process_proves_again(start: Any, tiny: Any, tmp_p
 def test_a_damaged_verdict_is_told_and_made_again(start: Any, tmp_path: Path) -> None:
     start()
     kept = {path.name.rpartition("-")[0]: path for path in (tmp_path / "cache" / "flatout" / "checks").iterdir()}
-    assert set(kept) == {"self-test", "adapter", "gradient-paths", "tokenizer"}
+    assert {"self-test", "adapter", "gradient-paths", "tokenizer"} <= set(kept)
     content = json.loads(kept["self-test"].read_text())
     content["content"]["facts"]["line"] = "packed = alone within nan"
     kept["self-test"].write_text(json.dumps(content))
