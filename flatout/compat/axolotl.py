@@ -9,6 +9,8 @@ from flatout.compat import translation as t
 from flatout.compat.training_arguments import MODEL_ARGUMENTS, PACKED, TRAINING_ARGUMENTS, interval
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
 from flatout.compat.trl import held_out, lora_rules, template
+from flatout.config.data import KeyMeaning
+from flatout.data.rows.formats.keys import TRAIN_KEYS
 
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "alpaca": "alpaca", "tokenizer_default": None}
 _PLUGINS = ("cut_cross_entropy", "liger")
@@ -65,6 +67,12 @@ def _too_long(given: Given) -> Became:
     return t.one_of("data.too_long", ours, f"write {', '.join(ours)}")(given)
 
 
+def _meaning(meaning: KeyMeaning) -> Rule:
+    """Say what the key of a turn that the value names means, unless flatout knows it."""
+    known = (*TRAIN_KEYS, "train_detail", "training_detail")
+    return lambda given: Became({} if given.value in known else {f"keys.{given.value}": meaning})
+
+
 _FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "completion": "text", "input_output": "segments"}
 # an entry of `datasets` -> one of data.sources
 _DATASET: Mapping[str, Rule] = {
@@ -83,7 +91,8 @@ _DATASET: Mapping[str, Rule] = {
     "roles_to_train": t.only((["assistant"], ["assistant", "gpt"]), "every assistant turn is trained on, no other"),
     **t.each("train_on_eos train_on_eot", t.only(("turn",), "the last token of each answer carries loss")),
     **t.each("field_thinking template_thinking_key", t.only(("thinking", "reasoning_content"), "write thinking")),
-    "message_field_training": t.only(("train",), "name the field train"),
+    "message_field_training": _meaning("train"),
+    "message_field_training_detail": _meaning("train_detail"),
     "chat_template": t.only(("tokenizer_default",), "set data.template for all sets"),
     "ds_type": t.only(("json", "csv", "parquet", "arrow", "text"), "write json, csv, parquet, arrow or text"),
     **t.each("drop_system_message trust_remote_code", t.off("not supported; remove it")),

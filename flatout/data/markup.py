@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from flatout.data.conversation import Conversation, PlainText
 from flatout.data.rows.formats.refusals import MEDIA_MARKS
@@ -16,35 +16,44 @@ _MARKS: tuple[tuple[str, ...], ...] = (
     ("<|START_OF_TURN_TOKEN|>",), ("### Human:", "### Assistant:"), ("### Instruction:", "### Response:"),
     ("USER:", "ASSISTANT:"), ("\n\nHuman:", "\n\nAssistant:"),
 )  # fmt: skip
+# every mark holds one of these
+_SIGNS = ("<", "[INST]", "###", "USER:", "Human:")
 _WRAPPED = re.compile(r"\s*<(\w+)>")
 
 
-def noticed(sample: Conversation | PlainText, text: str = "", skipped: re.Pattern[str] | None = None) -> Counter[str]:
+def noticed(sample: Conversation | PlainText, text: str = "", skipped: re.Pattern[str] | None = None) -> dict[str, int]:
     """Count what was found in reading a row, and its markup: `foreign_markup`, `media_marks` and `doubled_markup`.
 
     `text` is the rendered conversation; marks that `skipped` matches are tokens here, not text. `markup:[INST]` names a
     mark that was found.
     """
-    found = Counter(sample.found)
+    found = dict.fromkeys(sample.found, 1)
     if isinstance(sample, PlainText):
-        texts: Sequence[str] = [sample.prompt + sample.text]
+        texts = [sample.prompt, sample.text]
     else:
         texts = [message.content for message in sample.messages]
-        found["doubled_markup"] = int(any(_doubled(sample, text)))
+        if any(_doubled(sample, text)):
+            found["doubled_markup"] = 1
+    texts = [content for content in texts if any(map(content.__contains__, _SIGNS))]
+    if not texts:  # most rows
+        return found
     marks = {
         mark[0].strip()
         for mark in _MARKS
         for content in texts
         if mark[0] in content and all(map(content.__contains__, mark)) and not (skipped and skipped.search(mark[0]))
     }
-    found["foreign_markup"] = int(bool(marks))
-    found.update(f"markup:{mark}" for mark in marks)
-    found["media_marks"] = int(any("<" in content and MEDIA_MARKS.search(content) for content in texts))
+    if marks:
+        found |= {"foreign_markup": 1, **{f"markup:{mark}": 1 for mark in marks}}
+    if any(map(MEDIA_MARKS.search, texts)):
+        found["media_marks"] = 1
     return found
 
 
 def _doubled(sample: Conversation, text: str) -> Iterator[bool]:
     """Yield, for each place where row and template may write the same, whether they do."""
+    if not sample.tools and "<" not in text:
+        return
     for message in sample.messages:
         if message.role == "system" and sample.tools:
             yield all(f'"{tool["function"]["name"]}"' in message.content for tool in sample.tools)

@@ -7,11 +7,12 @@ import gzip
 import io
 import json
 import lzma
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fuzz_hostile import Mutation, damages, mutations
+from fuzz_hostile import VALUES, Mutation, damages, mutations
 from fuzz_judge import Case
 from fuzz_world import World, both
 
@@ -37,7 +38,51 @@ _ROWS: dict[str, Any] = {
         ],
         "tools": [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}],
     },
+    "flags": {
+        "messages": [
+            {"role": "user", "content": "Hi.", "lang": "en"},
+            {"role": "assistant", "content": "Hello.", "train": True, "weight": 1,
+             "train_detail": [{"begin_offset": 0, "end_offset": 3, "train": True}]},
+        ],
+        "images": [],
+        "chat_template_kwargs": {},
+    },
+    "anthropic": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "I ask.", "signature": "x"},
+                {"type": "tool_use", "id": "c1", "name": "get", "input": {"city": "Rome"}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "sunny"}]},
+            {"role": "assistant", "content": "Sunny."},
+        ],
+        "tools": [{"name": "get", "input_schema": {"type": "object"}}],
+    },
+    "xlam": {
+        "query": "Weather?", "answers": [{"name": "get", "arguments": {"city": "Rome"}}],
+        "tools": [{"name": "get", "parameters": {"city": {"type": "str, optional", "description": "where"}}}],
+    },
+    "glaive": {
+        "system": 'SYSTEM: Help. Use them if required -\n{"name": "get", "parameters": {}}',
+        "chat": "USER: Weather?\n\n\nASSISTANT: <functioncall> {\"name\": \"get\", \"arguments\": '{}'} <|endoftext|>"
+        "\n\n\nFUNCTION RESPONSE: sunny\n\n\nASSISTANT: Sunny. <|endoftext|>",
+    },
+    "gemini": {
+        "systemInstruction": {"parts": [{"text": "Help."}]},
+        "contents": [
+            {"role": "user", "parts": [{"text": "Weather?"}]},
+            {"role": "model", "parts": [{"functionCall": {"name": "get", "args": {"city": "Rome"}}}]},
+            {"role": "user", "parts": [{"functionResponse": {"name": "get", "response": {"sky": "sunny"}}}]},
+            {"role": "model", "parts": [{"text": "Sunny."}]},
+        ],
+        "tools": [{"functionDeclarations": [{"name": "get", "parameters": {"type": "OBJECT"}}]}],
+    },
 }  # fmt: skip
+_NO_MEDIA = (
+    "null", "zero", "false", "empty-text", "space", "empty-list", "list-of-null", "deep-list", "empty-map",
+    "map-of-null",
+)  # fmt: skip
+_WITH_TOOLS = ("tools", "anthropic", "xlam", "glaive", "gemini")
 _REPLY = {**_ROWS["oasst"], "message_id": "b", "parent_id": "a", "text": "Hello.", "role": "assistant"}
 _TEXT_PLACES = {"instruction", "output", "value", "content", "prompt", "completion", "text"}
 
@@ -46,7 +91,7 @@ def cases(world: World) -> Iterator[Case]:
     """Every value at every place of a row of each format; of the file, its bytes, names and kinds."""
     for name, row in _ROWS.items():
         rows = [row, _REPLY] if name == "oasst" else [row]
-        template = ("--template", "qwen3") if name == "tools" else ()
+        template = ("--template", "qwen3") if name in _WITH_TOOLS else ()
         yield _case(world, f"{name} as it is", "rows.jsonl", _lines([*rows, *rows][:2]),
                     "accept", (), template)  # fmt: skip
         for mutation in mutations(row):
@@ -69,7 +114,34 @@ def cases(world: World) -> Iterator[Case]:
                     world, f"{name} {mutation.name} alone", "rows.json", json.dumps([mutation.tree]).encode(),
                     "either", ("rows.json",), template, drawn=True,
                 )  # fmt: skip
+    yield from _keys(world)
     yield from _files(world)
+
+
+def _keys(world: World) -> Iterator[Case]:
+    """Every value under names that may decide about loss, in turns and as columns: obeyed, named, or refused."""
+    question, answer = _ROWS["messages"]["messages"]
+    for called, value in VALUES.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            continue  # no JSON
+        is_flag = isinstance(value, bool | int | float) and value in (0, 1)
+        for key in ("train", "loss", "weight", "learn", "masked", "lang"):
+            documented = key in ("train", "loss", "weight")
+            must = "accept" if value is None or documented == is_flag else "refuse"
+            turns = [question, answer, question, answer | {key: value}]
+            says = None if documented or value is None or must == "refuse" else f"not read: {key} "
+            yield _case(world, f"turn key {key} {called}", "rows.jsonl", _lines([{"messages": turns}] * 2), must,
+                        ("rows.jsonl",), drawn=True, says=says)  # fmt: skip
+        for column in ("image", "images", "video", "audios"):
+            is_empty = called in _NO_MEDIA
+            row = _ROWS["messages"] | {column: value}
+            yield _case(world, f"column {column} {called}", "rows.jsonl", _lines([row]),
+                        "accept" if is_empty else "refuse", ("rows.jsonl",), drawn=True)  # fmt: skip
+        for column in ("label", "train"):
+            is_bad = is_flag and not value
+            row = _ROWS["alpaca"] | {column: value}
+            yield _case(world, f"column {column} {called}", "rows.jsonl", _lines([row]),
+                        "refuse" if is_bad else "accept", ("rows.jsonl",), drawn=True)  # fmt: skip
 
 
 def _case(
@@ -82,12 +154,16 @@ def _case(
     options: tuple[str, ...] = (),
     spoil: Callable[[Path], object] = lambda file: None,
     drawn: bool = False,
+    says: str | None = None,
 ) -> Case:
     def make(here: Path) -> None:
         (here / file).write_bytes(content)
         spoil(here / file)
 
     def done(here: Path, out: str) -> str | None:
+        report = here / "data/built_dataset/new/report.json"
+        if says is not None and says not in report.read_text():
+            return f"does not say {says!r}"
         return None if (here / "data/built_dataset/new/manifest.json").is_file() else "built nothing"
 
     return Case(
@@ -99,7 +175,7 @@ def _case(
 def _is_no_row(mutation: Mutation) -> bool:
     """Whether the row has no text where each has to have one."""
     if not mutation.path:
-        return not isinstance(mutation.value, dict)
+        return mutation.how == "set" and not isinstance(mutation.value, dict)
     if mutation.how == "set" and mutation.path[-1] in _TEXT_PLACES and len(mutation.path) in (1, 3):
         return isinstance(mutation.value, bool | int | float | dict)
     return (

@@ -34,7 +34,7 @@ KINDS = {
     "store": (fuzz_folders.store_cases, 110),
     "run": (fuzz_folders.run_cases, 4),
     "environment": (fuzz_folders.environment_cases, 20),
-    "rows": (fuzz_rows.cases, 50),
+    "rows": (fuzz_rows.cases, 70),
     "commands": (fuzz_commands.cases, 0),
     "disk": (fuzz_commands.disk_cases, 0),
 }

@@ -167,6 +167,10 @@ def test_axolotl_is_refused_by_name(
         ("{path: a/b, type: chat_template, roles: {user: [Human], assistant: [Bot]}}",
          {"path": "a/b", "format": "messages", "roles": {"Human": "user", "Bot": "assistant"}}),
         ("{path: a/b, type: input_output}", {"path": "a/b", "format": "segments"}),
+        ("{path: a/b, type: chat_template, message_field_training: training, message_field_training_detail: spans}",
+         {"path": "a/b", "format": "messages", "keys": {"spans": "train_detail"}}),
+        ("{path: a/b, type: chat_template, message_field_training: learn}",
+         {"path": "a/b", "format": "messages", "keys": {"learn": "train"}}),
     ],
 )  # fmt: skip
 def test_data_sets_of_axolotl(tmp_path: Path, entry: str, source: dict[str, Any]) -> None:

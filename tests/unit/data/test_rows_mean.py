@@ -94,8 +94,9 @@ def test_flags_that_peers_document_decide_about_loss(build: Build, make: Any, of
 
 
 @pytest.mark.parametrize("make", [chat, said])
-@pytest.mark.parametrize("value", [True, False, 0, 1, 1.0])
-@pytest.mark.parametrize("name", ["learn", "masked", "mask", "toxic"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("learn", True), ("learn", 0), ("masked", False), ("mask", 1), ("toxic", 1.0)]
+)
 def test_an_unknown_flag_stops_the_build_until_it_is_told(build: Build, make: Any, name: str, value: Any) -> None:
     refused = build([make(**{name: value})])
     assert refused.code == 3
@@ -196,7 +197,7 @@ FILLED: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("column", "value"), FILLED)
+@pytest.mark.parametrize(("column", "value"), [FILLED[0], FILLED[-1]])
 @pytest.mark.parametrize(
     "row",
     [
@@ -217,7 +218,19 @@ def test_pictures_and_sounds_never_become_words(build: Build, row: Row, column: 
     assert build([row | {column: value}], "--key", f"{column}=ignored").code == 0
 
 
-@pytest.mark.parametrize("column", ["image", "images", "audio"])
+@pytest.mark.parametrize(("column", "value"), FILLED)
+def test_every_column_of_media_is_known(build: Build, column: str, value: Any) -> None:
+    row = {"instruction": "q", "output": "good"}
+    assert f"'{column}' holds" in build([row | {column: value}]).printed
+    tree = {"message_id": "1", "parent_id": None, "text": "q", "role": "prompter", column: value}
+    assert (
+        f"'{column}' holds" in build([tree, tree | {"message_id": "2", "parent_id": "1", "role": "assistant"}]).printed
+    )
+    # a column of that name that is told to hold the text is text
+    assert build([{"t": "q", column: "a photo of it"}], "--column", f"text={column}").code == 0
+
+
+@pytest.mark.parametrize("column", ["images"])
 @pytest.mark.parametrize("mark", ["<image>", "<video>", "<audio>", "<|image_pad|>"])
 def test_a_mark_beside_a_column_of_media_is_proof(build: Build, column: str, mark: str) -> None:
     marked = {"messages": [{"role": "user", "content": f"{mark}\nWhat is it?"}, GOOD]}
@@ -312,9 +325,32 @@ def test_advice_works_and_names_every_column_with_meaning(build: Build, row: Row
             assert name in told
 
 
+CHOSEN: list[tuple[Row, str]] = [
+    ({"prompt": "q", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}, "messages: chosen"),
+    ({"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}, "messages: chosen"),
+    ({"messages": [QUESTION], "chosen": GOOD, "rejected": BAD}, "completion: chosen"),
+    ({"prompt": "q ", "chosen": "good", "rejected": "bad"}, "completion: chosen"),
+    (
+        {"question": "q", "chosen": "good", "rejected": "bad", "system": "be good"},
+        "instruction: question, output: chosen",
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "advice"), CHOSEN)
+def test_advice_on_preference_data_works(build: Build, row: Row, advice: str) -> None:
+    refused = build([row])
+    assert (refused.code, f"set columns: {{{advice}}}" in refused.printed) == (3, True), refused.printed
+    options = [option for pair in advice.split(", ") for option in ("--column", pair.replace(": ", "="))]
+    built = build([row], *options)
+    assert (built.code, "good" in built.learnt[0], "bad" in built.samples[0][0]) == (0, True, False), built.printed
+
+
 def test_advice_that_would_not_work_is_not_given(build: Build) -> None:
     refused = build([{"question": "what", "answer": ["it"]}])
     assert (refused.code, "set columns" in refused.printed) == (3, False)
+    texts = build([{"chosen": "Human: q Assistant: good", "rejected": "Human: q Assistant: bad"}])
+    assert (texts.code, "set columns" in texts.printed, "preference data" in texts.printed) == (3, False, True)
     near = build([{"mesages": "text"}])
     assert (near.code, "did you mean" in near.printed, "set columns" in near.printed) == (3, True, False)
     assert "set columns: {messages: mesages}" in build([{"mesages": [QUESTION, GOOD]}]).printed

@@ -101,21 +101,25 @@ def check_answers(messages: Sequence[Message], places: Sequence[str]) -> None:
             raise FieldError(f"{place}.tool_call_id {call_id!r} matches no call; calls before it: {calls}")
 
 
-def in_call_order(messages: Sequence[Message]) -> list[Message]:
+def in_call_order(messages: list[Message]) -> list[Message]:
     """Return the messages with the results of parallel calls in the order of the calls, where ids prove it.
 
-    Many templates write results without their ids, so that only the order says which call one answers.
+    The list itself comes back if nothing is to be moved. Many templates write results without their ids, so that only
+    the order says which call one answers.
     """
-    ordered = list(messages)
+    ordered = messages
     for index, caller in enumerate(messages):
+        if len(caller.tool_calls) < 2:
+            continue
         order = {call.call_id: place for place, call in enumerate(caller.tool_calls)}
-        if len(order) < 2 or None in order or len(order) < len(caller.tool_calls):
+        if None in order or len(order) < len(caller.tool_calls):
             continue
         end = index + 1
         while end < len(messages) and messages[end].role == "tool":
             end += 1
-        results = messages[index + 1 : end]
-        ids = [result.tool_call_id for result in results]
-        if len(set(ids)) == len(ids) and set(ids) <= set(order):
-            ordered[index + 1 : end] = sorted(results, key=lambda result: order[result.tool_call_id])
+        ids = [result.tool_call_id for result in messages[index + 1 : end]]
+        places = [order.get(call_id, -1) for call_id in ids]
+        if -1 not in places and len(set(ids)) == len(ids) and places != sorted(places):
+            results = sorted(messages[index + 1 : end], key=lambda result: order[result.tool_call_id])
+            ordered = [*ordered[: index + 1], *results, *ordered[end:]]
     return ordered

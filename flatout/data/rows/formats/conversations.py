@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 from flatout.data.conversation import ROLES, Conversation, Message, Origin, PlainText, Role, is_empty
@@ -11,6 +12,7 @@ from flatout.data.rows.formats.calls import call_of, calls_of, check_answers, in
 from flatout.data.rows.formats.fields import (
     FieldError,
     Reading,
+    check_texts,
     kind,
     list_at,
     object_at,
@@ -145,7 +147,11 @@ def finished(
     """
     reading, messages, found = turns.reading, turns.messages, turns.found
     check_answers(messages, turns.places)
-    if (ordered := in_call_order(messages)) != messages:
+    check_texts(tools, "tools")
+    for message, place in zip(messages, turns.places, strict=True):
+        for call in message.tool_calls:
+            check_texts(call.arguments, f"{place}: arguments of {call.name}")
+    if (ordered := in_call_order(messages)) is not messages:
         found["sorted_results"] = None
     column = reading.name("system")
     has_system = any(message.role == "system" for message in messages)
@@ -159,10 +165,12 @@ def finished(
         teaches_nothing = message.role == "assistant" and message.train is None and is_empty(message)
         completed.append(replace(message, train=False) if teaches_nothing else message)
     variables = reading.name("chat_template_kwargs")
-    given = None if variables in reading.keys else row.get(variables)
-    args = {} if given in (None, "") else object_at(given, variables)
-    args = {name: value for name, value in args.items() if value is not None}
-    return Conversation(tuple(completed), origin, tools, args, tuple(found))
+    args = row.get(variables)
+    if args in (None, "") or variables in reading.keys:
+        return Conversation(tuple(completed), origin, tools, found=tuple(found))
+    given = {name: value for name, value in object_at(args, variables).items() if value is not None}
+    check_texts(given, variables)
+    return Conversation(tuple(completed), origin, tools, given, tuple(found))
 
 
 def _system_text(value: object, place: str) -> str | None:
@@ -170,6 +178,11 @@ def _system_text(value: object, place: str) -> str | None:
     if not isinstance(value, list):
         return optional_text(value, place)
     return read_parts(value, place, "system", Reading(), {}).text if value else None
+
+
+@lru_cache(maxsize=64)
+def _keys_read(role_key: str, content_key: str) -> frozenset[str]:
+    return frozenset({role_key, content_key, *TURN_KEYS})
 
 
 class TurnReader:
@@ -180,7 +193,7 @@ class TurnReader:
 
     def __init__(self, reading: Reading, role_key: str = "role", content_key: str = "content") -> None:
         self.reading, self._role, self._content = reading, role_key, content_key
-        self._read = {role_key, content_key, *TURN_KEYS}
+        self._read = _keys_read(role_key, content_key)
         self.messages: list[Message] = []
         self.places: list[str] = []
         self.found: dict[str, None] = {}
@@ -201,12 +214,16 @@ class TurnReader:
         if not isinstance(turn, dict):
             raise FieldError(f"{place} is {kind(turn)}, not an object with {self._role} and {self._content}")
         role = role_of(_required(turn, place, self._role), f"{place}.{self._role}", self.reading.roles)
+        said = turn.get(self._content)
+        if len(turn) == 2 and isinstance(said, str) and role != _CALL:  # most turns
+            self.add(Message(cast(Role, role), text_at(said, f"{place}.{self._content}")), place)
+            return
         if role == _CALL:
             calls = calls_of(_required(turn, place, self._content), f"{place}.{self._content}")
             self._add(turn, place, "assistant", Content(calls=calls))
             return
         content = self._read_content(turn, place, role)
-        if len(turn) > 2:  # most turns only have a role and a text
+        if len(turn) > 2:
             own = _same_in_all(turn, _REASONING, place, text_at)
             if content.reasoning is not None and own is not None:
                 raise FieldError(f"{place} has reasoning both in its parts and next to them; keep one")
@@ -264,7 +281,7 @@ class TurnReader:
         if found.calls and role != "assistant":
             raise FieldError(f"{place}.{key} is a list in a {role} turn; only an assistant turn has tool calls")
         if found.results and role not in ("user", "tool"):
-            raise FieldError(f"{place}.{key} has tool results in a {role} turn; only a user turn may hold them")
+            raise FieldError(f"{place}.{key} has tool results; they belong in a user or tool turn, not in role {role}")
         found.calls += content.calls
         return found
 

@@ -66,6 +66,19 @@ def optional_text(value: object, place: str) -> str | None:
     return None if value is None else text_at(value, place)
 
 
+def check_texts(value: object, place: str) -> None:
+    """Check every text and key inside a value like text_at does. Raises FieldError."""
+    if isinstance(value, str):
+        text_at(value, place)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            text_at(key, f"a key of {place}")
+            check_texts(item, place)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_texts(item, place)
+
+
 def list_at(value: object, place: str) -> list[Any]:
     """Return a list, also from JSON text (how csv and some parquet files store lists)."""
     value = unpacked(value, place)

@@ -93,8 +93,10 @@ def _read_turn(turn: Mapping[str, Any], place: str, turns: TurnReader) -> None:
 
 def _name_of(part: Mapping[str, Any], place: str) -> tuple[str, str]:
     """Return the key of a part that holds its content, and what that is."""
-    if media := next((key for key in _MEDIA if part.get(key) is not None), None):
-        raise FieldError(media_error(f"{place} ({media})", "picture or sound"))
+    if name := next((key for key in _MEDIA if part.get(key) is not None), None):
+        mime = part[name].get("mimeType", part[name].get("mime_type")) if isinstance(part[name], Mapping) else None
+        media = str(mime).partition("/")[0]
+        raise FieldError(media_error(f"{place} ({name})", media if media in ("image", "video", "audio") else "file"))
     names = [key for key in _PARTS if part.get(key) is not None]
     others = [key for key, value in part.items() if value is not None and key not in _PARTS and key not in _BESIDE]
     if len(names) != 1 or others:

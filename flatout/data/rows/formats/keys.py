@@ -22,7 +22,7 @@ _NUMBERING = re.compile(
 # a documented fact about a tool's result, which says nothing about loss
 _FACTS = {"is_error"}
 _MEDIA = re.compile(
-    r"(?:(image|img|picture|photo|pixel|video|audio|speech)s?)"
+    r"(?:(image|img|picture|photo|pixel|video|audio)s?)"
     r"(?:_(?:path|url|uri|file|filename|byte|base64|data|value)s?|_input)?",
     re.IGNORECASE,
 )
@@ -35,7 +35,7 @@ def media_kind(name: str) -> str | None:
     if found is None:
         return None
     named = found[1].lower()
-    return named if named in ("video", "audio") else "audio" if named == "speech" else "image"
+    return named if named in ("video", "audio") else "image"
 
 
 def media_error(place: str, media: str) -> str:
@@ -46,12 +46,12 @@ def media_error(place: str, media: str) -> str:
 
 
 def holds_something(value: object) -> bool:
-    """Return whether a value is more than null, an empty text, and lists or objects of these."""
+    """Return whether a value is more than null, zero, an empty text, and lists or objects of these."""
     if isinstance(value, Mapping):
         return any(map(holds_something, value.values()))
     if isinstance(value, list | tuple):
         return any(map(holds_something, value))
-    return not (value is None or (isinstance(value, str | bytes) and value.strip() in ("", b"", "[]", "null")))
+    return not (value in (None, 0) or (isinstance(value, str | bytes) and value.strip() in ("", b"", "[]", "null")))
 
 
 def turn_flags(
@@ -90,7 +90,7 @@ def turn_flags(
 
 
 def _may_be_flag(key: str, value: object) -> bool:
-    if isinstance(value, bool):
+    if isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false")):
         return key not in _FACTS
     return isinstance(value, int | float) and value in (0, 1) and not _NUMBERING.fullmatch(key)
 

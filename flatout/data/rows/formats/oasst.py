@@ -10,6 +10,7 @@ from typing import Any
 from flatout.data.conversation import Origin
 from flatout.data.rows.formats.conversations import role_of
 from flatout.data.rows.formats.fields import FieldError, Reading, kind, optional_text, text_at
+from flatout.data.rows.formats.refusals import refusal
 from flatout.data.rows.read import BadRow, RawRow
 from flatout.errors import DataError
 
@@ -110,6 +111,8 @@ def _messages(raw: RawRow, reading: Reading) -> Iterator[RawRow]:
 
 def _read_node(raw: RawRow, reading: Reading) -> _Node:
     row, rank_name = raw.columns, reading.name("rank")
+    if why := refusal(row, reading, "oasst"):
+        raise FieldError(why)
     rank = row.get(rank_name)
     try:
         order = float("inf") if rank is None or rank == "" else float(rank)

@@ -205,6 +205,8 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
     row = first.columns
     _check_renames(source, first)
     reading = Reading(source.columns, source.roles, source.system, source.keys)
+    if why := refusal(row, reading, works=works):
+        raise DataError(f"{first.origin}: {why}")
     name = _detect(row, first.origin, reading, works) if source.format == "auto" else source.format
     if name == "oasst" and _holds_tree(row, reading):
         name = "oasst_trees"
@@ -251,8 +253,6 @@ def _check_renames(source: SourceConfig, first: RawRow) -> None:
 
 def _detect(row: Mapping[str, Any], origin: Origin, reading: Reading, works: Works) -> str:
     """Return the row's format name. Raises DataError with the columns found and what to set."""
-    if why := refusal(row, reading):
-        raise DataError(f"{origin}: {why}")
     for name, rule in RULES.items():
         for group in rule.required:
             names = map(reading.name, group)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
+from flatout.data.rows.formats.advice import chosen_columns, written
 from flatout.data.rows.formats.fields import Reading
 from flatout.data.rows.formats.keys import TRAIN_KEYS, holds_something, media_error, media_kind
 
@@ -13,30 +15,37 @@ MEDIA_MARKS = re.compile(r"<\|?(?:image|video|audio)(?:_pad|_soft_token|_1)?\|?>
 """What stands for a picture, a video or a sound in the texts of data sets."""
 # of a row: true means that it is to be learnt, or that it is not
 _LEARNT, _NOT_LEARNT = {*TRAIN_KEYS, "learn"}, {"mask", "masked"}
+_FALSE: tuple[object, ...]
+_TRUE: tuple[object, ...]
 _FALSE, _TRUE = (False, "false", "False", "0"), (True, "true", "True", "1")  # 0 == False, 1 == True
 # formats whose rows have no answer: their `label` is a class
 _PLAIN = ("text", "segments", "tokens")
 
 
-def refusal(row: Mapping[str, Any], reading: Reading, format_name: str | None = None) -> str | None:
-    """Return why a row must not be trained on as it is. `format_name` is None while the format is not known."""
+def refusal(
+    row: Mapping[str, Any],
+    reading: Reading,
+    format_name: str | None = None,
+    works: Callable[[Mapping[str, str]], bool] | None = None,
+) -> str | None:
+    """Return why a row must not be trained on as it is.
+
+    `format_name` is None while the format is not known, `works` tells which columns would make it readable.
+    """
     if row.get("rejected") is not None and "chosen" not in reading.columns.values():
-        return (
-            "has a column 'rejected', so it is preference data, which is not supported; to train on the chosen "
-            "answers only, set columns: {completion: chosen}"
-        )
+        advised = next((columns for columns in chosen_columns(row) if works is not None and works(columns)), None)
+        advice = f"; to train on the chosen answers only, set columns: {written(advised)}" if advised else ""
+        return f"has a column 'rejected', so it is preference data, which is not supported{advice}"
     label = row.get("label")
     is_told = isinstance(label, bool) or label in ("false", "False") or format_name not in (None, *_PLAIN)
     if is_told and _is_in(label, _FALSE) and "label" not in reading.keys:
         return _bad_example("label", label, "false")
     is_media = False
     for name, value in row.items():
-        if format_name != "tokens" and name not in reading.keys and name not in reading.columns.values():
-            if name in _LEARNT and _is_in(value, _FALSE):
-                return _bad_example(name, value, "false")
-            if name in _NOT_LEARNT and _is_in(value, _TRUE):
-                return _bad_example(name, value, "true")
-        if media := media_kind(name):
+        media, bad, meaning = _told_by(name)
+        if _is_in(value, bad) and format_name != "tokens" and not {name} & {*reading.keys, *reading.columns.values()}:
+            return _bad_example(name, value, meaning)
+        if media is not None and name not in reading.columns.values():
             is_media = True
             if name not in reading.keys and holds_something(value):
                 return f"{media_error(f'{name!r}', media)}, or set keys: {{{name}: ignored}} if its text stands alone"
@@ -45,8 +54,15 @@ def refusal(row: Mapping[str, Any], reading: Reading, format_name: str | None = 
     return None
 
 
+@lru_cache(maxsize=4096)
+def _told_by(name: str) -> tuple[str | None, tuple[object, ...], str]:
+    """Return the media that a column of this name holds, the values that refuse its row, and what those mean."""
+    bad = {**dict.fromkeys(_LEARNT, (_FALSE, "false")), **dict.fromkeys(_NOT_LEARNT, (_TRUE, "true"))}
+    return media_kind(name), *bad.get(name, ((), ""))
+
+
 def _is_in(value: object, values: tuple[object, ...]) -> bool:
-    return isinstance(value, bool | int | float | str) and value in values
+    return bool(values) and isinstance(value, bool | int | float | str) and value in values
 
 
 def _bad_example(name: str, value: object, meaning: str) -> str:
