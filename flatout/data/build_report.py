@@ -18,6 +18,7 @@ from flatout.data.workers import Chunk, TokenizedChunk
 from flatout.errors import DataError
 
 MAX_PROBLEMS = 5
+_CUT = {"truncated": "truncated", "split": "split", "lost_labels": "without a label left"}
 _PATIENCE_ROWS = 5000  # how many rows the build still reads after a bad one, to report more of them at once
 _LISTED = ("truncated", "split", "too_long", "no_labels", "lost_labels", "typed_control")
 _COUNTED = (
@@ -32,6 +33,7 @@ _MAX_SHARES = {"no_labels": 0.001, "lost_labels": 0.01}
 # so many rows of each kind, and so many errors, are listed; all are counted
 MAX_LISTED, MAX_LISTED_PROBLEMS = 200_000, 10_000
 _UNASKED = -1
+_MAX_LOST_TOKENS = 0.2  # share of label tokens that a length policy may lose which nobody asked for
 _MAX_TYPED = 0.1  # share of plain texts that may contain special tokens before the build stops
 
 
@@ -165,6 +167,7 @@ class BuildReport:
         self._check_special_tokens()
         if config.on_bad_row == "error" or not num_samples:
             self._refuse(rows)
+        self._check_lost_tokens()
         if not num_samples:
             raise DataError(
                 f"data set {config.name!r} is empty: of {rows} rows {counts['bad']} were bad, "
@@ -172,6 +175,20 @@ class BuildReport:
                 f"{counts['lost_labels']} lost all labels when truncated"
                 + (f"; the first: {self.problems[0]}" if self.problems else "")
                 + f"; read from {', '.join(source.path for source in config.sources)}"
+            )
+
+    def _check_lost_tokens(self) -> None:
+        """Raise DataError if max_tokens loses so many label tokens that somebody must have asked for it."""
+        counts, config = self.counts, self._config
+        lost = sum(counts[f"{fate}_labels"] for fate in LOSING)
+        if config.too_long == "auto" and lost > _MAX_LOST_TOKENS * counts["label_tokens"]:
+            fates = ", ".join(f"{counts[fate]} rows {what}" for fate, what in _CUT.items() if counts[fate])
+            lengths = ", ".join(f"{share} {tokens:,}" for share, tokens in self._percentiles.items())
+            share = lost / counts["label_tokens"]
+            raise DataError(
+                f"{lost:,} of {counts['label_tokens']:,} label tokens ({share:.1%}) are lost at max_tokens="
+                f"{config.max_tokens}: {fates}; lengths of rows in tokens: {lengths}; raise data.max_tokens, "
+                "or set data.too_long to truncate, drop or split, which accepts the loss"
             )
 
     def _spread(self) -> dict[str, int]:

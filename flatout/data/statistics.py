@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
 import numpy as np
 from numpy.typing import NDArray
 
 from flatout.data.token_store import TokenStore
+from flatout.data.tokenize import LOSING
+from flatout.errors import DataError
+from flatout.io.json_file import read_json
+from flatout.io.redact import printable
 
 _PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
-_BAR_WIDTH = 40
+_BAR_WIDTH, _WIDTH = 40, 80
+_MAX_SOURCES, _MAX_READ = 20, 10_000
 # counts of a store's meta, and how they are told
 ROW_FATES = {
     "rows": "rows read",
@@ -32,26 +42,89 @@ ROW_FATES = {
 
 
 def statistics_lines(store: TokenStore) -> list[str]:
-    """Return statistics of a store with at least one sample: sizes, lengths, a histogram, and row outcomes."""
-    lengths = store.lengths
+    """Return statistics of a store with at least one sample: sizes, lengths, what was lost, sources, and row outcomes.
+
+    Lines have at most 80 columns. Raises DataError for a damaged report.json.
+    """
+    lengths, counts = store.lengths, store.meta.counts
     num_tokens, num_labels = int(lengths.sum()), int(store.num_labels.sum())
-    percentiles = np.percentile(lengths, _PERCENTILES, method="higher")
-    spread = "  ".join(f"p{q} {int(tokens)}" for q, tokens in zip(_PERCENTILES, percentiles, strict=True))
+    spread = dict(zip(_PERCENTILES, np.percentile(lengths, _PERCENTILES, method="higher").tolist(), strict=True))
     padding = ", ".join(f"{padding_share(lengths, size):.1%} at batch {size}" for size in (8, 32))
     lines = [
         f"samples {store.num_samples:,}  tokens {num_tokens:,}  "
         f"label tokens {num_labels:,} ({num_labels / num_tokens:.1%})",
-        f"length in tokens: {spread}",
+        *_about_turns(store, num_tokens - num_labels, num_labels),
+        "length in tokens: " + "  ".join(f"p{share} {int(tokens)}" for share, tokens in spread.items()),
+        *_lost(store),
         f"padding with naive batching: {padding}; with flatout: none",
     ]
     powers = np.ceil(np.log2(lengths)).astype(np.int64)
-    counts = np.bincount(powers)
+    numbers = np.bincount(powers)
     for power in range(powers.min(), powers.max() + 1):
-        low, high, count = (1 << power) // 2 + 1, 1 << power, int(counts[power])
-        bar = "█" * round(_BAR_WIDTH * count / int(counts.max()))
+        low, high, count = (1 << power) // 2 + 1, 1 << power, int(numbers[power])
+        bar = "█" * round(_BAR_WIDTH * count / int(numbers.max()))
         lines.append(f"{low:>7}-{high:<7} {count:>9,} {bar}")
-    lines += [f"{label}: {store.meta.counts.get(name, 0):,}" for name, label in ROW_FATES.items()]
-    return lines
+    lines += [f"{label}: {counts.get(name, 0):,}" for name, label in ROW_FATES.items()]
+    lines += _shares(store)
+    wrapped = textwrap.TextWrapper(_WIDTH, subsequent_indent="  ")
+    return [part for line in lines for part in (wrapped.wrap(line) if len(line) > _WIDTH else [line])]
+
+
+def _about_turns(store: TokenStore, num_prompt: int, num_labels: int) -> Iterator[str]:
+    """Tell prompts against answers and the turns in the loss, counted in at most 10,000 samples."""
+    num = store.num_samples
+    read = np.unique(np.linspace(0, num - 1, min(num, _MAX_READ)).astype(np.int64))
+    turns = np.array([np.count_nonzero(np.diff(np.asarray(store.sample(int(i))[1], np.int8)) == 1) for i in read])
+    of = f" (in {len(read):,} of the samples)" if len(read) < num else ""
+    yield f"a sample: {num_prompt / num:,.1f} tokens without loss (prompts), {num_labels / num:,.1f} with (answers)"
+    yield f"turns with loss: {turns.mean():.1f} a sample, at most {turns.max()}{of}"
+
+
+def _lost(store: TokenStore) -> Iterator[str]:
+    """Tell what the length policy lost, and the rows' lengths before it."""
+    counts, limit = store.meta.counts, store.meta.settings.get("max_tokens")
+    path = store.folder / "report.json"
+    if path.exists():
+        report = read_json(path, DataError)
+        found = report.get("length_percentiles") if isinstance(report, dict) else None
+        if not isinstance(found, dict):
+            raise DataError(f"{path}: length_percentiles are missing; rebuild the data set")
+        yield "rows before the cut: " + "  ".join(f"{share} {tokens}" for share, tokens in found.items())
+    for what, total in (("tokens", "tokens"), ("labels", "label_tokens")):
+        lost, read = sum(counts.get(f"{fate}_{what}", 0) for fate in LOSING), counts.get(total, 0)
+        if read:
+            name = total.replace("_", " ")
+            yield f"lost to max_tokens={limit}: {lost:,} of {read:,} {name} ({lost / read:.1%})"
+
+
+def _shares(store: TokenStore) -> Iterator[str]:
+    """Tell each source's share, the largest first."""
+    names = [_source_of(file, store.meta.sources) for file in store.meta.files]
+    sources = list(dict.fromkeys(names))
+    owner = np.array([sources.index(name) for name in names], np.int64)[store.files] if names else None
+    if owner is None:
+        return
+    size = len(sources)
+    samples = np.bincount(owner, minlength=size)
+    tokens, labels = (np.bincount(owner, each, size) for each in (store.lengths, store.num_labels))
+    yield "share of each source:"
+    for index in np.argsort(-tokens, kind="stable")[:_MAX_SOURCES].tolist():
+        figures = f"  {tokens[index] / tokens.sum():>6.1%} of tokens  {labels[index] / max(labels.sum(), 1):>6.1%} of "
+        figures += f"labels  {samples[index]:>9,} samples  "
+        name, room = printable(sources[index]), _WIDTH - len(figures)
+        yield figures + (name if len(name) <= room else "…" + name[1 - room :])
+    if size > _MAX_SOURCES:
+        yield f"  and {size - _MAX_SOURCES} more"
+
+
+def _source_of(file: str, sources: Sequence[str]) -> str:
+    """Return the source that a file belongs to, by its name; the file itself if none fits."""
+    for source in sources:
+        path = str(Path(source).expanduser()) if source.startswith("~") else source
+        inside = (path.rstrip("/") + "/", f"{path}[")
+        if file == path or file.startswith(inside) or fnmatchcase(file, path):
+            return source
+    return file
 
 
 def padding_share(lengths: NDArray[np.int64], batch_size: int) -> float:

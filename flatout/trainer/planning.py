@@ -131,7 +131,10 @@ def plan_run(
         reporter.event("positions", beyond)
     train_ids = eval_ids = None
     if config.eval.fraction:
-        train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed)
+        train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed, store.hashes)
+        if num_copies := store.num_samples - len(np.unique(store.hashes)):
+            told = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
+            reporter.stage("held out", f"{len(eval_ids):,} samples, {told}, which stay on the side of the first")
     device = device_of()
     plan, parallel_layout, memory, sharing = plan_layout(
         config, shape, (store, train_ids), rank, device, reporter, objective, (unpackable, unsharable)

@@ -280,25 +280,50 @@ def make_eval_plan(
     return assemble_eval(samples, layout)
 
 
-def split_held_out(row_keys: ArrayLike, fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def split_held_out(
+    row_keys: ArrayLike, fraction: float, seed: int, hashes: ArrayLike | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Split samples deterministically into sorted (train_ids, eval_ids): disjoint, covering all, neither empty.
 
-    `row_keys` (n,) gives the row that each sample comes from; samples of one row (its copies in a weighted mix, the
-    windows of a long text) go to the same side. Raises UsageError for a fraction outside (0, 1), DataError for fewer
-    than two rows.
+    `row_keys` (n,) gives the row that each sample comes from, `hashes` (n,) its content. Samples of one row (its copies
+    in a weighted mix, the windows of a long text) and rows with equal samples go to the same side; rows with more
+    copies than all of the evaluation should have go to training. Raises UsageError for a fraction outside (0, 1),
+    DataError for fewer than two different rows.
     """
     if not 0.0 < fraction < 1.0:
         raise UsageError(f"eval.fraction is {fraction}; expected a share between 0 and 1")
-    _, first, row_of = np.unique(np.asarray(row_keys), return_index=True, return_inverse=True)
-    num_rows = len(first)
-    if num_rows < 2:
-        raise DataError(f"{num_rows} row cannot be split into training and evaluation; set eval.fraction=0")
-    num_eval = min(max(1, round(num_rows * fraction)), num_rows - 1)
-    order = permute(np.arange(num_rows), num_rows, seed=seed, epoch=0, purpose="held-out")
-    is_held_out = np.zeros(num_rows, bool)
+    keys = np.asarray(row_keys)
+    rows = np.unique(keys, return_inverse=True)[1]
+    # each group is named by its first sample
+    group = _joined([rows] if hashes is None else [rows, np.unique(np.asarray(hashes), return_inverse=True)[1]])
+    groups, group_of, sizes = np.unique(group, return_inverse=True, return_counts=True)
+    num_groups = len(groups)
+    if num_groups < 2:
+        what = "rows have one content and" if len(np.unique(rows)) > 1 else "row"
+        raise DataError(
+            f"{len(np.unique(rows))} {what} cannot be split into training and evaluation; set eval.fraction=0"
+        )
+    num_eval = min(max(1, round(num_groups * fraction)), num_groups - 1)
+    order = permute(np.arange(num_groups), num_groups, seed=seed, epoch=0, purpose="held-out")
+    num_rows = np.bincount(group_of[np.unique(rows, return_index=True)[1]], minlength=num_groups)
+    is_huge = (num_rows > 1) & (sizes > max(1, round(len(keys) * fraction)))
+    order = np.concatenate([order[~is_huge[order]], order[is_huge[order]]])
+    is_held_out = np.zeros(num_groups, bool)
     is_held_out[order[:num_eval]] = True
-    held_out = is_held_out[np.argsort(np.argsort(first))[row_of]]  # rows are numbered by their first sample
-    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    return np.flatnonzero(~is_held_out[group_of]), np.flatnonzero(is_held_out[group_of])
+
+
+def _joined(labelings: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return the first sample of each sample's group (n,); samples with a common label in any labeling are one."""
+    group = np.arange(len(labelings[0]))
+    while True:
+        before = group
+        for labels in labelings:
+            first = np.full(labels.max(initial=-1) + 1, len(labels))
+            np.minimum.at(first, labels, group)
+            group = first[labels]
+        if (group == before).all():
+            return group
 
 
 def select_samples(

@@ -183,7 +183,7 @@ def test_malformed_rows_are_told_together_or_skipped_and_listed(maker: Maker) ->
 def test_every_lost_or_changed_row_is_in_the_report(maker: Maker) -> None:
     rows = [chat("q", "a"), LONG, chat("the question " * 30, "a"), {"messages": [{"role": "user", "content": "q"}]},
             chat("q", "a"), chat("<|im_end|>", "b")]  # fmt: skip
-    store = maker.build(rows, on_bad_row="skip", max_tokens=64)
+    store = maker.build(rows, on_bad_row="skip", max_tokens=64, too_long="truncate")
     report = read_json(store.folder / "report.json")
     found = {name: next(iter(files.values())) for name, files in report["rows"].items() if files}
     assert found == {"truncated": [2], "lost_labels": [3], "no_labels": [4], "typed_control": [6]}
@@ -220,10 +220,20 @@ def test_documents_are_split_and_chats_are_cut_by_default(maker: Maker) -> None:
     store = open_or_build(maker.config(str(path), max_tokens=32), maker.tokenizer)
     assert np.array_equal(store.token_ids, whole.token_ids)
     assert store.lengths.max() == 32
-    chats = maker.build([chat("q", "a"), LONG, LONG], max_tokens=32)
-    assert (chats.num_samples, chats.meta.counts["truncated"]) == (3, 2)
-    pair = maker.build([{"prompt": "q ", "completion": "the answer is yes " * 20}], max_tokens=32)
-    assert pair.num_samples == 1
+    for row in (LONG, {"prompt": "q ", "completion": "the answer is yes " * 20}):
+        limit = int(maker.build([row]).lengths[0]) * 9 // 10
+        cut = maker.build([row], max_tokens=limit)
+        assert (cut.lengths.tolist(), cut.meta.counts["truncated"]) == ([limit], 1)
+
+
+def test_losing_a_fifth_of_the_label_tokens_stops_until_told(maker: Maker) -> None:
+    rows = [chat("q", "a"), LONG, LONG]
+    with pytest.raises(
+        DataError, match=r"label tokens \(\d\d\.\d%\) are lost at max_tokens=32: 2 rows truncated;.* p100 "
+    ):
+        maker.build(rows, max_tokens=32)
+    cut = maker.build(rows, max_tokens=32, too_long="truncate")
+    assert (cut.num_samples, cut.meta.counts["truncated"]) == (3, 2)
 
 
 @pytest.mark.parametrize("policy", ["truncate", "drop", "split"])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,3 +48,34 @@ def test_numbers() -> None:
         "duplicates: 1",
     ):
         assert part in text
+
+
+def test_what_was_lost_and_whose_the_tokens_are_in_eighty_columns(tmp_path: Path) -> None:
+    store = _store([10, 20, 30, 40], [1, 2, 3, 10])
+    mask = np.zeros(100, np.bool_)
+    mask[[9, 12, 14, 40, 41, 42, *range(90, 100)]] = True
+    percentiles = {"p50": 25, "p90": 9000, "p95": 9000, "p99": 9000, "p100": 9000}
+    (tmp_path / "report.json").write_text(json.dumps({"length_percentiles": percentiles}))
+    counts = {**store.meta.counts, "tokens": 400, "label_tokens": 64, "truncated_tokens": 300, "truncated_labels": 48}
+    meta = replace(
+        store.meta,
+        counts=counts,
+        settings={"max_tokens": 40},
+        sources=("chats", "more/*.jsonl", "org/set"),
+        files=("chats/a.jsonl", "chats/b.jsonl", "more/" + "long" * 20 + ".jsonl", "org/set[train]"),
+    )
+    shown = statistics_lines(
+        replace(store, folder=tmp_path, loss_mask=mask, meta=meta, files=np.array([0, 1, 2, 3], np.int32))
+    )
+    for line in (
+        "a sample: 21.0 tokens without loss (prompts), 4.0 with (answers)",
+        "turns with loss: 1.2 a sample, at most 2",
+        "rows before the cut: p50 25  p90 9000  p95 9000  p99 9000  p100 9000",
+        "lost to max_tokens=40: 300 of 400 tokens (75.0%)",
+        "lost to max_tokens=40: 48 of 64 label tokens (75.0%)",
+        "   40.0% of tokens   62.5% of labels          1 samples  org/set",
+        "   30.0% of tokens   18.8% of labels          2 samples  chats",
+        "   30.0% of tokens   18.8% of labels          1 samples  more/*.jsonl",
+    ):
+        assert line in shown
+    assert max(map(len, shown)) <= 80

@@ -302,3 +302,34 @@ def test_planning_needs_neither_torch_nor_transformers():
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "datasets", "tokenizers"} & set(json.loads(loaded.stdout))
+
+
+def test_equal_content_is_held_out_together():
+    # every content ten times, in rows that lie far apart
+    contents = np.tile(np.arange(40, dtype=np.uint64), 10)
+    train, held_out = split_held_out(range(400), 0.1, seed=3, hashes=contents)
+    assert len(set(contents[held_out])) == 4
+    assert len(held_out) == 40
+    assert not set(contents[train]) & set(contents[held_out])
+    assert split_held_out(range(400), 0.1, seed=3)[1].tolist() != held_out.tolist(), "by row it would not be"
+    # rows that are chained by windows they share are one group: 0-1, 1-2
+    rows, windows = [0, 0, 1, 1, 2, 2, 3, 4, 5, 6], [1, 2, 2, 3, 3, 4, 5, 6, 7, 8]
+    for seed in range(8):
+        sides = split_held_out(rows, 0.5, seed=seed, hashes=windows)
+        assert any(set(range(6)) <= set(side.tolist()) for side in sides)
+
+
+def test_without_copies_content_changes_no_split():
+    for seed in range(3):
+        by_row = split_held_out(range(100), 0.2, seed=seed)
+        by_content = split_held_out(range(100), 0.2, seed=seed, hashes=np.arange(100)[::-1])
+        assert [side.tolist() for side in by_row] == [side.tolist() for side in by_content]
+
+
+def test_a_content_with_more_copies_than_the_evaluation_should_have_is_trained_on():
+    contents = np.concatenate([np.zeros(60), np.arange(1, 41)])
+    for seed in range(8):
+        held_out = split_held_out(range(100), 0.1, seed=seed, hashes=contents)[1]
+        assert (held_out >= 60).all()
+    with pytest.raises(DataError, match="100 rows have one content and cannot be split"):
+        split_held_out(range(100), 0.1, seed=0, hashes=np.zeros(100))
