@@ -1,4 +1,4 @@
-"""`flatout data build | show | list`."""
+"""`flatout data build | show | list | template`."""
 
 from __future__ import annotations
 
@@ -71,13 +71,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("-n", type=int, help="number of samples to show (3; 20 in a page)")
     show.add_argument("--html", action="store_true", help="write a page with samples, packing and statistics")
     show.add_argument("--out", type=Path, metavar="FILE", help="file of the page (NAME.html)")
+    template = actions.add_parser("template", help="print what a chat template does, and what mends its problems")
+    template.add_argument(
+        "template", metavar="TEMPLATE_OR_MODEL", help="a name, a .jinja file, or a model with its own"
+    )
+    template.add_argument("--tokenizer", help="hub id or folder of the tokenizer (the model's)")
     for command in (show, actions.add_parser("list", help="print the registry")):
         command.add_argument("--root", type=Path, default=Path("data"), help="folder of the registry (data)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build, show or list. Returns 0; raises FlatoutError."""
-    {"build": _build, "show": _show, "list": _list}[args.action](args)
+    """Build, show, list or describe a template. Returns 0; raises FlatoutError."""
+    {"build": _build, "show": _show, "list": _list, "template": _template}[args.action](args)
     return 0
 
 
@@ -196,8 +201,26 @@ def _show(args: argparse.Namespace) -> None:
     print(printable(origin))
     loss_type, max_tokens = (meta.settings.get(name) for name in ("loss_type", "max_tokens"))
     print(printable(f"loss on {loss_type}; max_tokens {max_tokens}; end of turn {meta.end_of_turn or 'none'!r}"))
+    if meta.template_facts is not None:
+        print("\n".join(map(printable, meta.template_facts.lines())))
     print("\n".join(statistics_lines(store)))
     print(f"{store.folder / 'report.json'} lists every row that was dropped or truncated")
+
+
+def _template(args: argparse.Namespace) -> None:
+    import_without_gc("flatout.data.tokenize")
+    from flatout.data.templates.template import OURS, template_text
+    from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
+    from flatout.data.tokenizer import load_tokenizer
+
+    is_template = args.template in OURS or args.template.endswith(".jinja")
+    if is_template and args.tokenizer is None:
+        raise UsageError(f"{args.template} is a template; give --tokenizer MODEL, whose tokens end its turns")
+    name = args.tokenizer or args.template
+    tokenizer = load_tokenizer(name)
+    template, text = template_text(tokenizer, args.template if is_template else None, name)
+    told = SampleTokenizer(TokenizeOptions(name, template, text), tokenizer).description
+    print("\n".join(map(printable, told.lines())))
 
 
 def _list(args: argparse.Namespace) -> None:

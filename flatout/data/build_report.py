@@ -25,7 +25,7 @@ _COUNTED = (
     *_LISTED, "rows", "bad", "kept", "samples", "conversations", "duplicates", "windows_without_labels",
     "sorted_results", "foreign_markup", "doubled_markup", "media_marks",
     "typed_control_tokens", "reasoning_dropped", "reasoning_masked", "empty_answers",
-    "split_by_question", "questions", "documents", "typed_documents",
+    "split_by_question", "questions", "unlike_prompt", "documents", "typed_documents",
     "tokens", "label_tokens", *(f"{fate}_{kind}" for fate in LOSING for kind in ("tokens", "labels")),
 )  # fmt: skip
 # shares of rows that may be lost before a build with on_bad_row: error stops
@@ -216,6 +216,7 @@ class BuildReport:
             "template writes earlier answers otherwise than inference shows them (data.lost_reasoning: split)",
             "reasoning_masked": "answers carry no loss: the chat template drops their reasoning",
             "reasoning_dropped": "turns lost their reasoning: the chat template drops it",
+            "unlike_prompt": "answers follow other text than inference shows: see the chat template's notes",
             "empty_answers": "answers are empty; they do not contribute to the loss",
             "sorted_results": "rows had results of parallel calls out of order; their ids put them in order",
             "duplicates": "samples are duplicates; they are kept",

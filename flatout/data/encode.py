@@ -22,7 +22,7 @@ _RESERVED = re.compile("[\U000f5a10-\U000f5a12]")
 
 
 class UnencodableError(ValueError):
-    """A text that contains the private-use characters of the placeholders for special tokens."""
+    """A text whose tokens would not give it back, or whose loss would begin or end inside a token that stays whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class TokenizedText:
 class Encoder:
     """Encodes like `tokenizer(text, add_special_tokens=False)`, and records which characters each token covers.
 
-    Two cases differ from that call, on purpose: special tokens inside `typed` ranges become ordinary text; and where a
+    Decoding the ids gives the text back, as far as it does for that call: what a normalizer changes is left to it. Two
+    cases differ from that call, on purpose: special tokens inside `typed` ranges become ordinary text; and where a
     token would cross the edge of a loss range, the text is cut there. The same cut happens at inference: the prompt is
     encoded first, and the answer's tokens follow.
     """
@@ -50,6 +51,10 @@ class Encoder:
         self._special = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._stand_ins = {token.content: _STAND_IN.format(i) for i, token in self._special.items()}
         self._pattern = control_pattern(tokenizer, markup=True)
+        # every added token stays whole; those that are no special ones are read from any text
+        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.content}
+        self._whole = re.compile("|".join(re.escape(text) for text in sorted(added, key=len, reverse=True)) or r"(?!)")
+        self._decode = tokenizer.decode
 
     @cached_property
     def _cutting(self) -> tuple[Tokenizer, dict[int, int]]:
@@ -77,10 +82,35 @@ class Encoder:
             offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
             loss_mask, is_cut = _loss_mask(offsets, spans)
             if not is_cut:
+                self._require_covered(text, offsets)
                 return TokenizedText(ids, loss_mask)
         cuts = sorted({edge for span in spans for edge in span if 0 < edge < len(text)})
         ids, offsets = self._encode_cut(text, cuts, typed)
+        self._require_same(text, ids)
         return TokenizedText(ids, _loss_mask(offsets, spans)[0])
+
+    def _require_covered(self, text: str, offsets: NDArray[np.int64]) -> None:
+        """Raise UnencodableError if characters other than white space have no token, and no normalizer drops them."""
+        starts, ends = np.append(offsets[:, 0], len(text)), np.append(0, offsets[:, 1])
+        for gap in np.flatnonzero(starts > ends):
+            lost = text[ends[gap] : starts[gap]]
+            normalizer = self._plain.normalizer
+            if lost.strip() and (normalizer is None or normalizer.normalize_str(lost).strip()):
+                raise UnencodableError(
+                    f"the tokenizer has no token for {lost[:20]!r}, and would leave it out; remove it"
+                )
+
+    def _require_same(self, text: str, ids: NDArray[np.int32]) -> None:
+        """Raise UnencodableError unless a text that was cut decodes to itself, or as it does uncut.
+
+        White space may differ: a tokenizer may begin what follows a cut with a space, as it does at inference.
+        """
+        got = self._decode(ids.tolist())
+        if got == text:
+            return
+        whole = self._decode(self._plain.encode(text, add_special_tokens=False).ids)
+        if "".join(got.split()) != "".join(whole.split()):
+            raise UnencodableError("its tokens do not give the text back where the loss begins or ends; remove the row")
 
     def _encode_cut(
         self, text: str, edges: Sequence[int], typed: Sequence[Span]
@@ -88,8 +118,16 @@ class Encoder:
         if found := _RESERVED.search(text):
             raise UnencodableError(f"the text contains the private-use character U+{ord(found[0]):X}; remove it")
         specials = [found.span() for found in self._pattern.finditer(text)] if self._pattern else []
-        specials = [span for span in specials if not any(a < span[1] and span[0] < b for a, b in typed)]
-        cuts = [edge for edge in edges if not any(edge in span for span in specials)]
+        specials = [span for span in specials if not _overlaps(span, typed)]
+        whole = specials + [found.span() for found in self._whole.finditer(text) if not _overlaps(found.span(), typed)]
+        for start, end in whole:
+            if inside := [edge for edge in edges if start < edge < end]:
+                raise UnencodableError(
+                    f"the loss would begin or end inside the token {text[start:end]!r}, at character {inside[0]}; "
+                    "change the text beside it, or use a different template"
+                )
+        at_edges = {edge for span in specials for edge in span}
+        cuts = [edge for edge in edges if edge not in at_edges]
         marks = sorted(
             [(start, end, self._stand_ins[text[start:end]]) for start, end in specials] + [(c, c, _CUT) for c in cuts]
         )
@@ -112,6 +150,10 @@ class Encoder:
                 ids.append(real_ids[token_id])
                 offsets.append((first, last))
         return np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2)
+
+
+def _overlaps(span: Span, others: Sequence[Span]) -> bool:
+    return any(start < span[1] and span[0] < end for start, end in others)
 
 
 def _loss_mask(offsets: NDArray[np.int64], spans: Sequence[Span]) -> tuple[NDArray[np.bool_], bool]:

@@ -76,27 +76,28 @@ class SampleTokenizer:
         # plain documents start with bos if the tokenizer itself starts every text with it
         self._bos = [int(bos)] if bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos] else []
         self.num_ids = max(len(self.tokenizer), self.tokenizer.vocab_size)
-        self._masker: Masker | None = None
         self._maskers: dict[str, Masker] = {}  # of rows with variables of their own
 
     @property
     def masker(self) -> Masker:
-        """The masker of the template. Raises DataError if there is no template."""
-        if self._masker is None:
-            options, name, source = self.options, self.options.template_name, self.options.template_source
-            with bounded(f"chat template {name!r}"):
-                if source is None:
-                    template = choose_template(self.tokenizer, None, options.tokenizer_name)
-                else:
-                    template = ChatTemplate.checked(name, source, self.tokenizer, dict(options.template_args))
-                masker = self._masker_of(template)
-            if not masker.stops.texts and options.end_of_turn is None and options.loss_type == "response_only":
-                raise DataError(
-                    f"chat template {name!r}: nothing that it writes ends an answer, so a model would not learn to "
-                    "stop; set data.end_of_turn to the text that ends one, or to none to train without"
-                )
-            self._masker = masker
-        return self._masker
+        """The masker of the template. Raises DataError if there is no template, or if it ends no answer."""
+        masker, options = self._masker, self.options
+        if not masker.stops.texts and options.end_of_turn is None and options.loss_type == "response_only":
+            raise DataError(
+                f"chat template {masker.template.name!r}: nothing that it writes ends an answer, so a model would not "
+                "learn to stop; set data.end_of_turn to the text that ends one, or to none to train without"
+            )
+        return masker
+
+    @cached_property
+    def _masker(self) -> Masker:
+        options, name, source = self.options, self.options.template_name, self.options.template_source
+        with bounded(f"chat template {name!r}"):
+            if source is None:
+                template = choose_template(self.tokenizer, None, options.tokenizer_name)
+            else:
+                template = ChatTemplate.checked(name, source, self.tokenizer, dict(options.template_args))
+            return self._masker_of(template)
 
     def _masker_of(self, template: ChatTemplate) -> Masker:
         return Masker(
@@ -129,7 +130,7 @@ class SampleTokenizer:
     @cached_property
     def description(self) -> TemplateDescription:
         """What the template does, and what a user should know about it with this tokenizer."""
-        masker = self.masker  # made within limits of its own, which cannot be nested
+        masker = self._masker  # made within the limits too, which do not nest
         with bounded(f"chat template {self.options.template_name!r}"):
             found = masker.description
         problems = list(found.problems)
@@ -184,6 +185,7 @@ class SampleTokenizer:
         silent = [m for m in sample.messages if m.role == "assistant" and m.train is False]
         counts = {"empty_answers": sum(map(is_empty, silent))}
         counts |= noticed(sample, texts[-1].text if texts else "", self._control)
+        counts["unlike_prompt"] = sum(masked.num_unlike_prompt for masked in texts)
         if len(texts) > 1:
             counts |= {"split_by_question": 1, "questions": len(texts)}
         elif texts:

@@ -65,7 +65,8 @@ def find_stops(template: ChatTemplate, mask: Mask, told: str | None) -> Stops:
     if own:
         found = markup.match(own)
         after_text = found[0] if found else own
-        call = _end(mask, [ASK, CALL], PROBES[1], TOOLS)
+        # a template may write calls, and leave out the tools
+        call = _end(mask, [ASK, CALL], PROBES[1], TOOLS) or _end(mask, [ASK, CALL], PROBES[1])
         # a call is closed by tags of its own, and stopped by the last of them that does not stand between two calls
         tags = [found[0] for found in markup.finditer(call)][-1:]
         between = (_render(template, [ASK, CALLS], TOOLS) or "").split(PROBES[1])[1:-1]

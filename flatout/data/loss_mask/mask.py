@@ -30,13 +30,14 @@ class MaskedText:
 
     `spans` are the half-open character ranges that carry loss, ascending and disjoint; `typed` those of control tokens
     that are part of the data and must stay text; `lost_reasoning` are the turns whose reasoning the template left
-    out because others follow.
+    out because others follow; `num_unlike_prompt` counts the answers that follow other text than inference shows.
     """
 
     text: str
     spans: tuple[Span, ...]
     typed: tuple[Span, ...]
     lost_reasoning: tuple[int, ...]
+    num_unlike_prompt: int = 0
 
 
 class Masker:
@@ -65,6 +66,8 @@ class Masker:
         # proved once per role and text around a turn: its characters before its parts and after them
         self._edges: dict[tuple[str, str, str], tuple[int, int]] = {}
         self._rewrites: dict[bool, bool] = {}
+        # whether an answer follows other text than inference shows, by the text before it
+        self._unlike: dict[tuple[str, str, bool], bool] = {}
         self.stops = Stops()  # while the template's own end is looked for
         self.stops = find_stops(template, self._probe, end_of_turn)
 
@@ -122,11 +125,12 @@ class Masker:
             layout = self._parts.find(rendering)
             lost = self._parts.lost(rendering) if layout is None else layout.lost
             lost_reasoning = _check_lost(self.template, conversation, lost)
-            spans = self._spans(rendering, layout, messages, since)
+            runs = Runs(layout.spans if layout else (), len(text))
+            spans = self._spans(rendering, layout, runs, messages, since)
             if self.stops.widens:
                 text, spans = self._with_stops(text, spans, messages)
             if any(message.silent for message in messages):
-                spans = self._without_silent(rendering, layout, messages, spans, len(text))
+                spans = self._without_silent(rendering, runs, messages, spans, len(text))
             if self._empty_reasoning is not None:
                 found = ((start, end, self._empty_reasoning.match(text, start, end)) for start, end in spans)
                 spans = tuple((empty.end() if empty else start, end) for start, end, empty in found)
@@ -144,7 +148,8 @@ class Masker:
         flat = [position for span in spans for position in span]
         if flat != sorted(flat):
             raise DataError(f"{conversation.origin}: turns overlap in the rendered text; use a different template")
-        return MaskedText(text, spans, typed, lost_reasoning)
+        answers = (k for k, m in enumerate(messages) if k >= since and m.role == "assistant" and m.train is not False)
+        return MaskedText(text, spans, typed, lost_reasoning, sum(self._is_unlike(rendering, runs, k) for k in answers))
 
     def _render(self, origin: Origin, raw: Sequence[RawMessage], tools: Sequence[Mapping[str, Any]]) -> str:
         try:
@@ -162,21 +167,21 @@ class Masker:
             ) from error
 
     def _spans(
-        self, rendering: Rendering, layout: PartSpans | None, messages: Sequence[Message], since: int
+        self, rendering: Rendering, layout: PartSpans | None, runs: Runs, messages: Sequence[Message], since: int
     ) -> tuple[Span, ...]:
         """Return the ranges with loss. Turns are located only if generation marks do not already give the ranges."""
         if since and (self.loss_type == "all" or self._marked_source is not None):
-            begin = self._turn_spans(rendering, layout, [since])[0][0]
-            spans = self._spans(rendering, layout, messages, 0)
+            begin = self._turn_spans(rendering, runs, [since])[0][0]
+            spans = self._spans(rendering, layout, runs, messages, 0)
             return tuple((max(start, begin), end) for start, end in spans if end > begin)
         if self.loss_type == "all":
             silent = [k for k, message in enumerate(messages) if message.train is False]
-            return complement(self._turn_spans(rendering, layout, silent), len(rendering.text))
+            return complement(self._turn_spans(rendering, runs, silent), len(rendering.text))
         answers = [k for k, message in enumerate(messages) if message.role == "assistant"]
         wanted = [k for k, m in enumerate(messages) if (m.role == "assistant" if m.train is None else m.train)]
         wanted = [k for k in wanted if k >= since]
         if self._marked_source is None:
-            return tuple(self._turn_spans(rendering, layout, wanted))
+            return tuple(self._turn_spans(rendering, runs, wanted))
         marked = layout.marked if layout else marked_spans(self.template, self._marked_source, rendering)
         if wanted == answers:
             return marked
@@ -185,7 +190,7 @@ class Masker:
                 f"found {len(marked)} marked ranges for {len(answers)} assistant turns, so train: cannot be applied"
             )
         by_turn = dict(zip(answers, marked, strict=True))
-        found = ([by_turn[k]] if k in by_turn else self._turn_spans(rendering, layout, [k]) for k in wanted)
+        found = ([by_turn[k]] if k in by_turn else self._turn_spans(rendering, runs, [k]) for k in wanted)
         return tuple(chain.from_iterable(found))
 
     def _with_stops(
@@ -206,7 +211,7 @@ class Masker:
     def _without_silent(
         self,
         rendering: Rendering,
-        layout: PartSpans | None,
+        runs: Runs,
         messages: Sequence[Message],
         spans: Sequence[Span],
         length: int,
@@ -216,7 +221,7 @@ class Masker:
         for turn, message in enumerate(messages):
             if not message.silent:
                 continue
-            own = self._turn_spans(rendering, layout, [turn])
+            own = self._turn_spans(rendering, runs, [turn])
             start, end = own[0][0], own[-1][1]
             inner = message.content.strip()
             at = rendering.text.find(inner, start, end)
@@ -230,9 +235,8 @@ class Masker:
         both = ((max(a, c), min(b, d)) for a, b in spans for c, d in carrying)
         return tuple((start, end) for start, end in both if start < end)
 
-    def _turn_spans(self, rendering: Rendering, layout: PartSpans | None, turns: Sequence[int]) -> list[Span]:
+    def _turn_spans(self, rendering: Rendering, runs: Runs, turns: Sequence[int]) -> list[Span]:
         text = rendering.text
-        runs = Runs(layout.spans if layout else (), len(text))
         spans = list[Span]()
         for turn in turns:
             if turn not in runs:  # no part of it is in the layout
@@ -249,6 +253,22 @@ class Masker:
                     self._edges[key] = edges
             spans += without_foreign(text, (start - edges[0], end + edges[1]), runs, turn, self.stops.texts)
         return spans
+
+    def _is_unlike(self, rendering: Rendering, runs: Runs, turn: int) -> bool:
+        """Return whether an answer follows other text than inference shows; told once for the text around a turn."""
+        text, messages = rendering.text, rendering.messages
+        if turn not in runs:
+            shown = rendering.attempt(messages[:turn], prompt=True)
+            return shown is not None and not text.startswith(shown)
+        before, start, _, _ = runs.around(turn)
+        key = (messages[turn - 1]["role"] if turn else "", text[before:start], turn == len(messages) - 1)
+        if (found := self._unlike.get(key)) is None:
+            shown, anchor = rendering.attempt(messages[:turn], prompt=True), text[slice(*runs.part_before(turn))]
+            found = shown is not None and not text.startswith(shown.rpartition(anchor)[2] if anchor else shown, before)
+            if len(self._unlike) >= _MAX_EDGES:
+                self._unlike.clear()
+            self._unlike[key] = found
+        return found
 
     def _proved(self, rendering: Rendering, turn: int, runs: Runs) -> Span:
         try:
@@ -276,6 +296,6 @@ def _check_lost(template: ChatTemplate, conversation: Conversation, lost: Iterab
             dropped.append(turn)
         elif kind != "other":
             where = f"messages[{turn}] ({conversation.messages[turn].role})" if turn >= 0 else "tools"
-            what = "them" if kind == "tools" else f"its {kind}"
+            what = "them" if kind == "tools" else "part of it" if kind == "cut" else f"its {kind}"
             raise DataError(f"{conversation.origin}: {where}: the chat template drops {what}; {template.remedy(kind)}")
     return tuple(dropped)

@@ -10,9 +10,10 @@ A template's own `{% generation %}` marks are made visible in the same way, whic
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -22,9 +23,10 @@ from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
 from flatout.errors import DataError
 
 Span = tuple[int, int]
-Kind = Literal["text", "reasoning", "tool call", "tools", "other"]
+Kind = Literal["text", "reasoning", "tool call", "tools", "other", "cut"]
 Part = tuple[int, Kind]
-"""Turn (-1 for the tools column) and kind; `other` is marked only because it contains a control token."""
+"""Turn (-1 for the tools column) and kind. `other` is marked only because it contains a control token; `cut` is a text
+or reasoning of which the template shows only a part."""
 # private-use characters: for the two generation marks, which no row may hold, and around a part and its number
 BEGIN, END = "\U000f5a01", "\U000f5a02"
 _OPEN, _THEN, _CLOSE = "\U000f5a03", "\U000f5a04", "\U000f5a05"
@@ -33,7 +35,6 @@ _TAG = re.compile(
 )
 _SIGNS = re.compile(f"({_OPEN}\\d+{_THEN}|[{_CLOSE}{BEGIN}{END}])")
 _RESERVED = re.compile(f"[{BEGIN}-{_CLOSE}]")
-_INLINE_REASONING = re.compile(r"(\s*<think>)(.*?)(</think>)(.*)", re.DOTALL)
 _REASONING = "reasoning_content"
 _PLAIN_KEYS = {"role", "content", _REASONING, "thinking"}
 _MAX_SHAPES = 4096
@@ -56,13 +57,20 @@ class PartSpans:
 class _Shape:
     """What a template writes around the parts: literals[i] precedes part order[i], literals[-1] follows the last part.
 
-    `signs` are generation marks: (literal, offset in it, whether it begins a range).
+    `signs` are generation marks: (literal, offset in it, whether it begins a range); `given` are the parts' texts.
     """
 
     literals: list[str]
     order: list[int]
     parts: list[Part]
     signs: list[tuple[int, int, bool]]
+    given: list[str]
+
+    def cut(self, texts: Sequence[str]) -> list[Part]:
+        """Return the parts that are in no place of the rendering whole; `texts` are what stands in their places."""
+        whole = {part for part, text in zip(self.order, texts, strict=True) if _holds(text, self.given[part])}
+        return [(self.parts[part][0], "cut") for part in dict.fromkeys(self.order) if
+                part not in whole and self.parts[part][1] in ("text", "reasoning")]  # fmt: skip
 
     def fit(self, texts: Sequence[str], rendered: str) -> PartSpans | None:
         """Return the layout of `rendered` if it has `texts` as its parts, and is equal elsewhere."""
@@ -79,6 +87,15 @@ class _Shape:
         lost = tuple(part for index, part in enumerate(self.parts) if index not in seen)
         marked = paired((starts[2 * literal] + offset, begins) for literal, offset, begins in self.signs)
         return PartSpans(tuple(spans), lost, marked)
+
+
+def _holds(rendered: str, text: str) -> bool:
+    """Return whether a rendering has a text whole, up to white space, or written as JSON text."""
+    if text in rendered:
+        return True
+    squeezed = "".join(rendered.split())
+    forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
+    return any("".join(form.split()) in squeezed for form in forms)
 
 
 class PartFinder:
@@ -118,20 +135,29 @@ class PartFinder:
                 layout = found[0].fit(texts, text) or found[0].fit([text.strip() for text in texts], text)
         if layout is None and (found := self._rendered(messages, rendering.tools)):
             layout = found[0].fit(found[1], text)
+            if layout is not None and (cut := found[0].cut(found[1])):
+                layout = replace(layout, lost=(*layout.lost, *cut))
         # a template may write a tool's result inside the turn that called it, but turns begin in order
         turns = list(dict.fromkeys(turn for turn, _, _ in layout.spans if turn >= 0)) if layout else []
         return layout if turns == sorted(turns) else None
 
     def lost(self, rendering: Rendering) -> Iterator[Part]:
-        """Yield the parts whose replacement does not change the rendered text; this renders once per part."""
+        """Yield the parts that the rendered text lacks, or cuts; this renders once per part.
+
+        A part is lacking if replacing it does not change the text, and cut if the text does not hold it whole.
+        """
         messages, tools = rendering.messages, rendering.tools
-        for index, part in enumerate(_Marked(messages, tools, None, replaced=-1).parts):
+        original = _Marked(messages, tools, None, replaced=-1)
+        for index, (part, given) in enumerate(zip(original.parts, original.texts, strict=True)):
             marked = _Marked(messages, tools, None, replaced=index)
             try:
                 if self._template.render(marked.messages, marked.tools) == rendering.text:
                     yield part
+                    continue
             except RENDER_ERRORS:
-                continue  # the template needs this part
+                pass  # the template needs this part
+            if part[1] in ("text", "reasoning") and not _holds(rendering.text, given):
+                yield part[0], "cut"
 
     def _rendered(
         self, messages: Sequence[RawMessage], tools: Sequence[Mapping[str, Any]]
@@ -156,11 +182,14 @@ class PartFinder:
                 (texts if inside else literals).append("")
             else:
                 (texts if inside else literals)[-1] += piece
-        return None if inside else (_Shape(literals, order, marked.parts, signs), texts)
+        return None if inside else (_Shape(literals, order, marked.parts, signs, marked.texts), texts)
 
 
 class _Marked:
-    """A row with its parts between marks, or with one of them replaced by a probe; `parts` are in their order."""
+    """A row with its parts between marks, or with one of them replaced by a probe.
+
+    `parts` are in their order, and `texts` what they say, without white space around it.
+    """
 
     def __init__(
         self,
@@ -171,6 +200,7 @@ class _Marked:
     ) -> None:
         self._control, self._replaced = control, replaced
         self.parts: list[Part] = []
+        self.texts: list[str] = []
         self.messages = [self._message(message, turn) for turn, message in enumerate(messages)]
         self.tools = [self._function(tool, -1, "tools") for tool in tools]
 
@@ -179,12 +209,14 @@ class _Marked:
         if _REASONING in message:
             # two names for one text: see templates.template
             marked[_REASONING] = marked["thinking"] = self._part(message[_REASONING], turn, "reasoning")
-        inline = _INLINE_REASONING.fullmatch(message["content"]) if message["role"] == "assistant" else None
-        if inline is None:
-            marked["content"] = self._part(message["content"], turn, "text")
-        else:
-            thought, answer = self._part(inline[2], turn, "reasoning"), self._part(inline[4], turn, "text")
-            marked["content"] = inline[1] + thought + inline[3] + answer
+        content = message["content"]
+        head, close, answer = content.partition("</think>") if message["role"] == "assistant" else ("", "", "")
+        if not close:
+            marked["content"] = self._part(content, turn, "text")
+        else:  # reasoning inside the text; what stands before it is text too
+            intro, opened, thought = head.partition("<think>") if "<think>" in head else ("", "", head)
+            pieces = (self._part(intro, turn, "cut"), opened, self._part(thought, turn, "reasoning"), close)
+            marked["content"] = "".join((*pieces, self._part(answer, turn, "text")))
         for name, value in message.items():
             if name == "tool_calls":
                 marked[name] = [self._function(call, turn, "tool call") for call in value]
@@ -214,6 +246,7 @@ class _Marked:
         if not inner or (kind == "other" and not (self._control and self._control.search(text))):
             return text
         self.parts.append((turn, kind))
+        self.texts.append(inner)
         number = len(self.parts) - 1
         if self._replaced is not None:
             return PROBES[0] if number == self._replaced else text

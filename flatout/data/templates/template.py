@@ -119,7 +119,7 @@ class ChatTemplate:
                 "it writes calls, but no list of tools: describe them in the system message as the model's card says, "
                 "and remove the tools from the row; or choose another template (data.template)"
             )
-        rest = "" if part in ("text", "tools") else f", write the {part} into the content as the model does,"
+        rest = "" if part in ("text", "tools", "cut") else f", write the {part} into the content as the model does,"
         return f"choose a template that renders it (data.template){rest} or remove it from the row"
 
     def _probe(
