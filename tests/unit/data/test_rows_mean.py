@@ -16,6 +16,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from flatout.cli.main import main
+from flatout.data.templates.template import OURS
 from flatout.data.token_store import TokenStore
 from flatout.io.json_file import read_json
 
@@ -168,6 +169,17 @@ def test_ranges_of_characters_carry_loss_as_in_axolotl(build: Build, name: str) 
     ]:
         refused = build([row(**{name: ranges})])
         assert (refused.code, message in refused.printed) == (3, True), refused.printed
+
+
+@pytest.mark.parametrize("template", OURS)
+def test_ranges_hold_under_every_template(build: Build, template: str) -> None:
+    answer = {"role": "assistant", "content": ANSWER}
+    rows = [{"messages": [QUESTION, turn]} for turn in (answer | {"train_detail": detail((5, 8, True))}, answer)]
+    built = build(rows, template=template)
+    assert built.code == 0, built.printed
+    part, whole = built.learnt
+    assert whole.count(ANSWER) == 1
+    assert part == whole.replace(ANSWER, "this")  # what the template writes around the answer is learnt as before
 
 
 def test_parts_of_a_text_carry_loss_by_their_flags(build: Build) -> None:
