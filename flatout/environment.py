@@ -122,6 +122,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flatout"
 
 
+def why_not_private(path: Path) -> str | None:
+    """Return why another user could have written this file, or in this folder: it is not to be believed; else None."""
+    if {path.lstat().st_uid, path.stat().st_uid} != {os.geteuid()}:
+        return f"{path} belongs to user {path.stat().st_uid}, or is that user's link"
+    return f"other users can write in {path}" if path.is_dir() and path.stat().st_mode & 0o022 else None
+
+
 def checks_again() -> bool:
     """Whether the user asks start-up to check everything anew: CHECK_AGAIN is set, and not to 0."""
     return os.environ.get(CHECK_AGAIN, "0") not in ("", "0")
@@ -164,6 +171,8 @@ def keep_compiled_kernels() -> str:
     try:
         # private: anyone who can write here could make this user run other code
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if why := why_not_private(folder):
+            return f"temporary files, because {why}"
     except OSError as error:
         return f"temporary files, because {folder} is not writable ({error.strerror})"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,8 @@ from flatout.errors import ResourceError, UsageError
 from flatout.io.redact import printable, redacted
 
 MAX_NEW_TOKENS = 1 << 20
+# after so many seconds without text, a line says how far an answer is
+SILENT_S = 4.0
 # logits are divided by the temperature; below this, they overflow the range of fp16, then of fp32
 MIN_TEMPERATURE = 1e-3
 HELP = """/clear        forget the conversation
@@ -80,9 +83,7 @@ def run(args: argparse.Namespace) -> int:
             elif re.fullmatch(r"/[a-z]*", word):
                 print(HELP if word == "/help" else f"There is no command {word}.\n{HELP}")
             else:
-                for speaker in speakers:
-                    speaker.messages.append({"role": "user", "content": said})
-                _answer(speakers, options)
+                _say(speakers, said, options)
     return 0
 
 
@@ -123,14 +124,51 @@ def _load(args: argparse.Namespace) -> list[_Speaker]:
 
 def _answer(speakers: list[_Speaker], options: dict[str, Any]) -> int:
     """Print each model's answer as it is generated, and add it to that model's conversation."""
+    from rich.console import Console
+
     from flatout.models.generate import answer
+    from flatout.track.console import ConsoleCallback
 
     for speaker in speakers:
         if len(speakers) > 1:
             print(f"[{speaker.name}]", flush=True)
-        reply = answer(speaker.model, speaker.tokenizer, speaker.messages, sampling=speaker.sampling, **options)
+        with ConsoleCallback(Console(stderr=True)) as console:
+            console.on_phase("reading the prompt")
+            told = _told(console, options["max_new_tokens"])
+            sampling = speaker.sampling
+            reply = answer(
+                speaker.model, speaker.tokenizer, speaker.messages, sampling=sampling, on_token=told, **options
+            )
         speaker.messages.append({"role": "assistant", "content": reply})
     return 0
+
+
+def _say(speakers: list[_Speaker], said: str, options: dict[str, Any]) -> None:
+    """Add a turn and answer it; one that cannot be answered, such as a conversation that is too long, is taken back."""
+    lengths = [len(speaker.messages) for speaker in speakers]
+    for speaker in speakers:
+        speaker.messages.append({"role": "user", "content": said})
+    try:
+        _answer(speakers, options)
+    except UsageError as error:
+        print(f"error: {printable(redacted(str(error)))}\n{HELP}", file=sys.stderr)
+        for speaker, length in zip(speakers, lengths, strict=True):
+            del speaker.messages[length:]
+
+
+def _told(console: Any, most: int) -> Callable[[int, float], None]:
+    """Return what tells on stderr how far an answer is while it prints nothing."""
+    told_s = 0.0
+
+    def tell(number: int, silent_s: float) -> None:
+        nonlocal told_s
+        console.on_phase("")
+        told_s = min(told_s, silent_s)  # text was printed meanwhile
+        if silent_s - told_s >= SILENT_S:
+            told_s = silent_s
+            print(f"... answering, token {number:,} of at most {most:,}", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -179,12 +179,12 @@ def _show(args: argparse.Namespace) -> None:
         return str(tokenizer.decode(token_ids, skip_special_tokens=False)) if tokenizer else ""
 
     if args.html:
-        from flatout.io.durable_io import DurableIO
+        from flatout.io.own_output import write_output
         from flatout.view.samples import samples_page
 
         content = samples_page(store, decode, count)
-        out = args.out or Path(f"{meta.name}.html")
-        facts = DurableIO().write_bytes(out, content.encode())
+        out = Path(f"{meta.name}.html") if args.out is None else args.out
+        facts = write_output(out, content.encode(), "html")
         print(f"{out.absolute()}  {facts.size_bytes / 1e6:.1f} MB")
         return
     for index in range(min(count, store.num_samples)):

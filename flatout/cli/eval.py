@@ -11,7 +11,8 @@ from typing import Any
 from flatout.cli.screen import import_transformers
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.io.durable_io import DurableIO
-from flatout.io.json_file import now_utc
+from flatout.io.json_file import encode_json, now_utc
+from flatout.io.own_output import write_output
 from flatout.io.redact import redacted
 
 MAX_ANSWERS_BYTES = 64 << 20
@@ -120,8 +121,13 @@ def _score_answers(
     marked: list[dict[str, Any]] = []
     options = {"ignore_case": args.ignore_case, "max_new_tokens": args.max_new_tokens or MAX_NEW_TOKENS}
     with ConsoleCallback(Console(stderr=True)) as console:
-        console.on_phase("answering prompts")
-        for row in score_answers(model, tokenizer, prompts, **options):
+        console.on_phase("reading a prompt")
+
+        def told(number: int, silent_s: float) -> None:
+            which = f"{len(marked) + 1:,} of {len(prompts):,}"
+            console.on_phase(f"answering prompt {which}, token", number, options["max_new_tokens"])
+
+        for row in score_answers(model, tokenizer, prompts, on_token=told, **options):
             marked.append(row)
             console.on_phase("answering prompts", len(marked), len(prompts))
     num_right = sum(row["right"] for row in marked)
@@ -166,5 +172,5 @@ def _write(args: argparse.Namespace, name: str, content: dict[str, Any]) -> None
         print("not written, as the model is a hub id; name a file with --out")
         return
     DurableIO().make_dir(file.parent)
-    DurableIO().write_json(file, {"written_at": now_utc(), **content})
+    write_output(file, encode_json({"written_at": now_utc(), **content}), "eval")
     print(f"written to {file}")

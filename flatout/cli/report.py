@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the report. Returns 0; raises UsageError for a missing folder, DataError for one that is not a run's."""
-    from flatout.io.durable_io import DurableIO
+    from flatout.io.own_output import write_output
     from flatout.view.open_runs import open_runs
     from flatout.view.page import page
     from flatout.view.plain import json_report, markdown_report
@@ -32,6 +32,6 @@ def run(args: argparse.Namespace) -> int:
             sys.stdout.write(content)
             return 0
     out = args.out or (one.folder if one else Path()) / "report.html"
-    facts = DurableIO().write_bytes(out, content.encode())
+    facts = write_output(out, content.encode(), args.format)
     print(f"{out.absolute()}  {facts.size_bytes / 1e6:.1f} MB")
     return 0

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from importlib import import_module
 
 from flatout.environment import require_docstrings
+from flatout.io.redact import printable
 
 WIDTH = 80
 _NAME_WIDTH = 18
@@ -22,7 +23,7 @@ def rows(pairs: Iterable[tuple[str, str]], name_width: int = _NAME_WIDTH) -> str
     wrapper = textwrap.TextWrapper(
         WIDTH, subsequent_indent=" " * name_width, break_long_words=False, break_on_hyphens=False
     )
-    return "\n".join(wrapper.fill(f"{name:<{name_width - 1}} {text}") for name, text in pairs)
+    return "\n".join(wrapper.fill(printable(f"{name:<{name_width - 1}} {text}")) for name, text in pairs)
 
 
 def import_without_gc(module: str) -> None:

@@ -121,7 +121,8 @@ def view(log: RunLog, width: int) -> RenderableType:
     table.add_column(width=7, style="bold cyan", no_wrap=True)
     table.add_column(width=width - 8)
     for name, text in (*_head(log), *_figures(log, width), *_ranks(log), *_tail(log)):
-        table.add_row(name, Text(text, no_wrap=name != "state", overflow="ellipsis") if isinstance(text, str) else text)
+        shown = Text(printable(text), no_wrap=name != "state", overflow="ellipsis") if isinstance(text, str) else text
+        table.add_row(name, shown)
     return table
 
 
@@ -188,7 +189,7 @@ def _tail(log: RunLog) -> Iterator[tuple[str, RenderableType]]:
     """Yield the last events and the state of the run."""
     for event in log.events[-NUM_EVENTS:]:
         kind, clock = str(event.get("kind")), str(event.get("time"))[11:19]
-        yield "event", printable(f"{clock} {kind}  {describe_event(kind, _facts(event))}")
+        yield "event", f"{clock} {kind}  {describe_event(kind, _facts(event))}"
     yield from _state(log)
 
 

@@ -81,13 +81,13 @@ class FaultsConfig(Section):
     max_restarts: int = Field(default=3, ge=0)
     """Number of times a run started with `gpus` or --nnodes restarts from the newest valid checkpoint; never after
     errors that a restart cannot fix."""
-    hang_s: float = Field(default=60.0, ge=1.0)
+    hang_s: float = Field(default=60.0, ge=1.0, le=604800.0)
     """Seconds without a heartbeat after which a rank counts as lost."""
-    stall_s: float = Field(default=1800.0, ge=1.0)
+    stall_s: float = Field(default=1800.0, ge=1.0, le=604800.0)
     """Seconds without progress in a step after which the rank furthest behind counts as lost."""
     long_phase_s: float = Field(default=7200.0, ge=1.0, le=21600.0)
     """The same limit while a rank loads, evaluates, saves or finishes, since the others may wait long for it."""
-    join_s: float = Field(default=900.0, ge=1.0)
+    join_s: float = Field(default=900.0, ge=1.0, le=604800.0)
     """Seconds that ranks and nodes wait for each other at the start."""
     min_ranks: int | None = Field(default=None, ge=1)
     """Elastic: fewest ranks to continue with after the same rank was lost twice in a row; null: not elastic."""

@@ -126,6 +126,17 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _refuse_tag(loader: _StrictLoader, node: yaml.Node) -> Any:
+    line = node.start_mark.line + 1
+    kind = node.tag.replace("tag:yaml.org,2002:", "!!")
+    raise UsageError(f"line {line}: {kind} is no kind of setting; write text, a number, a list or a mapping")
+
+
+# what YAML knows beside JSON's values, and would be read as text or a list
+for _tag in ("binary", "omap", "pairs", "set"):
+    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _refuse_tag)
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file (or a .py file that sets `config`, which is run as code) and apply `a.b=value` overrides.
 

@@ -315,6 +315,14 @@ class Config(Section):
         paths: list[str | Path] = [self.folder, self.data.root, self.model.name, *sources]
         # abspath, because resolve() would access the disk
         folder, *taken = (Path(os.path.abspath(path)) for path in paths)  # noqa: PTH100
+        if folder in (here := Path(os.path.abspath(".")), *here.parents):  # noqa: PTH100
+            raise ValueError(
+                f"run_dir: {self.folder} holds the folder you are in; choose a separate one, such as runs/run"
+            )
+        if taken[0] == taken[1]:
+            raise ValueError(
+                f"data.root: {self.data.root} is the model's folder; choose a separate folder, such as data"
+            )
         if folder in taken or folder.is_relative_to(taken[0] / "built_dataset"):
             raise ValueError(f"run_dir: {self.folder} holds the run's model or data; choose a separate folder")
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from flatout.config.data import DataConfig
 from flatout.environment import checks_again
 from flatout.errors import CheckpointError, DataError, FlatoutError, ResourceError, reason_of
 from flatout.io.hub import hub_errors, hub_file, hub_source, is_folder
+from flatout.io.json_file import read_json
 from flatout.io.kept_facts import code_identity, find_facts, hashes_of, keep_facts
 
 # Tags that templates and models use inside a turn: structure, even if a tokenizer calls them special.
@@ -66,11 +68,31 @@ def load_tokenizer(
         )
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise DataError(f"tokenizer {name!r} has no tokens: tokenizer.json is missing or empty; copy it again")
+    if (unknown := _unknown_end(tokenizer, name)) is not None:
+        raise DataError(
+            f"tokenizer {name!r}: tokenizer_config.json names the end token {unknown!r:.100}, which its vocabulary "
+            "does not have; correct eos_token there"
+        )
     known = tokenizer.get_vocab()
     for text, is_special in (added or {}).items():
         if text not in known:
             tokenizer.add_tokens([AddedToken(text, normalized=False, special=is_special)], special_tokens=is_special)
     return tokenizer
+
+
+def _unknown_end(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
+    """Return the end token if only loading has put it into the vocabulary, at an id that the model was not made for."""
+    end = tokenizer.eos_token
+    if end is None or not is_folder(name) or not (file := Path(name, "tokenizer.json")).is_file():
+        return None
+    # as JSON writes it, with and without escapes for other letters
+    text, config = file.read_text(encoding="utf-8"), Path(name, "tokenizer_config.json")
+    if any(json.dumps(end, ensure_ascii=escaped) in text for escaped in (True, False)) or not config.is_file():
+        return None
+    held = read_json(config, DataError)
+    added = held.get("added_tokens_decoder") if isinstance(held, dict) else None
+    known = [one.get("content") for one in (added or {}).values() if isinstance(one, dict)]
+    return None if end in known else str(end)
 
 
 @dataclass(frozen=True, slots=True)

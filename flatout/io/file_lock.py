@@ -17,6 +17,7 @@ from flatout.errors import ResourceError
 from flatout.io.bounded_wait import BoundedWait, to_stderr
 from flatout.io.durable_io import DurableIO, is_same_file, open_own
 from flatout.io.json_file import now_utc
+from flatout.io.redact import printable
 
 # a large data set takes hours to build, and others wait for it
 LIMIT_S = 12 * 3600.0
@@ -217,6 +218,7 @@ def _look(folder: Path) -> tuple[bool, Holder | None]:
 def _read_holder(fd: int) -> Holder | None:
     try:
         found = json.loads(os.pread(fd, 4096, 0))
-        return Holder(int(found["pid"]), str(found["host"]), str(found["since"]), str(found.get("verb", "train")))
+        host, since, verb = (printable(str(found.get(name, ""))) for name in ("host", "since", "verb"))
+        return Holder(int(found["pid"]), host, since, verb or "train")
     except (OSError, ValueError, KeyError, TypeError):
         return None  # it took the lock just now and has not written its name yet

@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from flatout.environment import cache_folder
+from flatout.environment import cache_folder, why_not_private
 from flatout.errors import CheckpointError, ResourceError
 from flatout.io.durable_io import DurableIO, digest
 from flatout.io.json_file import now_utc, read_json
@@ -47,9 +47,8 @@ def find_facts(kind: str, key: Mapping[str, Any]) -> KeptFacts | None:
     Raises CheckpointError, with the file, if it is damaged or not what `keep_facts` wrote.
     """
     path = cache_folder() / "checks" / f"{kind}-{_hash(key)}.json"
-    if not path.exists():
+    if (held := read_own(path)) is None:
         return None
-    held = read_json(path)
     try:
         content, expected = held["content"], held["xxh3"]
         found = KeptFacts(dict(content["facts"]), str(content["when"]))
@@ -65,13 +64,37 @@ def find_facts(kind: str, key: Mapping[str, Any]) -> KeptFacts | None:
 def keep_facts(kind: str, key: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     """Keep facts under a key. Raises ResourceError if the cache folder is not writable, ValueError for NaN."""
     content = {"key": key, "facts": facts, "when": now_utc()}
-    path, durable_io = cache_folder() / "checks" / f"{kind}-{_hash(key)}.json", DurableIO()
-    if not path.parent.exists():
-        durable_io.make_dir(path.parent)
-        # private: whoever can write here could make this user skip a check
-        with durable_io.resource_errors("make private", path.parent):
-            path.parent.chmod(0o700)
-    durable_io.write_json(path, {"content": content, "xxh3": _hash(content)})
+    path = cache_folder() / "checks" / f"{kind}-{_hash(key)}.json"
+    write_own(path, {"content": content, "xxh3": _hash(content)})
+
+
+def read_own(path: Path) -> Any:
+    """Return the JSON of a file in the cache folder that this user has written; None if there is none.
+
+    Raises CheckpointError for a damaged file, and for one that another user could have written.
+    """
+    if not path.exists():
+        return None
+    if why := why_not_private(path.parent) or why_not_private(path):
+        raise CheckpointError(f"{path} is not believed: {why}")
+    return read_json(path)
+
+
+def write_own(path: Path, value: Any) -> None:
+    """Write a JSON file into a folder that only this user can write in. Raises ResourceError where that is not so."""
+    folder, durable_io = path.parent, DurableIO()
+    # whoever can write here could make this user skip a check
+    is_new = not folder.exists()
+    durable_io.make_dir(folder)
+    with durable_io.resource_errors("make private", folder):
+        if folder.stat().st_uid != os.geteuid():
+            raise ResourceError(f"{path} is not written: {why_not_private(folder)}")
+        if not is_new and why_not_private(folder):
+            # what others may have put there would be believed from now on
+            for held in folder.glob("*.json"):
+                held.unlink()
+        folder.chmod(0o700)
+    durable_io.write_json(path, value)
 
 
 def _hash(value: Any) -> str:

@@ -21,6 +21,15 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def cleaned(value: Any) -> Any:
+    """Return a JSON value from a file with every text of it, names of fields too, as `printable` has it."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {cleaned(key): cleaned(part) for key, part in value.items()}
+    return [cleaned(part) for part in value] if isinstance(value, list | tuple) else value
+
+
 def redacted(value: Any, secrets: Sequence[str] = ()) -> Any:
     """Return a JSON value with `secrets`, and the user part and secret query values of every URL, replaced by ***."""
     if isinstance(value, str):

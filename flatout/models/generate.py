@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import PreTrainedModel, TextStreamer
 
 from flatout.errors import UsageError
+from flatout.io.redact import printable
 from flatout.io.template_limits import bounded
 from flatout.models.load.model import library_errors
 from flatout.models.stops import stop_token_ids
@@ -40,6 +42,28 @@ class Sampling:
         return "sampled: " + ", ".join(f"{name} {value:g}" for name, value in values.items() if value is not None)
 
 
+class _Streamer(TextStreamer):  # type: ignore[misc]  # transformers has no types for it
+    """Counts the tokens of an answer, and prints them if `shows`, without control characters."""
+
+    def __init__(self, tokenizer: Any, on_token: Callable[[int, float], None], *, shows: bool) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_token, self._shows, self._num_tokens = on_token, shows, 0
+        self._printed_at = time.monotonic()
+
+    def put(self, value: torch.Tensor) -> None:
+        is_prompt = self.next_tokens_are_prompt
+        if self._shows or is_prompt:
+            super().put(value)
+        if not is_prompt:
+            self._num_tokens += value.numel()
+            self._on_token(self._num_tokens, time.monotonic() - self._printed_at)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if self._shows:
+            super().on_finalized_text(printable(text), stream_end)
+            self._printed_at = time.monotonic()
+
+
 @torch.inference_mode()
 def answer(
     model: PreTrainedModel,
@@ -50,12 +74,15 @@ def answer(
     sampling: Sampling = Sampling(),
     seed: int = 0,
     stream: bool = False,
+    on_token: Callable[[int, float], None] = lambda number, silent_s: None,
 ) -> str:
     """Generate the assistant's next turn after `messages` (dicts with role and content).
 
     Messages are rendered by the tokenizer's chat template. Tokens are sampled by `sampling`, the model's
-    generation_config and `seed`, without changing the global random state. `stream` prints the text as it is generated.
-    The model must come from load_for_inference. Raises UsageError if the tokenizer has no chat template or the model's
+    generation_config and `seed`, without changing the global random state. The answer ends where the model's positions
+    do. `stream` prints the text as it is generated. `on_token` gets the number of tokens so far, and the seconds since
+    text was printed. The model must come from load_for_inference.
+    Raises UsageError if the tokenizer has no chat template, the prompt leaves no position for an answer or the model's
     files have unusable values, and TemplateLimitError for a template that never ends.
     """
     if not getattr(tokenizer, "chat_template", None):
@@ -72,6 +99,12 @@ def answer(
         inputs = inputs.to(device)
     if inputs["input_ids"].numel() == 0:
         raise UsageError("the tokenizer's chat template renders nothing; use the one saved in the run's final/ folder")
+    num_tokens, room = inputs["input_ids"].shape[1], num_positions(model)
+    if room is not None and num_tokens >= room:
+        raise UsageError(
+            f"the prompt has {num_tokens:,} tokens, but the model has {room:,} positions for it and its answer; "
+            "shorten it"
+        )
     with library_errors("the model's generation_config.json or its tokenizer has an invalid value"):
         stop_ids = stop_token_ids(model, tokenizer)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -79,11 +112,17 @@ def answer(
             output = model.generate(
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=max_new_tokens if room is None else min(max_new_tokens, room - num_tokens),
                 eos_token_id=stop_ids or None,
                 pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stop_ids), 0),
-                streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
+                streamer=_Streamer(tokenizer, on_token, shows=stream),
                 **sampling.options(model),
             )
     new_tokens = output[0, inputs["input_ids"].shape[1] :]
     return str(tokenizer.decode(new_tokens, skip_special_tokens=True)).strip()
+
+
+def num_positions(model: PreTrainedModel) -> int | None:
+    """Return the length of the longest sequence that a model was made for; None if it has no limit."""
+    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None

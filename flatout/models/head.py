@@ -19,6 +19,7 @@ from flatout.models.objective import (
     LossSums,
     Objective,
     TokenHead,
+    checked_sums,
     compute_dtype,
     head_product,
 )
@@ -40,7 +41,7 @@ def packed_loss(
     """
     states = hidden_states(model, batch) if decoder is None else decoder(batch)
     rows = states.index_select(0, objective.rows(batch))
-    return objective.loss_sums(rows, batch, TokenHead(model, tile_rows))
+    return checked_sums(objective, objective.loss_sums(rows, batch, TokenHead(model, tile_rows)))
 
 
 class PackedLoss(nn.Module):

@@ -141,6 +141,21 @@ class CausalCrossEntropy:
 CROSS_ENTROPY = CausalCrossEntropy()
 
 
+def checked_sums(objective: Objective, found: Any) -> LossSums:
+    """Return what an objective returned as LossSums. Raises UsageError for anything else."""
+    if isinstance(found, LossSums) and all(isinstance(one, torch.Tensor) and one.dim() == 0 for one in found):
+        return found
+    kind = f"a {type(found).__name__}"
+    if isinstance(found, LossSums):
+        kind = "LossSums of " + " and ".join(
+            f"shape {tuple(one.shape)}" if isinstance(one, torch.Tensor) else type(one).__name__ for one in found
+        )
+    raise UsageError(
+        f"objective {objective.name}: loss_sums returned {kind}; expected LossSums(loss_sum, num_correct), two tensors "
+        "without dimensions"
+    )
+
+
 def head_product(head: nn.Module) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None] | None:
     """Return the weight of a head that a fused kernel can compute, and the ids and values of rows trained apart.
 

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from flatout.io.redact import printable
 from flatout.track.callback import Callback
 from flatout.track.record import EvalRecord, RunEnd, StepRecord, describe_event, describe_record
 from flatout.track.run_log import LineFollower, record_of
@@ -132,7 +133,7 @@ class ConsoleCallback(Callback):
         wrapper = textwrap.TextWrapper(
             self._console.width, subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False
         )
-        text = Text(wrapper.fill(line))
+        text = Text(wrapper.fill(printable(line)))
         text.stylize(style, 0, styled)
         with self._lock:
             self._console.print(text, soft_wrap=True)

@@ -14,6 +14,7 @@ from pydantic_core import from_json
 from flatout.errors import DataError
 from flatout.io.file_lock import Holder, holder_of, last_holder_of
 from flatout.io.json_file import read_json
+from flatout.io.redact import cleaned
 from flatout.track.record import AnswersRecord, EvalRecord, Record, RunEnd, RunStart, StepRecord
 
 _RECORDS: Mapping[str, TypeAdapter[Any]] = {
@@ -55,7 +56,7 @@ class LineFollower:
                 for line in lines:
                     self.offset += len(line) + 1
                     try:
-                        content = from_json(line, allow_inf_nan=False)
+                        content = cleaned(from_json(line, allow_inf_nan=False))
                     except ValueError:
                         content = None
                     if isinstance(content, dict):
@@ -175,7 +176,7 @@ def read_end(folder: Path) -> RunEnd | None:
 
 def _read(path: Path, adapter: TypeAdapter[Any]) -> Any:
     try:
-        return adapter.validate_python(read_json(path, DataError))
+        return adapter.validate_python(cleaned(read_json(path, DataError)))
     except DataError:
         # a run that starts again removes its end.json
         if path.exists():

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Literal
 
+from flatout.io.redact import printable
 from flatout.track.record import EvalRecord, StepRecord
 from flatout.track.run_log import RunLog
 
@@ -211,9 +212,10 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
     if is_short:
         rows = [(name, text) for name, text in rows if name in ("summary", "saved", "loss")]
     wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
-    lines = [line.replace("\xa0", " ") for name, text in rows for line in wrapper.wrap(f"{name:<10} {text}")]
+    wrapped = [line for name, text in rows for line in wrapper.wrap(printable(f"{name:<10} {text}"))]
+    lines = [line.replace("\xa0", " ") for line in wrapped]
     # a command stays on one line, to be copied
-    return lines + [f"{'' if index else 'next':<10} {command}" for index, command in enumerate(commands)]
+    return lines + [printable(f"{'' if index else 'next':<10} {command}") for index, command in enumerate(commands)]
 
 
 def short_count(number: float) -> str:

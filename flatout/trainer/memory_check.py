@@ -182,7 +182,18 @@ class MemoryCheck:
 
 def read_record(path: Path, error: type[FlatoutError] = CheckpointError) -> Device:
     """Read the device and its corrections that a run has recorded. Raises `error` for a missing or damaged file."""
-    return validated(TypeAdapter(Device), read_json(path, error), str(path), error)
+    device = validated(TypeAdapter(Device), read_json(path, error), str(path), error)
+    numbers = {"memory_bytes": device.memory_bytes}
+    for kind, one in device.corrections.items():
+        numbers |= {f"corrections.{kind}.{name}": value for name, value in asdict(one).items()}
+    for name, value in numbers.items():
+        if not abs(value) <= MAX_BYTES or (value <= 0 and not name.endswith("offset_bytes")):
+            raise error(f"{path}: {name} is {value!s:.40}, which no GPU has; name a memory.json that a run has written")
+    return device
+
+
+# a record with a greater number is damaged or forged
+MAX_BYTES = 2**50
 
 
 def fixed_plan(config: Config) -> str | None:

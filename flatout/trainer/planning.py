@@ -186,7 +186,13 @@ def sample_divisors(objective: Objective, store: TokenStore, reporter: Reporter)
         return None
     values = np.empty(store.num_samples)
     for index in range(store.num_samples):
-        values[index] = objective.sample_divisor(*store.sample(index))
+        found: Any = objective.sample_divisor(*store.sample(index))
+        try:
+            values[index] = found
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"objective {objective.name}: sample_divisor returned a {type(found).__name__}; expected a number"
+            ) from error
         if not 0 <= values[index] < np.inf:
             raise DataError(
                 f"{store.origin(index)}: sample_divisor of objective {objective.name} is {values[index]}; it must be "

@@ -24,6 +24,7 @@ from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock
 from flatout.io.host_memory import host_memory_error
+from flatout.io.own_output import require_folders
 from flatout.io.redact import redacted
 from flatout.models.export import save_model
 from flatout.models.load.source import fingerprint_model
@@ -149,6 +150,7 @@ def open_run(
     start_up: StartUpClock,
 ) -> tuple[Reporter, list[OnPeerLost]]:
     """Lock the run folder within `stack`; return the first rank's reporter, and what to call once a peer is lost."""
+    require_folders(config.folder)
     lock = stack.enter_context(RunLock(config.folder))
     shown = console or stack.enter_context(ConsoleCallback(every_record=config.log_every_steps != 1))
     folder = RunFolderWriter(config.folder, lambda text: shown.on_event("log", {"why": text}), lock.keep)

@@ -15,9 +15,10 @@ from safetensors import SafetensorError, safe_open
 from flatout.config.schema import ModelConfig
 from flatout.environment import cache_folder
 from flatout.errors import CheckpointError, ResourceError, SecurityError, UsageError
-from flatout.io.durable_io import DurableIO, FileFacts, digest
+from flatout.io.durable_io import FileFacts, digest
 from flatout.io.hub import hub_file, is_folder
 from flatout.io.json_file import read_json, validated
+from flatout.io.kept_facts import read_own, write_own
 
 # smaller files hash quickly enough
 REMEMBERED_BYTES = 64 * 2**20
@@ -218,12 +219,10 @@ def cached_file_hash(path: Path, memory: Path) -> FileFacts:
     stamp = [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
     note = memory / f"{xxhash.xxh3_128_hexdigest(str(path.resolve()).encode())}.json"
     with suppress(CheckpointError, KeyError, TypeError):
-        known = read_json(note)
+        known = read_own(note)
         if known["stamp"] == stamp:
             return FileFacts(found.st_size, str(known["xxh3"]))
     facts = digest(path)
     with suppress(ResourceError):
-        durable_io = DurableIO()
-        durable_io.make_dir(memory)
-        durable_io.write_json(note, {"path": str(path), "stamp": stamp, "xxh3": facts.xxh3})
+        write_own(note, {"path": str(path), "stamp": stamp, "xxh3": facts.xxh3})
     return facts

@@ -147,3 +147,34 @@ def test_what_cannot_be_compared(
     models = [str(tiny.model_dir)] * (1 if words else 2)
     assert chat(monkeypatch, "", *models, *words) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", [200_000, 8_000])
+def test_a_prompt_beyond_the_models_positions_is_told(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], length: int
+) -> None:
+    assert main(["chat", str(run_dir), "--device", "cpu", "--prompt", "x y" * (length // 3)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"error: the prompt has [\d,]+ tokens, but the model has 2,048 positions .*; shorten it", error)
+    # at the keyboard, the turn is taken back and the chat goes on
+    assert chat(monkeypatch, f"{'x y' * (length // 3)}\nWhat color?\n", str(run_dir), *DRAWN) == 0
+    told = capsys.readouterr()
+    assert "but the model has 2,048 positions" in told.err
+    assert chat(monkeypatch, "What color?\n", str(run_dir), *DRAWN) == 0
+    assert answers(capsys.readouterr().out)[0] in told.out
+
+
+def test_an_answer_ends_with_the_positions(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["chat", str(run_dir), "--device", "cpu", "--prompt", "x y" * 650, "--max-new-tokens", "20000"]
+    assert main([*command, *DRAWN]) == 0
+    assert "2,048" not in capsys.readouterr().err
+
+
+def test_a_long_silent_answer_tells_its_tokens(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flatout.cli.chat.SILENT_S", 0.0)
+    assert main(["chat", str(run_dir), "--device", "cpu", "--prompt", "Hi", "--max-new-tokens", "12", *DRAWN]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "of at most 12" in line]
+    assert told
+    assert re.fullmatch(r"\.\.\. answering, token \d+ of at most 12", told[0])

@@ -45,6 +45,30 @@ def writer(tmp_path: Path) -> RunFolderWriter:
     return folder
 
 
+ESCAPE, SHOWN = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e", r"\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
+
+
+@pytest.mark.parametrize("verb", ["watch", "report", "repr"])
+def test_nothing_that_files_say_controls_the_terminal(
+    writer: RunFolderWriter, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from flatout.api.run import Run
+
+    run = tmp_path / "run"
+    writer.on_event(f"odd{ESCAPE}", {f"field{ESCAPE}": ESCAPE, "list": [ESCAPE]})
+    writer.on_end(RunEnd("failed", 1, 0.0, f"why {ESCAPE}"))
+    end = json.loads((run / "end.json").read_text())
+    (run / "end.json").write_text(json.dumps({**end, "why": f"why {ESCAPE}"}, ensure_ascii=False))
+    (run / ".lock").write_text(json.dumps({"pid": 1, "host": ESCAPE, "since": ESCAPE, "verb": ESCAPE}))
+    if verb == "repr":
+        print(Run(run))
+    else:
+        assert main([verb, str(run), *(["--format", "md"] if verb == "report" else [])]) == 0
+    said = capsys.readouterr()
+    assert SHOWN in said.out
+    assert not set(said.out + said.err) & set(ESCAPE) - set("]0;owned[2J31m")
+
+
 @pytest.fixture
 def lock(tmp_path: Path) -> Iterator[RunLock]:
     """Held as by a training."""

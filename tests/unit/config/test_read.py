@@ -128,6 +128,9 @@ def test_resolved_config_reads_back_equal(tmp_path: Path) -> None:
         ("data: " + "[" * 30 + "]" * 30, SecurityError, "more than 20 levels"),
         ("data: " + "{a: " * 3000, SecurityError, "more than 20 levels"),
         ("data: &a [*a]\n", UsageError, "an alias refers to a value that contains it"),
+        ("name: a\nmodel: {name: !!binary bW9kZWw=}\n", UsageError, "line 2: !!binary is no kind of setting"),
+        ("data: {sources: !!set {a: null}}\n", UsageError, "line 1: !!set is no kind of setting"),
+        ("data: !!omap [a: 1]\n", UsageError, "line 1: !!omap is no kind of setting"),
     ],
 )
 def test_hostile_or_broken_files_are_refused(tmp_path: Path, text: str, error: type[UsageError], core: str) -> None:

@@ -171,3 +171,18 @@ def test_without_lm_eval_the_error_says_what_to_install(
     error = capsys.readouterr().err
     assert "--tasks needs lm-eval" in error
     assert "pip install 'flatout[eval]'" in error
+
+
+def test_a_question_beyond_the_models_positions_is_named(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "questions.jsonl"
+    rows = [{"prompt": QUESTION, "answer": "a"}, {"prompt": "x y" * 4000, "answer": "a"}]
+    command = ["eval", str(finished), "--answers", str(file), "--device", "cpu", "--max-new-tokens", "2"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(command) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{file}:2: the prompt has " in error
+    assert "but the model has 2,048 positions" in error
+    file.write_text(json.dumps(rows[0]) + "\n")
+    assert main(command) == 0

@@ -23,10 +23,17 @@ CHATML = """{% for m in messages %}<|turn|>{{ m.role }}
 {{ m.content }}<|fin|>
 {% endfor %}{% if add_generation_prompt %}<|turn|>assistant
 {% endif %}"""
+# an answer ends where the next turn begins
+GLM = """<|start|>{% for m in messages %}{{ '<|answerer|>' if m.role == 'assistant' else '<|asker|>' }}
+{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|answerer|>
+{% endif %}"""
 GEMMA = """{% for m in messages %}<|turn|>{{ 'model' if m.role == 'assistant' else 'user' }}
 {{ m.content }}<|over|>
 {% endfor %}{% if add_generation_prompt %}<|turn|>model
 {% endif %}"""
+
+
+TOKENS = ["<|turn|>", "<|fin|>", "<|over|>", "<|start|>", "<|asker|>", "<|answerer|>"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ KINDS = {
     "base with chatml": Kind(CHATML, "<|fin|>"),
     "adapter of a base": Kind(CHATML, "<|fin|>", method="lora"),
     "like Qwen": Kind(CHATML, "<|fin|>", own_template=True, own_stop="<|fin|>"),
+    "like GLM": Kind(GLM, "<|asker|>", own_template=True),
     "like Gemma": Kind(GEMMA, "<|over|>", own_template=True),
 }
 
@@ -52,7 +60,7 @@ KINDS = {
 def base_model(tiny: Any, folder: Path, kind: Kind) -> Path:
     """A random model whose generation_config stops at the end of a text, like that of every base model."""
     tokenizer = AutoTokenizer.from_pretrained(tiny.model_dir)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|fin|>", "<|over|>", "<|text_end|>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS, "<|text_end|>"]})
     tokenizer.eos_token = kind.own_stop
     tokenizer.chat_template = kind.template if kind.own_template else None
     torch.manual_seed(0)

@@ -43,6 +43,59 @@ def test_the_folder_is_private(cache: Path) -> None:
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
+def fact_file(cache: Path) -> Path:
+    keep_facts("self-test", KEY, {"line": "exact"})
+    (file,) = cache.glob("*.json")
+    return file
+
+
+@pytest.mark.parametrize("who", ["folder of another", "file of another", "open to all", "link of another", "own"])
+def test_only_what_this_user_has_written_is_believed(cache: Path, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = fact_file(cache)
+    if os.geteuid() != 0 and "another" in who:
+        pytest.skip("only root can give files away")
+    if who == "folder of another":
+        os.chown(cache, 12345, -1)
+    elif who == "file of another":
+        os.chown(file, 12345, -1)
+    elif who == "link of another":
+        cache.rename(cache.with_name("moved"))
+        cache.symlink_to("moved")
+        os.chown(cache, 12345, -1, follow_symlinks=False)
+    elif who == "open to all":
+        cache.chmod(0o777)
+    if who == "own":
+        assert find_facts("self-test", KEY) is not None
+        return
+    with pytest.raises(CheckpointError, match=r"is not believed: .*(belongs to user|other users can write)"):
+        find_facts("self-test", KEY)
+    if who == "open to all":
+        # what others may have put there goes with the next fact that is kept
+        (cache / "forged.json").write_text("{}")
+        keep_facts("self-test", KEY, {"line": "exact"})
+        assert [path.name for path in cache.iterdir()] == [file.name]
+        assert cache.stat().st_mode & 0o777 == 0o700
+        assert find_facts("self-test", KEY) is not None
+    if who == "folder of another":
+        with pytest.raises(ResourceError, match="belongs to user 12345"):
+            keep_facts("self-test", KEY, {"line": "exact"})
+
+
+def test_a_forged_hash_of_a_large_file_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flatout.models.load import source
+
+    monkeypatch.setattr(source, "REMEMBERED_BYTES", 1)
+    weights, memory = tmp_path / "model.safetensors", tmp_path / "digests"
+    weights.write_bytes(b"weights")
+    true = source.cached_file_hash(weights, memory)
+    (note,) = memory.iterdir()
+    kept = json.loads(note.read_text())
+    note.write_text(json.dumps({**kept, "xxh3": "0" * 32}))
+    assert source.cached_file_hash(weights, memory).xxh3 == "0" * 32  # the note counts: it is this user's
+    memory.chmod(0o777)
+    assert source.cached_file_hash(weights, memory) == true
+
+
 @pytest.mark.parametrize(
     "damage",
     [

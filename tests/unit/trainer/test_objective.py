@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from flatout.data.token_store import TokenStore
-from flatout.errors import CheckpointError, DataError
+from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.models.objective import LossSums, TokenHead
 from flatout.models.packed import PackedBatch
 from flatout.parallel.rank import Rank
@@ -37,6 +37,40 @@ class WeightedTokens:
     def loss_sums(self, rows: torch.Tensor, batch: PackedBatch, head: TokenHead) -> LossSums:
         losses, is_correct = head.token_losses(rows, batch.label_ids)
         return LossSums((losses * torch.where(batch.label_ids % 2 == 0, self.even, 1.0)).sum(), is_correct.sum())
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda sums: sums.loss_sum, "loss_sums returned a Tensor"),
+        (lambda sums: None, "loss_sums returned a NoneType"),
+        (lambda sums: tuple(sums), "loss_sums returned a tuple"),
+        (lambda sums: LossSums(sums.loss_sum[None], sums.num_correct), r"LossSums of shape \(1,\) and shape \(\)"),
+        (lambda sums: LossSums(sums.loss_sum, 3), r"LossSums of shape \(\) and int"),
+        (lambda sums: sums, None),
+    ],
+)
+def test_a_wrong_return_is_one_sentence(tiny: Any, tmp_path: Path, returned: Any, said: str | None) -> None:
+    class Returns(WeightedTokens):
+        def loss_sums(self, rows: torch.Tensor, batch: PackedBatch, head: TokenHead) -> LossSums:
+            found: LossSums = returned(super().loss_sums(rows, batch, head))
+            return found
+
+    config = tiny.config(tmp_path / "run", batch={"max_steps": 1})
+    if said is None:
+        train(config, objective=Returns(2.0))
+        return
+    with pytest.raises(UsageError, match=f"objective weighted_tokens.2.0.: .*{said}.*; expected LossSums"):
+        train(config, objective=Returns(2.0))
+
+
+def test_a_wrong_divisor_is_one_sentence(tiny: Any, tmp_path: Path) -> None:
+    class Divides(WeightedTokens):
+        def sample_divisor(self, token_ids: NDArray[Any], loss_mask: NDArray[Any]) -> Any:
+            return "many"
+
+    with pytest.raises(UsageError, match="sample_divisor returned a str; expected a number"):
+        train(tiny.config(tmp_path / "run", batch={"max_steps": 1}), objective=Divides(2.0))
 
 
 def plain_loss(config: Any, sample_ids: Any, store: TokenStore, even: float) -> float:
