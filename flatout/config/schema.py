@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from flatout.config import deepspeed
 from flatout.config.data import NAME_PATTERN, DataConfig, Name, SourceConfig
+from flatout.config.folders import folder_problem
 from flatout.config.model import BaseConfig, CompileMode, ExpertsConfig, FullConfig, LoraConfig, ModelConfig
 from flatout.config.optim import LR_OF_METHOD, OptimConfig, ScheduleConfig
 from flatout.config.parallel import (
@@ -312,19 +312,8 @@ class Config(Section):
     def _run_has_a_folder_of_its_own(self) -> Self:
         """Refuse the model's or the data's folder as run_dir: a run writes, renames and removes files there."""
         sources = [source.path for source in self.data.sources]
-        paths: list[str | Path] = [self.folder, self.data.root, self.model.name, *sources]
-        # abspath, because resolve() would access the disk
-        folder, *taken = (Path(os.path.abspath(path)) for path in paths)  # noqa: PTH100
-        if folder in (here := Path(os.path.abspath(".")), *here.parents):  # noqa: PTH100
-            raise ValueError(
-                f"run_dir: {self.folder} holds the folder you are in; choose a separate one, such as runs/run"
-            )
-        if taken[0] == taken[1]:
-            raise ValueError(
-                f"data.root: {self.data.root} is the model's folder; choose a separate folder, such as data"
-            )
-        if folder in taken or folder.is_relative_to(taken[0] / "built_dataset"):
-            raise ValueError(f"run_dir: {self.folder} holds the run's model or data; choose a separate folder")
+        if problem := folder_problem(self.folder, self.data.root, self.model.name, sources):
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")

@@ -57,7 +57,7 @@ MAX_PACKAGE_LINES = {
     "data": 6900,
     "demo": 480,
     "doctor": 430,
-    "environment": 170,
+    "environment": 180,
     "errors": 130,
     "eval": 180,
     "export": 1050,

@@ -1,0 +1,21 @@
+"""Which folders a run may have for itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def folder_problem(run_dir: Path, data_root: Path, model: str, sources: Sequence[str | Path]) -> str | None:
+    """Return why these folders do not go together: a run writes, renames and removes files in its own; else None."""
+    # abspath, because resolve() would access the disk
+    paths: list[str | Path] = [".", run_dir, data_root, model, *sources]
+    here, folder, *taken = (Path(os.path.abspath(path)) for path in paths)  # noqa: PTH100
+    if folder in (here, *here.parents):
+        return f"run_dir: {run_dir} holds the folder you are in; choose a separate one, such as runs/run"
+    if taken[0] == taken[1]:
+        return f"data.root: {data_root} is the model's folder; choose a separate folder, such as data"
+    if folder in taken or folder.is_relative_to(taken[0] / "built_dataset"):
+        return f"run_dir: {run_dir} holds the run's model or data; choose a separate folder"
+    return None
