@@ -92,7 +92,8 @@ def _unknown_end(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
     held = read_json(config, DataError)
     added = held.get("added_tokens_decoder") if isinstance(held, dict) else None
     known = [one.get("content") for one in (added or {}).values() if isinstance(one, dict)]
-    return None if end in known else str(end)
+    older = Path(name, "added_tokens.json")
+    return None if end in known or (older.is_file() and end in read_json(older, DataError)) else str(end)
 
 
 @dataclass(frozen=True, slots=True)

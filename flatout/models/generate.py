@@ -99,14 +99,16 @@ def answer(
         inputs = inputs.to(device)
     if inputs["input_ids"].numel() == 0:
         raise UsageError("the tokenizer's chat template renders nothing; use the one saved in the run's final/ folder")
-    num_tokens, room = inputs["input_ids"].shape[1], num_positions(model)
+    num_tokens = inputs["input_ids"].shape[1]
+    # None for a model without a limit
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", None) or None
     if room is not None and num_tokens >= room:
         raise UsageError(
             f"the prompt has {num_tokens:,} tokens, but the model has {room:,} positions for it and its answer; "
             "shorten it"
         )
     with library_errors("the model's generation_config.json or its tokenizer has an invalid value"):
-        stop_ids = stop_token_ids(model, tokenizer)
+        stop_ids, num_beams = stop_token_ids(model, tokenizer), getattr(model.generation_config, "num_beams", None)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             output = model.generate(
@@ -115,14 +117,9 @@ def answer(
                 max_new_tokens=max_new_tokens if room is None else min(max_new_tokens, room - num_tokens),
                 eos_token_id=stop_ids or None,
                 pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stop_ids), 0),
-                streamer=_Streamer(tokenizer, on_token, shows=stream),
+                # transformers counts no tokens of a search over several beams
+                streamer=None if (num_beams or 1) > 1 else _Streamer(tokenizer, on_token, shows=stream),
                 **sampling.options(model),
             )
     new_tokens = output[0, inputs["input_ids"].shape[1] :]
     return str(tokenizer.decode(new_tokens, skip_special_tokens=True)).strip()
-
-
-def num_positions(model: PreTrainedModel) -> int | None:
-    """Return the length of the longest sequence that a model was made for; None if it has no limit."""
-    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None

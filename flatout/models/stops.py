@@ -68,11 +68,6 @@ def set_stops(model: PreTrainedModel, token_ids: Iterable[int]) -> None:
     model.generation_config = config
 
 
-def write_stops(model: PreTrainedModel, folder: Path) -> None:
-    """Write generation_config.json into an adapter's folder: servers of adapters take it from there."""
-    model.generation_config.to_json_file(folder / GENERATION_CONFIG)
-
-
 def saved_stops(folder: Path) -> list[int]:
     """Return the stop tokens that an adapter's folder names, if any. Raises CheckpointError for a damaged file."""
     if not (path := folder / GENERATION_CONFIG).is_file():

@@ -30,7 +30,7 @@ from flatout.models.export import save_model
 from flatout.models.load.source import fingerprint_model
 from flatout.models.lora.adapter import adapter_parameters, in_peft_shapes, read_back, save_adapter
 from flatout.models.objective import CROSS_ENTROPY, Objective
-from flatout.models.stops import give_template, set_stops, stop_token_ids, write_stops
+from flatout.models.stops import GENERATION_CONFIG, give_template, set_stops, stop_token_ids
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
 from flatout.parallel.process_group import choose_device, leave_group
@@ -306,7 +306,8 @@ def export(run: Run, folder: Path) -> None:
             base_name, lora = run.config.model.name, run.config.lora
             save_adapter(run.model, half_done, base_name=base_name, config=lora, state=state)
             run.reporter.stage(folder.name, read_back(run.model, half_done, config=lora, state=state))
-            write_stops(run.model, half_done)
+            # servers of adapters take the tokens that end an answer from there
+            run.model.generation_config.to_json_file(half_done / GENERATION_CONFIG)
             tokenizer.save_pretrained(half_done)
         else:
             # checkpoints keep fp32 master weights; the exported model has the precision used in training
