@@ -207,9 +207,9 @@ def is_caught(bug: Bug) -> bool:
     """Run the bug's test against the copy; its exit code 1 means that tests ran and failed."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in ("flatout", "tests", "pyproject.toml"):
+        for name in ("flatout", "tests", "benchmarks", "pyproject.toml"):
             source = ROOT / name
-            ignore = shutil.ignore_patterns("__pycache__")
+            ignore = shutil.ignore_patterns("__pycache__", "results")
             shutil.copytree(source, copy / name, ignore=ignore) if source.is_dir() else shutil.copy(source, copy)
         plant(bug, copy)
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]

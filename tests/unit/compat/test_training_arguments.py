@@ -114,6 +114,12 @@ def test_a_packed_row_is_not_a_sample() -> None:
     assert [outcome.name for outcome in translation.outcomes if outcome.check] == ["per_device_train_batch_size"]
 
 
+@pytest.mark.parametrize(("given", "factor"), [({}, "model"), ({"router_aux_loss_coef": 0.02}, 0.02)])
+def test_the_loss_of_routers_is_trl_s(given: dict[str, float], factor: object) -> None:
+    assert translate_training_arguments(given, defaults=SFT_DEFAULTS).flat["experts.balance_loss"] == factor
+    assert "experts.balance_loss" not in translate_training_arguments({}).flat
+
+
 def test_defaults_of_the_other_system_apply_where_nothing_is_given() -> None:
     translation = translate_training_arguments({"learning_rate": 1e-4}, defaults=SFT_DEFAULTS)
     assert translation.flat == {
