@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.compat.translation import any_value, each, off, translate
 from flatout.config.schema import SourceConfig
-from flatout.data.conversation import Conversation, Origin
+from flatout.data.conversation import Conversation, Origin, is_empty
 from flatout.data.loss_mask.mask import Masker
 from flatout.data.rows.formats.conversations import CHAT_COLUMNS
 from flatout.data.rows.formats.parser import make_parser
@@ -76,9 +76,10 @@ def get_chat_template(
 
 
 def standardize_sharegpt(dataset: Any, **options: Any) -> Any:
-    """Return a data set whose turns have `role` and `content`. Raises DataError for a bad row, UsageError for tools.
+    """Return a data set whose turns have `role` and `content`.
 
-    Sets with tool calls go into a trainer as they are: flatout reads ShareGPT itself.
+    Raises DataError for a bad row, UsageError for one with tool calls, reasoning, variables or flags of loss, which do
+    not fit into these two keys. Such sets go into a trainer as they are: flatout reads ShareGPT itself.
     """
     translate(options, each("tokenizer batch_size num_proc", any_value("speed"))).checked("standardize_sharegpt")
     column = next((name for name in CHAT_COLUMNS if name in dataset.column_names), CHAT_COLUMNS[0])
@@ -87,10 +88,11 @@ def standardize_sharegpt(dataset: Any, **options: Any) -> Any:
     def standardize(row: dict[str, Any], index: int) -> dict[str, Any]:
         sample = parser.parse(RawRow(Origin("dataset", index + 1), row))
         turns = sample.messages if isinstance(sample, Conversation) else ()
-        if any(turn.tool_calls or turn.reasoning for turn in turns):
-            raise UsageError(
-                f"dataset:{index + 1} has tool calls or reasoning; pass the data set to the trainer as it is"
-            )
+        is_flagged = any(turn.silent or (turn.train is not None and not is_empty(turn)) for turn in turns)
+        has_more = any(turn.tool_calls or turn.reasoning for turn in turns)
+        if has_more or is_flagged or (isinstance(sample, Conversation) and sample.template_args):
+            what = "flags of what carries loss" if is_flagged else "tool calls, reasoning or chat_template_kwargs"
+            raise UsageError(f"dataset:{index + 1} has {what}; pass the data set to the trainer as it is")
         return {column: [{"role": turn.role, "content": turn.content} for turn in turns]}
 
     return dataset.map(standardize, with_indices=True, remove_columns=list({"system"} & {*dataset.column_names}))

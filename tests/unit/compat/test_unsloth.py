@@ -485,3 +485,18 @@ def test_full_fine_tuning_and_models_of_other_libraries(
     assert (config.eval.data, config.eval.every_steps, config.eval.patience) == (["a", "b"], 1, 3)
     assert trainer.evaluate()["eval_loss"] > 0
     refused(lambda: SFTTrainer(own, args, peft_config=LoraConfig()), "target_modules", "all-linear")
+
+
+def test_standardizing_loses_no_flag() -> None:
+    from datasets import Dataset
+
+    from flatout.compat.unsloth.chat_templates import standardize_sharegpt
+
+    def row(**flag: object) -> dict[str, Any]:
+        turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", **flag}]
+        return {"conversations": turns}
+
+    plain = standardize_sharegpt(Dataset.from_list([row(), row()]))
+    assert plain[1]["conversations"] == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    with pytest.raises(UsageError, match="dataset:2 has flags of what carries loss; pass the data set to the trainer"):
+        standardize_sharegpt(Dataset.from_list([row(loss=None), row(loss=False)]))
