@@ -82,6 +82,16 @@ def _start(finder: TurnFinder, text: str, shown: str, runs: Runs, turn: int) -> 
     return start if start > before or is_bare or shown.endswith(anchor) else None
 
 
+def require_stop(text: str, runs: Runs, turn: int, stops: Sequence[str]) -> None:
+    """Raise UnprovenMaskError if a turn goes on behind another's part inside it, and nothing ends it there."""
+    _, _, own_end, after = runs.around(turn)
+    if runs.foreign(turn) and _end(text, own_end, after, stops or ("",)) is None:
+        raise UnprovenMaskError(
+            f"messages[{turn}]: it writes the text beside a tool call behind the tool's result, where nothing ends it; "
+            "put that text into the answer that follows, or choose another template (data.template)"
+        )
+
+
 def without_foreign(text: str, span: Span, runs: Runs, turn: int, stops: Sequence[str]) -> list[Span]:
     """Return a turn's range without what the template writes of other turns inside it. Raises UnprovenMaskError.
 

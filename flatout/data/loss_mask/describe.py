@@ -220,7 +220,7 @@ def _remedy(template: ChatTemplate, mismatch: Mismatch) -> str:
                 if mismatch.answer not in {other.answer for other in find_mismatches(switched)}:
                     return f"data.template_args: {{{name}: {str(value).lower()}}} makes them equal"
     if mismatch.answer == "an earlier answer":
-        return "train: false on earlier answers leaves out their loss"
+        return "data.lost_reasoning: split (the default) makes each question a sample of its own, as inference shows it"
     return (
         "no variable of the template makes them equal: set data.template to a copy of it (.jinja) whose generation "
         "prompt adds the first text"

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from flatout.data.conversation import Conversation, Message, Origin
-from flatout.data.loss_mask.by_parts import Runs, span_by_parts, without_foreign
+from flatout.data.loss_mask.by_parts import Runs, require_stop, span_by_parts, without_foreign
 from flatout.data.loss_mask.describe import ANSWER, ASK, NEXT, TOOLS, Stops, describe, empty_reasoning, find_stops
 from flatout.data.loss_mask.parts import Part, PartFinder, PartSpans, marked_spans, with_visible_marks
 from flatout.data.loss_mask.turns import PROBES, Rendering, TurnFinder, UnprovenMaskError
@@ -182,6 +182,9 @@ class Masker:
         wanted = [k for k in wanted if k >= since]
         if self._marked_source is None:
             return tuple(self._turn_spans(rendering, runs, wanted))
+        for turn in wanted:
+            if turn in runs:
+                require_stop(rendering.text, runs, turn, self.stops.texts)
         marked = layout.marked if layout else marked_spans(self.template, self._marked_source, rendering)
         if wanted == answers:
             return marked
@@ -242,6 +245,7 @@ class Masker:
             if turn not in runs:  # no part of it is in the layout
                 spans.append(self._turns.span(rendering, turn))
                 continue
+            require_stop(text, runs, turn, self.stops.texts)
             before, start, end, after = runs.around(turn)
             key = (rendering.messages[turn]["role"], text[before:start], text[end:after])
             if (edges := self._edges.get(key)) is None:

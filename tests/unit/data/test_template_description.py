@@ -142,6 +142,16 @@ def test_the_loss_covers_the_answer_and_what_stops_it(
     assert stored in (rendered, *(rendered + stop for stop in made.description.stops))
 
 
+def test_text_that_is_moved_behind_a_result_needs_an_end_of_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    moved = INSIDE.replace("{% if m.content %}{{ '<turn|>", "{% if m.content and not m.tool_calls %}{{ '<turn|>")
+    assert moved != INSIDE
+    beside = replace(CALL, content="so")
+    for turns in ((U1, beside, RESULT, A2), (U1, beside, RESULT, A2, U2, A1)):
+        with pytest.raises(DataError, match=r"messages\[1\]: it writes the text beside a tool call behind the tool's"):
+            _labelled(_tokenizer(tokenizer, moved), *turns)
+    assert "<|result>⟧42<result|>⟦b<turn|>⟧" in _labelled(_tokenizer(tokenizer, moved), U1, CALL, RESULT, A2)
+
+
 def test_empty_reasoning_that_the_prompt_opens_carries_no_loss(tokenizer: PreTrainedTokenizerBase) -> None:
     trained, masked = (_tokenizer(tokenizer, OPENED, empty_reasoning=value) for value in ("train", "mask"))
     assert _labelled(trained, U1, A1).endswith("assistant\n<think>\n⟦\n</think>\n\na<|im_end|>⟧\n")
@@ -169,7 +179,7 @@ def test_a_template_without_a_stop_is_refused_until_told(tokenizer: PreTrainedTo
 FACTS = [
     (GLM, "<|assistant|>", ("<|user|>", "<|observation|>"), [], ""),
     (GLM_OPEN, "<|assistant|><think>", ("<|user|>", "<|observation|>"), ["the last answer"], "enable_thinking: false"),
-    (OPENED, "<|im_start|>assistant\n<think>\n", ("<|im_end|>",), ["an earlier answer"], "train: false on earlier"),
+    (OPENED, "<|im_start|>assistant\n<think>\n", ("<|im_end|>",), ["an earlier answer"], "data.lost_reasoning: split"),
     (ADDED, "<|assistant|><think>\n", ("<|endoftext|>",), ["the last answer"], "a copy of it (.jinja)"),
     (INSIDE, "<|turn>assistant\n<think></think>", ("<turn|>", "<|result>"), ["the last answer"],
      "enable_thinking: true"),
