@@ -205,7 +205,7 @@ class Referee:
             return False
         if not found[2]:  # calls alone
             return re.sub(rf"(?:<think>)?\s*{found[1]}\s*</think>\s*", "", text, count=1) == plain
-        block = rf"(?:<think>)?\s*{found[1]}\s*</think>\s*{found[2]}"
+        block = rf"\s*(?:<think>)?\s*{found[1]}\s*</think>\s*{found[2]}"
         opened = "<think>" in text[len(prompt) :] or prompt.rstrip().endswith("<think>")
         return opened and bool(re.fullmatch(block + re.escape(plain.partition(found[2])[2]), text[len(prompt) :]))
 
@@ -214,12 +214,12 @@ class Referee:
         found, differs, left = [], False, list(ranges)
         for k in [k for k in answers if k < len(spelt)]:
             words = words_of({**spelt[k], "thinking": ""})
-            inside = [(a, b) for a, b in left if any(a <= text.find(word) < b for word in words)]
+            inside = [(a, b) for a, b in ranges if any(a <= text.find(word) < b for word in words)]
             if not inside:
                 continue
             left = [span for span in left if span not in inside]
             problem = wrong_words(spelt, k, "".join(text[a:b] for a, b in inside))
-            problem = problem or self._wrong_end(spelt[: k + 1], keywords, text, inside[-1][1], stops)
+            problem = problem or self._wrong_end(spelt[: k + 1], keywords, text, inside, stops)
             prompt = self.render(spelt[:k], keywords, prompt=True)
             follows = prompt is not None and text.startswith(prompt)
             if follows and inside[0][0] < len(prompt) and not self.is_marked:
@@ -232,14 +232,17 @@ class Referee:
             return f"labels outside of answers: {[text[a:b] for a, b in left][:2]}", [], False
         return None, found, differs
 
-    def _wrong_end(self, until, keywords, text, end, stops):
+    def _wrong_end(self, until, keywords, text, inside, stops):
+        end = inside[-1][1]
         rendered = self.render(until, keywords)
         if rendered is not None and text.startswith(rendered.rstrip()):
             rest = text[len(rendered.rstrip()) : end].strip()
             if rest and rest not in stops:
                 return f"{rest!r} of the next turn"
         last = max(text.find(word) + len(word) for word in words_of({**until[-1], "thinking": ""}))
-        return None if any(stop in text[last:end] for stop in stops) else f"no stop: {text[last:end]!r}"
+        # a template may write the text of a call behind its result: the call has the stop then
+        ends = [text[last:end], *(text[a:b] for a, b in inside[:-1])]
+        return None if any(stop in each for stop in stops for each in ends) else f"no stop: {text[last:end]!r}"
 
 
 def words_of(message):
@@ -251,7 +254,7 @@ def wrong_words(spelt, turn, body):
     words = words_of({**spelt[turn], "thinking": ""})
     if missing := [word for word in words if word not in body]:
         return f"{missing} left out"
-    others = {word for k, message in enumerate(spelt) if k != turn for word in words_of(message)} - set(words)
+    others = {word for message in spelt if message["role"] != "assistant" for word in words_of(message)}
     return next((f"{word} of another turn" for word in sorted(others) if word in body), None)
 
 

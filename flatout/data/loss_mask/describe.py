@@ -80,7 +80,10 @@ def find_stops(template: ChatTemplate, mask: Mask, told: str | None) -> Stops:
         return Stops()
     closed = (_render(template, [ASK, CALL], TOOLS) or "").partition(PROBES[1])[2]
     after_call = _marker(template, [ASK, CALL, RESULT, ANSWER], PROBES[1] + closed)
-    return Stops(after_text, after_call or after_text, True, "next turn")
+    # where the result follows inside of the turn, a token of its own closes the call
+    tags = [found[0] for found in markup.finditer(closed) if found[0] in template.tokenizer.all_special_tokens][-1:]
+    closing = [tag for tag in tags if closed.rstrip().endswith(tag)]
+    return Stops(after_text, (*filter(None, [after_call]), *closing, after_text)[0], True, "next turn")
 
 
 def _end(mask: Mask, turns: Sequence[Message], probe: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:

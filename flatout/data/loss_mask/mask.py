@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -134,6 +135,8 @@ class Masker:
             if self._empty_reasoning is not None:
                 found = ((start, end, self._empty_reasoning.match(text, start, end)) for start, end in spans)
                 spans = tuple((empty.end() if empty else start, end) for start, end, empty in found)
+            if layout is not None and self._marked_source is None and self.loss_type == "response_only":
+                _check_learnt(messages[since:], [(k - since, a, b) for k, a, b in layout.spans if k >= since], spans)
             typed: tuple[Span, ...] = ()  # control tokens that are part of the data: all those inside a part
             if self._control is not None and self._control.search(text):
                 parts = [(start, end) for _, start, end in layout.spans] if layout else []
@@ -285,6 +288,19 @@ def complement(silent: Sequence[Span], length: int) -> tuple[Span, ...]:
     """Return the ranges of 0..length outside `silent`, which are ascending and disjoint."""
     edges = [0, *(edge for span in silent for edge in span), length]
     return tuple((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end)
+
+
+def _check_learnt(messages: Sequence[Message], parts: Iterable[tuple[int, int, int]], spans: Sequence[Span]) -> None:
+    """Raise UnprovenMaskError if part of an answer with loss, (turn, start, end), is in none of the spans."""
+    starts = [start for start, _ in spans]
+    for turn, start, end in parts:
+        span = bisect_right(starts, start) - 1
+        is_learnt = messages[turn].role == "assistant" and messages[turn].train is not False
+        if is_learnt and (span < 0 or spans[span][1] < end):
+            raise UnprovenMaskError(
+                f"part of an answer ({messages[turn].content[:40]!r}) stands outside of the range found for its turn; "
+                "use a template that writes an answer as one turn"
+            )
 
 
 def _check_lost(template: ChatTemplate, conversation: Conversation, lost: Iterable[Part]) -> tuple[int, ...]:

@@ -58,5 +58,7 @@ class Form:
 def shows_reasoning(text: str, thought: str, prompt: str) -> bool:
     """Whether the text of a conversation shows a last answer's reasoning as the model writes it after `prompt`."""
     before = text.partition(thought)[0].rstrip()
-    opens = before.endswith(_OPEN_TAG) and not before.endswith(f"{CLOSE_TAG}{_OPEN_TAG}")
+    # opened once, and not right behind a block that is closed already
+    open_tags = before.rpartition(CLOSE_TAG)[2].count(_OPEN_TAG)
+    opens = before.endswith(_OPEN_TAG) and open_tags == 1 and not before.endswith(f"{CLOSE_TAG}{_OPEN_TAG}")
     return thought in text and text.startswith(prompt) and opens
