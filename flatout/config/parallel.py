@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from flatout.config.section import Section
+from flatout.config.section import Section, refuse_unused
 
 StrategyName = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "deepspeed"]
 
@@ -76,7 +76,7 @@ class CommConfig(Section):
 
 
 class FaultsConfig(Section):
-    """What to do when a rank dies or stops responding (several ranks only)."""
+    """What to do when a rank dies or stops responding (several ranks only), and when the loss jumps."""
 
     max_restarts: int = Field(default=3, ge=0)
     """Number of times a run started with `gpus` or --nnodes restarts from the newest valid checkpoint; never after
@@ -91,10 +91,28 @@ class FaultsConfig(Section):
     """Seconds that ranks and nodes wait for each other at the start."""
     min_ranks: int | None = Field(default=None, ge=1)
     """Elastic: fewest ranks to continue with after the same rank was lost twice in a row; null: not elastic."""
+    spike: Literal["off", "warn", "skip", "stop"] = "off"
+    """What to do about a step whose loss is far above the usual. warn: an event, and its samples in
+    spikes/step-N.json; skip: also leave its update out; stop: end the run before its update."""
+    spike_sigmas: float = Field(default=6.0, gt=0.0)
+    """How many standard deviations over the mean of the last 128 losses a spike is."""
+
+    @property
+    def spike_decides(self) -> bool:
+        """Whether a step's loss decides on its update."""
+        return self.spike in ("skip", "stop")
+
+    @model_validator(mode="after")
+    def _check_spike(self) -> Self:
+        if self.spike == "off":
+            refuse_unused(self, ("spike_sigmas",), "spike: off; set spike: warn, skip or stop")
+        return self
 
 
-def check_context(config: Any) -> None:
-    """Raise ValueError if a setting of the whole configuration does not work with shared micro-batches."""
+def check_parallel(config: Any) -> None:
+    """Raise ValueError if a setting does not work with shared micro-batches, or with DeepSpeed."""
+    if config.strategy == "deepspeed" and config.faults.spike == "skip":
+        raise ValueError("faults.spike: skip does not work with strategy: deepspeed; set it to stop or warn")
     num_ranks, num_gpus = config.context.parallel, len(config.gpus or ())
     reasons = {
         f"strategy: {config.strategy}": config.strategy in ("single", "deepspeed"),

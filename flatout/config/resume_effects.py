@@ -45,6 +45,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "changes the samples to train on": "eval.fraction",
         "the best loss so far was measured on different rows": "eval.data",
         "changes rounding in every sum of gradients": "comm.compress",
+        "changes which steps update": "faults.spike faults.spike_sigmas",
     },
     "rounding": {
         "any number of ranks takes the same steps; lora.dropout masks change": "gpus context.parallel",

@@ -21,7 +21,7 @@ from flatout.config.parallel import (
     FaultsConfig,
     ShardingConfig,
     StrategyName,
-    check_context,
+    check_parallel,
 )
 from flatout.config.resume_effects import RESUME_EFFECTS
 from flatout.config.section import PathText, Section, refuse_unused, short_form
@@ -326,7 +326,7 @@ class Config(Section):
             raise ValueError(f"sharding.replicas is only for strategy: hsdp; got strategy: {self.strategy}")
         if self.strategy == "deepspeed" or self.deepspeed is not None:
             deepspeed.check(self)
-        check_context(self)
+        check_parallel(self)
         if traits and not shards:
             why = f"strategy: {self.strategy}, which does not shard state"
             refuse_unused(self.sharding, ("reshard_after_forward", "prefetch"), why, path="sharding.")

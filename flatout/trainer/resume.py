@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from flatout.parallel.shards import as_global, global_tensors, local_shard_of, l
 from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
 from flatout.track.callback import Reporter
 from flatout.trainer.planning import PlannedRun
-from flatout.trainer.state import Progress, Run
+from flatout.trainer.state import LossHistory, Progress, Run
 
 # the state of torch.amp.GradScaler; empty if the run has no loss scale
 _SCALER_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -63,6 +63,7 @@ class SavedFacts:
     micro_batch_caps: list[int | None]
     """Per rank: the cap that was set after running out of memory."""
     micro_batch_tokens: int | None = None
+    loss_history: LossHistory = field(default_factory=LossHistory)
 
 
 def check_facts(facts: Mapping[str, Any], step: int) -> None:
@@ -72,8 +73,11 @@ def check_facts(facts: Mapping[str, Any], step: int) -> None:
         raise CheckpointError(f"facts: scaler: {min(odd)} is missing or unknown")
     if any(not math.isfinite(value) or value < 0 for value in saved.scaler.values()):
         raise CheckpointError(f"facts: scaler: found {saved.scaler}, expected finite numbers of at least 0")
-    if absent := {field.name for field in fields(Progress)} - facts["progress"].keys():
+    if absent := {one.name for one in fields(Progress)} - facts["progress"].keys():
         raise CheckpointError(f"facts: progress.{min(absent)} is missing")
+    history = asdict(saved.loss_history)
+    if not all(math.isfinite(value) for value in history.values()) or history["variance"] < 0:
+        raise CheckpointError(f"facts: loss_history: found {history}, expected finite numbers")
     found = saved.progress.step
     if found != step:
         raise CheckpointError(f"facts: progress.step: found {found}, but this is the checkpoint of step {step}")
@@ -119,6 +123,7 @@ def take_snapshot(run: Run) -> Snapshot:
             "scaler": run.scaler.state_dict(),
             "micro_batch_caps": run.checkpoints.group.all_gather(run.state.micro_batch_cap),
             "micro_batch_tokens": run.plan.layout.micro_batch_tokens,
+            "loss_history": asdict(run.state.loss_history),
         },
         places=places,
     )
@@ -223,6 +228,7 @@ def restore(run: Run, saved: SavedCheckpoint) -> None:
     """Load a checkpoint's whole state into the run. Raises CheckpointError if it has other parameters."""
     run.reporter.phase("reading the checkpoint")
     restore_weights(run, saved)
+    run.state.loss_history = LossHistory(**saved.facts.get("loss_history", {}))
     caps = saved.facts["micro_batch_caps"]
     if len(caps) == run.rank.world:
         run.state.micro_batch_cap = caps[run.rank.index]

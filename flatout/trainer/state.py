@@ -61,16 +61,27 @@ class Progress:
         self.num_naive_tokens += num_naive_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class LossHistory:
+    """Number, mean and variance of the losses so far, exponential over the last ones (`step_guards.judge`)."""
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+
 @dataclass(slots=True)
 class LoopState:
     """What changes during a run besides its progress.
 
     `micro_batch_cap` is the maximum tokens per micro-batch on this rank, set after an out-of-memory error; None: as
-    planned. `num_in_flight` counts launched updates whose totals the host has not read yet.
+    planned. `num_in_flight` counts launched updates whose totals the host has not read yet. `loss_history` is kept for
+    `faults.spike`.
     """
 
     micro_batch_cap: int | None = None
     num_in_flight: int = 0
+    loss_history: LossHistory = LossHistory()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from flatout.errors import NumericError, ResourceError
-from flatout.io.durable_io import DurableIO
 from flatout.models.experts.router import Routers
 from flatout.optim.flat import foreach_accumulate
 from flatout.optim.lr_schedule import lr_factor
@@ -34,6 +33,7 @@ from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.planning import loss_divisor
 from flatout.trainer.rank_meter import RankFigures, gathered_figures, scatter_figures
 from flatout.trainer.state import Run
+from flatout.trainer.step_guards import SKIPPED_SPIKE, guard_spike, require_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,6 @@ class StepOutcome:
     ended: torch.cuda.Event | float | None = field(default=None, compare=False)
     routers: tuple[float, ...] = ()
 
-
-MAX_NAMED_SAMPLES = 8
 
 # waits for a step's outcome; None when a stop was requested before the update, which was then skipped
 Pending = Callable[[], StepOutcome | None]
@@ -222,15 +220,17 @@ def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures)
     `totals` are sums over ranks: loss, correct tokens, stop requests, and what `scatter_figures` returned; `figures`
     are this rank's. Then follow `Routers.sums`.
     An optimizer that supports `found_inf` decides on the device, and the host reads the totals later. For any other
-    optimizer, and for fp16 loss scaling, the host reads them first.
+    optimizer, fp16 loss scaling, and `faults.spike: skip` or `stop`, the host reads them first.
     """
     run.scaler.unscale_(run.optimizer)
     norm = run.strategy.grad_norm(run.parameters)
     totals = torch.cat([totals, norm.to(totals.dtype)[None]])
     lr = next_lr(run)
-    if run.scaler.is_enabled() or not supports_found_inf(run.optimizer):
+    if run.scaler.is_enabled() or run.config.faults.spike_decides or not supports_found_inf(run.optimizer):
         outcome = _read_totals(run, step, lr, totals.tolist(), figures)
-        if outcome is not None:
+        if outcome is not None and outcome.skipped == SKIPPED_SPIKE:
+            run.scaler.update()
+        elif outcome is not None:
             _update(run, norm, lr)
             if run.routers and not outcome.skipped:
                 run.routers.update_biases(totals[:-1])
@@ -303,43 +303,11 @@ def _read_totals(
             accumulate_gradients(run, step)
             run.strategy.sum_gradients(run.parameters)
         require_finite(run, step, loss, grad_norm)
+    else:
+        skipped = guard_spike(run, step, loss)
     accuracy = correct_total / max(1, step.num_label_tokens)
     return StepOutcome(
         loss, accuracy, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended, tuple(routed)
-    )
-
-
-def require_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> None:
-    """Raise NumericError unless the loss and the gradient's global norm are finite; call it before the update.
-
-    The message names the step (counted from 1), the samples with their file and row, and this rank's first parameter
-    with a non-finite gradient; all of it is also written to non_finite.json in the run folder.
-    """
-    if math.isfinite(loss) and math.isfinite(grad_norm):
-        return
-    grads = ((name, parameter.grad) for name, parameter in run.named_parameters.items())
-    bad = next((name for name, grad in grads if grad is not None and not local_part(grad).isfinite().all()), None)
-    origins = {sample_id: str(run.feed.store.origin(sample_id)) for sample_id in step.sample_ids}
-    shown = ", ".join(f"{sample_id} ({origins[sample_id]})" for sample_id in step.sample_ids[:MAX_NAMED_SAMPLES])
-    num_more = len(step.sample_ids) - MAX_NAMED_SAMPLES
-    facts = {
-        "step": step.index + 1,
-        "loss": str(loss),  # JSON has no NaN
-        "grad_norm": str(grad_norm),
-        "first_non_finite_gradient": bad,
-        "samples": origins,
-    }
-    dump = run.config.folder / "non_finite.json"
-    try:
-        DurableIO().write_json(dump, facts)
-        written = f"written to {dump}"
-    except ResourceError as error:
-        written = f"they could not be written: {error}"
-    raise NumericError(
-        f"step {step.index + 1}: loss {loss}, gradient norm {grad_norm}"
-        f"{f'; first non-finite gradient: {bad}' if bad else ''}; the weights were not updated; samples {shown}"
-        f"{f' and {num_more} more' if num_more > 0 else ''}; {written}; check these rows, lower optim.lr or set "
-        "model.precision: fp32"
     )
 
 
@@ -375,7 +343,11 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
         batch_loss, batch_correct = run.loss(batch)
     loss_sum, num_correct = torch.stack([batch_loss.detach().double(), batch_correct.double()]).tolist()
     require_finite(run, step, loss_sum, 0.0)
-    lr = next_lr(run)
+    lr, accuracy = next_lr(run), num_correct / max(1, step.num_label_tokens)
+    if skipped := guard_spike(run, step, loss_sum / divisor):
+        figures = (run.rank_meter.figures(run.feed.wait_s),)
+        left_out = StepOutcome(loss_sum / divisor, accuracy, 0.0, lr, skipped, figures)
+        return lambda: left_out
     update.start(lr)
     # weights change inside the backward pass
     with run.rank_meter.phase("checkpoint_wait"):
@@ -392,7 +364,6 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
     if run.routers:
         run.routers.update_biases(run.routers.sums)
         routed = run.routers.sums.tolist()
-    loss, accuracy = loss_sum / divisor, num_correct / max(1, step.num_label_tokens)
-    figures = (run.rank_meter.figures(run.feed.wait_s),)
+    loss, figures = loss_sum / divisor, (run.rank_meter.figures(run.feed.wait_s),)
     outcome = StepOutcome(loss, accuracy, grad_norm, lr, ranks=figures, routers=tuple(routed))
     return lambda: outcome

@@ -167,6 +167,28 @@ def test_only_crashes_in_the_same_step_end_a_run_early(tiny: Any, tmp_path: Path
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_skip_the_spikes_of_one_process(tiny: Any, tmp_path: Path, strategy: str) -> None:
+    from flatout.trainer.run import train
+
+    made = settings(tiny, batch={"samples_per_step": 2, "micro_batch_tokens": 600, "max_steps": 50}, optim={"lr": 3e-2})
+    made |= {"faults": {"spike": "skip", "spike_sigmas": 0.4, "max_restarts": 0}}
+    train(tiny.config(tmp_path / "alone", **{**made, "gpus": None}))
+    process = launch(tiny.config(tmp_path / "run", **made, strategy=strategy), tmp_path)
+    output = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 0, output
+    told = []
+    for name in ("alone", "run"):
+        lines = map(json.loads, (tmp_path / name / "events.jsonl").read_text().splitlines())
+        told.append([(line["kind"], line["step"]) for line in lines if line["kind"] in ("loss_spike", "skipped")])
+    assert told[0] == told[1] != []
+    assert sorted(path.name for path in (tmp_path / "run" / "spikes").iterdir()) == sorted(
+        path.name for path in (tmp_path / "alone" / "spikes").iterdir()
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_lost_rank_of_a_shared_micro_batch_is_named(tiny: Any, tmp_path: Path) -> None:
     """Collectives of context.parallel fail in the backward pass, too, in words of gloo's."""
     made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 40})

@@ -158,6 +158,8 @@ SHOWN_BY: dict[str, str] = {
     "faults.long_phase_s": "unit/parallel/test_watch.py",
     "faults.join_s": "unit/launch/test_rendezvous.py",
     "faults.min_ranks": "distributed/test_faults.py",
+    "faults.spike": "unit/trainer/test_loss_spikes.py",
+    "faults.spike_sigmas": "unit/trainer/test_loss_spikes.py",
     "track.to": "test_a_run_and_its_resumption_are_one_run_at_the_service",
     "track.project": "test_a_run_and_its_resumption_are_one_run_at_the_service",
     "track.tags": "test_a_run_and_its_resumption_are_one_run_at_the_service",

@@ -17,7 +17,7 @@ import torch
 
 from flatout.errors import NumericError, PreemptedError
 from flatout.planner.steps.step_plan import StepPlan
-from flatout.trainer.step import require_finite
+from flatout.trainer.step_guards import require_finite
 from flatout.trainer.stop_request import StopRequest
 
 

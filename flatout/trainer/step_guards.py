@@ -1,0 +1,107 @@
+"""What keeps a bad step out of the weights: a loss or gradient that is not finite, and a loss far above the usual."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from flatout.errors import NumericError, ResourceError
+from flatout.io.durable_io import DurableIO
+from flatout.parallel.shards import local_part
+from flatout.planner.steps.step_plan import StepPlan
+from flatout.trainer.state import LossHistory, Run
+
+MAX_NAMED_SAMPLES = 8
+# steps after which losses are judged, and over which their mean and variance reach back
+LEAST_LOSSES, WINDOW = 32, 128
+# the least deviation, as a share of the mean, so that a flat loss has some room
+LEAST_DEVIATION = 0.01
+SKIPPED_SPIKE = "loss spike"
+
+
+def require_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> None:
+    """Raise NumericError unless the loss and the gradient's global norm are finite; call it before the update.
+
+    The message names the step (counted from 1), the samples with their file and row, and this rank's first parameter
+    with a non-finite gradient; all of it is also written to non_finite.json in the run folder.
+    """
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    grads = ((name, parameter.grad) for name, parameter in run.named_parameters.items())
+    bad = next((name for name, grad in grads if grad is not None and not local_part(grad).isfinite().all()), None)
+    origins = origins_of(run, step)
+    shown = ", ".join(f"{sample_id} ({origins[sample_id]})" for sample_id in step.sample_ids[:MAX_NAMED_SAMPLES])
+    num_more = len(step.sample_ids) - MAX_NAMED_SAMPLES
+    facts = {
+        "step": step.index + 1,
+        "loss": str(loss),  # JSON has no NaN
+        "grad_norm": str(grad_norm),
+        "first_non_finite_gradient": bad,
+        "samples": origins,
+    }
+    dump = run.config.folder / "non_finite.json"
+    try:
+        DurableIO().write_json(dump, facts)
+        written = f"written to {dump}"
+    except ResourceError as error:
+        written = f"they could not be written: {error}"
+    raise NumericError(
+        f"step {step.index + 1}: loss {loss}, gradient norm {grad_norm}"
+        f"{f'; first non-finite gradient: {bad}' if bad else ''}; the weights were not updated; samples {shown}"
+        f"{f' and {num_more} more' if num_more > 0 else ''}; {written}; check these rows, lower optim.lr or set "
+        "model.precision: fp32"
+    )
+
+
+def origins_of(run: Run, step: StepPlan) -> dict[int, str]:
+    """Return the file and row of each sample of a step."""
+    return {sample_id: str(run.feed.store.origin(sample_id)) for sample_id in step.sample_ids}
+
+
+def judge(history: LossHistory, loss: float, sigmas: float) -> tuple[LossHistory, float | None]:
+    """Return the history with a step's loss added, and the limit that the loss exceeds; None if it is a usual one.
+
+    Mean and variance are exponential over `WINDOW` steps. A loss above the limit counts as the limit: one outlier does
+    not hide the next, and a level that stays becomes the usual one.
+    """
+    deviation = max(math.sqrt(history.variance), LEAST_DEVIATION * abs(history.mean))
+    limit = history.mean + sigmas * deviation if history.count >= LEAST_LOSSES else math.inf
+    share = 1.0 / min(history.count + 1, WINDOW)
+    delta = min(loss, limit) - history.mean
+    variance = (1.0 - share) * (history.variance + share * delta * delta)
+    added = LossHistory(history.count + 1, history.mean + share * delta, variance)
+    return added, limit if loss > limit else None
+
+
+def guard_spike(run: Run, step: StepPlan, loss: float) -> str | None:
+    """Judge a step's loss by `faults.spike`; return why its update is to be skipped, None if it is not.
+
+    All ranks get the same loss, and so decide alike. A spike is an event, and the first rank writes the step's samples
+    to spikes/step-N.json. Raises NumericError for `spike: stop`.
+    """
+    faults = run.config.faults
+    if faults.spike == "off":
+        return None
+    usual = run.state.loss_history
+    run.state.loss_history, limit = judge(usual, loss, faults.spike_sigmas)
+    if limit is None:
+        return None
+    number = step.index + 1
+    facts: dict[str, Any] = {"step": number, "loss": loss, "usual": round(usual.mean, 6), "limit": round(limit, 6)}
+    path = run.config.folder / "spikes" / f"step-{number}.json"
+    written = f"its samples are in {path}"
+    if run.rank.is_first:
+        try:
+            DurableIO().make_dir(path.parent)
+            DurableIO().write_json(path, {**facts, "action": faults.spike, "samples": origins_of(run, step)})
+        except ResourceError as error:
+            written = f"its samples could not be written: {error}"
+    run.reporter.event("loss_spike", {**facts, "action": faults.spike, "samples": written})
+    if faults.spike == "stop":
+        raise NumericError(
+            f"step {number}: loss {loss:.4f} is above {limit:.4f}, {faults.spike_sigmas:g} deviations over the usual "
+            f"{usual.mean:.4f} (faults.spike: stop); the weights were not updated; {written}; check these rows or "
+            "lower optim.lr; to leave such steps out, set faults.spike: skip and "
+            "checkpoint.allow_change: [faults.spike]"
+        )
+    return SKIPPED_SPIKE if faults.spike == "skip" else None
