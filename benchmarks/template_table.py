@@ -372,7 +372,8 @@ def main():
             {**manifest.get(name, {"name": name}), "verdicts": {kind: verdict for kind, (verdict, _) in cells.items()}}
             for name, cells in results.items()
         ]
-        args.json.write_text(json.dumps({"total": total, "templates": facts}, indent=1, ensure_ascii=False) + "\n")
+        lines = ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in facts)
+        args.json.write_text(f'{{"total": {json.dumps(total)}, "templates": [\n{lines}\n]}}\n')
     return 1 if total["silent"] or total["WRONG"] else 0
 
 
