@@ -24,7 +24,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         # content, tokenizer, template and mask are also compared by fingerprint; the settings fail earlier, by name
         "changes the rows": "data.sources",
         "changes the tokens": "data.tokenizer data.special_tokens data.new_tokens data.new_special_tokens",
-        "changes the tokens and loss masks": "data.template data.template_args",
+        "changes the tokens and loss masks": "data.template data.template_args data.end_of_turn",
         "changes the samples and loss masks": "data.lost_reasoning",
         "changes the loss masks": "data.empty_reasoning data.loss_type",
         "changes the samples": "data.max_tokens data.too_long data.on_bad_row data.num_samples data.shuffle data.seed",

@@ -30,7 +30,7 @@ THROUGH = {
     "data.new_special_tokens": "added_tokens",
 }
 # read by a name that is chosen as the program runs
-BY_NAME = ("faults.stall_s", "faults.long_phase_s", "data.empty_reasoning", "data.lost_reasoning")
+BY_NAME = ("faults.stall_s", "faults.long_phase_s", "data.empty_reasoning", "data.end_of_turn", "data.lost_reasoning")
 
 
 def settings() -> list[str]:

@@ -146,8 +146,9 @@ def test_text_and_tokens_without_turns_continue_in_the_middle(tiny: Any, tmp_pat
     words = "one two three four five six seven eight"
     texts.write_text("".join(json.dumps({"text": f"{number} {words}"}) + "\n" for number in range(8)))
     tokens = tmp_path / "tokens.jsonl"
-    row = {"input_ids": list(range(20, 40)), "labels": [-100] * 12 + list(range(32, 37)) + [-100] * 3}
-    tokens.write_text((json.dumps(row) + "\n") * 4)
+    labels = [-100] * 12 + list(range(32, 37)) + [-100] * 3
+    rows = [{"input_ids": [*range(20, 39), last], "labels": labels} for last in range(40, 44)]
+    tokens.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = []
     for file in (texts, tokens):
         data = {"name": file.stem, "root": str(tmp_path), "sources": [{"path": str(file)}]}
@@ -191,7 +192,8 @@ def test_a_prompt_that_no_pass_holds_is_refused_by_its_row(tiny: Any, tmp_path: 
 
 def test_rows_are_chosen_that_a_pass_holds(tiny: Any, tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": "one two three " * (4 + 40 * (n % 4 > 0))}) + "\n" for n in range(40)))
+    texts = [f"{n} " + "one two three " * (4 + 40 * (n % 4 > 0)) for n in range(40)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     data = {"root": str(tmp_path), "sources": [{"path": str(file)}]}
     found = []
     for most in (4, 300):
