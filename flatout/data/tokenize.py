@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from flatout.data.conversation import Conversation, PlainText, Sample, is_empty
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
+from flatout.data.loss_mask.describe import unknown_marker
 from flatout.data.loss_mask.mask import Masker, complement
 from flatout.data.loss_mask.questions import Policy, masked_samples
 from flatout.data.markup import noticed
@@ -83,9 +84,11 @@ class SampleTokenizer:
         """The masker of the template. Raises DataError if there is no template, or if it ends no answer."""
         masker, options = self._masker, self.options
         if not masker.stops.texts and options.end_of_turn is None and options.loss_type == "response_only":
+            marker = unknown_marker(masker.template)
+            other = f"; {marker!r} opens the next turn, but is no token of this tokenizer" if marker else ""
             raise DataError(
                 f"chat template {masker.template.name!r}: nothing that it writes ends an answer, so a model would not "
-                "learn to stop; set data.end_of_turn to the text that ends one, or to none to train without"
+                f"learn to stop{other}; set data.end_of_turn to the text that ends one, or to none to train without"
             )
         return masker
 

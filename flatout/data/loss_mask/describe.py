@@ -107,6 +107,13 @@ def _marker(template: ChatTemplate, turns: Sequence[Message], behind: str) -> st
     return found[0] if found and found[0] in known else ""
 
 
+def unknown_marker(template: ChatTemplate) -> str:
+    """Return what looks like the marker of the next turn, though the tokenizer has no such token; empty if nothing."""
+    text = (_render(template, [ASK, ANSWER, NEXT]) or "").partition(PROBES[0])[2].lstrip()
+    found = markup_pattern(template.tokenizer).match(text)
+    return found[0] if found else ""
+
+
 def _render(
     template: ChatTemplate,
     turns: Sequence[Message],

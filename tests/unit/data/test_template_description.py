@@ -167,6 +167,8 @@ def test_empty_reasoning_that_the_prompt_opens_carries_no_loss(tokenizer: PreTra
 def test_a_template_without_a_stop_is_refused_until_told(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(DataError, match=r"'t': nothing that it writes ends an answer.*data\.end_of_turn"):
         _labelled(_tokenizer(tokenizer, NO_END), U1, A1)
+    with pytest.raises(DataError, match=r"'<\|person\|>' opens the next turn, but is no token of this tokenizer"):
+        _labelled(_tokenizer(tokenizer, GLM.replace("<|user|>", "<|person|>")), U1, A1)
     told = _tokenizer(tokenizer, NO_END, end_of_turn="<|endoftext|>")
     assert _labelled(told, U1, A1) == "[user] q\n[assistant] ⟦a\n<|endoftext|>⟧"
     assert told.description.stops == ("<|endoftext|>",)
