@@ -91,6 +91,9 @@ class Encoder:
 
     def _require_covered(self, text: str, offsets: NDArray[np.int64]) -> None:
         """Raise UnencodableError if characters other than white space have no token, and no normalizer drops them."""
+        first, last = (int(offsets[0, 0]), int(offsets[-1, 1])) if len(offsets) else (0, 0)
+        if first == 0 and last == len(text) and not (offsets[1:, 0] > offsets[:-1, 1]).any():
+            return  # nearly always
         starts, ends = np.append(offsets[:, 0], len(text)), np.append(0, offsets[:, 1])
         for gap in np.flatnonzero(starts > ends):
             lost = text[ends[gap] : starts[gap]]
