@@ -86,7 +86,7 @@ def open_or_build(
         old = [text for text in config.added_tokens if text in known]
         told = f"{len(config.added_tokens) - len(old)} new tokens; the tokenizer has {facts.num_tokens:,}"
         log(told + (f"; not added, as they exist: {', '.join(map(repr, old))}" if old else ""))
-    sources = [open_source(source) for source in config.sources]
+    sources = [open_source(source, log) for source in config.sources]
     meta, identity = _describe(config, name, facts, sources)
     folder = registry.built_dir(config.root, config.name)
     with locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}", log):

@@ -18,6 +18,7 @@ PACKAGE = ROOT / "flatout"
 
 # definitions that only tests use today, and the room that deletes or uses them
 KNOWN_UNUSED = {
+    "flatout/data/rows/remote.py: _fetch_range": "fsspec calls it",
     "flatout/models/objective.py: token_losses": "for objectives that users write",
 }
 # names of our own making, and the field's word in their place
@@ -54,14 +55,14 @@ MAX_PACKAGE_LINES = {
     "cli": 2250,
     "compat": 2900,
     "config": 2050,
-    "data": 6950,
+    "data": 7150,
     "demo": 480,
     "doctor": 430,
     "environment": 180,
     "errors": 130,
     "eval": 180,
     "export": 1050,
-    "io": 1600,
+    "io": 1760,
     "kernels": 3749,
     "launch": 1350,
     "models": 8000,

@@ -9,14 +9,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.config.schema import SourceConfig
 from flatout.data.rows.archives import holds_rows, read_file
 from flatout.data.rows.read import (
     ROW_TYPES,
     BadRow,
-    DataFile,
     RawRow,
     count_rows,
     most_rows,
@@ -26,6 +25,10 @@ from flatout.data.rows.read import (
 )
 from flatout.errors import DataError
 from flatout.io.durable_io import digest
+from flatout.io.redact import redacted
+
+if TYPE_CHECKING:
+    from flatout.data.rows.remote import RemoteFile
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}")
@@ -53,11 +56,13 @@ class RowSource:
     files: dict[str, str]
     num_rows: int | None
     read: Callable[[BadRow], Iterator[RawRow]]
+    is_local: bool = True
     unread: Unread = field(default_factory=lambda: Unread("", "error"))
 
     def about_rows(self) -> int | None:
         """Return about how many rows there are, for a progress bar; None if only parsing them would tell."""
-        if self.num_rows is not None or not all(path.endswith((".jsonl", ".ndjson")) for path in self.files):
+        is_lines = all(path.endswith((".jsonl", ".ndjson")) for path in self.files)
+        if self.num_rows is not None or not (self.is_local and is_lines):
             return self.num_rows
         num_lines = 0
         for path in self.files:
@@ -70,7 +75,7 @@ class RowSource:
 
         Reads text files once more.
         """
-        if self.num_rows is not None:
+        if self.num_rows is not None or not self.is_local:
             return self.num_rows
         try:
             counts = [most_rows(Path(path)) for path in self.files]
@@ -99,12 +104,22 @@ class RowSource:
             raise DataError(f"{self.name}: no rows: {why}")
 
 
-def open_source(source: SourceConfig) -> RowSource:
+def open_source(source: SourceConfig, log: Callable[[str], None] = lambda _: None) -> RowSource:
     """Resolve a source to its files (or hub data set) and hash their content; no row is parsed yet.
 
     `~` is expanded. A folder stands for all data files below it, sorted by path, without hidden files and folders.
+    Files at an address are known by what their store says of them, which `log` is told.
     Raises DataError if nothing is there, nothing in it holds rows, or the hub cannot provide it.
     """
+    if "://" in source.path:
+        from flatout.data.rows.remote import find_remote  # lazy: fsspec is for addresses only
+
+        at_address = find_remote(source, log)
+        others = [str(file) for file in at_address if holds_rows(file.name) is False]
+        read = {file: below for file, below in at_address.items() if row_type(file) and holds_rows(file.name)}
+        if not read:
+            raise DataError(f"{redacted(source.path)}: no data files there; known types: {_TYPES}")
+        return _source_of(source, Found(read, others, is_folder=len(at_address) > 1))
     found = Found({}) if source.hub else _local_files(source.path)
     if found.files:
         for setting, value in (("subset", source.subset), ("revision", source.revision)):
@@ -121,22 +136,26 @@ def open_source(source: SourceConfig) -> RowSource:
 
 def _source_of(source: SourceConfig, found: Found) -> RowSource:
     name, files = _of_split(source, found)
-    unread = Unread(source.path, source.unread_files, found.others, len(files))
+    unread = Unread(redacted(source.path), source.unread_files, found.others, len(files))
     counts = [count_rows(file) for file in files]
     num_rows = None if None in counts else sum(count or 0 for count in counts)
 
     def read(bad_row: BadRow) -> Iterator[RawRow]:
         for file in files:
             yield from read_file(file, bad_row, unread)
+            if not isinstance(file, Path):
+                file.check_unchanged()
 
-    return RowSource(name, {str(file): _digest(Path(str(file))) for file in files}, num_rows, read, unread)
+    digests = {str(file): _digest(file) if isinstance(file, Path) else file.digest() for file in files}
+    is_local = all(isinstance(file, Path) for file in files)
+    return RowSource(name, digests, num_rows, read, is_local, unread)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Data files, each with its path below the source, and the names of files of unknown types beside them."""
+    """Data files (Path or RemoteFile), each with its path below the source, and the names of others beside them."""
 
-    files: Mapping[DataFile, PurePath]
+    files: Mapping[Any, PurePath]
     others: Sequence[str] = ()
     is_folder: bool = False
 
@@ -206,7 +225,7 @@ def _local_files(pattern: str) -> Found:
     return Found({file: Path(file.name) for file in matches if row_type(file) is not None}, others)
 
 
-def _of_split(source: SourceConfig, found: Found) -> tuple[str, list[DataFile]]:
+def _of_split(source: SourceConfig, found: Found) -> tuple[str, list[Path | RemoteFile]]:
     """Return the source's name and its files of the requested split, which is read from the names below the source.
 
     Files listed one by one, or all from one split, are used as given unless `split` is set.
@@ -219,13 +238,13 @@ def _of_split(source: SourceConfig, found: Found) -> tuple[str, list[DataFile]]:
     if source.split in (None, "train") and (
         not named or (source.split is None and not (found.is_folder and named[1:]))
     ):
-        return source.path, files
+        return redacted(source.path), files
     wanted = source.split or "train"
     chosen = [file for file, split in splits.items() if split == wanted]
     if not chosen:
         there = f"the file names contain {', '.join(named)}" if named else "no file name contains a split"
         raise DataError(f"{source.path}: no files of split {wanted!r}: {there}; set split to one that exists")
-    return f"{source.path}[{wanted}, {len(chosen)} of {len(files)} files]", chosen
+    return f"{redacted(source.path)}[{wanted}, {len(chosen)} of {len(files)} files]", chosen
 
 
 def _split_of(path: PurePath) -> str | None:

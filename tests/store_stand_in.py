@@ -1,0 +1,146 @@
+"""Stores on this machine: a web server that can fail, and what readers use of S3, Google's buckets and the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+COMMIT = "c0ffee00" * 5
+DATE, ISO_DATE = "Wed, 01 Jan 2025 00:00:00 GMT", "2025-01-01T00:00:00.000Z"
+
+
+@dataclass
+class Files:
+    """`objects` are contents by path (bucket/key). `fails` gives the next calls of a path their statuses, `cuts` the
+    bytes after which each of the next answers ends; other fields switch features off. `calls` has every call."""
+
+    address: str = ""
+    objects: dict[str, bytes] = field(default_factory=dict)
+    fails: dict[str, list[int]] = field(default_factory=dict)
+    cuts: list[int] = field(default_factory=list)
+    has_ranges: bool = True
+    has_marks: bool = True
+    has_sizes: bool = True
+    media_type: str = "application/octet-stream"
+    calls: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    files: Files
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing in the test's output."""
+
+    def handle_call(self) -> None:
+        self.files.calls.append((self.command, self.path, dict(self.headers)))
+        url = urlsplit(self.path)
+        path, query = unquote(url.path).strip("/"), parse_qs(url.query)
+        statuses = next((found for part, found in self.files.fails.items() if part in path and found), None)
+        if statuses:
+            return self.reply(b"<Error><Code>Failed</Code></Error>", statuses.pop(0))
+        if path.startswith(("storage/v1/b/", "download/storage/v1/b/")):
+            return self.google(url.path, query)
+        if path.startswith("api/datasets/"):
+            return self.hub(path.split("/")[2:])
+        if path.startswith("datasets/") and "/resolve/" in path:
+            path = re.sub("^datasets/|/resolve/[^/]+", "", path)
+        if "list-type" in query:
+            return self.listing(path, query.get("prefix", [""])[0])
+        if path not in self.files.objects:
+            return self.reply(b"<Error><Code>NoSuchKey</Code></Error>", 404)
+        return self.content(self.files.objects[path])
+
+    do_GET = do_HEAD = handle_call  # noqa: N815  (http.server finds them by these names)
+
+    def google(self, path: str, query: dict[str, list[str]]) -> None:
+        bucket, _, name = path.partition("/b/")[2].partition("/o")
+        key, objects = f"{bucket}/{unquote(name.strip('/'))}", self.files.objects
+        if not name.strip("/"):
+            prefix = f"{bucket}/{query.get('prefix', [''])[0]}"
+            return self.reply_json(
+                {"items": [_item(key, data) for key, data in objects.items() if key.startswith(prefix)]}
+            )
+        if key not in objects:
+            return self.reply(b"{}", 404)
+        return (
+            self.content(objects[key]) if "media" in query.get("alt", []) else self.reply_json(_item(key, objects[key]))
+        )
+
+    def hub(self, parts: list[str]) -> None:
+        top, what = "/".join(parts[:2]) + "/", parts[2:]
+        found = {k.removeprefix(top): data for k, data in self.files.objects.items() if k.startswith(top)}
+        if not found:
+            return self.reply(b"{}", 404)
+        if what[:1] != ["tree"]:
+            return self.reply_json({"id": top[:-1], "sha": COMMIT, "private": False, "siblings": [], "tags": []})
+        inside = [(key, data) for key, data in found.items() if key.startswith("/".join(what[2:]))]
+        tree = [{"type": "file", "path": k, "size": len(d), "oid": hashlib.sha1(d).hexdigest()} for k, d in inside]
+        return self.reply_json(tree)
+
+    def reply_json(self, value: Any) -> None:
+        self.reply(json.dumps(value).encode(), 200, {"Content-Type": "application/json"})
+
+    def listing(self, bucket: str, prefix: str) -> None:
+        found = {key.removeprefix(bucket + "/"): data for key, data in self.files.objects.items()}
+        rows = "".join(
+            f"<Contents><Key>{escape(key)}</Key><LastModified>{ISO_DATE}</LastModified><Size>{len(data)}</Size></Contents>"
+            for key, data in found.items()
+            if key.startswith(prefix)
+        )
+        self.reply(f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>".encode())
+
+    def content(self, data: bytes) -> None:
+        files, wanted = self.files, self.headers.get("Range")
+        marks = {"ETag": f'"{hash(data)}"', "Last-Modified": DATE} if files.has_marks else {}
+        headers = {"Content-Type": files.media_type, **marks}
+        if not wanted or not files.has_ranges:
+            return self.reply(data, 200, headers)
+        first, last = wanted.removeprefix("bytes=").split("-")
+        end = min(int(last or len(data) - 1), len(data) - 1)
+        headers["Content-Range"] = f"bytes {int(first)}-{end}/{len(data)}"
+        return self.reply(data[int(first) : end + 1], 206, headers)
+
+    def reply(self, data: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        if self.files.has_sizes:
+            self.send_header("Content-Length", str(len(data)))
+        else:
+            self.send_header("Connection", "close")
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        cut = self.files.cuts.pop(0) if self.files.cuts and len(data) > 100 else len(data)
+        self.wfile.write(data[:cut])
+        if cut < len(data) or not self.files.has_sizes:
+            self.close_connection = True
+
+
+def _item(key: str, data: bytes) -> dict[str, Any]:
+    bucket, _, name = key.partition("/")
+    return {"kind": "storage#object", "bucket": bucket, "name": name, "size": str(len(data)), "updated": ISO_DATE,
+            "timeCreated": ISO_DATE, "generation": "1"}  # fmt: skip
+
+
+@contextmanager
+def store_stand_in() -> Iterator[Files]:
+    """A server that lives within the block."""
+    files = Files()
+    with ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"files": files})) as server:
+        files.address = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield files
+        finally:
+            server.shutdown()
