@@ -364,7 +364,7 @@ def _chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, report: Bu
         report.check_unread(problems)
 
     for index, (source, parser) in enumerate(readers):
-        rows = parser.gather(source.rows(bad_row), bad_row, log)
+        rows = parser.gather(source.rows(bad_row, parse=parser.threads), bad_row, log)
         uses: Iterable[int] = repeat(1) if copies is None else copies[index]
         used = ((row, int(count)) for row, count in zip(rows, uses, strict=False) if count)
         while (batch := list(islice(used, ROWS_PER_CHUNK))) or problems:

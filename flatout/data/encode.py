@@ -6,10 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Encoding, Tokenizer, processors
+from tokenizers import AddedToken, Encoding, Tokenizer, decoders, processors
 from transformers import PreTrainedTokenizerBase
 
 from flatout.data.tokenizer import control_pattern
@@ -18,6 +19,8 @@ Span = tuple[int, int]
 # Placeholders of private-use characters: for the i-th special token, and for a cut between two tokens.
 _STAND_IN = "\U000f5a10{}\U000f5a11"
 _CUT = "\U000f5a12"
+# texts that are encoded together take memory together
+_CHARACTERS_AT_ONCE = 1 << 17
 _RESERVED = re.compile("[\U000f5a10-\U000f5a12]")
 
 
@@ -31,6 +34,24 @@ class TokenizedText:
 
     token_ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
+
+
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of each token of a byte-level vocabulary, by id; filled as they are asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__((i, token.content.encode()) for i, token in tokenizer.get_added_tokens_decoder().items())
+        self._tokenizer = tokenizer
+        # how GPT-2 writes bytes: printable ones as they are, the others as the characters from 256 on
+        shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in shown]
+        self._byte_of = {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id) or ""
+        # a character that stands for no byte: 0xFF is in no text
+        self[token_id] = bytes(self._byte_of.get(letter, 0xFF) for letter in token)
+        return self[token_id]
 
 
 class Encoder:
@@ -55,6 +76,9 @@ class Encoder:
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.content}
         self._whole = re.compile("|".join(re.escape(text) for text in sorted(added, key=len, reverse=True)) or r"(?!)")
         self._decode = tokenizer.decode
+        self._is_bytes = isinstance(self._plain.decoder, decoders.ByteLevel)
+        self._bytes = _TokenBytes(self._plain)
+        self._ahead: dict[str, NDArray[np.int32]] = {}
 
     @cached_property
     def _cutting(self) -> tuple[Tokenizer, dict[int, int]]:
@@ -71,11 +95,52 @@ class Encoder:
             real_ids[stand_in_id] = real_id
         return copy, real_ids
 
+    def encode_ahead(self, texts: Sequence[str]) -> None:
+        """Encode texts that `encode` will be asked for, one after the other, which takes less time than one by one.
+
+        Forgets those of the call before.
+        """
+        self._ahead.clear()
+        begin, size = 0, 0
+        for end, text in enumerate(texts if self._is_bytes else (), start=1):
+            size += len(text)
+            if size >= _CHARACTERS_AT_ONCE or end == len(texts):
+                some = texts[begin:end]
+                done = self._plain.encode_batch_fast(list(some), add_special_tokens=False)
+                ids = (np.array(encoding.ids, dtype=np.int32) for encoding in done)
+                self._ahead.update(zip(some, ids, strict=True))
+                begin, size = end, 0
+
+    def _by_bytes(self, text: str, spans: Sequence[Span]) -> TokenizedText | None:
+        """Encode without offsets, which takes a fifth less time: the bytes of tokens show what each of them covers.
+
+        Returns None unless all bytes together are the text's, which proves their places, or if a range with loss begins
+        or ends inside a token.
+        """
+        ids = self._ahead.get(text)
+        if ids is None:
+            encoding: Encoding = self._plain.encode_batch_fast([text], add_special_tokens=False)[0]
+            ids = np.array(encoding.ids, dtype=np.int32)
+        pieces = list(map(self._bytes.__getitem__, ids.tolist()))
+        if b"".join(pieces) != text.encode(errors="replace"):
+            return None
+        lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
+        ends = np.cumsum(lengths)
+        if not text.isascii():  # from characters to bytes
+            edges = [0, *(edge for span in spans for edge in span)]
+            parts = [len(text[start:end].encode()) for start, end in pairwise(edges)]
+            places = list(accumulate(parts))
+            spans = list(zip(places[::2], places[1::2], strict=True))
+        loss_mask, is_cut = _loss_mask(np.stack([ends - lengths, ends], axis=1), spans)
+        return None if is_cut else TokenizedText(ids, loss_mask)
+
     def encode(self, text: str, spans: Sequence[Span], typed: Sequence[Span] = ()) -> TokenizedText:
         """Return the token ids of `text` and its loss mask.
 
         `spans` (loss) and `typed` (control tokens that are data) are ascending, disjoint. Raises UnencodableError.
         """
+        if not typed and self._is_bytes and (found := self._by_bytes(text, spans)):
+            return found
         if not typed:
             encoding: Encoding = self._plain.encode(text, add_special_tokens=False)
             ids = np.array(encoding.ids, dtype=np.int32)

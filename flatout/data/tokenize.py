@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from flatout.data.conversation import Conversation, PlainText, Sample, is_empty
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
 from flatout.data.loss_mask.describe import unknown_marker
-from flatout.data.loss_mask.mask import Masker, complement
+from flatout.data.loss_mask.mask import MaskedText, Masker, complement
 from flatout.data.loss_mask.questions import Policy, masked_samples
 from flatout.data.markup import noticed
 from flatout.data.templates.description import Problem, TemplateDescription
@@ -154,11 +154,25 @@ class SampleTokenizer:
             )
         return replace(found, problems=tuple(problems))
 
-    def __call__(self, sample: Sample) -> TokenizedSample:
-        """Tokenize one sample; its first token never carries loss, since nothing predicts it. Raises DataError."""
+    def masked(self, sample: Sample) -> Sequence[MaskedText]:
+        """Return the texts of a conversation with what carries loss in them, for the call; () for another sample.
+
+        Raises DataError, also if there is no template.
+        """
+        if not isinstance(sample, Conversation):
+            return ()
+        with bounded(f"{sample.origin}: chat template {self.masker.template.name!r}"):
+            masker = self._masker_for(sample) if sample.template_args else self.masker
+            return masked_samples(masker, sample, self.options.lost_reasoning)
+
+    def __call__(self, sample: Sample, texts: Sequence[MaskedText] | None = None) -> TokenizedSample:
+        """Tokenize one sample; its first token never carries loss, since nothing predicts it. Raises DataError.
+
+        `texts` are those of `masked`, if it was called before.
+        """
         try:
             if isinstance(sample, Conversation):
-                return self._conversation(sample)
+                return self._conversation(sample, self.masked(sample) if texts is None else texts)
             if isinstance(sample, PlainText):
                 return self._plain(sample)
         except UnencodableError as error:
@@ -176,11 +190,8 @@ class SampleTokenizer:
             )
         return self._fit(TokenizedText(np.array(ids, np.int32), np.array(labels, np.bool_)), {})
 
-    def _conversation(self, sample: Conversation) -> TokenizedSample:
+    def _conversation(self, sample: Conversation, texts: Sequence[MaskedText]) -> TokenizedSample:
         policy = self.options.lost_reasoning
-        with bounded(f"{sample.origin}: chat template {self.masker.template.name!r}"):
-            masker = self._masker_for(sample) if sample.template_args else self.masker
-            texts = masked_samples(masker, sample, policy)
         done = []
         for masked in texts:
             text = self.encoder.encode(masked.text, masked.spans, masked.typed)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.data.conversation import Conversation
+from flatout.data.conversation import Conversation, Sample
 from flatout.data.encode import TokenizedText
+from flatout.data.loss_mask.mask import MaskedText
 from flatout.data.rows.formats.parser import RowParser
 from flatout.data.rows.read import RawRow
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
@@ -93,23 +94,31 @@ def tokenize_chunks(
 def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
     """Parse and tokenize the rows of one chunk; bad rows become `problems`."""
     num_tokens, fates = [0] * len(chunk.rows), ["bad"] * len(chunk.rows)
-    typed_rows, problems, counts = list[int](), list[str](), Counter[str]()
+    typed_rows, problems, counts = list[int](), dict[int, str](), Counter[str]()
     pieces, piece_row = list[TokenizedText](), list[int]()
+    # in turns of one kind of work: what parsing, rendering and encoding look up stays in the processor's cache
+    samples: list[tuple[int, Sample, Sequence[MaskedText]]] = []
     for index, raw in enumerate(chunk.rows):
         try:
             sample = chunk.parser.parse(raw)
         except DataError as error:
-            problems.append(str(error))
+            problems[index] = str(error)
             continue
         if isinstance(sample, Conversation):
             counts["conversations"] += 1
             _ = tokenizer.masker  # raises here if there is no template: an error of the whole set, not of this row
         try:
-            result = tokenizer(sample)
+            samples.append((index, sample, tokenizer.masked(sample)))
         except TemplateLimitError:
             raise  # the next row would fail too, after as long
         except DataError as error:
-            problems.append(str(error))
+            problems[index] = str(error)
+    tokenizer.encoder.encode_ahead([text.text for _, _, texts in samples for text in texts])
+    for index, sample, texts in samples:
+        try:
+            result = tokenizer(sample, texts)
+        except DataError as error:
+            problems[index] = str(error)
             continue
         num_tokens[index], fates[index] = result.num_tokens, result.fate
         pieces += result.pieces
@@ -125,7 +134,7 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         num_tokens,
         fates,
         typed_rows,
-        problems,
+        [problems[index] for index in sorted(problems)],
         counts,
     )
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import NoReturn
 
 from flatout.errors import DataError
 
 MAX_SECONDS, MAX_BYTES = 20, 2 << 30
 _LIMITS = threading.Lock()  # the limits apply to the process, not to a thread
+
+
+@cache
+def _statm(pid: int) -> int:
+    """Open the file that says how much memory is mapped, once a process: this is done for every row."""
+    return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 class TemplateLimitError(DataError):
@@ -33,8 +41,7 @@ def bounded(what: str) -> Iterator[None]:
     with _LIMITS:
         in_main_thread = threading.current_thread() is threading.main_thread()
         old = resource.getrlimit(resource.RLIMIT_AS)
-        with open("/proc/self/statm", "rb") as statm:  # noqa: PTH123  # Path.open takes 1.5 times as long
-            mapped_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+        mapped_bytes = int(os.pread(_statm(os.getpid()), 64, 0).split()[0]) * resource.getpagesize()
         most = [limit for limit in (mapped_bytes + MAX_BYTES, *old) if limit != resource.RLIM_INFINITY]
         if in_main_thread:
             old_handler = signal.signal(signal.SIGVTALRM, stop)

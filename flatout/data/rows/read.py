@@ -57,10 +57,31 @@ MAX_ROW_BYTES, _MAX_JSON_BYTES = 64 << 20, 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row as read: column name -> value, unchanged."""
+    """One row as read: its columns, or a line of JSON that is parsed where they are asked for.
+
+    So lines go to other processes as they are, and are parsed there.
+    """
 
     origin: Origin
-    columns: dict[str, Any]
+    content: dict[str, Any] | str
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Column name -> value, unchanged. Raises DataError for a line that is not an object in JSON."""
+        if not isinstance(self.content, str):
+            return self.content
+        try:
+            value = parse_json(self.content)
+        except JSONSyntaxError as error:
+            raise DataError(f"{self.origin}:{error.column}: {error.what}") from None
+        return _object(self.origin, value)
+
+
+def _object(origin: Origin, value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    kind = "a list" if isinstance(value, list) else "null" if value is None else type(value).__name__
+    raise DataError(f"{origin}: the row is {kind}, not an object of columns")
 
 
 def raise_error(error: DataError) -> NoReturn:
@@ -191,11 +212,10 @@ def _whole_text(path: DataFile, file: BinaryIO, max_bytes: int) -> str:
 def _rows_of(path: DataFile, values: Iterable[tuple[int, Any]], bad_row: BadRow) -> Iterator[RawRow]:
     """Yield a row for each object; `values` are row numbers and JSON values."""
     for number, value in values:
-        if isinstance(value, dict):
-            yield RawRow(Origin(str(path), number), value)
-        else:
-            kind = "a list" if isinstance(value, list) else "null" if value is None else type(value).__name__
-            bad_row(DataError(f"{path}:{number}: the row is {kind}, not an object of columns"))
+        try:
+            yield RawRow(Origin(str(path), number), _object(Origin(str(path), number), value))
+        except DataError as error:
+            bad_row(error)
 
 
 def _parsed(path: DataFile, lines: Iterable[tuple[int, str]], bad_row: BadRow) -> Iterator[tuple[int, Any]]:
@@ -212,7 +232,10 @@ def _parsed(path: DataFile, lines: Iterable[tuple[int, str]], bad_row: BadRow) -
 
 
 def _read_jsonl(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
-    return _rows_of(path, _parsed(path, _lines(path, file, bad_row), bad_row), bad_row)
+    name = str(path)
+    for number, line in _lines(path, file, bad_row):
+        if line.strip(" \t\r\n"):
+            yield RawRow(Origin(name, number), line.rstrip("\r\n"))
 
 
 def _read_json(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:

@@ -83,10 +83,11 @@ class RowSource:
             return None
         return None if None in counts else sum(count or 0 for count in counts)
 
-    def rows(self, bad_row: BadRow = raise_error) -> Iterator[RawRow]:
+    def rows(self, bad_row: BadRow = raise_error, *, parse: bool = True) -> Iterator[RawRow]:
         """Yield every row in order, starting over at each call; `bad_row` gets the error of each row that has one.
 
-        Raises DataError for unreadable files and for a source without any row.
+        Without `parse`, lines of JSON are yielded as they are, and have their errors when `columns` is read. Raises
+        DataError for unreadable files and for a source without any row.
         """
         num_bad, first = 0, ""
 
@@ -97,8 +98,13 @@ class RowSource:
 
         empty = True
         for row in self.read(count_bad):
+            try:
+                found = RawRow(row.origin, row.columns) if parse else row
+            except DataError as error:
+                count_bad(error)
+                continue
             empty = False
-            yield row
+            yield found
         if empty:
             why = f"all {num_bad} rows are bad; the first: {first}" if num_bad else "all of its files are empty"
             raise DataError(f"{self.name}: no rows: {why}")

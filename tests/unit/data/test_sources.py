@@ -362,4 +362,4 @@ class TestHub:
 
 
 def test_raw_rows_are_plain_values() -> None:
-    assert RawRow.__slots__ == ("origin", "columns")
+    assert RawRow.__slots__ == ("origin", "content")
