@@ -6,12 +6,25 @@ import re
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from flatout.config.section import PathText, Section
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise ValueError(f"it contains the lone surrogate U+{code:04X}, half of a character; write it whole") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+"""Text that a tokenizer takes."""
 Format = Literal[
     "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "oasst", "segments", "text", "tokens", "xlam",
     "glaive", "gemini",
@@ -66,7 +79,7 @@ class SourceConfig(Section):
     """Maps your role names to flatout's, e.g. {Agent: assistant}."""
     keys: dict[str, KeyMeaning] = {}
     """Says what other keys of turns mean: train (true: loss), masked (true: no loss), ignored, e.g. {bad: masked}."""
-    system: str | None = None
+    system: Text | None = None
     """System prompt for conversations that have none."""
     weight: float = Field(default=1.0, gt=0, le=1e6)
     """Weight in the mix: 2.0 uses every row twice, 0.5 uses half of them (drawn with `data.seed`)."""
@@ -102,7 +115,7 @@ class DataConfig(Section):
     lost_reasoning: Literal["split", "mask", "train"] = "split"
     """Conversations whose template leaves out the reasoning of earlier answers. split: one sample for each question, as
     inference renders it; mask: such answers carry no loss; train: learn them without their reasoning."""
-    end_of_turn: Annotated[str, StringConstraints(min_length=1)] | None = None
+    end_of_turn: Annotated[Text, StringConstraints(min_length=1)] | None = None
     """What ends an answer, such as </s>, where the chat template writes nothing that does: it carries loss, and is put
     behind the last answer of a row. null: the template's own end, or the marker of the next turn; none: nothing."""
     special_tokens: Literal["keep", "text"] | None = None

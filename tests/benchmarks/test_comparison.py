@@ -91,7 +91,7 @@ def test_real_samples_keep_their_order_and_too_few_are_refused(work, tmp_path):
     taken = write_samples(tmp_path / "taken", peer("a"), model_dir, 2, source.folder)
     assert taken.num_samples == 64
     assert taken.token_ids.tolist() == source.token_ids[: taken.offsets[-1]].tolist()
-    assert taken.loss_mask.tolist() == source.loss_mask[: taken.offsets[-1]].tolist()
+    assert taken.loss_mask[:].tolist() == source.loss_mask[: taken.offsets[-1]].tolist()
     with pytest.raises(UsageError, match="128 samples, the steps need 160"):
         write_samples(tmp_path / "more", peer("a"), model_dir, 5, source.folder)
 

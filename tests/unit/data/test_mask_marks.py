@@ -57,7 +57,11 @@ def test_equals_transformers_assistant_mask(name: str, chat: str, shared: Path, 
         assert theirs["assistant_masks"] == ours.loss_mask.astype(int).tolist()
     else:  # a token reached over the edge of a range: ours is cut there, theirs trains or skips the whole token
         tokenizer = template.tokenizer
-        assert tokenizer.decode(theirs["input_ids"]) == tokenizer.decode(ours.token_ids)
+        text = tokenizer.decode(ours.token_ids)
+        if (name, chat) == ("deepseekv3", "think"):  # it cuts an answer's reasoning off, which is trained all the same
+            assert "<think>\nyes\n</think>\n\nc" in text
+            text = text.replace("<think>\nyes\n</think>", "")
+        assert tokenizer.decode(theirs["input_ids"]) == text
         assert len(theirs["input_ids"]) < len(ours.token_ids)
 
 

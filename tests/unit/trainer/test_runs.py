@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flatout.config.data import SourceConfig
+from flatout.data.build import open_or_build
 from flatout.errors import CheckpointError, DataError, NumericError, ResourceError, UsageError
 from flatout.io.file_lock import RunLock
 from flatout.optim.lr_schedule import lr_factor
@@ -387,14 +389,25 @@ def test_a_tokenizer_larger_than_the_model_is_told_before_loading(tiny: Any, tmp
         train(config)
 
 
-def test_training_rows_in_the_evaluation_set_are_told(tiny: Any, tmp_path: Path) -> None:
+def test_training_rows_in_an_evaluation_set_are_told(tiny: Any, tmp_path: Path) -> None:
     rows = tiny.chats.read_text().splitlines(keepends=True)[:40]
     (tmp_path / "twice.jsonl").write_text("".join(rows * 2))
-    data = {"root": str(tmp_path / "data"), "sources": [{"path": str(tmp_path / "twice.jsonl")}]}
-    train(tiny.config(tmp_path / "run", data=data, eval={"fraction": 0.25}, batch={"max_steps": 1}))
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    (event,) = (event for event in events if event["kind"] == "overlap")
-    assert 0 < event["eval_samples_also_trained_on"] <= 20
+    (tmp_path / "some.jsonl").write_text("".join(rows[:20]))
+    config = tiny.config(tmp_path / "any")
+    for name in ("twice", "some"):
+        source = SourceConfig(path=str(tmp_path / f"{name}.jsonl"))
+        changes = {"name": name, "root": tmp_path / "data", "sources": [source]}
+        open_or_build(config.data.model_copy(update=changes), config.model.name)
+
+    def overlaps(name: str, evaluation: dict[str, Any]) -> list[int]:
+        data = {"name": "twice", "root": str(tmp_path / "data"), "sources": []}
+        train(tiny.config(tmp_path / name, data=data, eval=evaluation, batch={"max_steps": 1}))
+        events = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
+        return [event["eval_samples_also_trained_on"] for event in events if event["kind"] == "overlap"]
+
+    assert overlaps("other", {"data": "some"}) == [20]
+    # equal rows are on one side of the split
+    assert overlaps("held-out", {"fraction": 0.25}) == []
 
 
 def test_no_copy_of_an_evaluation_row_is_trained_on(tiny: Any, tmp_path: Path) -> None:
