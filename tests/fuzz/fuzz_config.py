@@ -129,8 +129,9 @@ def _may_be(value: Any, field: Schema, schema: Schema) -> bool:
     if "anyOf" in field:
         return any(_may_be(value, part, schema) for part in field["anyOf"])
     if "enum" in field or "const" in field:
-        # YAML reads a bare `off` as false
-        return value in field.get("enum", [field.get("const")]) or (value is False and "off" in field.get("enum", ()))
+        # YAML reads a bare `off` as false, and `on` as true
+        names = field.get("enum", [field.get("const")])
+        return value in names or (value is False and "off" in names) or (value is True and "on" in names)
     match field.get("type"):
         case "null":
             return value is None

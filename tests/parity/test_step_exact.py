@@ -250,7 +250,13 @@ def test_cutting_a_sample_changes_no_loss_of_what_is_kept(tiny: Any, tmp_path: P
     """Built at 500 and at 60 tokens: every kept label token has the same loss, to the bit of the arithmetic."""
     model = {"name": str(tiny.model_dir), "precision": "fp64"}
     whole, planned = make_run(tiny.config(tmp_path, model=model), tmp_path)
-    short_data = {"name": "short", "root": str(tmp_path / "data"), "max_tokens": 60, "on_bad_row": "skip"}
+    short_data = {
+        "name": "short",
+        "root": str(tmp_path / "data"),
+        "max_tokens": 60,
+        "too_long": "truncate",
+        "on_bad_row": "skip",
+    }
     short = plan_run(tiny.config(tmp_path, model=model, data=short_data), Reporter(), Rank())
     whole.model.eval()
     num_cut = 0

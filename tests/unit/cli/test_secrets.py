@@ -11,7 +11,7 @@ from flatout.cli.main import main
 from flatout.io.redact import redacted
 from tests.conftest import Tiny
 
-ADDRESS = "https://anna:hunter2@data.example/rows?token=s3same&part=1.jsonl"
+ADDRESS = "https:/anna:hunter2@data.example/rows?token=s3same&part=1.jsonl"
 SECRETS = ("hunter2", "s3same")
 
 
