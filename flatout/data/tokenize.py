@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from flatout.data.conversation import Conversation, PlainText, Sample, is_empty
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
-from flatout.data.loss_mask.describe import unknown_marker
 from flatout.data.loss_mask.mask import MaskedText, Masker, complement
+from flatout.data.loss_mask.probes import unknown_marker
 from flatout.data.loss_mask.questions import Policy, masked_samples
 from flatout.data.markup import noticed
 from flatout.data.templates.description import Problem, TemplateDescription

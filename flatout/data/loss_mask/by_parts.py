@@ -15,7 +15,7 @@ from flatout.data.loss_mask.turns import Rendering, TurnFinder, UnprovenMaskErro
 Span = tuple[int, int]
 
 
-class Runs:
+class PartRuns:
     """The parts of one row, (turn, start, end) ascending, as runs of the same turn; -1 is no turn's."""
 
     def __init__(self, parts: Sequence[tuple[int, int, int]], length: int) -> None:
@@ -49,7 +49,7 @@ class Runs:
         ]
 
 
-def span_by_parts(finder: TurnFinder, rendering: Rendering, turn: int, runs: Runs, stops: Sequence[str]) -> Span:
+def span_by_parts(finder: TurnFinder, rendering: Rendering, turn: int, runs: PartRuns, stops: Sequence[str]) -> Span:
     """Return the range of an answer with its stop. Raises UnprovenMaskError."""
     text = rendering.text
     _, _, own_end, after = runs.around(turn)
@@ -69,7 +69,7 @@ def span_by_parts(finder: TurnFinder, rendering: Rendering, turn: int, runs: Run
     return start, end
 
 
-def _start(finder: TurnFinder, text: str, shown: str, runs: Runs, turn: int) -> int | None:
+def _start(finder: TurnFinder, text: str, shown: str, runs: PartRuns, turn: int) -> int | None:
     """Return where a turn departs from what inference shows before it, if that is behind the part before the turn."""
     before, own_start, _, _ = runs.around(turn)
     anchor = text[slice(*runs.part_before(turn))]
@@ -82,7 +82,7 @@ def _start(finder: TurnFinder, text: str, shown: str, runs: Runs, turn: int) -> 
     return start if start > before or is_bare or shown.endswith(anchor) else None
 
 
-def require_stop(text: str, runs: Runs, turn: int, stops: Sequence[str]) -> None:
+def require_stop(text: str, runs: PartRuns, turn: int, stops: Sequence[str]) -> None:
     """Raise UnprovenMaskError if a turn goes on behind another's part inside it, and nothing ends it there."""
     _, _, own_end, after = runs.around(turn)
     if runs.foreign(turn) and _end(text, own_end, after, stops or ("",)) is None:
@@ -92,7 +92,7 @@ def require_stop(text: str, runs: Runs, turn: int, stops: Sequence[str]) -> None
         )
 
 
-def without_foreign(text: str, span: Span, runs: Runs, turn: int, stops: Sequence[str]) -> list[Span]:
+def without_foreign(text: str, span: Span, runs: PartRuns, turn: int, stops: Sequence[str]) -> list[Span]:
     """Return a turn's range without what the template writes of other turns inside it. Raises UnprovenMaskError.
 
     The stop that precedes the other turn's part belongs to the range: there the model stops, and the tool answers.

@@ -12,9 +12,9 @@ from itertools import chain
 from typing import Any, Literal
 
 from flatout.data.conversation import Conversation, Message, Origin
-from flatout.data.loss_mask.by_parts import Runs, require_stop, span_by_parts, without_foreign
-from flatout.data.loss_mask.describe import ANSWER, ASK, NEXT, TOOLS, Stops, describe, empty_reasoning, find_stops
+from flatout.data.loss_mask.by_parts import PartRuns, require_stop, span_by_parts, without_foreign
 from flatout.data.loss_mask.parts import Part, PartFinder, PartSpans, marked_spans, with_visible_marks
+from flatout.data.loss_mask.probes import ANSWER, ASK, NEXT, TOOLS, Stops, describe, empty_reasoning, find_stops
 from flatout.data.loss_mask.turns import PROBES, Rendering, TurnFinder, UnprovenMaskError
 from flatout.data.templates.description import TemplateDescription
 from flatout.data.templates.forms import RawMessage
@@ -126,7 +126,7 @@ class Masker:
             layout = self._parts.find(rendering)
             lost = self._parts.lost(rendering) if layout is None else layout.lost
             lost_reasoning = _check_lost(self.template, conversation, lost)
-            runs = Runs(layout.spans if layout else (), len(text))
+            runs = PartRuns(layout.spans if layout else (), len(text))
             spans = self._spans(rendering, layout, runs, messages, since)
             if self.stops.widens:
                 text, spans = self._with_stops(text, spans, messages)
@@ -170,7 +170,7 @@ class Masker:
             ) from error
 
     def _spans(
-        self, rendering: Rendering, layout: PartSpans | None, runs: Runs, messages: Sequence[Message], since: int
+        self, rendering: Rendering, layout: PartSpans | None, runs: PartRuns, messages: Sequence[Message], since: int
     ) -> tuple[Span, ...]:
         """Return the ranges with loss. Turns are located only if generation marks do not already give the ranges."""
         if since and (self.loss_type == "all" or self._marked_source is not None):
@@ -217,7 +217,7 @@ class Masker:
     def _without_silent(
         self,
         rendering: Rendering,
-        runs: Runs,
+        runs: PartRuns,
         messages: Sequence[Message],
         spans: Sequence[Span],
         length: int,
@@ -241,7 +241,7 @@ class Masker:
         both = ((max(a, c), min(b, d)) for a, b in spans for c, d in carrying)
         return tuple((start, end) for start, end in both if start < end)
 
-    def _turn_spans(self, rendering: Rendering, runs: Runs, turns: Sequence[int]) -> list[Span]:
+    def _turn_spans(self, rendering: Rendering, runs: PartRuns, turns: Sequence[int]) -> list[Span]:
         text = rendering.text
         spans = list[Span]()
         for turn in turns:
@@ -261,7 +261,7 @@ class Masker:
             spans += without_foreign(text, (start - edges[0], end + edges[1]), runs, turn, self.stops.texts)
         return spans
 
-    def _is_unlike(self, rendering: Rendering, runs: Runs, turn: int) -> bool:
+    def _is_unlike(self, rendering: Rendering, runs: PartRuns, turn: int) -> bool:
         """Return whether an answer follows other text than inference shows; told once for the text around a turn."""
         text, messages = rendering.text, rendering.messages
         if turn not in runs:
@@ -277,7 +277,7 @@ class Masker:
             self._unlike[key] = found
         return found
 
-    def _proved(self, rendering: Rendering, turn: int, runs: Runs) -> Span:
+    def _proved(self, rendering: Rendering, turn: int, runs: PartRuns) -> Span:
         try:
             return self._turns.span(rendering, turn)
         except UnprovenMaskError:
