@@ -13,12 +13,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
+from local_server import local_server
 
 USER, TOKEN, READ_TOKEN = "someone", "hf_stand_in_write_token", "hf_stand_in_read_token"
 
@@ -217,14 +218,11 @@ class _Handler(BaseHTTPRequestHandler):
 def hub_stand_in() -> Iterator[Hub]:
     """A hub that lives within the block."""
     hub = Hub()
-    with ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub})) as server:
-        hub.address = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with local_server(_Handler, hub=hub) as hub.address:
         try:
             yield hub
         finally:
             hub.released.set()
-            server.shutdown()
 
 
 @contextmanager

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from local_server import local_server
 
 COMMIT = "c0ffee00" * 5
 DATE, ISO_DATE = "Wed, 01 Jan 2025 00:00:00 GMT", "2025-01-01T00:00:00.000Z"
@@ -137,10 +138,5 @@ def _item(key: str, data: bytes) -> dict[str, Any]:
 def store_stand_in() -> Iterator[Files]:
     """A server that lives within the block."""
     files = Files()
-    with ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"files": files})) as server:
-        files.address = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield files
-        finally:
-            server.shutdown()
+    with local_server(_Handler, files=files) as files.address:
+        yield files

@@ -9,12 +9,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hub_stand_in import Hub, Repo, hub_of_this_process
+from local_server import local_server
 
 from flatout.cli.main import main
 from flatout.config.schema import ModelConfig
@@ -42,10 +43,8 @@ def hub(kind: str) -> Iterator[tuple[str, list[socket.socket]]]:
     """Address of a hub that is `silent` (it accepts and says nothing), `gone` or `refusing`; and its connections."""
     connections: list[socket.socket] = []
     if kind == "refusing":
-        with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            yield f"http://127.0.0.1:{server.server_port}", connections
-            server.shutdown()
+        with local_server(Refusing) as address:
+            yield address, connections
         return
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"

@@ -97,13 +97,17 @@ def test_full_training_on_text_leaves_a_vision_tower_alone(
         assert torch.equal(tensor, after[name]) == is_seeing, name
 
 
-def test_adapters_that_text_does_not_reach_do_not_decay(seeing: Path, tiny: Any, tmp_path: Path) -> None:
-    """All adapters lie in one flat tensor, which decays as a whole."""
+def adapters_without_and_with_decay(model: Path, tiny: Any, tmp_path: Path) -> list[dict[str, torch.Tensor]]:
     finals = []
     for name, decay in (("without", 0.0), ("with", 0.5)):
-        config = run_on(seeing, tiny, tmp_path / name, f"optim.weight_decay={decay}")
+        config = run_on(model, tiny, tmp_path / name, f"optim.weight_decay={decay}")
         finals.append(load_file(config.folder / "final" / "adapter_model.safetensors"))
-    without, with_decay = finals
+    return finals
+
+
+def test_adapters_that_text_does_not_reach_do_not_decay(seeing: Path, tiny: Any, tmp_path: Path) -> None:
+    """All adapters lie in one flat tensor, which decays as a whole."""
+    without, with_decay = adapters_without_and_with_decay(seeing, tiny, tmp_path)
     for name, tensor in without.items():
         if "lora_A" in name:
             assert "vision" not in name
@@ -140,11 +144,7 @@ def test_what_no_gradient_reaches_stays_as_it_is(
 
 
 def test_adapters_that_no_gradient_reaches_stay_as_they_are(indexed: Path, tiny: Any, tmp_path: Path) -> None:
-    finals = []
-    for name, decay in (("without", 0.0), ("with", 0.5)):
-        config = run_on(indexed, tiny, tmp_path / name, f"optim.weight_decay={decay}")
-        finals.append(load_file(config.folder / "final" / "adapter_model.safetensors"))
-    without, with_decay = finals
+    without, with_decay = adapters_without_and_with_decay(indexed, tiny, tmp_path)
     same = {name for name, tensor in without.items() if torch.equal(tensor, with_decay[name])}
     assert same == {name for name in without if "indexer" in name}
     assert same

@@ -1,0 +1,20 @@
+"""A web server on this machine's loopback, for the stand-ins of services."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@contextmanager
+def local_server(handler: type[BaseHTTPRequestHandler], **attributes: Any) -> Iterator[str]:
+    """Serve within the block, by a handler class with these attributes; gives the address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (handler,), attributes)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
