@@ -315,7 +315,9 @@ def page(results, families):
         "",
         f"{len(results)} public chat templates of {len(by_family)} families, {len(KINDS)} kinds of conversations. "
         "`benchmarks/template_table.py` renders each with plain `apply_chat_template`, and compares text, the place of "
-        "every answer and its end with what flatout stores. It works on any folder of templates.",
+        "every answer and its end with what flatout stores. It works on any folder of templates:",
+        "",
+        "    python benchmarks/template_table.py FOLDER --tokenizer TOKENIZER --manifest MANIFEST --docs PAGE",
         "",
         "| verdict | cells | meaning |",
         "|---|---:|---|",
