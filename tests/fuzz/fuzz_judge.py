@@ -29,6 +29,7 @@ class Case:
 
     `must` says what the command has to do; a refusal's message has to hold one of the words of `about`. `keeps` are
     paths below the folder whose content may never change. `done` looks at a success and returns a complaint or None.
+    `refused` does the same for a refusal, by what was told.
     `disk_bytes` is the longest file that the command may write (a full disk). Cases are `drawn` where they are too many
     to run them all each time. `quotes` lets a refusal name the error of the user's own code.
     """
@@ -41,6 +42,7 @@ class Case:
     env: Mapping[str, str] = field(default_factory=dict)
     keeps: tuple[str, ...] = ()
     done: Callable[[Path, str], str | None] | None = None
+    refused: Callable[[Path, str], str | None] | None = None
     disk_bytes: int | None = None
     drawn: bool = False
     quotes: bool = False
@@ -90,12 +92,19 @@ def _unclear(case: Case, err: str) -> str | None:
         return "no message"
     if len(re.findall(r"^(?:error|flatout[ \w]*: error): ", err, re.MULTILINE)) != 1:
         return f"not exactly one error: {err[-300:]!r}"
-    if not case.quotes and (found := _RAW.search(message)):
+    if complaint := unclear(message, quotes=case.quotes):
+        return complaint
+    if case.about and not any(word in message for word in case.about):
+        return f"names none of {', '.join(case.about)}: {message[:300]}"
+    return None
+
+
+def unclear(message: str, *, quotes: bool = False) -> str | None:
+    """Return why a message is none that a user can act on; None if it may be one."""
+    if not quotes and (found := _RAW.search(message)):
         return f"raw text {found.group()!r}: {message[:300]}"
     if longest := next((line for line in message.splitlines() if len(line) > LONGEST_LINE), None):
         return f"a line of {len(longest):,} characters: {longest[:200]}"
-    if case.about and not any(word in message for word in case.about):
-        return f"names none of {', '.join(case.about)}: {message[:300]}"
     return None
 
 

@@ -161,6 +161,8 @@ def _run(case: Case, folder: Path, log: int) -> Outcome:
     complaint = next((f"{name} was changed" for name, was in kept.items() if _digest(folder / name) != was), None)
     if complaint is None and code == 0 and case.done is not None:
         complaint = case.done(folder, printed)
+    if complaint is None and code not in (0, None) and case.refused is not None:
+        complaint = case.refused(folder, told)
     of_others = os.pread(log, 1 << 20, before).decode("utf-8", "replace")
     return Outcome(code, printed, told + of_others, raised, complaint)
 

@@ -18,6 +18,7 @@ import fuzz_config
 import fuzz_folders
 import fuzz_models
 import fuzz_rows
+import fuzz_templates
 import pytest
 from fuzz_judge import Case, Outcome, fault, kind_of
 from fuzz_runner import failures
@@ -35,6 +36,7 @@ KINDS = {
     "run": (fuzz_folders.run_cases, 4),
     "environment": (fuzz_folders.environment_cases, 20),
     "rows": (fuzz_rows.cases, 70),
+    "templates": (fuzz_templates.cases, 40),
     "commands": (fuzz_commands.cases, 0),
     "disk": (fuzz_commands.disk_cases, 0),
 }

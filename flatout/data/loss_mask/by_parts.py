@@ -35,10 +35,16 @@ class PartRuns:
         first, last = self._of[turn][0], self._of[turn][-1]
         return self._lasts[first], self._firsts[first], self._lasts[last + 1], self._firsts[last + 1]
 
-    def part_before(self, turn: int) -> Span:
-        """Return the run before a turn's first part; (0, 0) if it is the first."""
-        index = self._of[turn][0]
-        return (self._firsts[index - 1], self._lasts[index]) if index else (0, 0)
+    def between(self, earlier: int, turn: int) -> tuple[Span, list[Span]]:
+        """Return an earlier turn's last run, and what no part covers from there to a turn.
+
+        Where no earlier turn is asked for (it is the turn itself), it is the run before the turn; (0, 0) if there is
+        none.
+        """
+        last = self._of[turn][0]
+        first = self._of[earlier][-1] if earlier < turn else last - 1
+        gaps = [(self._lasts[run + 1], self._firsts[run + 1]) for run in range(first, last)]
+        return ((self._firsts[first], self._lasts[first + 1]) if first >= 0 else (0, 0)), gaps
 
     def foreign(self, turn: int) -> list[tuple[int, int, int]]:
         """Return the runs of other turns inside a turn: (its part before ends, theirs starts, its next starts)."""
@@ -72,7 +78,7 @@ def span_by_parts(finder: TurnFinder, rendering: Rendering, turn: int, runs: Par
 def _start(finder: TurnFinder, text: str, shown: str, runs: PartRuns, turn: int) -> int | None:
     """Return where a turn departs from what inference shows before it, if that is behind the part before the turn."""
     before, own_start, _, _ = runs.around(turn)
-    anchor = text[slice(*runs.part_before(turn))]
+    anchor = text[slice(*runs.between(turn, turn)[0])]
     start = finder.shared_whole(text, shown)
     if not before <= start <= own_start:  # earlier turns are rewritten: compare behind the last part before
         if anchor not in shown:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,7 +68,7 @@ class Masker:
         self._edges: dict[tuple[str, str, str], tuple[int, int]] = {}
         self._rewrites: dict[bool, bool] = {}
         # whether an answer follows other text than inference shows, by the text before it
-        self._unlike: dict[tuple[str, str, bool], bool] = {}
+        self._unlike: dict[tuple[str | bool, ...], bool] = {}
         self.stops = Stops()  # while the template's own end is looked for
         self.stops = find_stops(template, self._probe, end_of_turn)
 
@@ -97,21 +97,22 @@ class Masker:
         """
         if tools not in self._rewrites:
             first = (ASK, ANSWER)
-            alone, whole = (self._follows_inference(turns, tools) for turns in (first, (*first, NEXT, ANSWER)))
-            self._rewrites[tools] = alone and not whole
+            alone, whole = (self._like_inference(turns, tools) for turns in (first, (*first, NEXT, ANSWER)))
+            self._rewrites[tools] = any(was and not still for was, still in zip(alone, whole, strict=True))
         return self._rewrites[tools]
 
-    def _follows_inference(self, turns: Sequence[Message], tools: bool) -> bool:
+    def _like_inference(self, turns: Sequence[Message], tools: bool) -> tuple[bool, bool]:
+        """Return whether the first answer stands behind what inference shows, and whether it ends with a stop."""
         given = TOOLS if tools else ()
         try:
             text, spans = self._probe(turns, given)
             prompt = self.template.render(self.template.raw_messages(turns[:1]), given, generation_prompt=True)
         except (DataError, *RENDER_ERRORS):
-            return False
+            return False, False
         start, end = next(iter(spans), (0, 0))
-        is_ended = text[start:end].endswith(self.stops.texts) if self.stops.texts else True
-        begins = start == len(prompt) or self._marked_source is not None
-        return text.startswith(prompt) and begins and is_ended
+        empty = self._empty_reasoning and self._empty_reasoning.match(text, len(prompt), start)
+        begins = start in (len(prompt), empty and empty.end()) or self._marked_source is not None
+        return text.startswith(prompt) and begins, text[start:end].endswith(self.stops.texts or "")
 
     def mask(self, conversation: Conversation, since: int = 0) -> MaskedText:
         """Render and mask one conversation; turns before messages[since] carry no loss.
@@ -128,8 +129,9 @@ class Masker:
             lost_reasoning = _check_lost(self.template, conversation, lost)
             runs = PartRuns(layout.spans if layout else (), len(text))
             spans = self._spans(rendering, layout, runs, messages, since)
-            if self.stops.widens:
-                text, spans = self._with_stops(text, spans, messages)
+            typed = self._typed(rendering, layout)
+            if self.stops.widens and spans:
+                text, spans = self._with_stops(text, spans, messages, typed)
             if any(message.silent for message in messages):
                 spans = self._without_silent(rendering, runs, messages, spans, len(text))
             if self._empty_reasoning is not None:
@@ -137,15 +139,8 @@ class Masker:
                 spans = tuple((empty.end() if empty else start, end) for start, end, empty in found)
             if layout is not None and self._marked_source is None and self.loss_type == "response_only":
                 _check_learnt(messages[since:], [(k - since, a, b) for k, a, b in layout.spans if k >= since], spans)
-            typed: tuple[Span, ...] = ()  # control tokens that are part of the data: all those inside a part
-            if self._control is not None and self._control.search(text):
-                parts = [(start, end) for _, start, end in layout.spans] if layout else []
-                typed = tuple(found.span() for part in parts for found in self._control.finditer(text, *part))
-                data = "" if layout else json.dumps([raw, conversation.tools], ensure_ascii=False)
-                if control := self._control.search(data):
-                    raise UnprovenMaskError(
-                        f"the data contains {control[0]!r}, which acts on the text around it; remove it"
-                    )
+            if self.stops.texts and self.loss_type == "response_only":
+                self._check_ended(text, messages, layout.spans if layout else (), runs, spans)
         except UnprovenMaskError as error:
             raise DataError(f"{conversation.origin}: chat template {self.template.name!r}: {error}") from error
         flat = [position for span in spans for position in span]
@@ -153,6 +148,19 @@ class Masker:
             raise DataError(f"{conversation.origin}: turns overlap in the rendered text; use a different template")
         answers = (k for k, m in enumerate(messages) if k >= since and m.role == "assistant" and m.train is not False)
         return MaskedText(text, spans, typed, lost_reasoning, sum(self._is_unlike(rendering, runs, k) for k in answers))
+
+    def _typed(self, rendering: Rendering, layout: PartSpans | None) -> tuple[Span, ...]:
+        """Return the control tokens that are part of the data: all those inside a part.
+
+        Raises UnprovenMaskError if there are some, and the places of the parts are not known.
+        """
+        if self._control is None or not self._control.search(rendering.text):
+            return ()
+        data = "" if layout else json.dumps([rendering.messages, rendering.tools], ensure_ascii=False)
+        if control := self._control.search(data):
+            raise UnprovenMaskError(f"the data contains {control[0]!r}, which acts on the text around it; remove it")
+        parts = [(start, end) for _, start, end in layout.spans] if layout else []
+        return tuple(found.span() for part in parts for found in self._control.finditer(rendering.text, *part))
 
     def _render(self, origin: Origin, raw: Sequence[RawMessage], tools: Sequence[Mapping[str, Any]]) -> str:
         try:
@@ -200,19 +208,66 @@ class Masker:
         return tuple(chain.from_iterable(found))
 
     def _with_stops(
-        self, text: str, spans: Sequence[Span], messages: Sequence[Message]
+        self, text: str, spans: Sequence[Span], messages: Sequence[Message], typed: Sequence[Span]
     ) -> tuple[str, tuple[Span, ...]]:
-        """Let ranges that end without a stop take in the one that follows; an answer that ends a row gets one."""
-        last, is_trained = messages[-1], bool(spans) and spans[-1][1] >= len(text.rstrip())
-        if last.role == "assistant" and is_trained and not text.rstrip().endswith(self.stops.texts):
+        """Let ranges that end without a stop take in the one that follows; an answer that ends a row gets one.
+
+        A stop that is `typed` in the data is text, and ends nothing.
+        """
+        last, length, ends = messages[-1], len(text.rstrip()), {end for _, end in typed}
+        is_ended = text[:length].endswith(self.stops.texts) and length not in ends
+        if last.role == "assistant" and spans[-1][1] >= length and not is_ended:
             text += self.stops.after_call if last.tool_calls else self.stops.after_text
         widened = []
         for (start, end), (after, _) in zip(spans, [*spans[1:], (len(text), 0)], strict=True):
             behind = len(text) - len(text[end:].lstrip())
             found = next((stop for stop in self.stops.texts if text.startswith(stop, behind)), "")
-            is_ended = text[start:end].endswith(self.stops.texts) or behind + len(found) > after
-            widened.append((start, behind + len(found) if found and not is_ended else end))
+            is_ended = text[start:end].endswith(self.stops.texts) and end not in ends
+            takes = found and not is_ended and behind + len(found) <= after
+            widened.append((start, behind + len(found) if takes else end))
         return text, tuple(widened)
+
+    def _check_ended(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        parts: Sequence[tuple[int, int, int]],
+        runs: PartRuns,
+        spans: Sequence[Span],
+    ) -> None:
+        """Raise UnprovenMaskError if an answer with loss would be learnt without what stops it, or has it inside, too.
+
+        An answer that goes on in the next message needs none.
+        """
+        ends, stops = [end for _, end in spans], self.stops.texts
+        own = {turn: runs.around(turn)[2] for turn, m in enumerate(messages) if m.role == "assistant" and turn in runs}
+        found = []
+        for turn, own_end in own.items():
+            goes_on = turn + 1 < len(messages) and messages[turn + 1].role == "assistant"
+            span = bisect_left(ends, own_end)
+            if not goes_on and span < len(spans) and spans[span][0] < own_end:
+                found.append((f"messages[{turn}] (assistant)", spans[span][0], own_end, ends[span]))
+        if not own and self._marked_source is None:
+            longest = max(map(len, stops))
+            found = [("an answer", end, max(start, end - longest), end) for start, end in spans]
+        for where, start, own_end, end in found:
+            behind, inside = text[own_end:end], text[start:own_end]
+            # earlier answers may have an end of their own
+            if not any(map(behind.count, stops)) and not self._turns.has_marker(behind, stops):
+                raise UnprovenMaskError(
+                    f"{where}: nothing ends it where other messages follow, so a model would not learn to stop; use "
+                    "data.lost_reasoning: split, or another template (data.template)"
+                )
+            if not any(map(inside.count, stops)):
+                continue
+            for _, first, last in reversed(parts):
+                if start <= first and last <= own_end:
+                    inside = f"{inside[: first - start]}\0{inside[last - start :]}"
+            if stop := next((stop for stop in stops if stop in inside), None):
+                raise UnprovenMaskError(
+                    f"{where}: {stop!r}, which stops an answer, stands inside it; use a template that writes an answer "
+                    "as one turn (data.template)"
+                )
 
     def _without_silent(
         self,
@@ -262,16 +317,17 @@ class Masker:
         return spans
 
     def _is_unlike(self, rendering: Rendering, runs: PartRuns, turn: int) -> bool:
-        """Return whether an answer follows other text than inference shows; told once for the text around a turn."""
+        """Return whether an answer follows other text than inference shows; told once for the text before a turn."""
         text, messages = rendering.text, rendering.messages
         if turn not in runs:
             shown = rendering.attempt(messages[:turn], prompt=True)
             return shown is not None and not text.startswith(shown)
-        before, start, _, _ = runs.around(turn)
-        key = (messages[turn - 1]["role"] if turn else "", text[before:start], turn == len(messages) - 1)
+        asked = max((k for k in range(turn) if messages[k]["role"] == "user" and k in runs), default=turn)
+        (first, begin), gaps = runs.between(asked, turn)
+        key = (*(m["role"] for m in messages[asked:turn]), *(text[a:b] for a, b in gaps), turn == len(messages) - 1)
         if (found := self._unlike.get(key)) is None:
-            shown, anchor = rendering.attempt(messages[:turn], prompt=True), text[slice(*runs.part_before(turn))]
-            found = shown is not None and not text.startswith(shown.rpartition(anchor)[2] if anchor else shown, before)
+            shown, anchor = rendering.attempt(messages[:turn], prompt=True), text[first:begin]
+            found = shown is not None and not text.startswith(shown.rpartition(anchor)[2] if anchor else shown, begin)
             if len(self._unlike) >= _MAX_EDGES:
                 self._unlike.clear()
             self._unlike[key] = found

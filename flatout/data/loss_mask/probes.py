@@ -55,6 +55,11 @@ def find_stops(template: ChatTemplate, mask: Mask, told: str | None) -> Stops:
     markup = markup_pattern(template.tokenizer)
     last = _end(mask, [ASK, ANSWER], PROBES[0])
     own = last or _end(mask, [ASK, ANSWER, NEXT], PROBES[0]) or _marker(template, [ASK, ANSWER], PROBES[0])
+    marker = _marker(template, [ASK, ANSWER, NEXT], PROBES[0])
+    # an end that only the last answer lacks: the next turn's marker would open the first, and end no question
+    opened, _, asked = (_render(template, [ASK]) or "").partition(QUESTION)
+    if not own and (marker not in opened or marker in asked):
+        own = marker
     if told not in (None, "none") and told not in own:
         if own:
             raise DataError(
@@ -62,37 +67,37 @@ def find_stops(template: ChatTemplate, mask: Mask, told: str | None) -> Stops:
                 "the setting, or choose another template"
             )
         return Stops(told, told, True, "setting")
+    between = "".join((_render(template, [ASK, CALLS], TOOLS) or "").split(PROBES[1])[1:-1])
+    tokens = {token.content: token.special for token in template.tokenizer.added_tokens_decoder.values()}
     if own:
         found = markup.match(own)
         after_text = found[0] if found else own
         # a template may write calls, and leave out the tools
         call = _end(mask, [ASK, CALL], PROBES[1], TOOLS) or _end(mask, [ASK, CALL], PROBES[1])
-        # a call is closed by tags of its own, and stopped by the last of them that does not stand between two calls
-        tags = [found[0] for found in markup.finditer(call)][-1:]
-        between = (_render(template, [ASK, CALLS], TOOLS) or "").split(PROBES[1])[1:-1]
-        is_cut = bool(tags and any(tags[0] in text for text in between))
+        # a call is closed by tags of its own, and stopped by the last of them, unless that stands between two calls, or
+        # is no token
+        tags = [tag[0] for tag in markup.finditer(call) if tag[0] in (*tokens, after_text) or tag[0][1] != "/"][-1:]
+        is_cut = bool(call) and (not tags or tags[0] in between)
         if is_cut:
             tags = [_marker(template, [ASK, CALL], PROBES[1] + call)]
         after_call = (*filter(None, tags), after_text)[0]
         return Stops(after_text, after_call, not last or is_cut, "template")
-    after_text = "" if told == "none" else _marker(template, [ASK, ANSWER, NEXT], PROBES[0])
-    if not after_text:
+    if told == "none" or not marker:
         return Stops()
-    closed = (_render(template, [ASK, CALL], TOOLS) or "").partition(PROBES[1])[2]
+    closed = (_render(template, [ASK, CALL], TOOLS) or "").partition(PROBES[1])[2].rstrip()
     after_call = _marker(template, [ASK, CALL, RESULT, ANSWER], PROBES[1] + closed)
     # where the result follows inside of the turn, a token of its own closes the call
-    tags = [found[0] for found in markup.finditer(closed) if found[0] in template.tokenizer.all_special_tokens][-1:]
-    closing = [tag for tag in tags if closed.rstrip().endswith(tag)]
-    return Stops(after_text, (*filter(None, [after_call]), *closing, after_text)[0], True, "next turn")
+    closing = [tag for tag, special in tokens.items() if special and closed.endswith(tag) and tag not in between]
+    return Stops(marker, (*filter(None, [after_call]), *closing, marker)[0], True, "next turn")
 
 
 def _end(mask: Mask, turns: Sequence[Message], probe: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return what carries loss behind the probe of the first answer, without white space around it."""
+    """Return what carries loss behind the probe of an answer, without white space around it."""
     try:
         text, spans = mask(turns, tools)
     except DataError:
         return ""
-    begin = end = text.find(probe) + len(probe)
+    begin = end = text.rfind(probe) + len(probe)
     for start, stop in spans:  # generation marks may stand around each part of an answer
         if start <= end <= stop:
             end = stop
@@ -103,7 +108,7 @@ def _marker(template: ChatTemplate, turns: Sequence[Message], behind: str) -> st
     """Return the token that stands behind a text, if the tokenizer has it: a text of several tokens stops nothing."""
     text = _render(template, turns, TOOLS if CALL in turns else ()) or ""
     known = {token.content for token in template.tokenizer.added_tokens_decoder.values()}
-    found = markup_pattern(template.tokenizer).match(text.partition(behind)[2].lstrip())
+    found = markup_pattern(template.tokenizer).match(text.rpartition(behind)[2].lstrip()) if behind in text else None
     return found[0] if found and found[0] in known else ""
 
 

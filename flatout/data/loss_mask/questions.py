@@ -7,7 +7,7 @@ that ends before the next question is rendered in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
@@ -24,26 +24,37 @@ def masked_samples(masker: Masker, conversation: Conversation, policy: Policy) -
 
     Raises DataError, see Masker.mask.
     """
-    asks, lost_turns = _asks(conversation), set[int]()
+    asks, lost_turns, roles = _asks(conversation), set[int](), [m.role for m in conversation.messages]
+    if len(asks) > 1 and masker.rewrites_earlier(bool(conversation.tools)):
+        lost_turns = {k for k in range(asks[-1]) if roles[k] == "assistant"}
     try:
-        whole = masker.mask(conversation)
+        whole = masker.mask(_silent(conversation, lost_turns) if policy == "mask" else conversation)
     except DataError:
-        if policy != "split" or sum(message.role == "assistant" for message in conversation.messages) < 2:
+        if policy != "split" or roles.count("assistant") < 2:
             raise
         with suppress(DataError):  # each answer alone may be proved where the whole is not
             return list(_by_question(masker, conversation))
         raise
-    if len(asks) > 1 and masker.rewrites_earlier(bool(conversation.tools)):
-        lost_turns = {k for k in range(asks[-1]) if conversation.messages[k].role == "assistant"}
     lost_turns.update(whole.lost_reasoning)
     lost = sorted(turn for turn in lost_turns if conversation.messages[turn].train is not False)
-    if not lost or policy == "train":
+    if not lost and policy == "split" and len(asks) > 1 and whole.num_unlike_prompt and "tool" in roles:
+        with suppress(DataError):  # earlier calls may be written otherwise, too
+            samples = list(_by_question(masker, conversation))
+            if sum(sample.num_unlike_prompt for sample in samples) < whole.num_unlike_prompt:
+                return samples
+    if not lost:
         return [whole]
+    if policy == "train":
+        return [replace(whole, num_unlike_prompt=max(whole.num_unlike_prompt, len(lost)))]
     if policy == "mask":
-        messages = [replace(m, train=False) if k in lost else m for k, m in enumerate(conversation.messages)]
-        masked = masker.mask(replace(conversation, messages=tuple(messages)))
-        return [replace(masked, lost_reasoning=tuple(lost))]
+        return [replace(masker.mask(_silent(conversation, lost_turns)), lost_reasoning=tuple(lost))]
     return list(_by_question(masker, conversation))
+
+
+def _silent(conversation: Conversation, turns: Container[int]) -> Conversation:
+    """Return the conversation without loss on these turns."""
+    messages = (replace(m, train=False) if k in turns else m for k, m in enumerate(conversation.messages))
+    return replace(conversation, messages=tuple(messages))
 
 
 def _asks(conversation: Conversation) -> list[int]:

@@ -55,8 +55,11 @@ class TurnFinder:
         """Probe the template. Raises DataError if asking for an answer changes the text before it."""
         user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         plain, asked = template.render([user]), template.render([user], generation_prompt=True)
+        self._markup = markup_pattern(template.tokenizer)
+        self._tokens = {token.content for token in template.tokenizer.added_tokens_decoder.values()}
         # Phi-3's template ends every text with eos unless it asks for an answer
-        stems = (plain, plain.removesuffix(template.tokenizer.eos_token or ""))
+        ends = [template.tokenizer.eos_token or "", *(found[0] for found in self._markup.finditer(plain))]
+        stems = (plain, plain.removesuffix(ends[0]), plain.removesuffix(ends[-1]))
         stem = next((stem for stem in stems if asked.startswith(stem)), None)
         if stem is None:
             raise DataError(
@@ -64,7 +67,6 @@ class TurnFinder:
                 "cannot be proved; use a template with {% generation %} marks, or one of flatout's (data.template)"
             )
         self._prompt = asked[len(stem) :]
-        self._markup = markup_pattern(template.tokenizer)
         # how assistant turns open: (length shared with the generation prompt, what is inserted after it)
         openings: set[tuple[int, str]] = set()
         rendering = Rendering(template, (), (), "")
@@ -83,6 +85,11 @@ class TurnFinder:
     def prompt(self) -> str:
         """What the template adds to ask for an answer to one question."""
         return self._prompt
+
+    def has_marker(self, text: str, like: Sequence[str]) -> bool:
+        """Whether a text holds a token; a tag will do if none of `like` is a token, but none that closes another."""
+        tags = (found[0] for found in self._markup.finditer(text))
+        return any(tag in self._tokens or (tag[1] != "/" and self._tokens.isdisjoint(like)) for tag in tags)
 
     def shared_whole(self, text: str, prompt: str) -> int:
         """Return the length of the longest common prefix that ends inside no tag and no word of either.

@@ -48,6 +48,8 @@ class Form:
         hides = self.reasoning in ("last", "prefix") and bool(spelt) and spelt[-1]["role"] == "assistant"
         if hides and CLOSE_TAG in spelt[-1]["content"]:
             thought, _, text = spelt[-1]["content"].partition(CLOSE_TAG)
+            if _OPEN_TAG not in thought:  # left to the generation prompt
+                thought = f"{_OPEN_TAG}\n{thought.lstrip()}"
             if self.reasoning == "prefix":
                 spelt[-1] = spelt[-1] | {"prefix": True}
                 thought = thought.lstrip().removeprefix(_OPEN_TAG)
@@ -59,6 +61,6 @@ def shows_reasoning(text: str, thought: str, prompt: str) -> bool:
     """Whether the text of a conversation shows a last answer's reasoning as the model writes it after `prompt`."""
     before = text.partition(thought)[0].rstrip()
     # opened once, and not right behind a block that is closed already
-    open_tags = before.rpartition(CLOSE_TAG)[2].count(_OPEN_TAG)
-    opens = before.endswith(_OPEN_TAG) and open_tags == 1 and not before.endswith(f"{CLOSE_TAG}{_OPEN_TAG}")
+    _, closed, behind = before.rpartition(CLOSE_TAG)
+    opens = before.endswith(_OPEN_TAG) and behind.count(_OPEN_TAG) == 1 and not (closed and behind.strip() == _OPEN_TAG)
     return thought in text and text.startswith(prompt) and opens

@@ -74,6 +74,25 @@ CONTINUED = (
     "not loop.last %}{{ '\n<turn|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'assistant' %}<|assistant|>{% endif %}"
 )
+# Apertus': a turn stays open over calls and results, which stand inside of it, until the next question
+OPEN_TURN = (
+    "{% set ns = namespace(open=false) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if ns.open %}<turn|>{% set ns.open = false %}{% endif %}<|user|>{{ m.content }}"
+    "{% elif m.role == 'assistant' %}{% if not ns.open %}<|assistant|>{% set ns.open = true %}{% endif %}"
+    "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | map(attribute='function') | list | tojson }}</call>"
+    "{% endif %}"
+    "{% elif m.role == 'tool' %}[{{ m.content }}]{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and not ns.open %}<|assistant|>{% endif %}"
+)
+# the same, and the next question's marker is what ends the turn
+OPEN_GLM = OPEN_TURN.replace("<turn|>", "")
+# reasoning and text are turns of their own, of which the prompt opens the second (HALVES) or the first
+HALVES = (
+    "{% for m in messages %}{% if m.reasoning_content %}<|observation|>{{ m.reasoning_content }}<turn|>"
+    "{% endif %}<|{{ m.role }}|>{{ m.content }}<turn|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TWICE = HALVES.replace("<|observation|>", "<|assistant|>")
 NO_END = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
@@ -83,6 +102,7 @@ U1, U2, A1, A2 = Message("user", "q"), Message("user", "r"), Message("assistant"
 CALL = Message("assistant", "", tool_calls=(ToolCall("get", {"x": "y"}, "call00000"),))
 RESULT = Message("tool", "42", name="get", tool_call_id="call00000")
 CALLED = '<call>{"name": "get", "arguments": {"x": "y"}}</call>'
+CLOSED = CALLED.removeprefix("<call>").replace('{"name', '[{"name').replace("</call>", "]</call>")
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +116,10 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase, source: str, **options: Any) 
 
 def _labelled(made: SampleTokenizer, *turns: Message) -> str:
     """Return a conversation's text from its token ids, with what carries loss in brackets."""
-    piece = made(Conversation(turns, Origin("t.jsonl", 3))).pieces[0]
-    text, was = "", False
+    conversation = Conversation(turns, Origin("t.jsonl", 3))
+    if not (pieces := made(conversation).pieces):
+        return made.masked(conversation)[0].text
+    piece, text, was = pieces[0], "", False
     for token, is_label in [*zip(piece.token_ids.tolist(), piece.loss_mask.tolist(), strict=True), (None, False)]:
         text += "" if is_label == was else "⟦" if is_label else "⟧"
         text += "" if token is None else made.tokenizer.decode([token])
@@ -126,6 +148,13 @@ CASES = {
     "end behind a break": (CONTINUED, (U1, A1, U2, A2),
                            "<|user|>q\n<turn|>\n<|assistant|>⟦a\n<turn|>⟧\n<|user|>r\n<turn|>\n<|assistant|>"
                            "⟦b\n<turn|>⟧\n"),
+    "a call's own end": (OPEN_TURN, (U1, CALL, RESULT, A2, U2, A1),
+                         f"<|user|>q<|assistant|>⟦{CLOSED}⟧[42]⟦b<turn|>⟧<|user|>r<|assistant|>⟦a<turn|>⟧"),
+    "a call's own end, next marker": (OPEN_GLM, (U1, CALL, RESULT, A2, U2, A1),
+                                      f"<|user|>q<|assistant|>⟦{CLOSED}⟧[42]⟦b<|user|>⟧r<|assistant|>⟦a<|user|>⟧"),
+    "one half": (HALVES, (U1, A1), "<|user|>q<turn|><|assistant|>⟦a<turn|>⟧"),
+    "a stop that is text": (GLM, (U1, replace(A1, content="a<|user|>")), "<|user|>q<|assistant|>⟦a<|user|><|user|>⟧"),
+    "no answer with loss": (GLM, (U1, replace(A1, train=False), U2), "<|user|>q<|assistant|>a<|user|>r"),
 }  # fmt: skip
 
 
@@ -140,6 +169,15 @@ def test_the_loss_covers_the_answer_and_what_stops_it(
     stored = expected.replace("⟦", "").replace("⟧", "")
     # the whole rendering, and nothing but a stop behind it
     assert stored in (rendered, *(rendered + stop for stop in made.description.stops))
+
+
+def test_an_answer_half_of_which_would_be_learnt_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    made, thinks = _tokenizer(tokenizer, HALVES), replace(A1, content="Yes.", reasoning="why")
+    with pytest.raises(DataError, match=r"part of an answer \('Yes\.'\) stands outside of the range found for"):
+        _labelled(made, U1, thinks)
+    with pytest.raises(DataError, match=r"messages\[1\] \(assistant\): '<turn\|>', which stops an answer, stands"):
+        _labelled(_tokenizer(tokenizer, TWICE), U1, thinks)
+    assert _labelled(made, U1, replace(thinks, train=False), U2, A2).endswith("<|assistant|>⟦b<turn|>⟧")
 
 
 def test_text_that_is_moved_behind_a_result_needs_an_end_of_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
