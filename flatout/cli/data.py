@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, help="maximum tokens per sample (2048); 0: no limit")
     add("--too-long", help="auto, error, drop, truncate or split")
     add("--on-bad-row", help="error or skip")
+    add("--dedupe", help="exact, near or off: leave out rows that repeat an earlier one (off)")
     add("--print-samples", action="store_true", help="print the first samples as text")
     add("--num-procs", type=int, help="tokenizer processes")
     add("--replace", action="store_true", help="replace an existing data set of the same name")

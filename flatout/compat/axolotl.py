@@ -186,6 +186,7 @@ AXOLOTL: Mapping[str, Rule] = {
     "plugins": _plugins,
     "special_tokens": _special_tokens,
     "shuffle_merged_datasets": t.to("batch.shuffle"),
+    "dataset_exact_deduplication": t.switch({"data.dedupe": "exact"}, "by tokens and loss mask, not by columns"),
     "wandb_project": lambda given: Became({"track.to": ["wandb"], "track.project": given.value} if given.value else {}),
     "eot_tokens": t.any_value("a turn's last token always carries loss"),
     **t.each("sample_packing eval_sample_packing pad_to_sequence_len flash_attention sdp_attention xformers_attention "

@@ -6,7 +6,7 @@ import re
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
 
 from flatout.config.section import PathText, Section
 
@@ -30,6 +30,7 @@ Format = Literal[
     "glaive", "gemini",
 ]  # fmt: skip
 KeyMeaning = Literal["train", "masked", "train_detail", "ignored"]
+Dedupe = Literal["exact", "near", "off"]
 
 _SUFFIXES = (
     ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".txt", ".zip", ".tar", ".tgz",
@@ -129,6 +130,9 @@ class DataConfig(Section):
     """What to do with samples over `max_tokens` (always counted); auto: split plain documents, truncate the rest."""
     on_bad_row: Literal["error", "skip"] = "error"
     """error: stop the build at the first bad rows and name file, row and field; skip: drop, count and list them."""
+    dedupe: Dedupe = "off"
+    """Leave out rows that repeat an earlier one, and count them. exact: the same tokens and loss mask; near: also rows
+    whose prompts and answers are both alike (Jaccard index of about 0.83 and more), as edited copies are; off: none."""
     num_samples: int | None = Field(default=None, ge=1)
     """Use only this many rows, chosen as `shuffle` says; null: all."""
     shuffle: bool = True
@@ -142,6 +146,12 @@ class DataConfig(Section):
     @classmethod
     def _short_form(cls, value: Any) -> Any:
         return data_section(value)
+
+    @field_validator("dedupe", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: object) -> object:
+        # YAML reads a bare `off` as false
+        return "off" if value is False else value
 
     @model_validator(mode="after")
     def _new_tokens_are_named_once(self) -> Self:

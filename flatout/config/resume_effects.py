@@ -27,7 +27,8 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "changes the tokens and loss masks": "data.template data.template_args data.end_of_turn",
         "changes the samples and loss masks": "data.lost_reasoning",
         "changes the loss masks": "data.empty_reasoning data.loss_type",
-        "changes the samples": "data.max_tokens data.too_long data.on_bad_row data.num_samples data.shuffle data.seed",
+        "changes the samples": "data.max_tokens data.too_long data.on_bad_row data.num_samples data.shuffle data.seed "
+        "data.dedupe",
         "changes the adapter": "lora.rank lora.rank_pattern lora.targets lora.layers lora.dora lora.modules_to_save "
         "lora.keep_tied",
         "changes the adapter's scale": "lora.alpha lora.alpha_pattern lora.rslora",

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.data.build_report import BuildReport
+from flatout.data.dedupe import SeenRows
 from flatout.data.rows.formats.parser import RowParser, make_parser
 from flatout.data.rows.sources import RowSource, open_source
 from flatout.data.sampling import copies_of_rows
@@ -46,10 +47,11 @@ SETTINGS = (
     "on_bad_row", "num_samples", "shuffle", "seed",
 )  # fmt: skip
 """Settings of `data` that decide which tokens are stored."""
-LATER_SETTINGS = ("new_tokens", "new_special_tokens", "end_of_turn")
-"""The same, left out of a fingerprint if they are not given: data sets built before they existed stay valid."""
+LATER_SETTINGS: Mapping[str, Any] = {"new_tokens": [], "new_special_tokens": [], "end_of_turn": None, "dedupe": "off"}
+"""The same, left out of a fingerprint at these defaults: data sets built before they existed stay valid."""
 POLICIES = (
     "empty_reasoning", "lost_reasoning", "end_of_turn", "loss_type", "max_tokens", "too_long", "special_tokens",
+    "dedupe",
 )  # fmt: skip
 """Those of TokenizeOptions, under the same names."""
 _ONLY_REFUSING = ("on_bad_row",)
@@ -96,7 +98,8 @@ def open_or_build(
                 found = TokenStore.open(folder)
                 if found.meta.fingerprint == meta.fingerprint:
                     store = found
-                change = _change(found.meta, meta) or "its rows or the way they are read changed"
+                asked = replace(meta, settings=_settings(config, {*SETTINGS, *LATER_SETTINGS}))
+                change = _change(found.meta, asked) or "its rows or the way they are read changed"
             except DataError as error:
                 change = str(error)
             if store is None and not replaces:
@@ -162,9 +165,9 @@ def _describe(
 
 
 def _settings(config: DataConfig, names: set[str]) -> dict[str, Any]:
-    """Return the settings that decide tokens, of `names`, and the new tokens, if there are any."""
+    """Return the settings that decide tokens: those of `names`, and later ones that are not at their defaults."""
     settings = config.model_dump(mode="json", include={*names, *LATER_SETTINGS})
-    return {name: value for name, value in settings.items() if value or name in names}
+    return {name: value for name, value in settings.items() if name in names or value != LATER_SETTINGS[name]}
 
 
 def _open_built(config: DataConfig, name: str, log: Log) -> TokenStore:
@@ -179,7 +182,7 @@ def _open_built(config: DataConfig, name: str, log: Log) -> TokenStore:
         tokenizer_digest=tokenizer.digest,
         template=template,
         template_text=text or store.meta.template_text,
-        settings=_settings(config, config.model_fields_set & set(SETTINGS)),
+        settings=_settings(config, config.model_fields_set & {*SETTINGS, *LATER_SETTINGS}),
     )
     if change := _change(store.meta, wanted):
         raise DataError(f"data set {config.name!r} was built with {change}; rebuild it, or adapt the settings")
@@ -195,7 +198,7 @@ def _change(built: StoreMeta, wanted: StoreMeta) -> str:
     if built.template_text and built.template_text != wanted.template_text:
         changes.append(f"chat template {built.template!r}, but {wanted.template!r} is configured")
     for name, asked in wanted.settings.items():
-        if (had := built.settings.get(name, "not recorded")) != asked:
+        if (had := built.settings.get(name, LATER_SETTINGS.get(name, "not recorded"))) != asked:
             changes.append(f"{name}={had}, but {asked} is configured")
     return "; ".join(changes)
 
@@ -225,13 +228,14 @@ def _build(
         log_note(f"{source.name}: {parser.summary}")
     copies, total = _count_rows(config, readers)
     report = BuildReport(config, lambda: total if copies is not None else _most_rows(readers))
-    done = _Done(report)
+    done = _Done(report, SeenRows(config.dedupe))
     with new_store(folder, to_tokens.num_ids, identity, done.restore) as writer, _kept(writer, done, log):
         if done.num_chunks:
             log(f"going on from an earlier build, which finished {report.counts['rows']:,} rows")
         chunks = islice(_chunks(readers, copies, report, log_note), done.num_chunks, None)
         told = _timed(progress, log, report.counts["rows"], total)
-        for chunk, tokens in tokenize_chunks(chunks, to_tokens, config.num_procs):
+        for chunk, read in tokenize_chunks(chunks, to_tokens, config.num_procs):
+            tokens = done.seen.without_repeated(read)
             _write(writer, chunk, tokens, done.files)
             done.num_chunks += 1
             report.add(chunk, tokens)
@@ -296,9 +300,10 @@ def _kept(writer: StoreWriter, done: _Done, log: Log) -> Iterator[None]:
 
 @dataclass
 class _Done:
-    """What a build has done: its report, the chunks it has read, and each file's number."""
+    """What a build has done: its report, rows to compare with, the chunks it has read, and each file's number."""
 
     report: BuildReport
+    seen: SeenRows
     num_chunks: int = 0
     files: dict[str, int] = field(default_factory=dict)
     _num_told: int = 0
@@ -307,10 +312,11 @@ class _Done:
         """Return what is new since the last call, for `restore`."""
         new = list(islice(self.files, self._num_told, None))
         self._num_told = len(self.files)
-        return {"chunks": self.num_chunks, "files": new, "report": self.report.state()}
+        return {"chunks": self.num_chunks, "files": new, "report": self.report.state(), "seen": self.seen.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what an earlier build did; call it for each of its states, in order."""
+        self.seen.restore(state["seen"])
         self.report.restore(state["report"])
         self.num_chunks = state["chunks"]
         for name in state["files"]:

@@ -20,9 +20,12 @@ from flatout.errors import DataError
 MAX_PROBLEMS = 5
 _CUT = {"truncated": "truncated", "split": "split", "lost_labels": "without a label left"}
 _PATIENCE_ROWS = 5000  # how many rows the build still reads after a bad one, to report more of them at once
-_LISTED = ("truncated", "split", "too_long", "no_labels", "lost_labels", "typed_control")
+# rows that data.dedupe leaves out; nothing else is counted of them
+_REPEATED = ("equal_rows", "near_rows")
+_LISTED = ("truncated", "split", "too_long", "no_labels", "lost_labels", "typed_control", *_REPEATED)
 _COUNTED = (
-    *_LISTED, "rows", "bad", "kept", "samples", "conversations", "duplicates", "windows_without_labels",
+    *_LISTED, "deduped_tokens", "deduped_labels", "rows", "bad", "kept", "samples", "conversations", "duplicates",
+    "windows_without_labels",
     "sorted_results", "foreign_markup", "doubled_markup", "media_marks",
     "typed_control_tokens", "reasoning_dropped", "reasoning_masked", "empty_answers",
     "split_by_question", "questions", "unlike_prompt", "documents", "typed_documents",
@@ -73,7 +76,8 @@ class BuildReport:
         self.counts.update({"rows": rows + len(problems), "bad": len(problems), "typed_control": len(done.typed_rows)})
         self.counts.update(done.counts)
         self.counts.update(fate for fate in done.fates if fate != "bad")
-        lengths = Counter(n for n, fate in zip(done.num_tokens, done.fates, strict=True) if fate != "bad")
+        unmeasured = ("bad", *_REPEATED)
+        lengths = Counter(n for n, fate in zip(done.num_tokens, done.fates, strict=True) if fate not in unmeasured)
         listed = [(fate, index) for index, fate in enumerate(done.fates) if fate in _LISTED]
         listed += [("typed_control", index) for index in done.typed_rows]
         origins = [(name, chunk.rows[index].origin) for name, index in listed]
@@ -219,8 +223,12 @@ class BuildReport:
             "unlike_prompt": "answers follow other text than inference shows: see the chat template's notes",
             "empty_answers": "answers are empty; they do not contribute to the loss",
             "sorted_results": "rows had results of parallel calls out of order; their ids put them in order",
+            "equal_rows": "rows were dropped: equal to an earlier row (data.dedupe)",
+            "near_rows": "rows were dropped: near copies of an earlier row (data.dedupe: near)",
             "duplicates": "samples are duplicates; they are kept",
         }
+        if self._config.dedupe == "off":
+            told["duplicates"] += "; data.dedupe: exact leaves out rows that repeat an earlier one"
         notes = []
         for name, what in told.items():
             note = f"{counts[name]} {what}"
@@ -232,6 +240,8 @@ class BuildReport:
                 )
             if counts[name]:
                 notes.append(note)
+        if tokens := counts["deduped_tokens"]:
+            notes.append(f"dropped copies of rows held {tokens:,} tokens, {counts['deduped_labels']:,} of them labels")
         return [*notes, *markup_notes(counts)]
 
     def report(self, notes: list[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from flatout.config.data import Dedupe
 from flatout.data.conversation import Conversation, PlainText, Sample, is_empty
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
 from flatout.data.loss_mask.mask import MaskedText, Masker, complement
@@ -47,6 +48,7 @@ class TokenizeOptions:
     too_long: Literal["auto", "error", "drop", "truncate", "split"] = "auto"
     special_tokens: Literal["keep", "text"] | None = None
     added_tokens: tuple[tuple[str, bool], ...] = ()
+    dedupe: Dedupe = "off"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from flatout.data.conversation import Conversation, Sample
 from flatout.data.encode import TokenizedText
 from flatout.data.loss_mask.mask import MaskedText
+from flatout.data.row_keys import KEY_WORDS, row_key
 from flatout.data.rows.formats.parser import RowParser
 from flatout.data.rows.read import RawRow
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
@@ -52,7 +53,8 @@ class TokenizedChunk:
     """The pieces of a chunk, flat. `piece_row[p]` is the row (in the chunk) of piece p.
 
     `num_tokens[i]` is the length of row i before the length policy (0 for a bad row), `fates[i]` what happened to it;
-    `typed_rows` hold control tokens as text, and `problems` are the errors of bad rows.
+    `typed_rows` hold control tokens as text, and `problems` are the errors of bad rows. With `data.dedupe`, `keys`
+    uint64 [rows, words] tell rows apart, and `row_counts` are each row's part of `counts`.
     """
 
     token_ids: NDArray[np.int32]
@@ -64,6 +66,8 @@ class TokenizedChunk:
     typed_rows: list[int]
     problems: list[str]
     counts: Counter[str]
+    keys: NDArray[np.uint64]
+    row_counts: Mapping[int, Mapping[str, int]]
 
 
 def usable_procs(wanted: int | None) -> int:
@@ -96,6 +100,8 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
     num_tokens, fates = [0] * len(chunk.rows), ["bad"] * len(chunk.rows)
     typed_rows, problems, counts = list[int](), dict[int, str](), Counter[str]()
     pieces, piece_row = list[TokenizedText](), list[int]()
+    policy, row_counts = tokenizer.options.dedupe, dict[int, Mapping[str, int]]()
+    keys = np.zeros((len(chunk.rows), KEY_WORDS[policy]), np.uint64)
     # in turns of one kind of work: what parsing, rendering and encoding look up stays in the processor's cache
     samples: list[tuple[int, Sample, Sequence[MaskedText]]] = []
     for index, raw in enumerate(chunk.rows):
@@ -124,6 +130,8 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         pieces += result.pieces
         piece_row += [index] * len(result.pieces)
         counts.update(result.counts)
+        if policy != "off" and result.pieces:
+            keys[index], row_counts[index] = row_key(policy, sample, result.pieces), result.counts
         if result.counts.get("typed_control_tokens"):
             typed_rows.append(index)
     return TokenizedChunk(
@@ -136,6 +144,8 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         typed_rows,
         [problems[index] for index in sorted(problems)],
         counts,
+        keys,
+        row_counts,
     )
 
 

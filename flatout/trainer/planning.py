@@ -39,10 +39,12 @@ from flatout.trainer.plan_steps import plan_layout
 from flatout.trainer.prompts import PromptSet, plan_prompts
 
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
-LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split")
-# paths and process counts may differ between nodes; content is compared by fingerprint
+LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split", "equal_rows", "near_rows")
 # what ranks compare, in words
 FACTS_BY_NAME = {"data": "samples", "eval_data": "evaluation samples", "plan": "steps", "model": "base model's files"}
+# settings of the training data's rows, which a data set for evaluation was built without
+CHOOSES_ROWS = {"sources", "on_bad_row", "dedupe", "num_samples", "shuffle", "seed"}
+# paths and process counts may differ between nodes; content is compared by fingerprint
 NODE_LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.tokenizer", "data.num_procs"})
 
 
@@ -234,8 +236,8 @@ def plan_evaluation(
     """Return the evaluation data sets; empty without one. Logs an event for rows that are also trained on."""
     stores = {config.data.name: store} if config.eval.fraction else {}
     for name in config.eval.data_names:
-        eval_config = config.data.model_copy(update={"name": name, "sources": []})
-        stores[name] = open_tokens(eval_config, config, reporter)
+        eval_config = config.data.model_dump(exclude=CHOOSES_ROWS, exclude_unset=True) | {"name": name}
+        stores[name] = open_tokens(DataConfig.model_validate(eval_config), config, reporter)
     eval_sets = []
     train_hashes = store.hashes if train_ids is None else store.hashes[train_ids]
     for name, eval_store in stores.items():

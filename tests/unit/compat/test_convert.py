@@ -31,6 +31,7 @@ datasets:
 val_set_size: 0.1
 sequence_len: 512
 sample_packing: true
+dataset_exact_deduplication: true
 micro_batch_size: 2
 gradient_accumulation_steps: 4
 num_epochs: 2
@@ -120,6 +121,7 @@ def test_axolotl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             ],
             "max_tokens": 512,
             "too_long": "drop",
+            "dedupe": "exact",
         },
         "lora": {"rank": 8, "alpha": 16.0, "dropout": 0.05, "targets": "all-linear"},
         "base": {"storage": "nf4"},

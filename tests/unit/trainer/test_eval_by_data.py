@@ -10,8 +10,11 @@ import pytest
 
 from flatout.config.schema import SourceConfig
 from flatout.data.build import open_or_build
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, DataError
+from flatout.parallel.rank import Rank
+from flatout.track.callback import Reporter
 from flatout.track.run_log import read_run
+from flatout.trainer.planning import plan_run
 from flatout.trainer.run import train
 
 
@@ -58,3 +61,21 @@ def test_figures_of_each_data_set_add_up(tiny: Any, tmp_path: Path) -> None:
     longer = tiny.config(tmp_path / "both", eval={**evaluation, "data": "code"}, **sections)
     with pytest.raises(CheckpointError, match=r"eval\.data"):
         train(longer)
+
+
+def test_a_set_to_evaluate_on_has_its_own_rows_and_the_tokens_of_the_run(tiny: Any, tmp_path: Path) -> None:
+    """What chooses the rows of the training data says nothing of the evaluation set; what makes tokens must agree."""
+    data = {"root": str(tmp_path), "num_procs": 1}
+    held_out = {"name": "held-out", "sources": [SourceConfig(path=str(tiny.chats))]}
+    open_or_build(tiny.config(tmp_path / "run", data=data).data.model_copy(update=held_out), str(tiny.model_dir))
+
+    def planned(**settings: Any) -> Any:
+        config = tiny.config(tmp_path / "run", data=data | settings, eval={"data": "held-out", "prompts": []})
+        return plan_run(config, Reporter(), Rank(0, 1), lambda: None)
+
+    own = {"dedupe": "near", "num_samples": 30, "shuffle": False, "seed": 4, "on_bad_row": "skip"}
+    found = planned(**own)
+    assert found.eval_sets[0].store.num_samples == 120
+    assert found.store.num_samples < 31
+    with pytest.raises(DataError, match="was built with loss_type=response_only, but all is configured"):
+        planned(loss_type="all")

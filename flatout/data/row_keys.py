@@ -1,0 +1,115 @@
+"""Keys of a row, by which `data.dedupe` finds rows that repeat it: a hash of what is stored, and MinHash of its texts.
+
+MinHash: Broder 1997, "On the resemblance and containment of documents"; of eight bits a hash: Li and Koenig 2010,
+"b-Bit Minwise Hashing". A key depends on nothing but the row, so that every process makes the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from flatout.config.data import Dedupe
+from flatout.data.conversation import PlainText, Sample, TokenRow
+from flatout.data.encode import TokenizedText
+
+EXACT_WORDS, SIGNATURE_WORDS = 2, 16
+"""Words of a row's key: the hash of its content, and its signature for `near`."""
+INDEXED_WORDS = 8
+"""Words of a signature by which rows that may be alike are looked up."""
+KEY_WORDS: Mapping[Dedupe, int] = {"off": 0, "exact": EXACT_WORDS, "near": EXACT_WORDS + SIGNATURE_WORDS}
+"""Words of a key."""
+# of 64 bytes for prompts, and for answers, so many are equal in near rows
+_LEAST_EQUAL = 54
+_SHINGLE_WORDS = 3
+# characters of scripts that put no spaces between words are words: Thai to Lao, Burmese, Khmer, kana, ideographs
+_NO_SPACES = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
+_WORD = re.compile(rf"[{_NO_SPACES}]|[^\W{_NO_SPACES}]+|[^\w\s]")
+
+
+def row_key(policy: Dedupe, sample: Sample, pieces: Sequence[TokenizedText]) -> NDArray[np.uint64]:
+    """Return a row's key: xxh3-128 of the ids and masks of its pieces, then, for `near`, a signature of its texts."""
+    content = xxhash.xxh3_128(np.array([len(piece.token_ids) for piece in pieces], np.int64).tobytes())
+    for piece in pieces:
+        content.update(np.ascontiguousarray(piece.token_ids, np.int32).tobytes())
+        content.update(piece.loss_mask.tobytes())
+    exact = np.frombuffer(content.digest(), np.uint64)
+    return exact if policy == "exact" else np.concatenate([exact, _signature(sample)])
+
+
+def are_near(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Return whether keys [..., words] are of near rows, bool [...].
+
+    A byte of their signatures is equal with a probability of the Jaccard index of the shingles of prompts, or answers.
+    """
+    one_bytes, other_bytes = (np.ascontiguousarray(keys[..., EXACT_WORDS:]).view(np.uint8) for keys in (one, other))
+    equal = one_bytes == other_bytes
+    # a word has four bytes of prompts, and four of answers
+    num_equal = equal.reshape(*equal.shape[:-1], equal.shape[-1] // 8, 2, 4).sum((-3, -1), dtype=np.int64)
+    return np.asarray((num_equal >= _LEAST_EQUAL).all(-1))
+
+
+def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return well spread bits (the finalizer of splitmix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(values ^ (values >> np.uint64(31)))
+
+
+_CONSTANTS = mixed(np.arange(1, 260, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+# [prompt or answers, factor or summand, hash, 1]; factors are odd
+_LINES = _CONSTANTS[:256].astype(np.uint32).reshape(2, 2, 64, 1) | np.array([1, 0], np.uint32).reshape(1, 2, 1, 1)
+_COEFFICIENTS = _CONSTANTS[256:] | np.uint64(1)
+
+
+def _signature(sample: Sample) -> NDArray[np.uint64]:
+    """Return MinHash bytes of what comes without loss and of what is learnt, uint64 [SIGNATURE_WORDS].
+
+    A word has four bytes of each, so that signatures meet in it with probability (J_prompt * J_answers)^4.
+    """
+    prompt, answers = (_shingles(words) for words in _sides(sample))
+    # where one side is empty, all bytes are of the other
+    sides = (prompt if len(prompt) else answers, answers if len(answers) else prompt)
+    least = np.stack([
+        (side[None] * factor + summand).min(1, initial=np.uint32(0xFFFFFFFF))
+        for side, (factor, summand) in zip(sides, _LINES, strict=True)
+    ])  # fmt: skip
+    # the highest byte of a product depends on all bytes of its factor
+    kept = ((least * np.uint32(0x9E3779B1)) >> np.uint32(24)).astype(np.uint8)
+    return kept.reshape(2, SIGNATURE_WORDS, 4).swapaxes(0, 1).reshape(SIGNATURE_WORDS, 8).view(np.uint64)[:, 0]
+
+
+def _shingles(words: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    """Return a hash of each three words in a row; of all words if there are fewer."""
+    size = min(_SHINGLE_WORDS, len(words))
+    if not size:
+        return np.zeros(0, np.uint32)
+    windows = np.lib.stride_tricks.sliding_window_view(words, size)
+    return (mixed((windows * _COEFFICIENTS[:size]).sum(1, dtype=np.uint64)) >> np.uint64(32)).astype(np.uint32)
+
+
+def _sides(sample: Sample) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Return hashes of the words of a row without loss, and of those that are learnt; no system prompt's."""
+    if isinstance(sample, TokenRow):
+        tokens, learnt = mixed(np.array(sample.token_ids, np.uint64)), np.array(sample.loss_mask, np.bool_)
+        return tokens[~learnt], tokens[learnt]
+    words: tuple[list[str], list[str]] = ([], [])
+    if isinstance(sample, PlainText):
+        words = (_WORD.findall(sample.prompt.lower()), _WORD.findall(sample.text.lower()))
+    else:
+        for message in sample.messages:
+            if message.role != "system":
+                is_learnt = message.train if message.train is not None else message.role == "assistant"
+                calls = [
+                    json.dumps([c.name, c.arguments], sort_keys=True, ensure_ascii=False) for c in message.tool_calls
+                ]
+                text = " ".join((message.reasoning or "", message.content, *calls))
+                # marks where a turn begins
+                words[is_learnt].extend((f"\0{message.role}", *_WORD.findall(text.lower())))
+    hashes = [[xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass")) for word in side] for side in words]
+    return np.array(hashes[0], np.uint64), np.array(hashes[1], np.uint64)
