@@ -9,6 +9,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,21 @@ class Checkpoints:
         """List folders named like checkpoints, newest first; within a step, the replaced one comes last."""
         names = [matched for path in self.folder.glob("step-*") if (matched := _CHECKPOINT.fullmatch(path.name))]
         return [self.folder / name[0] for name in sorted(names, key=lambda name: (-int(name[1]), name[0]))]
+
+
+def data_of(run_dir: Path) -> set[str]:
+    """Return the fingerprints of the data sets that a run's checkpoints were trained and evaluated on.
+
+    Damaged checkpoints are left out: resuming tells of them.
+    """
+    found = set[str]()
+    for path in run_dir.glob(f"checkpoints/step-*/{STATE_NAME}"):
+        with suppress(CheckpointError, KeyError, TypeError):
+            recorded = read_json(path)["facts"]["fingerprints"]
+            sets = [recorded["data"], recorded.get("eval_data")]
+            flat = [one for each in sets for one in (each if isinstance(each, list) else [each]) if one]
+            found |= {str(one["fingerprint"]) for one in flat}
+    return found
 
 
 def rotation(manifests: Mapping[Path, Manifest | None], *, keep: int, saved: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -21,9 +21,9 @@ from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.data.build_report import BuildReport
 from flatout.data.dedupe import SeenRows
-from flatout.data.rows.formats.parser import RowParser, make_parser
+from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.sources import RowSource, open_source
-from flatout.data.sampling import copies_of_rows
+from flatout.data.sampling import Readers, count_rows, most_rows
 from flatout.data.store_writer import StoreWriter, new_store
 from flatout.data.templates.template import template_text
 from flatout.data.token_store import StoreMeta, TokenStore
@@ -39,8 +39,6 @@ Progress = Callable[[int, int | None], None]
 """Called with the number of rows done and of all rows (None if not known)."""
 Log = Callable[[str], None]
 """Called with one sentence for the console."""
-Readers = Sequence[tuple[RowSource, RowParser]]
-"""Each source with the parser that was chosen from its first rows."""
 
 SETTINGS = (
     "template_args", "empty_reasoning", "lost_reasoning", "special_tokens", "loss_type", "max_tokens", "too_long",
@@ -59,6 +57,7 @@ _ONLY_REFUSING = ("on_bad_row",)
 _FINGERPRINT_VERSION = 2
 """Raised when the same rows and settings give other tokens."""
 
+_EARLIER = "by earlier rules of which tokens carry loss"
 TOLD_EVERY_S = 30.0
 """How often a long build reports its progress."""
 # a refused build keeps an unfinished shard from so many tokens on
@@ -71,9 +70,17 @@ def _quiet(*_: object) -> None:
 
 
 def open_or_build(
-    config: DataConfig, tokenizer_name: str, *, replaces: bool = True, progress: Progress = _quiet, log: Log = _quiet
+    config: DataConfig,
+    tokenizer_name: str,
+    *,
+    replaces: bool = True,
+    trained_on: Container[str] = (),
+    progress: Progress = _quiet,
+    log: Log = _quiet,
 ) -> TokenStore:
     """Open the data set of `config` if one with the same fingerprint exists; otherwise build it, replacing any other.
+
+    One that only has earlier rules of the loss mask stays if its fingerprint is in `trained_on`: of a run that goes on.
 
     Several processes may call this at once: one builds, the others wait and open. Without sources, the data set of that
     name must be in the registry and fit the settings. Raises DataError, ResourceError, and UsageError if there is
@@ -94,14 +101,7 @@ def open_or_build(
     with locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}", log):
         store = None
         if folder.exists():
-            try:
-                found = TokenStore.open(folder)
-                if found.meta.fingerprint == meta.fingerprint:
-                    store = found
-                asked = replace(meta, settings=_settings(config, {*SETTINGS, *LATER_SETTINGS}))
-                change = _change(found.meta, asked) or "its rows or the way they are read changed"
-            except DataError as error:
-                change = str(error)
+            store, change = _kept_store(config, meta, folder, trained_on, log)
             if store is None and not replaces:
                 raise UsageError(
                     f"data set {config.name!r} already exists and differs: {change}; use another --name, or --replace"
@@ -126,12 +126,31 @@ def open_or_build(
         return store
 
 
+def _kept_store(
+    config: DataConfig, meta: StoreMeta, folder: Path, trained_on: Container[str], log: Log
+) -> tuple[TokenStore | None, str]:
+    """Return the store in `folder` if it is as `meta` says; else None, and how it differs."""
+    try:
+        found = TokenStore.open(folder)
+    except DataError as error:
+        return None, str(error)
+    if not found.meta.has_content(meta.fingerprint):
+        asked = replace(meta, settings=_settings(config, {*SETTINGS, *LATER_SETTINGS}))
+        return None, _change(found.meta, asked) or "its rows or the way they are read changed"
+    if not found.meta.has_earlier_rules:
+        return found, ""
+    if found.meta.fingerprint not in trained_on:
+        return None, f"it was built {_EARLIER}"
+    log(f"{folder} was built {_EARLIER}; the run goes on with it")
+    return found, ""
+
+
 def _describe(
     config: DataConfig, name: str, tokenizer: TokenizerFacts, sources: Sequence[RowSource]
 ) -> tuple[StoreMeta, dict[str, Any]]:
     """Return what the store will be made from, and what a begun build must have been made from to go on with it.
 
-    The fingerprint is xxh3 over what decides the store's content, without names.
+    The fingerprint is xxh3 over what decides the store's content, without names and the rules of the loss mask.
     """
     template = text = ""
     if config.template is not None or tokenizer.chat_template is not None:
@@ -184,6 +203,8 @@ def _open_built(config: DataConfig, name: str, log: Log) -> TokenStore:
         template_text=text or store.meta.template_text,
         settings=_settings(config, config.model_fields_set & {*SETTINGS, *LATER_SETTINGS}),
     )
+    if store.meta.has_earlier_rules:
+        log(f"data set {config.name!r} was built {_EARLIER}; build it again to train by today's")
     if change := _change(store.meta, wanted):
         raise DataError(f"data set {config.name!r} was built with {change}; rebuild it, or adapt the settings")
     return store
@@ -226,8 +247,8 @@ def _build(
     readers = _choose_parsers(sources, config.sources)
     for source, parser in readers:
         log_note(f"{source.name}: {parser.summary}")
-    copies, total = _count_rows(config, readers)
-    report = BuildReport(config, lambda: total if copies is not None else _most_rows(readers))
+    copies, total = count_rows(config, readers)
+    report = BuildReport(config, lambda: total if copies is not None else most_rows(readers))
     done = _Done(report, SeenRows(config.dedupe))
     with new_store(folder, to_tokens.num_ids, identity, done.restore) as writer, _kept(writer, done, log):
         if done.num_chunks:
@@ -248,7 +269,7 @@ def _build(
         )
         if report.counts["conversations"]:
             facts = to_tokens.description
-            meta = replace(meta, end_of_turn=to_tokens.masker.end_of_turn(), template_facts=facts)
+            meta = replace(meta, end_of_turn=to_tokens.masker.end_of_turn(), template_facts=facts).with_rules()
             for text in facts.told():
                 log_note(text)
         else:
@@ -338,28 +359,6 @@ def _choose_parsers(sources: Sequence[RowSource], configs: Sequence[SourceConfig
         else:
             raise problem or DataError(f"{source.name}: no rows")
     return readers
-
-
-def _count_rows(config: DataConfig, readers: Readers) -> tuple[list[NDArray[np.int32]] | None, int | None]:
-    """Return how often each row of each source is used (None: once each), and how many are read (None: not known)."""
-    weights = [source.weight for source in config.sources]
-    if config.num_samples is None and all(weight == 1.0 for weight in weights):
-        about = [None if parser.threads else source.about_rows() for source, parser in readers]
-        return None, None if None in about else sum(count or 0 for count in about)
-    counts = []
-    for source, parser in readers:
-        count = None if parser.threads else source.num_rows
-        if count is None:  # bad rows are reported later, when the rows are parsed
-            count = sum(1 for _ in parser.gather(source.rows(_quiet), _quiet, _quiet))
-        counts.append(count)
-    copies = copies_of_rows(counts, weights, config.num_samples, shuffle=config.shuffle, seed=config.seed)
-    return copies, sum(int((uses > 0).sum()) for uses in copies)
-
-
-def _most_rows(readers: Readers) -> int | None:
-    """Return a number that all rows together cannot exceed; None if that is not known before they are parsed."""
-    counts = [None if parser.threads else source.most_rows() for source, parser in readers]
-    return None if None in counts else sum(count or 0 for count in counts)
 
 
 def _chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, report: BuildReport, log: Log) -> Iterator[Chunk]:

@@ -1,4 +1,4 @@
-"""Which rows of each source are used, and how often: a pure function of counts, weights and a seed."""
+"""How many rows the sources have, which of them are used, and how often: by counts, weights and a seed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from flatout.config.schema import DataConfig
+from flatout.data.rows.formats.parser import RowParser
+from flatout.data.rows.sources import RowSource
+
+Readers = Sequence[tuple[RowSource, RowParser]]
+"""Each source with the parser that was chosen from its first rows."""
 
 
 def copies_of_rows(
@@ -31,3 +38,25 @@ def copies_of_rows(
     picked = np.random.default_rng((seed, 1)).permutation(total)[:num_samples] if shuffle else np.arange(num_samples)
     chosen = np.bincount(owner[picked], minlength=len(joined)).astype(np.int32)
     return np.split(chosen, np.cumsum(num_rows)[:-1])
+
+
+def count_rows(config: DataConfig, readers: Readers) -> tuple[list[NDArray[np.int32]] | None, int | None]:
+    """Return how often each row of each source is used (None: once each), and how many are read (None: not known)."""
+    weights = [source.weight for source in config.sources]
+    if config.num_samples is None and all(weight == 1.0 for weight in weights):
+        about = [None if parser.threads else source.about_rows() for source, parser in readers]
+        return None, None if None in about else sum(count or 0 for count in about)
+    counts = []
+    for source, parser in readers:
+        count = None if parser.threads else source.num_rows
+        if count is None:  # bad rows are reported later, when the rows are parsed
+            count = sum(1 for _ in parser.gather(source.rows(lambda *_: None), lambda *_: None, lambda *_: None))
+        counts.append(count)
+    copies = copies_of_rows(counts, weights, config.num_samples, shuffle=config.shuffle, seed=config.seed)
+    return copies, sum(int((uses > 0).sum()) for uses in copies)
+
+
+def most_rows(readers: Readers) -> int | None:
+    """Return a number that all rows together cannot exceed; None if that is not known before they are parsed."""
+    counts = [None if parser.threads else source.most_rows() for source, parser in readers]
+    return None if None in counts else sum(count or 0 for count in counts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tokenize import TokenError
@@ -57,7 +57,13 @@ COLUMNS = {
     "rows": Column("int64", "sample"),  # row in that file, from 1
 }
 """What a store holds of every sample. The manifest records it, so that a store may have other columns too."""
+MASK_RULES = 1
+"""Version of the rules by which conversations become text and ranges with loss; raised when a row may get others."""
 _OLD_COLUMNS = COLUMNS | {"loss_mask": Column("bool", "token")}
+
+
+def _with_rules(fingerprint: str, mask_rules: int) -> str:
+    return xxhash.xxh3_128_hexdigest(f"{fingerprint} {mask_rules}".encode()) if mask_rules else fingerprint
 
 
 @with_config(_CHECKED)
@@ -67,7 +73,8 @@ class StoreMeta:
 
     `template` is the chat template's name and `template_text` the text that rendered the conversations, byte for byte;
     both are empty if there was none; `template_facts` describe it. `end_of_turn` is what it writes behind an answer,
-    and `stop_tokens` are what stops one. `settings` are the `data` settings that decide tokens.
+    and `stop_tokens` are what stops one. `settings` are the `data` settings that decide tokens. `mask_rules` is the
+    version of the rules that chose what carries loss in conversations; 0 without any, and in stores of old.
     """
 
     name: str
@@ -84,6 +91,7 @@ class StoreMeta:
     max_token_id: Annotated[int, Field(ge=0)] = 0
     end_of_turn: str = ""
     template_facts: TemplateDescription | None = None
+    mask_rules: Annotated[int, Field(ge=0)] = 0
 
     @property
     def stop_tokens(self) -> tuple[str, ...]:
@@ -91,6 +99,19 @@ class StoreMeta:
         if self.template_facts is None:
             return (self.end_of_turn,) if self.end_of_turn else ()
         return self.template_facts.stops
+
+    @property
+    def has_earlier_rules(self) -> bool:
+        """Whether its conversations may have other labels today; a set without any has no template, and no rules."""
+        return bool(self.template) and self.mask_rules != MASK_RULES
+
+    def with_rules(self) -> StoreMeta:
+        """Return the same for a set with conversations, whose fingerprint also depends on the rules of their mask."""
+        return replace(self, mask_rules=MASK_RULES, fingerprint=_with_rules(self.fingerprint, MASK_RULES))
+
+    def has_content(self, fingerprint: str) -> bool:
+        """Whether it was made of the content that has this fingerprint, by whichever rules."""
+        return self.fingerprint == _with_rules(fingerprint, self.mask_rules)
 
     @property
     def added_tokens(self) -> dict[str, bool]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_hexdigest
 
 from flatout.checkpoint.compatibility import config_changes
+from flatout.checkpoint.write import data_of
 from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
@@ -218,6 +219,7 @@ def open_tokens(data: DataConfig, config: Config, reporter: Reporter) -> TokenSt
     return open_or_build(
         data,
         config.model.name,
+        trained_on=data_of(config.folder),
         progress=lambda done, total: reporter.phase("tokenizing row", done, total or 0),
         log=lambda text: reporter.stage("tokens", text),
     )

@@ -26,7 +26,7 @@ from flatout.data.sampling import copies_of_rows
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.data.workers import Chunk, tokenize_chunks
-from flatout.errors import DataError, FlatoutError, ResourceError
+from flatout.errors import DataError, FlatoutError, ResourceError, UsageError
 from flatout.io.json_file import read_json
 
 Row = dict[str, Any]
@@ -269,6 +269,33 @@ def test_a_finished_fingerprint_is_reused(maker: Maker) -> None:
     again = open_or_build(config, maker.tokenizer)
     assert (again.folder / "manifest.json").stat().st_mtime_ns == stamp
     assert again.meta == first.meta
+
+
+def test_a_set_of_earlier_mask_rules_is_built_anew_and_one_without_masks_stays(
+    maker: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats, texts = maker.config(maker.write([chat("q", "a")])), maker.config(maker.write([{"text": "a"}], "t.jsonl"))
+    texts = texts.model_copy(update={"name": "texts"})
+    with monkeypatch.context() as earlier:
+        earlier.setattr("flatout.data.token_store.MASK_RULES", 0)
+        old = [open_or_build(config, maker.tokenizer).meta.fingerprint for config in (chats, texts)]
+    with pytest.raises(UsageError, match="it was built by earlier rules of which tokens carry loss; use another"):
+        open_or_build(chats, maker.tokenizer, replaces=False)
+    said: list[str] = []
+    assert open_or_build(chats, maker.tokenizer, trained_on=old, log=said.append).meta.fingerprint == old[0]
+    assert any(text.endswith("earlier rules of which tokens carry loss; the run goes on with it") for text in said)
+    by_name = chats.model_copy(update={"sources": []})
+    open_or_build(by_name, maker.tokenizer, log=said.append)
+    assert said[-1].endswith("carry loss; build it again to train by today's")
+    new = open_or_build(chats, maker.tokenizer, log=said.append).meta
+    assert "Rebuilding 'd': it was built by earlier rules of which tokens carry loss" in said
+    assert (new.mask_rules, new.fingerprint) != (0, old[0])
+    said.clear()
+    assert open_or_build(chats, maker.tokenizer, log=said.append).meta == new
+    assert open_or_build(texts, maker.tokenizer, log=said.append).meta.fingerprint == old[1]
+    open_or_build(by_name, maker.tokenizer, log=said.append)
+    assert len([text for text in said if text.startswith("Reusing")]) == 2
+    assert not any("rules" in text for text in said)
 
 
 @pytest.mark.parametrize(

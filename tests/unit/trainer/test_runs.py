@@ -379,6 +379,30 @@ def test_a_full_disk_at_a_save_does_not_stop_training(
     assert [event["step"] for event in events if event["kind"] == "not_saved"] == [3]
 
 
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_a_run_goes_on_with_the_data_set_of_earlier_mask_rules(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rebuilt: bool
+) -> None:
+    sections = {"checkpoint": {"every_steps": 1, "keep": 5}, "batch": {"max_steps": 2}}
+    config = tiny.config(tmp_path / "run", data={"root": str(tmp_path / "data")}, **sections)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("flatout.data.token_store.MASK_RULES", 0)
+        train(config)
+    weights = (tmp_path / "run/final/adapter_model.safetensors").read_bytes()
+    for later in ("final", "checkpoints/step-2"):
+        shutil.rmtree(tmp_path / "run" / later)
+    if rebuilt:  # by another command, in between
+        open_or_build(config.data, config.model.name)
+        with pytest.raises(CheckpointError, match=r"the data differs from what the checkpoint was trained on"):
+            train(config)
+        return
+    train(config)
+    assert "earlier rules of which tokens carry loss; the run goes on with it" in (
+        tmp_path / "run/train.log"
+    ).read_text().replace("\n", " ")
+    assert (tmp_path / "run/final/adapter_model.safetensors").read_bytes() == weights
+
+
 def test_a_tokenizer_larger_than_the_model_is_told_before_loading(tiny: Any, tmp_path: Path) -> None:
     shutil.copytree(tiny.model_dir, tmp_path / "small")
     shape = json.loads((tmp_path / "small" / "config.json").read_text())
