@@ -22,7 +22,8 @@ DATE, ISO_DATE = "Wed, 01 Jan 2025 00:00:00 GMT", "2025-01-01T00:00:00.000Z"
 @dataclass
 class Files:
     """`objects` are contents by path (bucket/key). `fails` gives the next calls of a path their statuses, `cuts` the
-    bytes after which each of the next answers ends; other fields switch features off. `calls` has every call."""
+    bytes after which each of the next answers ends; other fields switch features off. Sets of the hub have one branch,
+    at `commit`. `calls` has every call."""
 
     address: str = ""
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -32,6 +33,7 @@ class Files:
     has_marks: bool = True
     has_sizes: bool = True
     media_type: str = "application/octet-stream"
+    commit: str = COMMIT
     calls: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
 
 
@@ -52,9 +54,11 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith(("storage/v1/b/", "download/storage/v1/b/")):
             return self.google(url.path, query)
         if path.startswith("api/datasets/"):
-            return self.hub(path.split("/")[2:])
+            return self.hub(path.split("/")[2:], recursive=query.get("recursive", [""])[0].lower() == "true")
         if path.startswith("datasets/") and "/resolve/" in path:
             path = re.sub("^datasets/|/resolve/[^/]+", "", path)
+            if path not in self.files.objects:
+                return self.reply(b"{}", 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.files.commit})
         if "list-type" in query:
             return self.listing(path, query.get("prefix", [""])[0])
         if path not in self.files.objects:
@@ -77,15 +81,30 @@ class _Handler(BaseHTTPRequestHandler):
             self.content(objects[key]) if "media" in query.get("alt", []) else self.reply_json(_item(key, objects[key]))
         )
 
-    def hub(self, parts: list[str]) -> None:
+    def hub(self, parts: list[str], *, recursive: bool) -> None:
         top, what = "/".join(parts[:2]) + "/", parts[2:]
         found = {k.removeprefix(top): data for k, data in self.files.objects.items() if k.startswith(top)}
         if not found:
             return self.reply(b"{}", 404)
         if what[:1] != ["tree"]:
-            return self.reply_json({"id": top[:-1], "sha": COMMIT, "private": False, "siblings": [], "tags": []})
-        inside = [(key, data) for key, data in found.items() if key.startswith("/".join(what[2:]))]
-        tree = [{"type": "file", "path": k, "size": len(d), "oid": hashlib.sha1(d).hexdigest()} for k, d in inside]
+            return self.reply_json(
+                {"id": top[:-1], "sha": self.files.commit, "private": False, "siblings": [], "tags": []}
+            )
+        folder = "".join(f"{part}/" for part in what[2:])
+        inside = {key: data for key, data in found.items() if key.startswith(folder)}
+        if not inside:
+            return self.reply(b"{}", 404, {"X-Error-Code": "EntryNotFound"})
+        tree: list[dict[str, Any]] = []
+        if not recursive:
+            below = {folder + key.removeprefix(folder).split("/")[0] for key in inside} - inside.keys()
+            tree += [
+                {"type": "directory", "path": path, "oid": hashlib.sha1(path.encode()).hexdigest()} for path in below
+            ]
+            inside = {key: data for key, data in inside.items() if "/" not in key.removeprefix(folder)}
+        tree += [
+            {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            for path, data in inside.items()
+        ]
         return self.reply_json(tree)
 
     def reply_json(self, value: Any) -> None:
@@ -103,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
     def content(self, data: bytes) -> None:
         files, wanted = self.files, self.headers.get("Range")
         marks = {"ETag": f'"{hash(data)}"', "Last-Modified": DATE} if files.has_marks else {}
-        headers = {"Content-Type": files.media_type, **marks}
+        headers = {"Content-Type": files.media_type, "X-Repo-Commit": files.commit, **marks}
         if not wanted or not files.has_ranges:
             return self.reply(data, 200, headers)
         first, last = wanted.removeprefix("bytes=").split("-")

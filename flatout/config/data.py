@@ -68,7 +68,8 @@ class SourceConfig(Section):
     subset: str | None = None
     """Configuration name of a hub data set."""
     revision: str | None = None
-    """Commit or tag of a hub data set; pin it to make the run repeatable."""
+    """Commit, tag or branch of a hub data set; null: main. The build records the commit that it is; a later build of a
+    branch that has moved reads the new rows."""
     unread_files: Literal["error", "skip"] = "error"
     """Files of unknown types in a folder, glob or archive: error: stop and name them; skip: count them and go on. Files
     such as README.md and LICENSE are no rows and need neither."""

@@ -178,7 +178,7 @@ def _describe(
         template_text=text,
         settings=settings,
         vocabulary_size=tokenizer.num_tokens,
-        sources=tuple(redacted(source.path) for source in config.sources),
+        sources=tuple(one.address or redacted(each.path) for one, each in zip(sources, config.sources, strict=True)),
     )
     return meta, identity
 
@@ -218,6 +218,8 @@ def _change(built: StoreMeta, wanted: StoreMeta) -> str:
         changes.append(f"tokenizer {old}, but {new} is configured")
     if built.template_text and built.template_text != wanted.template_text:
         changes.append(f"chat template {built.template!r}, but {wanted.template!r} is configured")
+    if built.sources != wanted.sources:
+        changes.append(f"rows of {', '.join(built.sources)}, but {', '.join(wanted.sources)} is configured")
     for name, asked in wanted.settings.items():
         if (had := built.settings.get(name, LATER_SETTINGS.get(name, "not recorded"))) != asked:
             changes.append(f"{name}={had}, but {asked} is configured")

@@ -63,12 +63,12 @@ class Store(Protocol):
 def open_store(scheme: str, path: str) -> tuple[Store, str]:
     """Return the store of an address, and the path by which it knows the file; hub paths are pinned to a commit.
 
-    Raises UsageError if a package is missing.
+    The hub is asked which one, unless the path is empty. Raises UsageError if a package is missing.
     """
     if scheme in ("http", "https"):
         return _Web(), f"{scheme}://{path}"
     if scheme == "hf":
-        return _Hub.pinned(path)
+        return _Hub.pinned(path) if path else (_Hub(), path)
     return _Bucket(scheme, path.partition("/")[0]), path
 
 

@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -171,6 +171,19 @@ def find_remote(source: SourceConfig, log: Log) -> dict[RemoteFile, PurePosixPat
     kinds = ", ".join(sorted({file.stat.kind or "a hash of its content" for file in files}))
     log(f"{shown}: {len(files)} file{'s' if files[1:] else ''}, {size / 1e6:,.1f} MB, known by {kinds}")
     return {file: PurePosixPath(file.stat.path.removeprefix(top) if top else file.name) for file in files}
+
+
+def hub_stats(addresses: Sequence[str], log: Log) -> list[Stat]:
+    """Return what the hub says of files at `hf://` addresses. Raises DataError and ResourceError."""
+    store = open_store("hf", "")[0]
+    paths = [address.removeprefix("hf://") for address in addresses]
+    return [_asked(f"hf://{path}", "hf://", "look at", log, partial(store.stat, path)) for path in paths]
+
+
+def hub_files(stats: Sequence[Stat], log: Log) -> list[RemoteFile]:
+    """Return files of the hub by what it said of them before; it is not asked again."""
+    store = open_store("hf", "")[0]
+    return [RemoteFile(f"hf://{stat.path}", stat, store, log) for stat in stats]
 
 
 def _parts(source: SourceConfig, shown: str) -> tuple[str, str]:

@@ -49,7 +49,8 @@ _TYPES = ", ".join(row_type.removeprefix(".") for row_type in ROW_TYPES) + ", ea
 class RowSource:
     """An opened source: `files` maps each path to the xxh3-128 digest of its bytes, for fingerprints.
 
-    `num_rows` is known without reading only for parquet files and hub data sets.
+    `num_rows` is known without reading only for parquet files and what `datasets` has loaded. `address` is that of a
+    set on the hub, with its commit.
     """
 
     name: str
@@ -58,6 +59,7 @@ class RowSource:
     read: Callable[[BadRow], Iterator[RawRow]]
     is_local: bool = True
     unread: Unread = field(default_factory=lambda: Unread("", "error"))
+    address: str = ""
 
     def about_rows(self) -> int | None:
         """Return about how many rows there are, for a progress bar; None if only parsing them would tell."""
@@ -137,15 +139,19 @@ def open_source(source: SourceConfig, log: Callable[[str], None] = lambda _: Non
     looks_local = _HUB_ID.fullmatch(source.path) is None or row_type(Path(source.path)) is not None
     if source.hub is False or (source.hub is None and looks_local):
         raise DataError(_nothing_found(source.path))
-    return _open_hub(source)
+    return _open_hub(source, log)
 
 
 def _source_of(source: SourceConfig, found: Found) -> RowSource:
     name, files = _of_split(source, found)
     unread = Unread(redacted(source.path), source.unread_files, found.others, len(files))
     counts = [count_rows(file) for file in files]
-    num_rows = None if None in counts else sum(count or 0 for count in counts)
+    return _of_files(name, files, unread, None if None in counts else sum(count or 0 for count in counts))
 
+
+def _of_files(
+    name: str, files: Sequence[Path | RemoteFile], unread: Unread, num_rows: int | None, address: str = ""
+) -> RowSource:
     def read(bad_row: BadRow) -> Iterator[RawRow]:
         for file in files:
             yield from read_file(file, bad_row, unread)
@@ -154,7 +160,7 @@ def _source_of(source: SourceConfig, found: Found) -> RowSource:
 
     digests = {str(file): _digest(file) if isinstance(file, Path) else file.digest() for file in files}
     is_local = all(isinstance(file, Path) for file in files)
-    return RowSource(name, digests, num_rows, read, is_local, unread)
+    return RowSource(name, digests, num_rows, read, is_local, unread, address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,31 +286,17 @@ def _digest(path: Path) -> str:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _open_hub(source: SourceConfig) -> RowSource:
-    import datasets  # lazy: the import takes a second, and local data does not need it
+def _open_hub(source: SourceConfig, log: Callable[[str], None]) -> RowSource:
+    from flatout.data.rows.hub_sets import find_hub_set  # lazy, as are its libraries
 
-    split = source.split or "train"
-    name = f"{source.path}[{source.subset + '/' if source.subset else ''}{split}]"
-    try:
-        # rows only: `datasets` 4 and later never runs code from the data set's repository
-        loaded: Any = datasets.load_dataset(
-            source.path, source.subset, split=split, revision=source.revision, streaming=False
-        )
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise DataError(
-            f"hub data set {name} (revision {source.revision or 'main'}) cannot be loaded: "
-            f"{re.sub(r' *[(][A-Za-z]+Error[)]', '', ' '.join(lines[:2])) or 'no reason given'}; "
-            "There is no local file or folder of that name; check path, subset, split and revision, and log in for a "
-            f"private set. If offline, run `hf download {source.path} --repo-type dataset --local-dir DIR` on a "
-            "machine with a network and set path: DIR."
-        ) from error
-    files = {f"{name}/{index}": _digest(Path(file["filename"])) for index, file in enumerate(loaded.cache_files)}
-    if not files:
-        raise DataError(f"{name}: `datasets` keeps this data set only in memory; save it to a parquet file and use it")
+    found = find_hub_set(source, log)
+    if found.loaded is None:
+        unread = Unread(redacted(source.path), source.unread_files)
+        return _of_files(found.name, found.files, unread, found.num_rows, found.address)
+    digests = {f"{found.name}/{k}": _digest(Path(file["filename"])) for k, file in enumerate(found.loaded.cache_files)}
 
     def read(bad_row: BadRow) -> Iterator[RawRow]:
         # as arrow tables: images and audio stay undecoded, and it is many times faster than reading row by row
-        return table_rows(name, loaded.with_format("arrow").iter(batch_size=1024))
+        return table_rows(found.name, found.loaded.with_format("arrow").iter(batch_size=1024))
 
-    return RowSource(name, files, int(loaded.num_rows), read)
+    return RowSource(found.name, digests, found.num_rows, read, address=found.address)

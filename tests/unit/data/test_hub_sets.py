@@ -1,0 +1,183 @@
+"""Sets of the hub by id: pinned to the commit that a branch was, and read without being downloaded whole."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from store_stand_in import COMMIT, Files, store_stand_in
+
+from flatout.data.token_store import TokenStore
+
+ROWS = [{"text": f"row {number} " + "word " * 40} for number in range(200)]
+LATER = "beef" * 10
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def table(rows: list[dict[str, Any]]) -> bytes:
+    out = io.BytesIO()
+    parquet.write_table(pa.Table.from_pylist(rows), out)
+    return out.getvalue()
+
+
+@pytest.fixture
+def hub() -> Iterator[Files]:
+    with store_stand_in() as found:
+        yield found
+
+
+def run(hub: Files, home: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING_FACE"))}
+    env |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "XDG_CACHE_HOME": str(home)}
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, check=False, timeout=300, env=env | variables
+    )
+
+
+def test_the_command_reads_a_set_at_the_commit_that_its_branch_is(
+    hub: Files, tmp_path: Path, small_tokenizer_dir: Path
+) -> None:
+    """The commit is in the manifest and in each file's name; a branch that moved is said, and its rows are built."""
+    home, root = tmp_path / "home", tmp_path / "data"
+    readme = b"---\nlicense: mit\n---\n"
+    hub.objects = {
+        "org/set/README.md": readme,
+        "org/set/data/train-00000-of-00002.parquet": table(ROWS[:120]),
+        "org/set/data/train-00001-of-00002.parquet": table(ROWS[120:]),
+        "org/set/data/test-00000-of-00001.parquet": table(ROWS[:3]),
+    }
+    words = ["-m", "flatout", "data", "build", "org/set", "--tokenizer", str(small_tokenizer_dir), "--name", "d"]
+    words += ["--root", str(root), "--num-procs", "1"]
+
+    def built(*more: str, **variables: str) -> tuple[str, TokenStore]:
+        hub.calls.clear()
+        done = run(hub, home, *words, *more, **variables)
+        assert done.returncode == 0, done.stderr
+        return " ".join(done.stderr.split()), TokenStore.open(root / "built_dataset" / "d")
+
+    said, store = built()
+    assert f"org/set[train]: commit {COMMIT}, 2 files" in said
+    assert store.num_samples == 200
+    assert store.meta.sources == (f"hf://datasets/org/set@{COMMIT}",)
+    assert str(store.origin(199)) == f"hf://datasets/org/set@{COMMIT}/data/train-00001-of-00002.parquet:80"
+    assert not any("data/test" in path and "/resolve/" in path for _, path, _ in hub.calls)
+    kept_bytes = sum(path.stat().st_size for path in home.rglob("*") if path.is_file() and not path.is_symlink())
+    assert kept_bytes < len(hub.objects["org/set/data/train-00000-of-00002.parquet"]), "nothing is downloaded whole"
+    fingerprint = store.meta.fingerprint
+
+    # a new page of the set is no new data
+    hub.objects["org/set/README.md"], hub.commit = readme + b"hello", LATER
+    said, store = built()
+    assert f"main was commit {COMMIT}, and is {LATER} now" in said
+    assert "Reusing" in said
+    assert store.meta.fingerprint == fingerprint
+    said, _ = built()
+    assert "Reusing" in said
+    assert not any("train-0000" in path for _, path, _ in hub.calls), "what a commit holds is known"
+
+    # a hub that does not answer is no reason not to train
+    said, _ = built(HF_HUB_OFFLINE="1")
+    assert "org/set[train]: the hub does not answer" in said
+    assert "Reusing" in said
+    refused = run(hub, home, *words, "--replace", "--max-tokens", "10", HF_HUB_OFFLINE="1")
+    assert refused.returncode == 6, refused.stderr
+
+    hub.objects["org/set/data/train-00001-of-00002.parquet"], hub.commit = table(ROWS[:7]), "a" * 40
+    refused = run(hub, home, *words)
+    assert refused.returncode == 2
+    assert f"rows of hf://datasets/org/set@{COMMIT}, but hf://datasets/org/set@{'a' * 40} is configured" in " ".join(
+        refused.stderr.split()
+    )
+    _, store = built("--replace")
+    assert store.num_samples == 127
+    assert store.meta.fingerprint != fingerprint
+
+
+CODE = """
+import json, sys
+from flatout.config.schema import SourceConfig
+from flatout.data.rows.sources import open_source
+from flatout.errors import FlatoutError
+for given in map(json.loads, sys.argv[1:]):
+    try:
+        source = open_source(SourceConfig(**given))
+        rows = list(source.rows())
+        print(json.dumps([len(rows), rows[0].columns, str(rows[-1].origin), source.num_rows, source.address]))
+    except FlatoutError as error:
+        print(json.dumps([error.exit_code, str(error)]))
+"""
+
+
+def test_splits_subsets_and_sets_of_any_kind(hub: Files, tmp_path: Path) -> None:
+    """What the set's page says of subsets holds; a set that only `datasets` reads is loaded at the same commit."""
+    page = b"""---
+configs:
+- config_name: de
+  data_files: [{split: train, path: de/*.gz}]
+- config_name: en
+  data_files: [{split: train, path: en.jsonl}]
+- config_name: semi
+  sep: ";"
+  data_files: [{split: train, path: semi.csv}]
+---
+"""
+    hub.objects = {
+        "org/set/README.md": page, "org/set/de/a.jsonl.gz": gzip.compress(lines(ROWS[:3])),
+        "org/set/en.jsonl": lines(ROWS[:5]), "org/set/validation.jsonl": lines(ROWS[:2]),
+        "org/parts/train.jsonl": lines(ROWS), "org/parts/validation.jsonl": lines(ROWS[:4]),
+        "org/texts/train.txt": b"one\ntwo\nthree\n",
+        "org/semi/README.md": page.replace(b"de/*.gz", b"semi.csv").replace(b"en.jsonl", b"semi.csv"),
+        "org/semi/semi.csv": b"text;n\na;1\nb;2\n",
+    }  # fmt: skip
+    asked: list[dict[str, Any]] = [
+        {"path": "org/set", "subset": "de"},
+        {"path": "org/set", "subset": "en", "revision": "v1"},
+        {"path": "org/parts", "split": "validation"},
+        {"path": "org/parts", "split": "train[:3]"},
+        {"path": "org/texts"},
+        {"path": "org/semi", "subset": "semi"},
+        {"path": "org/parts", "split": "dev"},
+        {"path": "org/set", "subset": "fr"},
+        {"path": "org/none"},
+    ]
+    done = run(hub, tmp_path, "-c", CODE, *map(json.dumps, asked))
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    at, address = f"hf://datasets/org/set@{COMMIT}", f"hf://datasets/org/parts@{COMMIT}"
+    assert told[:3] == [
+        [3, ROWS[0], f"{at}/de/a.jsonl.gz:3", None, at],
+        [5, ROWS[0], f"{at}/en.jsonl:5", None, at],
+        [4, ROWS[0], f"{address}/validation.jsonl:4", None, address],
+    ]
+    assert told[3:6] == [
+        [3, ROWS[0], f"org/parts@{COMMIT}[train[:3]]:3", 3, f"org/parts@{COMMIT}"],
+        [3, {"text": "one"}, f"org/texts@{COMMIT}[train]:3", 3, f"org/texts@{COMMIT}"],
+        [2, {"text": "a", "n": 1}, f"org/semi@{COMMIT}[semi/train]:2", 2, f"org/semi@{COMMIT}"],
+    ]
+    assert told[6] == [3, "org/parts[dev]: no split 'dev'; set split to one of train, validation"]
+    for code, text in told[7:]:
+        assert code == 3
+        assert "check path, subset, split and revision, and log in for a private set" in text
+    assert any("/resolve/v1/" in path for _, path, _ in hub.calls)
+
+
+def test_a_set_that_cannot_be_had_names_id_revision_and_the_way_offline(hub: Files, tmp_path: Path) -> None:
+    asked = {"path": "org/gone", "subset": "en", "revision": "v9"}
+    done = run(hub, tmp_path, "-c", CODE, json.dumps(asked), HF_HUB_OFFLINE="1")
+    [[code, text]] = map(json.loads, done.stdout.splitlines())
+    assert code == 3
+    assert text.startswith("hub data set org/gone[en/train] (revision v9) cannot be loaded: ")
+    assert "`hf download org/gone --repo-type dataset --local-dir DIR`" in text
