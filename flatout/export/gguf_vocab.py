@@ -73,9 +73,15 @@ def stop_fields(tokenizer: Any, stop_ids: Sequence[int]) -> dict[str, int]:
     others = [token_id for token_id in stop_ids if token_id != tokenizer.eos_token_id]
     if tokenizer.eos_token_id is None and others:
         return dict(zip(("eos", "eot", "eom"), others, strict=False))
-    # programs that know eot only find it, too, where it is the end token
-    first = stop_ids[:1] if stop_ids[:1] == [tokenizer.eos_token_id] else []
+    # programs that know eot only find it, too, where it is the end token, and no other token needs the field
+    first = stop_ids[:1] if stop_ids[:1] == [tokenizer.eos_token_id] and len(others) < 2 else []
     return dict(zip(("eot", "eom"), [*first, *others], strict=False))
+
+
+def stops_left_out(tokenizer: Any, stop_ids: Sequence[int]) -> list[str]:
+    """Return the tokens that end an answer and have no field, so that llama.cpp goes on behind them."""
+    held = {*stop_fields(tokenizer, stop_ids).values(), tokenizer.eos_token_id}
+    return [str(tokenizer.decode([token_id])) for token_id in stop_ids if token_id not in held]
 
 
 def _name_of_split(content: dict[str, Any]) -> str:

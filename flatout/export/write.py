@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from flatout.checkpoint.final import MANIFEST_NAME, verify_final
 from flatout.errors import ResourceError, UsageError, reason_of
 from flatout.export.gguf_file import FILE_TYPES, why_not, write_gguf
-from flatout.export.gguf_vocab import stop_fields
+from flatout.export.gguf_vocab import stop_fields, stops_left_out
 from flatout.export.ollama import modelfile
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
@@ -200,6 +200,9 @@ def _write_gguf(
         if quantizer is not None:
             _run_tool([str(quantizer), str(plain), str(file), (kind or own).upper()])
         command, note = f"llama-cli -m {shlex.quote(str(path))}", f"written by {converter or 'the gguf package'}"
+        if left_out := ", ".join(map(repr, stops_left_out(tokenizer, stop_ids))):
+            how = "the Modelfile names them" if for_ollama else "send them as stop strings"
+            note += f"; warning: a GGUF file holds three tokens that end an answer, and not {left_out}: {how}"
         if for_ollama:
             text, about = modelfile(path.name, model, tokenizer, stop_ids)
             durable_io.write_bytes(new / "Modelfile", text.encode())

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import GenerationConfig, PreTrainedModel
 
 from flatout.errors import CheckpointError
@@ -61,11 +62,19 @@ def give_template(tokenizer: Any, template: str, ends: str | Sequence[str]) -> N
 
 
 def set_stops(model: PreTrainedModel, token_ids: Iterable[int]) -> None:
-    """Make a model's generation_config, which it may share with another model, stop at these tokens."""
+    """Make a model stop at these tokens: by its generation_config, which it may share with another model, and config.
+
+    Servers that find no generation_config read the config; one whose class takes a single token gets the first.
+    """
     ids = list(token_ids)
-    config = copy.deepcopy(model.generation_config) or GenerationConfig()
-    config.eos_token_id = ids[0] if len(ids) == 1 else ids or None
-    model.generation_config = config
+    generation = copy.deepcopy(model.generation_config) or GenerationConfig()
+    generation.eos_token_id = ids[0] if len(ids) == 1 else ids or None
+    model.generation_config = generation
+    for config in (model.config, model.config.get_text_config()):
+        try:
+            config.eos_token_id = generation.eos_token_id
+        except StrictDataclassFieldValidationError:
+            config.eos_token_id = ids[0]
 
 
 def saved_stops(folder: Path) -> list[int]:

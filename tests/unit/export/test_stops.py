@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3Config,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    NomicBertConfig,
+    Qwen3Config,
+)
 
 from flatout.cli.main import main
+from flatout.models.stops import set_stops
 
 QUESTION, ANSWER = "How many?", "Exactly seven."
 # names that no program knows: only what the files say can stop an answer
@@ -150,6 +162,38 @@ def test_results_stop_and_others_can_read_them(trained: tuple[Kind, Path], tmp_p
     assert {oct(path.stat().st_mode & 0o777) for path in final.iterdir()} == {"0o644"}
 
 
+@pytest.mark.parametrize("road", ["results", "vllm", "mlx"])
+def test_config_json_stops_where_a_program_reads_no_generation_config(
+    trained: tuple[Kind, Path], tmp_path: Path, road: str
+) -> None:
+    kind, run = trained
+    if road == "results" and kind.method == "full":
+        shutil.copytree(run / "final", tmp_path / "out")
+    else:
+        verb = ["merge", str(run)] if road == "results" else ["export", str(run), "--to", road]
+        assert main([*verb, "--out", str(tmp_path / "out")]) == 0
+    stops = stop_ids(tmp_path / "out")
+    held = json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"]
+    assert held == (stops if len(stops) > 1 else stops[0])
+    (tmp_path / "out/generation_config.json").unlink()
+    tokenizer, model = (each.from_pretrained(tmp_path / "out") for each in (AutoTokenizer, AutoModelForCausalLM))
+    given = torch.tensor([prompt(tokenizer)])
+    new = model.generate(input_ids=given, max_new_tokens=40, do_sample=False)[0, given.shape[1] :]
+    assert tokenizer.decode(new) == ANSWER + kind.stop
+
+
+@pytest.mark.parametrize("config", [Qwen3Config(), Gemma3Config(), NomicBertConfig()], ids=lambda one: one.model_type)
+def test_every_class_of_configs_takes_the_stops(config: Any) -> None:
+    model: Any = SimpleNamespace(config=config, generation_config=None)
+    for ids, expected in ([7, 9], [7, 9]), ([7], 7):
+        set_stops(model, ids)
+        assert model.generation_config.eos_token_id == expected
+        # a class that takes one token has the first
+        takes = expected if config.model_type != "nomic_bert" else ids[0]
+        assert config.eos_token_id == config.get_text_config().eos_token_id == takes
+        assert type(config)(**config.to_dict()).eos_token_id == takes
+
+
 @pytest.mark.parametrize("to", ["vllm", "mlx"])
 def test_served_folders_stop(trained: tuple[Kind, Path], tmp_path: Path, to: str) -> None:
     kind, run = trained
@@ -165,3 +209,38 @@ def test_llama_cpp_stops(trained: tuple[Kind, Path], tmp_path: Path) -> None:
         said = call("/completion", prompt=prompt(tokenizer), n_predict=40, temperature=0)
     assert (said["content"], said["stop_type"]) == (ANSWER, "eos")
     assert f'PARAMETER stop "{kind.stop}"' in (tmp_path / "out" / "Modelfile").read_text().splitlines()
+
+
+@pytest.mark.parametrize("trained", ["base with chatml", "like GLM"], indirect=True)
+@pytest.mark.parametrize("to", ["gguf", "ollama"])
+def test_stops_that_gguf_has_no_field_for_are_told(
+    trained: tuple[Kind, Path], tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gguf, model, out = pytest.importorskip("gguf"), tmp_path / "model", tmp_path / "out"
+    shutil.copytree(trained[1] / "final", model, ignore=shutil.ignore_patterns("manifest.json"))
+    tokenizer, file = AutoTokenizer.from_pretrained(model), model / "generation_config.json"
+
+    def told(stops: list[int]) -> tuple[str, list[str]]:
+        """What an export with these stops prints, and those of them that the file does not hold."""
+        shutil.rmtree(out, ignore_errors=True)
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": stops}))
+        capsys.readouterr()
+        assert main(["export", str(model), "--to", to, "--quantize", "f32", "--out", str(out)]) == 0
+        fields = gguf.GGUFReader(next(out.glob("*.gguf"))).fields
+        held = [
+            fields[key].contents() for key in fields if key.endswith(("eos_token_id", "eot_token_id", "eom_token_id"))
+        ]
+        left_out = tokenizer.convert_ids_to_tokens([one for one in stops if one not in held])
+        return " ".join("".join(capsys.readouterr()).split()), left_out
+
+    own = stop_ids(model)
+    said, left_out = told(own)
+    assert "warning" not in said
+    assert not left_out
+    wanted = list(dict.fromkeys([*own, *tokenizer.convert_tokens_to_ids(TOKENS)]))
+    said, left_out = told(wanted)
+    assert len(left_out) == len(wanted) - 3
+    assert f"three tokens that end an answer, and not {', '.join(map(repr, left_out))}: " in said
+    if to == "ollama":
+        lines = (out / "Modelfile").read_text().splitlines()
+        assert {f'PARAMETER stop "{token}"' for token in tokenizer.convert_ids_to_tokens(wanted)} <= set(lines)
