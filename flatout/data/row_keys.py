@@ -26,7 +26,7 @@ KEY_WORDS: Mapping[Dedupe, int] = {"off": 0, "exact": EXACT_WORDS, "near": EXACT
 """Words of a key."""
 # of 64 bytes for prompts, and for answers, so many are equal in near rows
 _LEAST_EQUAL = 54
-_SHINGLE_WORDS = 3
+_SHINGLE_WORDS, _AT_ONCE = 3, 1 << 14
 # characters of scripts that put no spaces between words are words: Thai to Lao, Burmese, Khmer, kana, ideographs
 _NO_SPACES = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[{_NO_SPACES}]|[^\W{_NO_SPACES}]+|[^\w\s]")
@@ -75,10 +75,10 @@ def _signature(sample: Sample) -> NDArray[np.uint64]:
     prompt, answers = (_shingles(words) for words in _sides(sample))
     # where one side is empty, all bytes are of the other
     sides = (prompt if len(prompt) else answers, answers if len(answers) else prompt)
-    least = np.stack([
-        (side[None] * factor + summand).min(1, initial=np.uint32(0xFFFFFFFF))
-        for side, (factor, summand) in zip(sides, _LINES, strict=True)
-    ])  # fmt: skip
+    least = np.full((2, 4 * SIGNATURE_WORDS), 0xFFFFFFFF, np.uint32)
+    for side, (factor, summand), own in zip(sides, _LINES, least, strict=True):
+        for start in range(0, len(side), _AT_ONCE):  # a document may have millions
+            np.minimum(own, (side[start : start + _AT_ONCE] * factor + summand).min(1), out=own)
     # the highest byte of a product depends on all bytes of its factor
     kept = ((least * np.uint32(0x9E3779B1)) >> np.uint32(24)).astype(np.uint8)
     return kept.reshape(2, SIGNATURE_WORDS, 4).swapaxes(0, 1).reshape(SIGNATURE_WORDS, 8).view(np.uint64)[:, 0]

@@ -35,7 +35,9 @@ from flatout.view.report import runs_fragment
 MAX_BODY_BYTES = 1 << 20
 SAMPLES_PER_PAGE = 5
 LINES = "application/x-ndjson"
-DATA_SETTINGS = ("data.name", "model.name", "data.max_tokens", "data.loss_type", "data.template", "data.on_bad_row")
+DATA_SETTINGS = (
+    "data.name", "model.name", "data.max_tokens", "data.loss_type", "data.template", "data.on_bad_row", "data.dedupe",
+)  # fmt: skip
 # groups of a form: title, settings
 RUN_SETTINGS = (
     ("Model", ("model.name", "method", "base.storage", "lora.rank", "lora.alpha", "model.precision")),

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from flatout.config.schema import SourceConfig
-from flatout.data.rows.read import count_rows, row_type
+from flatout.data.rows.read import row_type, total_rows
 from flatout.data.rows.remote import RemoteFile, hub_files, hub_stats
 from flatout.errors import CheckpointError, DataError, ResourceError, first_line
 from flatout.io.address import Stat
@@ -73,8 +73,7 @@ def find_hub_set(source: SourceConfig, log: Log) -> HubSet:
         log(f"{name}: {source.revision or 'main'} was commit {kept.facts['commit']}, and is {pinned[1]} now")
     if pinned and (addresses := _addresses(builder, split, name)):
         stats = hub_stats(addresses, log)
-        counts = [count_rows(file) for file in hub_files(stats, log)]
-        num_rows = None if None in counts else sum(count or 0 for count in counts)
+        num_rows = total_rows(hub_files(stats, log))
         facts = {"commit": pinned[1], "files": [asdict(stat) for stat in stats], "num_rows": num_rows}
         with suppress(ResourceError):  # no cache: offline, the set is not known
             keep_facts("hub-sets", key, facts)

@@ -10,6 +10,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -53,6 +54,7 @@ _MAGIC = {
 }  # fmt: skip
 # A row is in memory several times while it is read, and a list in a .json file is read as a whole.
 MAX_ROW_BYTES, _MAX_JSON_BYTES = 64 << 20, 1 << 30
+_FOOTERS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,13 @@ def count_rows(file: DataFile) -> int | None:
             return int(parquet.read_metadata(content).num_rows)
     except (ArrowException, OSError) as error:
         raise DataError(f"{file}: not readable as parquet: {first_line(error)}") from error
+
+
+def total_rows(files: Iterable[DataFile]) -> int | None:
+    """Return the rows of all files if each has their number in its footer, else None; asks for many footers at once."""
+    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+        counts = list(pool.map(count_rows, files))
+    return None if None in counts else sum(count or 0 for count in counts)
 
 
 def most_rows(file: DataFile) -> int | None:

@@ -17,11 +17,11 @@ from flatout.data.rows.read import (
     ROW_TYPES,
     BadRow,
     RawRow,
-    count_rows,
     most_rows,
     raise_error,
     row_type,
     table_rows,
+    total_rows,
 )
 from flatout.errors import DataError
 from flatout.io.durable_io import digest
@@ -145,8 +145,7 @@ def open_source(source: SourceConfig, log: Callable[[str], None] = lambda _: Non
 def _source_of(source: SourceConfig, found: Found) -> RowSource:
     name, files = _of_split(source, found)
     unread = Unread(redacted(source.path), source.unread_files, found.others, len(files))
-    counts = [count_rows(file) for file in files]
-    return _of_files(name, files, unread, None if None in counts else sum(count or 0 for count in counts))
+    return _of_files(name, files, unread, total_rows(files))
 
 
 def _of_files(

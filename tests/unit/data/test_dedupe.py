@@ -25,7 +25,7 @@ from flatout.config.schema import DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.conversation import Conversation, Message, Origin
 from flatout.data.dedupe import Index
-from flatout.data.row_keys import EXACT_WORDS, row_key
+from flatout.data.row_keys import EXACT_WORDS, are_near, row_key
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError
 from flatout.io.json_file import read_json
@@ -170,10 +170,9 @@ def test_near_leaves_different_rows_of_a_template_alone(
     assert (store.num_samples, store.meta.counts["near_rows"]) == (64, 0)
 
 
-def signature(question: str, answer: str) -> Any:
-    """The part of a row's key that is for near rows."""
+def key_of(question: str, answer: str) -> Any:
     row = Conversation((Message("user", question), Message("assistant", answer)), Origin("x", 1))
-    return row_key("near", row, ())[EXACT_WORDS:]
+    return row_key("near", row, ())
 
 
 @pytest.mark.parametrize("num_edits", [1, 4, 8, 20])
@@ -184,12 +183,11 @@ def test_signatures_are_as_alike_as_the_shingles(num_edits: int) -> None:
         questions, answers = text_of(seed, 100), text_of(seed + 5000, 100)
         others = edited(questions, num_edits, seed), edited(answers, 2 * num_edits, seed)
         # a word has four bytes of prompts, and four of answers
-        equal = signature(questions, answers).view(np.uint8) == signature(*others).view(np.uint8)
-        found.append(equal.reshape(-1, 2, 4).mean((0, 2)))
-        texts = (("user", questions, others[0]), ("assistant", answers, others[1]))
+        one, other = (key_of(*texts)[EXACT_WORDS:].view(np.uint8) for texts in ((questions, answers), others))
+        found.append((one == other).reshape(-1, 2, 4).mean((0, 2)))
+        pairs = (("user", questions, others[0]), ("assistant", answers, others[1]))
         shingles = [
-            [{tuple([f"{role}", *text.split()][i : i + 3]) for i in range(99)} for text in pair]
-            for role, *pair in texts
+            [{tuple([role, *text.split()][i : i + 3]) for i in range(99)} for text in pair] for role, *pair in pairs
         ]
         expected.append([len(one & other) / len(one | other) for one, other in shingles])
     assert np.abs(np.mean(found, axis=0) - np.mean(expected, axis=0)).max() < 0.03
@@ -209,7 +207,8 @@ def many(num_rows: int) -> list[Row]:
 
 
 def test_any_number_of_processes_keeps_the_same_rows(tmp_path: Path, small_tokenizer_dir: Path) -> None:
-    file = write_rows(tmp_path / "rows.jsonl", many(800))
+    rows = many(800)
+    file = write_rows(tmp_path / "rows.jsonl", rows)
     one, three = (
         open_or_build(data_config(tmp_path / str(n), file, dedupe="near", num_procs=n), str(small_tokenizer_dir))
         for n in (1, 3)
@@ -218,6 +217,12 @@ def test_any_number_of_processes_keeps_the_same_rows(tmp_path: Path, small_token
     assert one.meta.fingerprint == three.meta.fingerprint
     assert one.meta.counts["equal_rows"] > 100
     assert one.meta.counts["near_rows"] > 80
+    # each row that went is near one that stayed before it, and none that stayed is
+    keys = np.stack([key_of(*(turn["content"] for turn in row["messages"])) for row in rows])
+    stayed = [row - 1 for _, row in places(one)]
+    for row in range(800):
+        before = [other for other in stayed if other < row]
+        assert are_near(keys[before], keys[row]).any() == (row not in stayed)
 
 
 def test_a_killed_build_goes_on_and_knows_the_rows_of_before(tmp_path: Path, small_tokenizer_dir: Path) -> None:
