@@ -64,11 +64,7 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        self._plain.no_truncation()
-        self._plain.no_padding()
-        # ByteLevel's post-processor would drop leading spaces from the offsets; ids do not depend on it here
-        self._plain.post_processor = processors.Sequence([])
+        self._backend = tokenizer.backend_tokenizer
         self._special = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._stand_ins = {token.content: _STAND_IN.format(i) for i, token in self._special.items()}
         self._pattern = control_pattern(tokenizer, markup=True)
@@ -76,9 +72,19 @@ class Encoder:
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.content}
         self._whole = re.compile("|".join(re.escape(text) for text in sorted(added, key=len, reverse=True)) or r"(?!)")
         self._decode = tokenizer.decode
-        self._is_bytes = isinstance(self._plain.decoder, decoders.ByteLevel)
-        self._bytes = _TokenBytes(self._plain)
-        self._ahead: dict[str, NDArray[np.int32]] = {}
+        self._is_bytes = isinstance(self._backend.decoder, decoders.ByteLevel)
+        self._bytes = _TokenBytes(self._backend)
+        self._ahead: dict[str, list[int]] = {}
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """A copy for encoding with offsets. Making it takes as long as loading the tokenizer, and few sets need it."""
+        plain = Tokenizer.from_str(self._backend.to_str())
+        plain.no_truncation()
+        plain.no_padding()
+        # ByteLevel's post-processor would drop leading spaces from the offsets; ids do not depend on it here
+        plain.post_processor = processors.Sequence([])
+        return plain
 
     @cached_property
     def _cutting(self) -> tuple[Tokenizer, dict[int, int]]:
@@ -105,10 +111,8 @@ class Encoder:
         for end, text in enumerate(texts if self._is_bytes else (), start=1):
             size += len(text)
             if size >= _CHARACTERS_AT_ONCE or end == len(texts):
-                some = texts[begin:end]
-                done = self._plain.encode_batch_fast(list(some), add_special_tokens=False)
-                ids = (np.array(encoding.ids, dtype=np.int32) for encoding in done)
-                self._ahead.update(zip(some, ids, strict=True))
+                done = self._backend.encode_batch_fast(list(texts[begin:end]), add_special_tokens=False)
+                self._ahead.update(zip(texts[begin:end], (encoding.ids for encoding in done), strict=True))
                 begin, size = end, 0
 
     def _by_bytes(self, text: str, spans: Sequence[Span]) -> TokenizedText | None:
@@ -119,20 +123,25 @@ class Encoder:
         """
         ids = self._ahead.get(text)
         if ids is None:
-            encoding: Encoding = self._plain.encode_batch_fast([text], add_special_tokens=False)[0]
-            ids = np.array(encoding.ids, dtype=np.int32)
-        pieces = list(map(self._bytes.__getitem__, ids.tolist()))
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        pieces = [*map(self._bytes.__getitem__, ids)]
+        # also if the tokenizer was left with truncation or padding
         if b"".join(pieces) != text.encode(errors="replace"):
             return None
-        lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
-        ends = np.cumsum(lengths)
         if not text.isascii():  # from characters to bytes
             edges = [0, *(edge for span in spans for edge in span)]
             parts = [len(text[start:end].encode()) for start, end in pairwise(edges)]
             places = list(accumulate(parts))
             spans = list(zip(places[::2], places[1::2], strict=True))
-        loss_mask, is_cut = _loss_mask(np.stack([ends - lengths, ends], axis=1), spans)
-        return None if is_cut else TokenizedText(ids, loss_mask)
+        starts = np.fromiter(accumulate(map(len, pieces), initial=0), np.int64, len(pieces) + 1)
+        wanted = np.array(spans, np.int64).reshape(-1)
+        tokens = np.searchsorted(starts, wanted)
+        if (starts[tokens] != wanted).any():
+            return None
+        loss_mask = np.zeros(len(ids), np.bool_)
+        for first, last in tokens.reshape(-1, 2).tolist():
+            loss_mask[first:last] = True
+        return TokenizedText(np.array(ids, np.int32), loss_mask)
 
     def encode(self, text: str, spans: Sequence[Span], typed: Sequence[Span] = ()) -> TokenizedText:
         """Return the token ids of `text` and its loss mask.

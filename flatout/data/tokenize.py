@@ -194,10 +194,6 @@ class SampleTokenizer:
 
     def _conversation(self, sample: Conversation, texts: Sequence[MaskedText]) -> TokenizedSample:
         policy = self.options.lost_reasoning
-        done = []
-        for masked in texts:
-            text = self.encoder.encode(masked.text, masked.spans, masked.typed)
-            done.append(self._fit(text, {"typed_control_tokens": len(masked.typed)}))
         silent = [m for m in sample.messages if m.role == "assistant" and m.train is False]
         counts = {"empty_answers": sum(map(is_empty, silent))}
         counts |= noticed(sample, texts[-1].text if texts else "", self._control)
@@ -206,7 +202,12 @@ class SampleTokenizer:
             counts |= {"split_by_question": 1, "questions": len(texts)}
         elif texts:
             counts["reasoning_masked" if policy == "mask" else "reasoning_dropped"] = len(texts[0].lost_reasoning)
-        return _joined(done, counts)
+        done = []
+        for masked in texts:
+            text = self.encoder.encode(masked.text, masked.spans, masked.typed)
+            own = counts if len(texts) == 1 else {}
+            done.append(self._fit(text, {"typed_control_tokens": len(masked.typed), **own}))
+        return done[0] if len(done) == 1 else _joined(done, counts)
 
     def _plain(self, sample: PlainText) -> TokenizedSample:
         if not sample.text.strip():
@@ -238,7 +239,7 @@ class SampleTokenizer:
         length, limit, policy = len(text.token_ids), self.options.max_tokens, self.options.too_long
         if policy == "auto":
             policy = "split" if is_document else "truncate"
-        num_labels = int(text.loss_mask[1:].sum())
+        num_labels = int(np.count_nonzero(text.loss_mask[1:]))
         fate: Fate = "kept"
         windows: list[TokenizedText] = []
         if not num_labels:

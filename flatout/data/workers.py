@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import threading
+import traceback
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain, islice
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from itertools import chain, cycle, islice
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,8 @@ from flatout.data.row_keys import KEY_WORDS, row_key
 from flatout.data.rows.formats.parser import RowParser
 from flatout.data.rows.read import RawRow
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
-from flatout.errors import DataError, ResourceError
+from flatout.environment import set_environment
+from flatout.errors import DataError, FlatoutError, ResourceError
 from flatout.io.template_limits import TemplateLimitError
 
 ROWS_PER_CHUNK = 256
@@ -149,71 +151,98 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
     )
 
 
-def _end_with_parent() -> None:
-    """Exit when the parent dies, so that a killed build leaves no process behind; leave Ctrl-C to the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+def _serve(ends: Sequence[Connection], options: TokenizeOptions) -> None:
+    """Load the tokenizer once, and fork a process with it for each further end of a pipe; answer at the first.
 
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-_own_tokenizer = lru_cache(maxsize=1)(SampleTokenizer)  # of a worker process
-
-
-def _work(chunk: Chunk, options: TokenizeOptions) -> TokenizedChunk:
-    return tokenize_chunk(chunk, _own_tokenizer(options))
-
-
-@contextmanager
-def _holding_ctrl_c() -> Iterator[None]:
-    """Handle Ctrl-C after the block, so that it does not interrupt the start of a process.
-
-    Processes that are started here inherit the mask; their parent ends them. The mask does not cover signals that other
-    threads receive, which Python handles in the main thread.
+    Each process ends when the parent closes its pipe or dies.
     """
-    held: list[tuple[Any, ...]] = []
-    in_main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, lambda *signalled: held.append(signalled)) if in_main else None
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    set_environment({"TOKENIZERS_PARALLELISM": "false"})  # with no thread, nothing holds a lock when it forks
+    tokenizer, own, forked = SampleTokenizer(options), ends[0], list[int]()
+    gc.freeze()  # or the first collection copies what is shared
+    for end in ends[1:]:
+        forked.append(os.fork())
+        if not forked[-1]:
+            own = end
+            break
+    for end in ends:  # a pipe shows that a process died only if no other process holds its end
+        if end is not own:
+            end.close()
+    with suppress(EOFError, OSError):
+        while True:
+            own.send(_answer(own.recv(), tokenizer))
+    if own is not ends[0]:
+        os._exit(0)  # what the first one does at its end is not for its copies
+    for pid in forked:
+        os.waitpid(pid, 0)
+
+
+def _answer(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk | Exception:
     try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if in_main:
-            signal.signal(signal.SIGINT, handler)
-        if held and callable(handler):
-            handler(*held[0])
+        return tokenize_chunk(chunk, tokenizer)
+    except Exception as error:  # noqa: BLE001  (the parent raises it)
+        if not isinstance(error, FlatoutError):
+            error.add_note(traceback.format_exc())
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """The parent's end of a pipe to a process, which gets its next chunk while it works on one."""
+
+    end: Connection
+    sending: threading.Lock = field(default_factory=threading.Lock)
+    receiving: threading.Lock = field(default_factory=threading.Lock)
+
+    def work(self, chunk: Chunk) -> TokenizedChunk:
+        """Have a chunk tokenized. Raises what that raises, and ResourceError with its rows if the process died."""
+        try:
+            with ExitStack() as until_answered:
+                with self.sending:
+                    self.end.send(chunk)
+                    until_answered.enter_context(self.receiving)  # answers come in the order of the chunks
+                answer: TokenizedChunk | Exception = self.end.recv()
+        except (EOFError, OSError) as error:
+            rows = f"rows {chunk.rows[0].origin} to {chunk.rows[-1].origin}" if chunk.rows else "the last rows"
+            raise ResourceError(
+                f"a tokenizer process died (killed, or out of memory) in {rows}; "
+                "lower data.num_procs, or look for a huge row there"
+            ) from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 def _in_processes(
     chunks: Iterator[Chunk], options: TokenizeOptions, num_procs: int
 ) -> Iterator[tuple[Chunk, TokenizedChunk]]:
-    # spawn: forking a process with threads (torch, tokenizers) can deadlock
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_procs, mp_context=spawn, initializer=_end_with_parent)
+    # spawn: forking this process with its threads (torch, tokenizers, the console's) can deadlock
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(num_procs)]
+    first = context.Process(target=_serve, args=([theirs for _, theirs in pipes], options))
+    pool, workers = ThreadPoolExecutor(num_procs * _CHUNKS_AHEAD), cycle([_Worker(ours) for ours, _ in pipes])
     waiting: deque[tuple[Chunk, Future[TokenizedChunk]]] = deque()
-    chunk: Chunk | None = None
+
+    def start() -> None:
+        # Ctrl-C is for the parent: processes that start here inherit this, and in a thread it does not break the start
+        resource_tracker.ensure_running()  # its own start would end the mask
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        first.start()
+
     try:
+        pool.submit(start).result()
+        for _, theirs in pipes:
+            theirs.close()
         for chunk in chunks:
-            with _holding_ctrl_c():
-                waiting.append((chunk, pool.submit(_work, chunk, options)))
+            waiting.append((chunk, pool.submit(next(workers).work, chunk)))
             if len(waiting) >= num_procs * _CHUNKS_AHEAD:
                 yield waiting[0][0], waiting[0][1].result()
                 waiting.popleft()
         while waiting:
             yield waiting[0][0], waiting[0][1].result()
             waiting.popleft()
-    except BrokenProcessPool as error:
-        first = waiting[0][0] if waiting else chunk
-        rows = f"rows {first.rows[0].origin} to {chunk.rows[-1].origin}" if first and chunk else "the first rows"
-        raise ResourceError(
-            f"a tokenizer process died (killed, or out of memory) in {rows}; "
-            "lower data.num_procs, or look for a huge row there"
-        ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        for ours, _ in pipes:
+            ours.close()
+        if first.pid is not None:
+            first.join()

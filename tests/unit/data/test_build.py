@@ -8,7 +8,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from flatout.data.conversation import Origin
 from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.read import RawRow
 from flatout.data.sampling import copies_of_rows
+from flatout.data.templates.template import template_text
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
+from flatout.data.tokenizer import load_tokenizer
 from flatout.data.workers import Chunk, tokenize_chunks
 from flatout.errors import DataError, FlatoutError, ResourceError, UsageError
 from flatout.io.json_file import read_json
@@ -429,26 +431,37 @@ def test_processes_change_nothing(maker: Maker) -> None:
     assert np.array_equal(alone.rows, many.rows)
 
 
-def test_a_killed_worker_names_its_rows(maker: Maker, small_tokenizer_dir: Path) -> None:
+@pytest.mark.parametrize("which", ["first", "forked"])
+def test_a_killed_worker_names_its_rows(maker: Maker, small_tokenizer_dir: Path, which: str) -> None:
+    """One of two processes, the one that was started or the one that it forked, while the other goes on."""
     config = maker.config("rows.jsonl")
-    rows = [RawRow(Origin("rows.jsonl", i), chat("q", "a")) for i in range(1, 41)]
+    rows = [RawRow(Origin("rows.jsonl", i), chat("q", "a")) for i in range(1, 101)]
     parser = make_parser(config.sources[0], rows[0])
     own = multiprocessing.active_children()
 
-    def chunks() -> Iterator[Chunk]:
-        for start in range(0, 40, 10):
-            yield Chunk(parser, tuple(rows[start : start + 10]), np.ones(10, np.int32))
+    def wait_for(found: Callable[[], list[int]]) -> int:
         deadline = time.monotonic() + 60
-        while not (started := [child for child in multiprocessing.active_children() if child not in own]):
+        while not (pids := found()):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        for child in started:
-            assert child.pid is not None
-            os.kill(child.pid, signal.SIGKILL)
+        return pids[0]
 
-    tokenizer = SampleTokenizer(TokenizeOptions(str(small_tokenizer_dir), "chatml", None))
-    with pytest.raises(ResourceError, match=r"a tokenizer process died .* in rows rows\.jsonl:\d+ to rows\.jsonl:40"):
+    def chunks() -> Iterator[Chunk]:
+        for start in range(0, 100, 10):
+            if start == 20:
+                pid = wait_for(lambda: [p.pid or 0 for p in multiprocessing.active_children() if p not in own])
+                listed = Path(f"/proc/{pid}/task/{pid}/children").read_text
+                forked = wait_for(lambda read=listed: list(map(int, read().split())))
+                os.kill(pid if which == "first" else forked, signal.SIGKILL)
+            yield Chunk(parser, tuple(rows[start : start + 10]), np.ones(10, np.int32))
+
+    _, source = template_text(load_tokenizer(str(small_tokenizer_dir)), "chatml", "")
+    tokenizer = SampleTokenizer(TokenizeOptions(str(small_tokenizer_dir), "chatml", source))
+    with pytest.raises(
+        ResourceError, match=r"a tokenizer process died .* in rows rows\.jsonl:\d*1 to rows\.jsonl:\d+0"
+    ):
         list(tokenize_chunks(chunks(), tokenizer, 2))
+    assert multiprocessing.active_children() == own
 
 
 REAL = [

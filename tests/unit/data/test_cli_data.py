@@ -125,11 +125,15 @@ def test_a_killed_build_leaves_no_process(built: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
-    def children() -> list[int]:
-        return [int(pid) for pid in Path(f"/proc/{build.pid}/task/{build.pid}/children").read_text().split()]
+    def below(pid: int) -> list[int]:
+        children = list[int]()
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                children += map(int, (task / "children").read_text().split())
+        return children + [child for one in children for child in below(one)]
 
-    wait_until(lambda: len(children()) >= 2 + 1)  # two that tokenize, and one that keeps book of what they share
-    workers = children()
+    wait_until(lambda: len(below(build.pid)) >= 2 + 1)  # two that tokenize, and one that keeps book of what they share
+    workers = below(build.pid)
     build.kill()
     build.wait()
     wait_until(lambda: not any(map(alive, workers)))

@@ -47,6 +47,21 @@ def test_ids_and_masks_are_those_of_the_plain_call(name: str, shared: Path) -> N
     assert num_masked > 1000
 
 
+def test_truncation_and_padding_that_a_tokenizer_was_left_with_change_nothing(shared: Path) -> None:
+    tokenizer = load_tokenizer(str(shared / "tok_gpt2"))
+    texts = ["hello world, hello", "a"]
+    plain = [tokenizer(text)["input_ids"] for text in texts]
+    encoder = Encoder(tokenizer)
+    for leave in (lambda: tokenizer.backend_tokenizer.enable_truncation(1), tokenizer.backend_tokenizer.enable_padding):
+        leave()
+        encoder.encode_ahead(texts)
+        left = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+        assert [one.ids for one in left] != plain
+        found = [encoder.encode(text, [(0, len(text))]) for text in texts]
+        assert [one.token_ids.tolist() for one in found] == plain
+        assert all(one.loss_mask.all() for one in found)
+
+
 def test_a_range_that_ends_inside_a_token_cuts_it(shared: Path) -> None:
     tokenizer = load_tokenizer(str(shared / "tok_gpt2"))
     encoder, text = Encoder(tokenizer), "hello world, hello"
