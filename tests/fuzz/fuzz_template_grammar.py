@@ -28,6 +28,8 @@ _HEADERS = {
     "colon": ("{}: ", []),
     "nothing": ("", []),
 }
+# those that the tokenizer of all cases has
+_KNOWN = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 _ENDS = ("<|im_end|>", "<|eot|>", "<end_of_turn>", "</s>")
 
 
@@ -35,9 +37,10 @@ _ENDS = ("<|im_end|>", "<|eot|>", "<end_of_turn>", "</s>")
 class Drawn:
     """A template: `source`, the same with marks, and what is known of it by the way it was made.
 
-    `stops` end an answer and `call_stops` one that calls tools; empty if nothing does. `ends` says that they are the
-    template's own, not the next turn's marker, which `told_stop` replaces. `tokens` are those that its
-    tokenizer has, and whether each is special. `options` are the command line's, `args` variables of the template.
+    `stops` end an answer and `call_stops` one that calls tools, which `call_end` closes; empty if nothing does. `ends`
+    says that they are the template's own, not the next turn's marker, which `told_stop` replaces. `tokens` are those
+    that its tokenizer has, and whether each is special. `options` are the command line's, `args` variables of the
+    template.
     """
 
     source: str
@@ -47,6 +50,7 @@ class Drawn:
     eos: str
     stops: list[str] = field(default_factory=list)
     call_stops: list[str] = field(default_factory=list)
+    call_end: str = ""
     ends: bool = False
     generation: str = ""
     args: dict[str, Any] = field(default_factory=dict)
@@ -104,13 +108,14 @@ class _Writer:
             tokens = {token: True for token in tokens if token == self.end and self.rng.random() < 0.7}
         elif self.knows != "special":
             tokens = {token: self.knows == "mixed" and self.rng.random() < 0.5 for token in tokens}
-        drawn = Drawn(source, marked, tokens, self.bos, self.eos, generation=self.generation)
+        drawn = Drawn(source, marked, tokens, self.bos, self.eos, generation=self.generation, call_end=self.call_end)
         if self.end:
             drawn.stops, drawn.call_stops, drawn.ends = [self.end], [self.call_end or self.end], True
         else:  # the next turn's marker, if it is a token
-            drawn.stops = [token for token in tokens if self.opener("user").startswith(token)]
+            known = dict.fromkeys((*tokens, *_KNOWN))
+            drawn.stops = [token for token in known if self.opener("user").startswith(token)]
             result = self.opener({"turn": "tool", "question": "user"}.get(self.results, "assistant"))
-            drawn.call_stops = [token for token in tokens if token == self.call_end or result.startswith(token)]
+            drawn.call_stops = [token for token in known if token == self.call_end or result.startswith(token)]
         if "enable_thinking" in source and self.rng.random() < 0.4:
             drawn.args = {"enable_thinking": self.rng.random() < 0.5}
         if not self.end and self.rng.random() < 0.5:

@@ -106,6 +106,8 @@ class Referee:
             else:
                 return problem
         wanted = [k for k, m in enumerate(row["messages"]) if m["role"] == "assistant" and m.get("train", True)]
+        if self.drawn.generation == "text":  # its marks leave reasoning out, and what is nothing else
+            wanted = [k for k in wanted if k in learnt or not row["messages"][k]["content"].endswith("</think>")]
         is_told = any(text in note for note in notes for text in _SAYS_LOST)
         if sorted(learnt) != wanted and not (is_told and set(learnt) < set(wanted) and len(learnt) == len(set(learnt))):
             return f"answers {wanted} should be learnt, {sorted(learnt)} are"
@@ -131,7 +133,8 @@ class Referee:
         That is the generation prompt, the reasoning in its tags, and the answer and its end as without reasoning.
         """
         found = re.fullmatch(r"\s*(?:<think>)?\s*(.*?)\s*</think>\s*(.*)", turns[-1]["content"], re.DOTALL)
-        prompt = self.render(turns[:-1], tools, prompt=True)
+        before = text.partition("<think>")[0]
+        prompt = self.render(turns[:-1], tools, prompt=True) if turns[1:] else before
         plain = self.render([*turns[:-1], {**turns[-1], "content": found[2]}], tools) if found else None
         if not found or plain is None or prompt is None or not text.startswith(prompt):
             return False
@@ -214,7 +217,9 @@ class View:
     def _places(self) -> list[tuple[int, int]] | str:
         """Return where each answer's header ends, and where its text and calls end."""
         if self.full is None:
-            prompt = self.referee.render(self.turns[:-1], self.tools, prompt=True) or ""
+            prompt = (
+                (self.referee.render(self.turns[:-1], self.tools, prompt=True) or "") if self.turns[1:] else self.text
+            )
             before = replace(self, turns=self.turns[:-1], full=self.referee.render(self.turns[:-1], self.tools))
             earlier = before._places() if len(self.turns) > 1 else []
             word = _WORD.findall(self.turns[-1]["content"])[-1]
@@ -248,7 +253,9 @@ class View:
         if end < written:
             return "it ends before its text does"
         rest, stops = text[written:end].strip(), self.referee._stops(self.turns[k])
-        ends = (*stops, *map("".join, itertools.permutations(stops, 2))) if stops else ("",)
+        ends = [*stops, *map("".join, itertools.permutations(stops, 2))] if stops else [""]
+        if drawn.call_end and self.turns[k].get("tool_calls") and not drawn.ends:
+            ends.append(drawn.call_end)  # no token, but what the template writes
         return found if rest in ends else f"ends with {text[written:end]!r} instead of {stops}"
 
     def _begin(self, k: int, start: int, is_first: bool, sample: Sample) -> bool | str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -239,6 +240,10 @@ class Masker:
 
         An answer that goes on in the next message needs none.
         """
+        # generation marks may stand around each part of an answer
+        edges = Counter(edge for span in spans for edge in span)
+        joined = [edge for edge, times in edges.items() if times == 1]
+        spans = list(zip(joined[::2], joined[1::2], strict=True))
         ends, stops = [end for _, end in spans], self.stops.texts
         own = {turn: runs.around(turn)[2] for turn, m in enumerate(messages) if m.role == "assistant" and turn in runs}
         found = []
@@ -246,12 +251,11 @@ class Masker:
             goes_on = turn + 1 < len(messages) and messages[turn + 1].role == "assistant"
             span = bisect_left(ends, own_end)
             if not goes_on and span < len(spans) and spans[span][0] < own_end:
-                found.append((f"messages[{turn}] (assistant)", spans[span][0], own_end, ends[span]))
-        if not own and self._marked_source is None:
-            longest = max(map(len, stops))
-            found = [("an answer", end, max(start, end - longest), end) for start, end in spans]
-        for where, start, own_end, end in found:
-            behind, inside = text[own_end:end], text[start:own_end]
+                found.append((f"messages[{turn}] (assistant)", spans[span][0], own_end, text[own_end : ends[span]]))
+        if not own:  # without its parts, an answer is known by its end alone
+            found = [("an answer", 0, 0, stops[0] if text[a:b].endswith(stops) else "") for a, b in spans]
+        for where, start, own_end, behind in found:
+            inside = text[start:own_end]
             # earlier answers may have an end of their own
             if not any(map(behind.count, stops)) and not self._turns.has_marker(behind, stops):
                 raise UnprovenMaskError(

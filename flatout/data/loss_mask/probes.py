@@ -54,7 +54,8 @@ def find_stops(template: ChatTemplate, mask: Mask, told: str | None) -> Stops:
     """
     markup = markup_pattern(template.tokenizer)
     last = _end(mask, [ASK, ANSWER], PROBES[0])
-    own = last or _end(mask, [ASK, ANSWER, NEXT], PROBES[0]) or _marker(template, [ASK, ANSWER], PROBES[0])
+    earlier = _end(mask, [ASK, ANSWER, NEXT], PROBES[0])
+    own = last or earlier or _marker(template, [ASK, ANSWER], PROBES[0])
     marker = _marker(template, [ASK, ANSWER, NEXT], PROBES[0])
     # an end that only the last answer lacks: the next turn's marker would open the first, and end no question
     opened, _, asked = (_render(template, [ASK]) or "").partition(QUESTION)
@@ -70,8 +71,10 @@ def find_stops(template: ChatTemplate, mask: Mask, told: str | None) -> Stops:
     between = "".join((_render(template, [ASK, CALLS], TOOLS) or "").split(PROBES[1])[1:-1])
     tokens = {token.content: token.special for token in template.tokenizer.added_tokens_decoder.values()}
     if own:
-        found = markup.match(own)
-        after_text = found[0] if found else own
+        # the last token of an end of several: the first may stand behind reasoning, too; some end only the whole text
+        ends = [found[0] for found in markup.finditer(own)]
+        ends = [end for end in ends if end in earlier] or ends
+        after_text = next((end for end in reversed(ends) if end in tokens), ends[0] if ends else own)
         # a template may write calls, and leave out the tools
         call = _end(mask, [ASK, CALL], PROBES[1], TOOLS) or _end(mask, [ASK, CALL], PROBES[1])
         # a call is closed by tags of its own, and stopped by the last of them, unless that stands between two calls, or

@@ -58,7 +58,8 @@ class TurnFinder:
         self._markup = markup_pattern(template.tokenizer)
         self._tokens = {token.content for token in template.tokenizer.added_tokens_decoder.values()}
         # Phi-3's template ends every text with eos unless it asks for an answer
-        ends = [template.tokenizer.eos_token or "", *(found[0] for found in self._markup.finditer(plain))]
+        self._eos = template.tokenizer.eos_token or ""
+        ends = [self._eos, *(found[0] for found in self._markup.finditer(plain))]
         stems = (plain, plain.removesuffix(ends[0]), plain.removesuffix(ends[-1]))
         stem = next((stem for stem in stems if asked.startswith(stem)), None)
         if stem is None:
@@ -87,9 +88,9 @@ class TurnFinder:
         return self._prompt
 
     def has_marker(self, text: str, like: Sequence[str]) -> bool:
-        """Whether a text holds a token; a tag will do if none of `like` is a token, but none that closes another."""
-        tags = (found[0] for found in self._markup.finditer(text))
-        return any(tag in self._tokens or (tag[1] != "/" and self._tokens.isdisjoint(like)) for tag in tags)
+        """Whether a text holds a token; a tag will do if none of `like` is a token. What closes a tag is neither."""
+        tags = (found[0] for found in self._markup.finditer(text) if found[0][1] != "/" or found[0] == self._eos)
+        return any(tag in self._tokens or self._tokens.isdisjoint(like) for tag in tags)
 
     def shared_whole(self, text: str, prompt: str) -> int:
         """Return the length of the longest common prefix that ends inside no tag and no word of either.

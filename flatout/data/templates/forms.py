@@ -60,7 +60,9 @@ class Form:
 def shows_reasoning(text: str, thought: str, prompt: str) -> bool:
     """Whether the text of a conversation shows a last answer's reasoning as the model writes it after `prompt`."""
     before = text.partition(thought)[0].rstrip()
-    # opened once, and not right behind a block that is closed already
+    # opened once, and not right behind a block that is closed: only the prompt may have closed one, and then a break
     _, closed, behind = before.rpartition(CLOSE_TAG)
-    opens = before.endswith(_OPEN_TAG) and behind.count(_OPEN_TAG) == 1 and not (closed and behind.strip() == _OPEN_TAG)
+    is_in_prompt = prompt.rstrip().endswith(CLOSE_TAG) and behind != _OPEN_TAG
+    is_again = bool(closed) and behind.strip() == _OPEN_TAG and not is_in_prompt
+    opens = before.endswith(_OPEN_TAG) and behind.count(_OPEN_TAG) == 1 and not is_again
     return thought in text and text.startswith(prompt) and opens

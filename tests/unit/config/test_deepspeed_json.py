@@ -148,6 +148,22 @@ def test_settings_that_do_not_go_together(values: dict[str, Any], named: str) ->
         make_config({"model": {"name": "m"}, **values})
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"strategy": "deepspeed", "deepspeed": {}},
+        {"strategy": "deepspeed"},
+        {"strategy": "deepspeed", "model": {"name": "m", "precision": "bf16"}, "deepspeed": {"bf16": {}}},
+        {"strategy": "deepspeed", "deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {}}}},
+        {"strategy": "deepspeed", "deepspeed": {"zero_optimization": {"stage": 1}, "train_batch_size": "auto"}},
+        {"strategy": "deepspeed", "deepspeed": {"optimizer": {"type": "AdamW", "params": {}}}},
+        {"strategy": "fsdp", "sharding": {"prefetch": 2}},
+    ],
+)  # fmt: skip
+def test_settings_that_go_together(values: dict[str, Any]) -> None:
+    assert make_config({"model": {"name": "m"}, **values}).strategy == values["strategy"]
+
+
 def test_the_file_is_found_beside_the_yaml(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     (tmp_path / "run.yaml").write_text("model: {name: m}\nstrategy: deepspeed\ndeepspeed: ds.json\n")

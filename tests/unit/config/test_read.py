@@ -229,39 +229,47 @@ def test_a_bare_off_is_off(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, dump_config(load_config(write(tmp_path, MINIMAL), ["compile=off"])), "b.yaml"))
 
 
-# settings that have no effect or no sense together, and the word of the error that names one
+# settings that have no effect or no sense together, the word of the error that names one, and their like that have
 SENSELESS = {
-    "lora.rank=8 method=full": "lora is only for method: lora",
-    "base.storage=nf4 method=full": "base is only for method: lora",
-    "full.weights=bf16": "full is only for method: full",
-    "freeze=[head]": "freeze is only for method: full",
-    "optim.lr=1e99": "optim.lr",
-    "optim.name=sgd optim.beta2=0.9": "optim: beta2 has no effect",
-    "optim.name=sgd optim.eps=0.1": "optim: eps has no effect",
-    "schedule.decay_ratio=0.5": "schedule: decay_ratio has no effect",
-    "schedule.kind=constant schedule.min_lr_ratio=0.5": "schedule: min_lr_ratio has no effect",
-    "eval.every_steps=5": "eval: every_steps has no effect",
-    "eval.min_delta=0.1": "eval: min_delta has no effect",
-    "eval.fraction=0.999": "eval.fraction",
-    "checkpoint.allow_change=[foo]": "'foo' is not a setting",
-    "strategy=ddp sharding.prefetch=3": "prefetch has no effect",
-    "strategy=single sharding.reshard_after_forward=true": "reshard_after_forward has no effect",
-    "strategy=ddp sharding.offload=true": "sharding.offload needs",
-    "strategy=fsdp sharding.replicas=2": "sharding.replicas is only for",
-    "strategy=single comm.compress=bf16": "comm.compress has no effect",
-    "run_dir=data": "run_dir: data holds",
-    "run_dir=data/built_dataset/x": "run_dir: data/built_dataset/x holds",
-    "run_dir=m": "run_dir: m holds",
-    "run_dir=./rows.jsonl data.sources=[{path: rows.jsonl}]": "run_dir: rows.jsonl holds",
-}
+    "lora.rank=8 method=full": ("lora is only for method: lora", "lora.rank=8 method=lora"),
+    "base.storage=nf4 method=full": ("base is only for method: lora", "base.storage=nf4"),
+    "full.weights=bf16": ("full is only for method: full", "full.weights=bf16 method=full"),
+    "freeze=[head]": ("freeze is only for method: full", "freeze=[head] method=full"),
+    "optim.lr=1e99": ("optim.lr", "optim.lr=10"),
+    "optim.name=sgd optim.beta2=0.9": ("optim: beta2 has no effect", "optim.name=adamw optim.beta2=0.9"),
+    "optim.name=sgd optim.eps=0.1": ("optim: eps has no effect", "optim.name=sgd optim.beta1=0.9"),
+    "schedule.decay_ratio=0.5": ("schedule: decay_ratio has no effect", "schedule.kind=wsd schedule.decay_ratio=0.5"),
+    "schedule.kind=constant schedule.min_lr_ratio=0.5": (
+        "schedule: min_lr_ratio has no effect", "schedule.kind=cosine schedule.min_lr_ratio=0.5"),
+    "eval.every_steps=5": ("eval: every_steps has no effect", "eval.every_steps=5 eval.fraction=0.1"),
+    "eval.min_delta=0.1": (
+        "eval: min_delta has no effect", "eval.min_delta=0.1 eval.patience=2 eval.every_steps=5 eval.data=held"),
+    "eval.fraction=0.999": ("eval.fraction", "eval.fraction=0.5"),
+    "checkpoint.allow_change=[foo]": ("'foo' is not a setting", "checkpoint.allow_change=[optim.lr]"),
+    "strategy=ddp sharding.prefetch=3": ("prefetch has no effect", "strategy=fsdp sharding.prefetch=3"),
+    "strategy=single sharding.reshard_after_forward=true": (
+        "reshard_after_forward has no effect", "strategy=fsdp sharding.reshard_after_forward=true"),
+    "strategy=ddp sharding.offload=true": ("sharding.offload needs", "strategy=zero2 sharding.offload=true"),
+    "strategy=fsdp sharding.replicas=2": ("sharding.replicas is only for", "strategy=hsdp sharding.replicas=2"),
+    "strategy=single comm.compress=bf16": ("comm.compress has no effect", "strategy=ddp comm.compress=bf16"),
+    "run_dir=data": ("run_dir: data holds", "run_dir=data2"),
+    "run_dir=data/built_dataset/x": ("run_dir: data/built_dataset/x holds", "run_dir=data/runs/x"),
+    "run_dir=m": ("run_dir: m holds", "run_dir=m/run"),
+    "run_dir=./rows.jsonl data.sources=[{path: rows.jsonl}]": (
+        "run_dir: rows.jsonl holds", "run_dir=./rows data.sources=[{path: rows.jsonl}]"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("words", SENSELESS)
-def test_a_setting_without_effect_or_sense_is_refused(words: str) -> None:
-    overrides = re.findall(r"\S+=(?:\[[^]]*\]|\S+)", words)
+def test_a_setting_without_effect_or_sense_is_refused_and_its_like_is_not(words: str) -> None:
+    def make(words: str) -> Config:
+        return make_config({"model": {"name": "m"}}, re.findall(r"\S+=(?:\[[^]]*\]|\S+)", words))
+
+    error, like = SENSELESS[words]
     with pytest.raises(UsageError) as caught:
-        make_config({"model": {"name": "m"}}, overrides)
-    assert SENSELESS[words] in str(caught.value)
+        make(words)
+    assert error in str(caught.value)
+    make(like)
 
 
 def test_changes_of_a_setting_or_of_a_section_may_be_allowed() -> None:

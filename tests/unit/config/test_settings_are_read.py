@@ -84,34 +84,24 @@ def test_every_setting_has_an_effect_on_a_resumed_run() -> None:
     assert set(RESUME_EFFECTS) == {name for name in settings() if not name.startswith("data.sources.")}
 
 
-# a setting where it would do nothing
-WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
-    "eval.every_steps": {"eval": {"every_steps": 2}},
-    "eval.patience": {"eval": {"patience": 2}},
-    "eval.min_delta": {"eval": {"min_delta": 0.5}},
-    "optim.beta2": {"optim": {"name": "sgd", "beta2": 0.5}},
-    "optim.eps": {"optim": {"name": "sgd", "eps": 0.5}},
-    "schedule.decay_ratio": {"schedule": {"decay_ratio": 0.5}},
-    "schedule.min_lr_ratio": {"schedule": {"kind": "constant", "min_lr_ratio": 0.5}},
-    "freeze": {"freeze": ["x"]},
-    "lora.rank": {"method": "full", "lora": {"rank": 8}},
-    "base.storage": {"method": "full", "base": {"storage": "nf4"}},
-    "full.weights": {"full": {"weights": "bf16"}},
-    "full.update": {"full": {"update": "backward"}},
-    "sharding.prefetch": {"strategy": "ddp", "sharding": {"prefetch": 2}},
-    "sharding.reshard_after_forward": {"strategy": "single", "sharding": {"reshard_after_forward": True}},
-    "sharding.replicas": {"strategy": "fsdp", "sharding": {"replicas": 2}},
-    "sharding.offload": {"strategy": "ddp", "sharding": {"offload": True}},
-    "comm.compress": {"strategy": "single", "comm": {"compress": "bf16"}},
-    "deepspeed": {"strategy": "fsdp", "deepspeed": {}},
-    "track.tags": {"track": {"tags": ["a"]}},
+# a setting where it would do nothing, and where it does what it says; the others are in test_read
+WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "eval.patience": ({"eval": {"patience": 2}}, {"eval": {"patience": 2, "every_steps": 5, "fraction": 0.1}}),
+    "full.update": (
+        {"full": {"update": "backward"}},
+        {"method": "full", "full": {"update": "backward"}, "optim": {"max_grad_norm": None}},
+    ),
+    "deepspeed": ({"strategy": "fsdp", "deepspeed": {}}, {"strategy": "deepspeed", "deepspeed": {}}),
+    "track.tags": ({"track": {"tags": ["a"]}}, {"track": {"tags": ["a"], "to": ["tensorboard"]}}),
 }
 
 
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
-def test_a_setting_without_effect_is_refused(name: str) -> None:
+def test_a_setting_without_effect_is_refused_and_one_with_effect_is_not(name: str) -> None:
+    without, like = WITHOUT_EFFECT[name]
     with pytest.raises(ProblemsError, match="|".join(name.split("."))):
-        make_config({"model": {"name": "m"}} | WITHOUT_EFFECT[name])
+        make_config({"model": {"name": "m"}} | without)
+    make_config({"model": {"name": "m"}} | like)
 
 
 def test_every_setting_changes_the_resolved_settings() -> None:

@@ -228,9 +228,18 @@ def test_preference_data_is_refused_unless_its_chosen_answer_is_named(row: dict[
 
 
 @pytest.mark.parametrize("label", [False, "false"])
-def test_a_bad_example_is_refused(label: object) -> None:
-    with pytest.raises(DataError, match=r"x\.jsonl:7: label is false, so this answer is a bad example"):
-        parsed({"messages": [QUESTION, ANSWER], "label": label})
+def test_a_bad_example_is_refused_unless_its_label_is_said_to_mean_nothing(label: object) -> None:
+    row = {"messages": [QUESTION, ANSWER], "label": label}
+    told = r"x\.jsonl:7: label is false, so this answer is a bad example; .* or set keys: \{label: ignored\}"
+    with pytest.raises(DataError, match=told):
+        parsed(row)
+    assert parsed(row, keys={"label": "ignored"}).messages == parsed({"messages": [QUESTION, ANSWER]}).messages
+
+
+@pytest.mark.parametrize("label", [True, 1, "true", None, "", "positive", 2, 0.5, ["a"]])
+def test_other_labels_are_no_reason_to_refuse_an_answer(label: object) -> None:
+    for row in ({"messages": [QUESTION, ANSWER]}, {"instruction": "q", "output": "a"}):
+        assert parsed(row | {"label": label}).messages == parsed(row).messages
 
 
 def test_the_sources_system_prompt_fills_in_only_where_there_is_none() -> None:

@@ -147,6 +147,57 @@ def test_bad_rows(row: dict[str, Any], message: str) -> None:
     assert str(caught.value) == f"train.jsonl:8: {message}"
 
 
+CALL = {"name": "f", "arguments": {}}
+RESULT = {"role": "tool", "content": "3"}
+# what stands beside these refusals, and is right
+LIKE_ROWS: list[dict[str, Any]] = [
+    {"prompt": [Q], "completion": [A]},
+    {"prompt": "q", "completion": "a"},
+    {"messages": '[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]'},
+    chat(Q, {"role": "Assistant", "content": "a"}),
+    chat({"role": "user", "content": [{"type": "text", "text": "q"}]}, A),
+    chat({"role": "developer", "content": "s"}, Q, A),
+    {"instruction": "q", "input": "", "output": "a"},
+    {"instruction": "q", "input": None, "output": "a", "history": [["q", "a"]]},
+    {"instruction": "q", "output": "a", "history": []},
+    {"text": "a\tb\r\n\x0c\x1b\u2028"},
+    {"text": "é\U0001f642 \ufeff\u200d"},
+    chat(*ASK, RESULT, A),
+    chat(*ASK, RESULT | {"tool_call_id": "c1"}, A),
+    chat(*ASK, RESULT | {"tool_call_id": None}, A),
+    chat(Q, {"role": "assistant", "content": "", "tool_calls": [CALL | {"arguments": ""}]}),
+    chat(Q, {"role": "assistant", "content": "", "tool_calls": [CALL | {"arguments": "{}"}]}),
+    chat(Q, A | {"tool_calls": []}),
+    chat(Q, A | {"tool_calls": None}),
+    said({"from": "function_call", "value": '{"name": "f", "arguments": {}}'}),
+    chat(Q, A) | {"tools": "[]"},
+    chat(Q, A) | {"tools": None},
+    chat(Q, A) | {"tools": '[{"name": "f", "parameters": {}}]'},
+    parts({"type": "reasoning", "value": "y"}, {"type": "text", "text": "x"}),
+    chat(Q, A | {"thinking": "x", "reasoning": "x"}),
+    chat(Q, A | {"thinking": "x", "reasoning": None}),
+    chat(Q, A | {"loss_weight": 1.0}),
+    chat(Q, A, Q, A | {"weight": 0.0}),
+    chat(Q, A | {"train": 1}),
+    chat(Q, A | {"train": True, "weight": 1}),
+    chat(Q, A | {"train": None, "weight": 1}),
+    chat(Q, A) | {"system": "t"},
+    chat({"role": "system", "content": "s"}, Q, A) | {"system": ""},
+    {"input_ids": [1, 2], "labels": [-100, 2]},
+    {"input_ids": [0, 2]},
+    {"input_ids": [1, 2], "loss_mask": [0, 1]},
+    {"input_ids": [1, 2], "loss_mask": [False, True]},
+    {"input_ids": [1, 2], "attention_mask": [1, 1]},
+    {"input_ids": [1, 2], "attention_mask": None, "labels": [1, 2]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", LIKE_ROWS, ids=range(len(LIKE_ROWS)))
+def test_rows_like_the_bad_ones_are_read(row: dict[str, Any]) -> None:
+    raw = RawRow(Origin("train.jsonl", 8), row)
+    assert make_parser(SourceConfig(path="train.jsonl"), raw).parse(raw)
+
+
 # first row, settings -> start of the message
 FIRST_ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("C10", {"id": 1, "mesages": [Q, A]}, {},

@@ -175,6 +175,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+WORDS, TOOL_USE = {"type": "text", "text": "a"}, {"type": "tool_use", "id": "c", "name": "g", "input": {}}
+ANSWERED = {"functionResponse": {"name": "get", "response": {}}}
+LIKE_REFUSED: list[dict[str, Any]] = [
+    {"chat": "USER: a\nASSISTANT: b <|endoftext|>\nUSER: c\nASSISTANT: d <|endoftext|>"},
+    {"contents": [said("user", HI), said("model", HI)]},
+    {"contents": [said("user", HI, HI), said("model", HI, CALLED), said("user", ANSWERED), said("model", HI)]},
+    {"messages": [turn("user", WORDS), turn("assistant", WORDS, TOOL_USE),
+                  turn("user", {"type": "tool_result", "tool_use_id": "c", "content": "b"}, WORDS),
+                  turn("assistant", WORDS)]},
+    {"messages": [turn("assistant", WORDS)], "tools": [NAMED], "functions": None},
+    {"messages": [turn("assistant", WORDS)], "functions": [NAMED]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", LIKE_REFUSED)
+def test_what_is_like_it_is_read(row: dict[str, Any]) -> None:
+    assert parsed(row).messages
+
+
 @pytest.mark.parametrize(("row", "message"), REFUSED)
 def test_what_these_formats_cannot_mean_is_named(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as caught:

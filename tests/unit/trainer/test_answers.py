@@ -269,6 +269,19 @@ def test_settings_without_effect_are_refused(tiny: Any, tmp_path: Path, evaluati
         tiny.config(tmp_path, eval=evaluation)
 
 
+@pytest.mark.parametrize(
+    "evaluation",
+    [
+        {"prompts": ["a"], "fraction": 0.1},
+        {"temperature": 1.0, "prompts": ["a"], "data": "a"},
+        {"fraction": 0.1, "prompts": ["a"], "max_new_tokens": 3},
+        {"data": ["a", "b"]},
+    ],
+)
+def test_settings_with_effect_are_not(tiny: Any, tmp_path: Path, evaluation: Any) -> None:
+    assert tiny.config(tmp_path, eval=evaluation).eval
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("storage", ["model", "nf4", "fp8"])

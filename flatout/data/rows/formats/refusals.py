@@ -67,13 +67,11 @@ def _is_in(value: object, values: tuple[object, ...]) -> bool:
 
 def _bad_example(name: str, value: object, meaning: str) -> str:
     shown = str(value).lower() if isinstance(value, bool | str) else value
+    told = f"or set keys: {{{name}: ignored}}"
     if name == "label":
-        return f"label is {shown}, so this answer is a bad example; keep only rows whose label is true"
+        return f"label is {shown}, so this answer is a bad example; keep only rows whose label is true, {told}"
     other = "true" if meaning == "false" else "false"
-    return (
-        f"{name} is {shown}, so this row is not to be learnt; keep only rows whose {name} is {other}, "
-        f"or set keys: {{{name}: ignored}}"
-    )
+    return f"{name} is {shown}, so this row is not to be learnt; keep only rows whose {name} is {other}, {told}"
 
 
 def _texts(value: object) -> Iterator[str]:
