@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,25 +116,29 @@ def test_off_keeps_all_rows_and_names_the_setting(tmp_path: Path, small_tokenize
 BASE = [chat(text_of(seed, 40), text_of(seed + 1000, 60), "be good") for seed in range(30)]
 
 
-def copy_of(seed: int, change: Any) -> Row:
-    return chat(change(text_of(seed, 40)), change(text_of(seed + 1000, 60)))
+def both(change: Callable[[str], str]) -> Callable[[str, str], Row]:
+    return lambda question, answer: chat(change(question), change(answer))
 
 
 COPIES = {
-    "white space and case": lambda text: text.upper().replace(" ", "  \n"),
-    "one word": lambda text: edited(text, 1, 5),
-    "an end": lambda text: text + " and more",
+    "white space and case": both(lambda text: text.upper().replace(" ", "  \n")),
+    "one word": both(lambda text: edited(text, 1, 5)),
+    "an end": both(lambda text: text + " and more"),
+    "another system prompt": lambda question, answer: chat(question, answer, text_of(7, 200)),
 }
 OTHERS = {
-    "a third of the words": lambda text: edited(text, len(text.split()) // 3, 5),
-    "another order": lambda text: " ".join(random.Random(1).sample(text.split(), len(text.split()))),
+    "a third of the words": both(lambda text: edited(text, len(text.split()) // 3, 5)),
+    "another order": both(lambda text: " ".join(random.Random(1).sample(text.split(), len(text.split())))),
+    "some words of the answer": lambda question, answer: chat(question, edited(answer, 6, 5)),
+    "some words of the question": lambda question, answer: chat(edited(question, 5, 5), answer),
 }
 
 
 @pytest.mark.parametrize("what", [*COPIES, *OTHERS])
 def test_near_finds_edited_copies_and_no_others(tmp_path: Path, small_tokenizer_dir: Path, what: str) -> None:
     change = (COPIES | OTHERS)[what]
-    rows = write_rows(tmp_path / "rows.jsonl", BASE + [copy_of(seed, change) for seed in range(30)])
+    changed = [change(text_of(seed, 40), text_of(seed + 1000, 60)) for seed in range(30)]
+    rows = write_rows(tmp_path / "rows.jsonl", BASE + changed)
     store = open_or_build(data_config(tmp_path, rows, dedupe="near"), str(small_tokenizer_dir))
     assert {row for _, row in places(store)} >= set(range(1, 31))
     assert store.meta.counts["equal_rows"] == 0
@@ -153,7 +158,8 @@ TEMPLATES = {
         "Write a sentence about a town that you like, in simple words, without naming the country.", f"{a} {n} {b}."
     ),
     "one answer, many questions": lambda a, b, n: chat(f"Is {a} (district {n}) in the same country as {b}?", "No."),
-    "a long system prompt": lambda a, b, n: chat(f"{a}, {n}?", f"{n * 17 % 1000} {b}", text_of(0, 300)),
+    "a long system prompt": lambda a, b, n: chat(f"{a}, {n}?", f"{b}.", text_of(0, 300)),
+    "a long system prompt and one answer": lambda a, b, n: chat(f"{a}, {n}, {b}?", "No.", text_of(0, 300)),
     "two languages": lambda a, b, n: chat(
         f"请把第{n}号城市{a}翻译成中文。", f"{a}是第{n}号，{b}不是，他们相隔{n * 3}公里。"
     ),

@@ -172,6 +172,8 @@ configs:
         assert code == 3
         assert "check path, subset, split and revision, and log in for a private set" in text
     assert any("/resolve/v1/" in path for _, path, _ in hub.calls)
+    # where `datasets` reads it, the branch is asked once all the same
+    assert sum("/org/texts/resolve/main/" in path for _, path, _ in hub.calls) == 1
 
 
 def test_a_set_that_cannot_be_had_names_id_revision_and_the_way_offline(hub: Files, tmp_path: Path) -> None:
