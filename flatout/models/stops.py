@@ -31,12 +31,19 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: Any, ends: str | Sequence[
 
 
 def template_end(tokenizer: Any) -> str:
-    """Return what the tokenizer's chat template writes behind an answer; empty without a template."""
+    """Return what the tokenizer's chat template writes behind an answer, from its stop on; empty without a template.
+
+    Of several tokens the last one stops that ends earlier answers, too: the first may stand behind reasoning as well.
+    """
     if not isinstance(tokenizer.chat_template, str):
         return ""
-    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "flatout"}]
+    turns = [{"role": "user", "content": "flatask"}, {"role": "assistant", "content": "flatout"}]
     with bounded("the tokenizer's chat template"):
-        return str(tokenizer.apply_chat_template(turn, tokenize=False)).rpartition("flatout")[2]
+        behind = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("flatout")[2]
+        earlier = str(tokenizer.apply_chat_template(turns * 2, tokenize=False)).partition("flatout")[2]
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content]
+    shared = [token for token in tokens if token in behind and token in earlier.partition("flatask")[0]]
+    return behind[max(map(behind.rfind, shared), default=0) :]
 
 
 def end_of_turn_id(tokenizer: Any, end_of_turn: str) -> int | None:
@@ -62,9 +69,8 @@ def give_template(tokenizer: Any, template: str, ends: str | Sequence[str]) -> N
 
 
 def set_stops(model: PreTrainedModel, token_ids: Iterable[int]) -> None:
-    """Make a model stop at these tokens: by its generation_config, which it may share with another model, and config.
-
-    Servers that find no generation_config read the config; one whose class takes a single token gets the first.
+    """Make a model stop at these tokens: by its generation_config, which it may share with another model, and by its
+    config, which some servers read instead; one whose class takes a single token gets the first.
     """
     ids = list(token_ids)
     generation = copy.deepcopy(model.generation_config) or GenerationConfig()

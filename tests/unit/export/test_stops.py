@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from flatout.cli.main import main
-from flatout.models.stops import set_stops
+from flatout.models.stops import set_stops, stop_token_ids
 
 QUESTION, ANSWER = "How many?", "Exactly seven."
 # names that no program knows: only what the files say can stop an answer
@@ -180,6 +180,30 @@ def test_config_json_stops_where_a_program_reads_no_generation_config(
     given = torch.tensor([prompt(tokenizer)])
     new = model.generate(input_ids=given, max_new_tokens=40, do_sample=False)[0, given.shape[1] :]
     assert tokenizer.decode(new) == ANSWER + kind.stop
+
+
+ENDS = {
+    # an end of several tokens, of which the first closes reasoning, too
+    "parts": ("<|turn|>{{ m.role }}<|start|>{{ m.content }}<|over|>text<|fin|>\n", "<|fin|>"),
+    # only the whole text ends with the second
+    "whole text": (
+        "<|turn|>{{ m.role }}<|start|>{{ m.content }}<|over|>{% if loop.last %}<|fin|>{% endif %}",
+        "<|over|>",
+    ),
+    "one": ("<|turn|>{{ m.role }}<|start|>{{ m.content }}<|over|>\n", "<|over|>"),
+    "none": ("<|turn|>{{ m.role }}<|start|>{{ m.content }}", None),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_last_token_that_ends_each_answer_is_the_stop(name: str, tiny: Any) -> None:
+    turn, stop = ENDS[name]
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model_dir)
+    tokenizer.add_special_tokens({"additional_special_tokens": TOKENS})
+    tokenizer.chat_template = f"{{% for m in messages %}}{turn}{{% endfor %}}"
+    model: Any = SimpleNamespace(generation_config=None)
+    found = tokenizer.convert_ids_to_tokens(stop_token_ids(model, tokenizer))
+    assert found == [*([stop] if stop else []), tokenizer.eos_token]
 
 
 @pytest.mark.parametrize("config", [Qwen3Config(), Gemma3Config(), NomicBertConfig()], ids=lambda one: one.model_type)
