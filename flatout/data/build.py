@@ -24,12 +24,12 @@ from flatout.data.dedupe import SeenRows
 from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.sources import RowSource, open_source
 from flatout.data.sampling import Readers, count_rows, most_rows
-from flatout.data.store_writer import StoreWriter, new_store
+from flatout.data.store_writer import StoreWriter, append_chunk, new_store
 from flatout.data.templates.template import template_text
 from flatout.data.token_store import StoreMeta, TokenStore
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.data.tokenizer import TokenizerFacts, load_tokenizer, tokenizer_facts, tokenizer_of
-from flatout.data.workers import ROWS_PER_CHUNK, Chunk, TokenizedChunk, tokenize_chunks, usable_procs
+from flatout.data.workers import ROWS_PER_CHUNK, Chunk, tokenize_chunks, usable_procs
 from flatout.errors import DataError, UsageError
 from flatout.io.file_lock import locked
 from flatout.io.kept_facts import code_identity
@@ -80,7 +80,8 @@ def open_or_build(
 ) -> TokenStore:
     """Open the data set of `config` if one with the same fingerprint exists; otherwise build it, replacing any other.
 
-    One that only has earlier rules of the loss mask stays if its fingerprint is in `trained_on`: of a run that goes on.
+    One that only has earlier rules of the loss mask, or no commits of sets on the hub, stays if its fingerprint is in
+    `trained_on`: of a run that goes on.
 
     Several processes may call this at once: one builds, the others wait and open. Without sources, the data set of that
     name must be in the registry and fit the settings. Raises DataError, ResourceError, and UsageError if there is
@@ -136,7 +137,12 @@ def _kept_store(
         return None, str(error)
     if not found.meta.has_content(meta.fingerprint):
         asked = replace(meta, settings=_settings(config, {*SETTINGS, *LATER_SETTINGS}))
-        return None, _change(found.meta, asked) or "its rows or the way they are read changed"
+        ids = tuple(redacted(source.path) for source in config.sources)
+        is_same = meta.sources != ids and not _change(found.meta, replace(asked, sources=ids))
+        if not (is_same and found.meta.fingerprint in trained_on):
+            return None, _change(found.meta, asked) or "its rows or the way they are read changed"
+        log(f"{folder} was built before commits of hub sets were recorded; the run goes on with it")
+        return found, ""
     if not found.meta.has_earlier_rules:
         return found, ""
     if found.meta.fingerprint not in trained_on:
@@ -259,7 +265,7 @@ def _build(
         told = _timed(progress, log, report.counts["rows"], total)
         for chunk, read in tokenize_chunks(chunks, to_tokens, config.num_procs):
             tokens = done.seen.without_repeated(read)
-            _write(writer, chunk, tokens, done.files)
+            append_chunk(writer, chunk, tokens, done.files)
             done.num_chunks += 1
             report.add(chunk, tokens)
             if writer.is_full:
@@ -379,19 +385,3 @@ def _chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, report: Bu
             chunk = Chunk(parser, tuple(row for row, _ in batch), counts, tuple(problems))
             problems.clear()
             yield chunk
-
-
-def _write(writer: StoreWriter, chunk: Chunk, done: TokenizedChunk, files: dict[str, int]) -> None:
-    """Append a chunk, and rows that are drawn more than once again."""
-    if not len(done.lengths):
-        return
-    origins = [chunk.rows[row].origin for row in done.piece_row]
-    file_ids = np.array([files.setdefault(origin.source, len(files)) for origin in origins], np.int32)
-    rows = np.array([origin.row_number for origin in origins], np.int64)
-    writer.append(done.token_ids, done.loss_mask, done.lengths, file_ids, rows)
-    copies = chunk.copies[done.piece_row]
-    starts = np.cumsum(done.lengths) - done.lengths
-    for copy in range(1, int(copies.max())):
-        again = np.flatnonzero(copies > copy)
-        where = np.concatenate([np.arange(starts[p], starts[p] + done.lengths[p]) for p in again])
-        writer.append(done.token_ids[where], done.loss_mask[where], done.lengths[again], file_ids[again], rows[again])

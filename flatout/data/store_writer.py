@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from flatout.data.token_store import COLUMNS, HEADER_BYTES, MANIFEST, VERSION, Column, Shard, StoreMeta
+from flatout.data.workers import Chunk, TokenizedChunk
 from flatout.errors import ResourceError
 from flatout.io.durable_io import DurableIO
 
@@ -220,6 +221,22 @@ class StoreWriter:
         """Close the files, finished or not."""
         with self._durable_io.resource_errors("write", self._folder):
             self._open.close()
+
+
+def append_chunk(writer: StoreWriter, chunk: Chunk, done: TokenizedChunk, files: dict[str, int]) -> None:
+    """Append a chunk, and rows that are drawn more than once again."""
+    if not len(done.lengths):
+        return
+    origins = [chunk.rows[row].origin for row in done.piece_row]
+    file_ids = np.array([files.setdefault(origin.source, len(files)) for origin in origins], np.int32)
+    rows = np.array([origin.row_number for origin in origins], np.int64)
+    writer.append(done.token_ids, done.loss_mask, done.lengths, file_ids, rows)
+    copies = chunk.copies[done.piece_row]
+    starts = np.cumsum(done.lengths) - done.lengths
+    for copy in range(1, int(copies.max())):
+        again = np.flatnonzero(copies > copy)
+        where = np.concatenate([np.arange(starts[p], starts[p] + done.lengths[p]) for p in again])
+        writer.append(done.token_ids[where], done.loss_mask[where], done.lengths[again], file_ids[again], rows[again])
 
 
 @contextmanager

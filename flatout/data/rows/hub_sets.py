@@ -91,7 +91,7 @@ def _of_files(source: SourceConfig, name: str, facts: Mapping[str, Any], log: Lo
 def _addresses(builder: Any, split: str, name: str) -> list[str]:
     """Return the files of a split; none if only `datasets` can read them as the set's page says. Raises DataError."""
     config, found = builder.config, {str(key): list(files) for key, files in (builder.config.data_files or {}).items()}
-    if split not in found and _SPLIT_NAME.fullmatch(split):
+    if split not in (*found, "all") and _SPLIT_NAME.fullmatch(split):
         raise DataError(f"{name}: no split {split!r}; set split to one of {', '.join(found)}")
     options, defaults = vars(config), vars(type(config)())
     has_options = any(options[key] != defaults.get(key) for key in options.keys() - _NO_OPTIONS)
