@@ -141,7 +141,8 @@ class Masker:
             if layout is not None and self._marked_source is None and self.loss_type == "response_only":
                 _check_learnt(messages[since:], [(k - since, a, b) for k, a, b in layout.spans if k >= since], spans)
             if self.stops.texts and self.loss_type == "response_only":
-                self._check_ended(text, messages, layout.spans if layout else (), runs, spans)
+                whole = spans if self._marked_source is None else _joined(spans)
+                self._check_ended(text, messages, layout.spans if layout else (), runs, whole)
         except UnprovenMaskError as error:
             raise DataError(f"{conversation.origin}: chat template {self.template.name!r}: {error}") from error
         flat = [position for span in spans for position in span]
@@ -240,10 +241,6 @@ class Masker:
 
         An answer that goes on in the next message needs none.
         """
-        # generation marks may stand around each part of an answer
-        edges = Counter(edge for span in spans for edge in span)
-        joined = [edge for edge, times in edges.items() if times == 1]
-        spans = list(zip(joined[::2], joined[1::2], strict=True))
         ends, stops = [end for _, end in spans], self.stops.texts
         own = {turn: runs.around(turn)[2] for turn, m in enumerate(messages) if m.role == "assistant" and turn in runs}
         found = []
@@ -342,6 +339,13 @@ class Masker:
             return self._turns.span(rendering, turn)
         except UnprovenMaskError:
             return span_by_parts(self._turns, rendering, turn, runs, self.stops.texts)
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Return ranges without the edges at which one follows another: marks may stand around each part of an answer."""
+    edges = Counter(edge for span in spans for edge in span)
+    ends = [edge for edge, times in edges.items() if times == 1]
+    return list(zip(ends[::2], ends[1::2], strict=True))
 
 
 def complement(silent: Sequence[Span], length: int) -> tuple[Span, ...]:
