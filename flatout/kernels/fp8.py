@@ -56,13 +56,18 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 def scaled_product(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return (left * left_scale) @ (right * right_scale).T in `dtype`, summed in fp32 (fp64 for fp64).
 
-    left e4m3 (T, C) with scales (T, 1), right e4m3 (N, C) with scales (N,) fp32; returns (T, N). On CUDA in 16 bit it
-    is torch's rowwise GEMM with fast accumulation; the other form is its reference.
+    left e4m3 (T, C) with scales (T, 1), right e4m3 (N, C) with scales (N,) fp32; returns (T, N). On CUDA in 16 or
+    32 bits it is torch's GEMM with fast accumulation; the other form is its reference.
     """
     if left.is_cuda and dtype.itemsize == 2:
         return torch._scaled_mm(
             left, right.t(), scale_a=left_scale, scale_b=right_scale[None], out_dtype=dtype, use_fast_accum=True
         )
     exact = torch.promote_types(dtype, torch.float32)
+    if left.is_cuda and dtype == torch.float32:
+        # torch's GEMM with a scale per row rounds to bf16
+        one = left_scale.new_ones(())
+        product = torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
+        return product.mul_(left_scale).mul_(right_scale)
     product = left.to(exact) @ right.to(exact).T
     return (product * left_scale.to(exact) * right_scale.to(exact)).to(dtype)

@@ -56,8 +56,10 @@ def test_the_reference_scales_rows_of_each_part_and_columns_of_all():
         [left, right], [weights[:, :48], weights[:, 48:]], [left_scale[:, 0], right_scale[:, 0]], column_scale[:, 0],
         low, wide, [0], [0, 8], False,
     )  # fmt: skip
+    torch.testing.assert_close(reference.segmented_product(own), [truth + low @ wide.T], rtol=1e-12, atol=1e-12)
     own = own._replace(first_columns=[0, 20], first_ranks=[0, 3, 8])
-    expected = list((truth + low @ wide.T).split([20, 12], dim=1))
+    apart = torch.cat([low[:, :3] @ wide[:20, :3].T, low[:, 3:] @ wide[20:, 3:].T], dim=1)
+    expected = list((truth + apart).split([20, 12], dim=1))
     torch.testing.assert_close(reference.segmented_product(own), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -176,7 +178,7 @@ def test_the_kernel_is_for_bf16_on_hopper_gpus(monkeypatch):
         assert not segmented.fits(CPU, torch.bfloat16, *unfit)
 
 
-def test_a_gpu_that_cannot_load_it_adds_one_by_one_and_says_so(tmp_path, monkeypatch):
+def test_a_gpu_that_cannot_load_it_uses_torchs_products_and_says_so(tmp_path, monkeypatch):
     def load(*_, **__):
         raise OSError("libnvrtc.so.13 is not there\nand more")
 
@@ -187,7 +189,9 @@ def test_a_gpu_that_cannot_load_it_adds_one_by_one_and_says_so(tmp_path, monkeyp
         report = fuse_layers(adapted_model(tmp_path, "dense", precision="bf16")).report
     finally:
         segmented.load_error.cache_clear()
-    expected = "adapters are added one by one, as the kernel for one accumulator fails: libnvrtc.so.13 is not there"
+    expected = (
+        "torch's products sum layers and adapters, as the kernel for one accumulator fails: libnvrtc.so.13 is not there"
+    )
     assert report.endswith(f"(dense); {expected}")
 
 

@@ -176,9 +176,11 @@ def _linear(
         return reference.grouped_linear(
             x, weight, routing, gather=gather, scatter=scatter, low=low, low_weight=low_weight
         )
-    out = reference.grouped_mm(reference.token_rows(x, routing) if gather else x, weight, routing)
+    rows = reference.token_rows(x, routing) if gather else x
     if low is not None and low_weight is not None:
-        out += reference.grouped_mm(low, low_weight, routing)
+        # one product over both, so that the sum is rounded once
+        rows, weight = torch.cat([rows, low], dim=1), torch.cat([weight, low_weight], dim=2)
+    out = reference.grouped_mm(rows, weight, routing)
     return out if scatter is None else _sum_slots(out, routing, scatter)
 
 

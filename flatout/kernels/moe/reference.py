@@ -66,9 +66,13 @@ def grouped_linear(
     rows = token_rows(x, routing) if gather else x
     out = x.new_zeros(len(routing.order), weight.shape[1])
     for expert, part in _experts(routing):
-        out[part] = rows[part] @ weight[expert].T
-        if low is not None and low_weight is not None:
-            out[part] += low[part] @ low_weight[expert].T
+        if low is None or low_weight is None:
+            out[part] = rows[part] @ weight[expert].T
+        elif x.dtype.itemsize > 2:
+            out[part] = rows[part] @ weight[expert].T + low[part] @ low_weight[expert].T
+        else:
+            # the narrow product first, so that the sum is rounded once (see `flatout.kernels.segmented`)
+            out[part] = (low[part] @ low_weight[expert].T).addmm_(rows[part], weight[expert].T)
     return out if scatter is None else sum_slots(out, routing, scatter)
 
 

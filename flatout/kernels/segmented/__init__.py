@@ -1,8 +1,11 @@
-"""Several products and a low-rank one in a single accumulator: a frozen layer with its adapters, or its input gradient.
+"""Several products and a low-rank one in a single sum: a frozen layer with its adapters, or its input gradient.
 
-Computed separately, each product is written to memory and read again to be added. reference.py defines the operation
-and runs everywhere; hopper.cu is its equivalent on Hopper GPUs. It is a custom operator without a derivative: after
-`register_ops`, torch.compile traces it, but fuses nothing into it.
+No rounding to 16 bits can swallow the adapters' part. If the frozen product were rounded before the part is added, a
+part smaller than half a unit in the last place of the product would vanish, and early in training most are smaller.
+
+reference.py defines the operation, and computes it where no kernel does; hopper.cu is its kernel for Hopper GPUs. It is
+a custom operator without a derivative: after `register_ops`, torch.compile traces it, but neither fuses anything into
+it nor takes it apart.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flatout.kernels.capability import HOPPER, capability
 from flatout.kernels.cuda_source import error_of, in_aligned_rows
-from flatout.kernels.fp8 import scaled_product
 from flatout.kernels.operators import define_operator
 from flatout.kernels.segmented import hopper, reference
 from flatout.kernels.segmented.reference import Segments
@@ -58,35 +60,55 @@ def segmented_product(
     first_columns: Sequence[int] = (0,),
     first_ranks: Sequence[int] = (),
     weights_kn: bool = False,
+    use_kernel: bool = True,
 ) -> list[Tensor]:
     """Return the sum of `Segments` block by block, (M, N_i) contiguous; by default, `wide` is one block.
 
-    low wide.T is the adapters' part: x A.T and the scaled B in the forward pass, dY B and A.T in the backward pass. At
-    most three parts and three blocks (one per adapter). Small results use separate matmuls of torch, whose tiles are
-    smaller.
+    low wide.T is the adapters' part: x A.T and the scaled B in the forward pass, dY B and A.T in the backward pass.
+    `use_kernel` allows the kernel for Hopper GPUs, for operands that `fits`, with at most three parts and three blocks
+    (one per adapter). Small results use torch's products all the same, whose tiles are smaller.
     """
     results: list[Tensor] = torch.ops.flatout.segmented_product(
         list(parts), list(weights), list(row_scales), column_scale, low, wide, list(first_columns),
-        list(first_ranks) or [0, wide.shape[1]], weights_kn,
+        list(first_ranks) or [0, wide.shape[1]], weights_kn, use_kernel,
     )  # fmt: skip
     return results
 
 
+def sum_onto(
+    start: Tensor, parts: Sequence[Tensor], weights: Sequence[Tensor], *, row_scales: Sequence[Tensor] = (),
+    column_scale: Tensor | None = None, weights_kn: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return `start` (M, N) plus the frozen products of `Segments`, summed in fp32 and rounded to its dtype."""
+    result: Tensor = torch.ops.flatout.sum_onto(
+        start, list(parts), list(weights), list(row_scales), column_scale, weights_kn
+    )
+    return result
+
+
 @cache
 def register_ops() -> None:
-    """Register torch.ops.flatout.segmented_product; call before the first use of `segmented_product`."""
+    """Register torch.ops.flatout.segmented_product and sum_onto; call before their first use."""
     schema = (
         "(Tensor[] parts, Tensor[] weights, Tensor[] row_scales, Tensor? column_scale, Tensor low, Tensor wide, "
-        "int[] first_columns, int[] first_ranks, bool weights_kn) -> Tensor[]"
+        "int[] first_columns, int[] first_ranks, bool weights_kn, bool use_kernel) -> Tensor[]"
     )
     operator = define_operator("flatout::segmented_product", schema, _product, _empty)
     # without it, `recompute: budget` would take the product for free
     register_flop_formula(operator)(_num_flops)
+    schema = (
+        "(Tensor start, Tensor[] parts, Tensor[] weights, Tensor[] row_scales, Tensor? column_scale, bool weights_kn) "
+        "-> Tensor"
+    )
+    operator = define_operator("flatout::sum_onto", schema, _sum_onto, lambda start, *_: start.new_empty(start.shape))
+    register_flop_formula(operator)(
+        lambda start, parts, *_, **__: 2 * start[0] * start[1] * sum(own[1] for own in parts)
+    )
 
 
 def _num_flops(*shapes: Any, **_: Any) -> Any:
     """Count the FLOPs from `Segments` with shapes as its tensors; each adapter multiplies its own ranks only."""
-    own: Any = Segments(*shapes)
+    own: Any = Segments(*shapes[:-1])
     num_rows, num_columns = own.low[0], own.wide[0]
     widths = (end - start for start, end in pairwise([*own.first_columns, num_columns]))
     ranks = (end - start for start, end in pairwise(own.first_ranks))
@@ -95,33 +117,38 @@ def _num_flops(*shapes: Any, **_: Any) -> Any:
 
 
 def _empty(*operands: Any) -> list[Tensor]:
-    own = Segments(*operands)
+    own = Segments(*operands[:-1])
     return [own.low.new_empty(own.low.shape[0], width) for width in own.widths]
 
 
 def _product(*operands: Any) -> list[Tensor]:
-    own = Segments(*operands)
-    device = own.low.device
-    if device.type != "cuda":
+    own, use_kernel = Segments(*operands[:-1]), operands[-1]
+    if own.low.dtype.itemsize > 2:
         return reference.segmented_product(own)
-    # half a wave of clusters
-    enough = torch.cuda.get_device_properties(device).multi_processor_count // 4
-    if capability(device) != HOPPER or hopper.num_tiles(own.low.shape[0], own.widths) < enough:
-        return _separately(own)
-    outs = _empty(*own)
-    parts, weights, (low, wide) = (
-        list(map(in_aligned_rows, each)) for each in (own.parts, own.weights, (own.low, own.wide))
-    )
-    hopper.launch(outs, own._replace(parts=parts, weights=weights, low=low, wide=wide))
-    return outs
+    if use_kernel and capability(own.low.device) == HOPPER and _fills(own):
+        outs = _empty(*operands)
+        parts, weights, (low, wide) = (
+            list(map(in_aligned_rows, each)) for each in (own.parts, own.weights, (own.low, own.wide))
+        )
+        hopper.launch(outs, own._replace(parts=parts, weights=weights, low=low, wide=wide))
+        return outs
+    return reference.in_turn(own)
 
 
-def _separately(own: Segments) -> list[Tensor]:
-    """Compute the products one by one with torch, which has smaller tiles for few rows or columns."""
-    total = own.low @ own.wide.T
-    for i, (part, weight) in enumerate(zip(own.parts, own.weights, strict=True)):
-        if own.column_scale is None:
-            total.addmm_(part, weight if own.weights_kn else weight.T)
-        else:
-            total += scaled_product(part, weight, own.row_scales[i][:, None], own.column_scale, own.low.dtype)
-    return reference.apart(total, own.widths)
+def _fills(own: Segments) -> bool:
+    """Whether the kernel's tiles of these results are at least half a wave of clusters."""
+    enough = torch.cuda.get_device_properties(own.low.device).multi_processor_count // 4
+    return hopper.num_tiles(own.low.shape[0], own.widths) >= enough
+
+
+def _sum_onto(
+    start: Tensor, parts: Sequence[Tensor], weights: Sequence[Tensor], row_scales: Sequence[Tensor],
+    column_scale: Tensor | None, weights_kn: bool,
+) -> Tensor:  # fmt: skip
+    out = start.clone(memory_format=torch.contiguous_format)
+    if row_scales or start.dtype.itemsize > 2 or start.is_cuda:
+        exact = torch.promote_types(start.dtype, torch.float32)
+        return out.add_(reference.products(parts, weights, row_scales, column_scale, weights_kn, exact))
+    for part, weight in zip(parts, weights, strict=True):
+        out.addmm_(part, weight if weights_kn else weight.T)
+    return out

@@ -61,6 +61,15 @@ def _dense_products(
     )
 
 
+# of one layer of any size
+_DENSE = FrozenMatmul(
+    "dense",
+    [],
+    lambda x, weight: Operands([x], [weight]),
+    lambda grads, weight: Operands(grads, [weight], weights_kn=True),
+)
+
+
 def _fp8_products(describe: str, sizes: list[int], weight: Callable[[Sequence[Tensor], bool], Tensor]) -> FrozenMatmul:
     """Storage begins with the outputs' scales; `weight` makes e4m3 (sum of N_i, K), in backward (K, sum of N_i)."""
 
@@ -124,7 +133,7 @@ class Fp8Linear(nn.Module):
         self.bytes = nn.Parameter(quantized, requires_grad=False)
         self.register_buffer("row_scale", scale)
         self.register_buffer("bias", None if bias is None else bias.detach())
-        self._matmul = _fp8_matmul([self.out_features])
+        self.matmul = _fp8_matmul([self.out_features])
 
     @property
     def weight(self) -> Tensor:
@@ -133,7 +142,7 @@ class Fp8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., in) to (..., out)."""
-        output: Tensor = FrozenLinearFunction.apply(x, self._matmul, self.row_scale, self.bytes)
+        output: Tensor = FrozenLinearFunction.apply(x, self.matmul, self.row_scale, self.bytes)
         return output if self.bias is None else output + self.bias
 
 
@@ -153,13 +162,13 @@ class Fp8BackwardLinear(nn.Linear):
         transposed, scale = quantize_rows(linear.weight.detach().t().contiguous())
         self.register_buffer("transposed", transposed, persistent=False)
         self.register_buffer("column_scale", scale[:, 0], persistent=False)
-        self._matmul = _fp8_backward_matmul([self.out_features])
+        self.matmul = _fp8_backward_matmul([self.out_features])
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., in) to (..., out), bitwise as nn.Linear does; differentiable in x only."""
         bias = () if self.bias is None else (self.bias,)
         output: Tensor = FrozenLinearFunction.apply(
-            x, self._matmul, self.weight, self.transposed, self.column_scale, *bias
+            x, self.matmul, self.weight, self.transposed, self.column_scale, *bias
         )
         return output
 
@@ -193,7 +202,7 @@ class Nf4Linear(nn.Module):
         self.register_buffer("offset", stored.offset)
         self.register_buffer("row_scale", bounded_scales(row_scale(stored, out_features, in_features)))
         self.register_buffer("bias", bias)
-        self._matmul = _nf4_matmul([out_features], in_features)
+        self.matmul = _nf4_matmul([out_features], in_features)
 
     @classmethod
     def from_dense(cls, weight: Tensor, bias: Tensor | None) -> Nf4Linear:
@@ -215,7 +224,7 @@ class Nf4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., in) to (..., out), in x's dtype; differentiable in x only."""
-        product: Tensor = FrozenLinearFunction.apply(x, self._matmul, *self.stored)
+        product: Tensor = FrozenLinearFunction.apply(x, self.matmul, *self.stored)
         return product if self.bias is None else product + self.bias.to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -230,6 +239,15 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[FrozenLinear]:
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward
     return isinstance(module, Fp8Linear | Nf4Linear)
+
+
+def product_of(base: FrozenLinear) -> tuple[FrozenMatmul, list[Tensor]]:
+    """Return the product of one frozen layer, without its bias, and the tensors that it takes."""
+    if isinstance(base, Fp8BackwardLinear):
+        return base.matmul, [base.weight, base.transposed, base.column_scale]
+    if isinstance(base, Fp8Linear):
+        return base.matmul, [base.row_scale, base.bytes]
+    return (base.matmul, list(base.stored)) if isinstance(base, Nf4Linear) else (_DENSE, [base.weight])
 
 
 def num_weights(model: nn.Module) -> int:
@@ -251,13 +269,12 @@ def fuse_bases(
     """Return one product for several frozen layers of the same input, and its tensors, whose memory the layers share.
 
     `fp8` multiplies NF4 weights in float8; float8 weights always are, and `transposed` keeps a second, transposed copy
-    of their bytes for the backward pass, with bitwise equal results. With adapters of these `ranks`, products and
-    adapters are summed in one accumulator where a kernel does that. Raises UsageError for layers of mixed storage, and
-    ResourceError if the device or a layer's size does not support float8 products.
+    of their bytes for the backward pass, with bitwise equal results. One kernel computes products and adapters of these
+    `ranks` where there is one. Raises UsageError for layers of mixed storage, and ResourceError if the device or a
+    layer's size does not support float8 products.
     """
     sizes, in_features, first = [base.out_features for base in bases], bases[0].in_features, bases[0]
     device, dtype = next(first.parameters()).device, first.weight.dtype if isinstance(first, nn.Linear) else first.dtype
-    segmented.register_ops()
     low_rank.register_ops()
     fits = bool(ranks) and segmented.fits(device, dtype, sizes, in_features, ranks)
     in_fp8 = fp8 or isinstance(first, Fp8Linear)
@@ -266,7 +283,7 @@ def fuse_bases(
         load_error = low_rank.load_error(device, tuple(ranks))
     one_accumulator = fits and load_error is None
     backward = [base for base in bases if isinstance(base, Fp8BackwardLinear)]
-    if one_accumulator and len(bases) == len(backward) > 1:
+    if len(bases) == len(backward) > 1:
         # quantized again, as one sum needs the same scales (K,) for all layers
         quantized, scale = quantize_rows(torch.cat([base.weight.detach() for base in backward]).t())
         for base, own in zip(backward, quantized.split([base.out_features for base in backward], dim=1), strict=True):

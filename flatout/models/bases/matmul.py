@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatout.kernels.fp8 import scaled_product
 from flatout.kernels.low_rank import low_product
-from flatout.kernels.segmented import segmented_product
+from flatout.kernels.segmented import segmented_product, sum_onto
 
 
 class Operands(NamedTuple):
@@ -52,18 +52,32 @@ class Operands(NamedTuple):
         return low.view(*like.shape[:-1], low.shape[-1])
 
     def total_with(
-        self, low: Tensor, wide: Tensor, columns: Sequence[int] = (0,), ranks: Sequence[int] = ()
+        self, low: Tensor, wide: Tensor, columns: Sequence[int] = (0,), ranks: Sequence[int] = (), *, use_kernel: bool
     ) -> list[Tensor]:
-        """Return `total` plus low (..., R) wide (N, R).T in one accumulator; see `segmented_product`. No bias."""
+        """Return `total` plus low (..., R) wide (N, R).T, rounded once; see `segmented_product`. No bias.
+
+        All `column_scales` are equal.
+        """
         assert self.bias is None
         products = segmented_product(
             [part.flatten(0, -2) for part in self.parts], self.weights, low.flatten(0, -2), wide,
             row_scales=[scale.flatten() for scale in self.row_scales],
             column_scale=self.column_scales[0] if self.column_scales else None,
-            first_columns=columns, first_ranks=ranks, weights_kn=self.weights_kn,
+            first_columns=columns, first_ranks=ranks, weights_kn=self.weights_kn, use_kernel=use_kernel,
         )  # fmt: skip
         # no views, as a model may modify a layer's output in place (OLMo clips queries and keys)
         return [torch.ops.aten._unsafe_view(own, [*low.shape[:-1], own.shape[-1]]) for own in products]
+
+    def added_to(self, start: Tensor) -> Tensor:
+        """Return `total` plus `start` (..., N), rounded once, to its dtype. No bias; all `column_scales` are equal."""
+        assert self.bias is None
+        total = sum_onto(
+            start.flatten(0, -2), [part.flatten(0, -2) for part in self.parts], self.weights,
+            row_scales=[scale.flatten() for scale in self.row_scales],
+            column_scale=self.column_scales[0] if self.column_scales else None, weights_kn=self.weights_kn,
+        )  # fmt: skip
+        shaped: Tensor = torch.ops.aten._unsafe_view(total, start.shape)
+        return shaped
 
 
 @dataclass(frozen=True)
@@ -72,10 +86,9 @@ class FrozenMatmul:
 
     `forward(x (..., K), *storage)` returns the operands of x W.T, all W_i concatenated; `backward(gradients (..., N_i),
     *storage)` those of the sum of dY_i W_i. `describe` names the product in the console's `fused` line. With
-    `one_accumulator`, `segmented_product` sums products and adapters: all `column_scales` are equal, no bias.
-    `load_error` is the exception if its kernel could not be loaded. The parts of `forward` and `backward` are float8
-    where `fp8_forward` and `fp8_backward` say so; with the first, gradients are multiplied by storage[0]
-    (sum of N_i,) before they are quantized.
+    `one_accumulator`, a kernel of `segmented_product` computes them with their adapters; `load_error` is the exception
+    if it could not be loaded. The parts of `forward` and `backward` are float8 where `fp8_forward` and `fp8_backward`
+    say so; with the first, gradients are multiplied by storage[0] (sum of N_i,) before they are quantized.
     """
 
     describe: str
@@ -88,17 +101,10 @@ class FrozenMatmul:
     fp8_backward: bool = False
 
     def outputs_with(self, operands: Operands, low: Tensor, wide: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        """Return x W_i.T + low_i wide_i.T for each i, with `low` (..., R) and wide_i the `blocks` of `wide`.
-
-        Without one accumulator, they are added plainly, which the compiler fuses into the consumers of the result.
-        """
-        if self.one_accumulator:
-            starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-            first_ranks = [sum(ranks[:i]) for i in range(len(ranks) + 1)]
-            return operands.total_with(low, wide, starts, first_ranks)
-        outputs, parts = operands.total(low).split(self.sizes, dim=-1), low.split(list(ranks), dim=-1)
-        added = (F.linear(part, own) for part, own in zip(parts, blocks(wide, self.sizes, ranks), strict=True))
-        return [output + own for output, own in zip(outputs, added, strict=True)]
+        """Return x W_i.T + low_i wide_i.T for each i, with `low` (..., R) and wide_i the `blocks` of `wide`."""
+        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        first_ranks = [sum(ranks[:i]) for i in range(len(ranks) + 1)]
+        return operands.total_with(low, wide, starts, first_ranks, use_kernel=self.one_accumulator)
 
 
 def blocks(wide: Tensor, sizes: Sequence[int], ranks: Sequence[int]) -> list[Tensor]:

@@ -19,6 +19,7 @@ from flatout.models.bases.frozen_linear import fuse_bases
 from flatout.models.bases.matmul import FrozenMatmul, Operands, blocks
 from flatout.models.blocks import hidden_states
 from flatout.models.lora.layer import LoraLinear, lora_layers
+from flatout.models.lora.product import over_tokens
 from flatout.models.packed import flatten_samples
 
 
@@ -77,11 +78,10 @@ class _FusedLora(torch.autograd.Function):
             wides = blocks(copies.wide, ctx.product.sizes, ctx.ranks)
             low_grad = torch.cat([grad @ own for grad, own in zip(grads, wides, strict=True)], dim=-1)
         x_grad = None
-        if operands is not None and copies.narrow_t is not None:
-            (x_grad,) = operands.total_with(low_grad, copies.narrow_t)
-        elif operands is not None:
-            assert copies.narrow is not None
-            x_grad = operands.total(x) + low_grad @ copies.narrow
+        if operands is not None:
+            narrow_t = copies.narrow.t() if copies.narrow_t is None and copies.narrow is not None else copies.narrow_t
+            assert narrow_t is not None
+            (x_grad,) = operands.total_with(low_grad, narrow_t, use_kernel=ctx.product.one_accumulator)
         low_grad = low_grad.flatten(0, -2)
         if x_scale is None:
             narrow_grad = over_tokens(low_grad, x, ctx.dtype)
@@ -104,15 +104,6 @@ def _wide_grads(
         narrow_gradient(part, row_scale, own, ctx.dtype, column_scale=scale)
         for part, row_scale, own, scale in zip(operands.parts, operands.row_scales, lows, columns, strict=True)
     ]
-
-
-def over_tokens(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return left.T right (N, K) of left (..., N) and right (..., K), summed over all tokens, in `dtype`."""
-    left, right = left.flatten(0, -2), right.flatten(0, -2)
-    if left.is_cuda and left.dtype != dtype == torch.float32:
-        # not rounded to the compute dtype
-        return torch.mm(left.t(), right, out_dtype=dtype)
-    return (left.t() @ right).to(dtype)
 
 
 class FusedLora(nn.Module):
@@ -224,7 +215,7 @@ class FusedLayers:
         self.report = f"{num_layers} layers run as {len(fused)} matmuls ({', '.join(sorted(kinds))})"
         if errors := [group.product.load_error for group in fused if group.product.load_error is not None]:
             why = first_line(errors[0])
-            self.report += f"; adapters are added one by one, as the kernel for one accumulator fails: {why}"
+            self.report += f"; torch's products sum layers and adapters, as the kernel for one accumulator fails: {why}"
 
     def forget(self) -> None:
         """Drop unused outputs of a failed forward pass, which keep its whole graph alive."""

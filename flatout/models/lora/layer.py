@@ -12,17 +12,18 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
+from flatout.kernels.segmented import register_ops
 from flatout.models.bases.frozen_experts import FrozenExperts
-from flatout.models.bases.frozen_linear import FrozenLinear, is_plain_linear, num_weights
+from flatout.models.bases.frozen_linear import FrozenLinear, is_plain_linear, num_weights, product_of
 from flatout.models.blocks import layer_list, replace_module, towers
 from flatout.models.experts.block import IMPLEMENTATION, computes_experts, prepare_experts, register_experts
 from flatout.models.experts.lora import ExpertLora, expert_parameters, num_expert_tensors, plain_name
+from flatout.models.lora.product import LoraProduct
 from flatout.models.lora.saved import SavedModule, TrainedRows, add_saved_modules, saved_modules, saved_names
 
 # a matrix of fused experts: the name of the experts module, of the parameter, and the parameter
@@ -37,8 +38,12 @@ class LoraLinear(nn.Module):
     W + scaling * B A is rescaled to the learned norm `magnitude` (out,).
     """
 
+    # the weights of `base` are read without calling it
+    reads_submodules = True
+
     def __init__(self, base: FrozenLinear, config: LoraConfig, generator: torch.Generator) -> None:
         super().__init__()
+        register_ops()
         self.base = base.requires_grad_(False)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.rank, self.scaling, self.dropout = config.rank, lora_scaling(config), config.dropout
@@ -70,16 +75,18 @@ class LoraLinear(nn.Module):
             fused, index = self.computed_by
             joint: torch.Tensor = fused.output(index, x)
             return joint
-        dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        narrow = F.linear(dropped, self.lora_a.to(x.dtype)) * self.scaling
-        low = F.linear(narrow, self.lora_b.to(x.dtype))
-        output: torch.Tensor = self.base(x)
+        bias = self.base.bias
+        matmul, storage = product_of(self.base)
+        adapter = self.lora_a, self.lora_b, self.scaling, self.dropout if self.training else 0.0
         if self.magnitude is None:
-            return output + low
-        ratio = (self.magnitude / self._row_lengths()).to(x.dtype)
-        base_output: torch.Tensor = output if dropped is x else self.base(dropped)
-        base_output = base_output if self.base.bias is None else base_output - self.base.bias
-        return output + (ratio - 1) * base_output + ratio * low
+            output: torch.Tensor = LoraProduct.apply(x, *adapter, None, matmul, *storage)
+            return output if bias is None else output + bias.to(x.dtype)
+        # in fp32, as a number of 16 bits times a ratio near 1 is rounded back to itself
+        exact = torch.promote_types(x.dtype, torch.float32)
+        ratio = (self.magnitude / self._row_lengths()).to(exact)
+        frozen, *dropped, low = LoraProduct.apply(x, *adapter, exact, matmul, *storage)
+        output = frozen + (ratio - 1) * (dropped[0] if dropped else frozen) + ratio * low
+        return (output if bias is None else output + bias).to(x.dtype)
 
     @torch.no_grad()
     def _row_lengths(self) -> torch.Tensor:

@@ -54,6 +54,9 @@ class DeepSpeed(Strategy):
                 if parameter.itemsize == 1:
                     delattr(module, name)
                     module.register_buffer(name, parameter.detach(), persistent=False)
+            if getattr(module, "reads_submodules", False):
+                # stage 3 gathers weights where a module is called: all of them here, as some are only read
+                deepspeed.utils.set_z3_leaf_module(module, True)
         optimizer = make_optimizer()
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._engine, *_ = deepspeed.initialize(
