@@ -1,0 +1,346 @@
+"""Does LoRA in bf16, fp8 and NF4 learn what it learns in fp32? Loss by update on a real model, for us and for PEFT.
+
+    python benchmarks/one_rounding.py --model DIR --rows QUESTIONS.jsonl --out DIR [--only NAME ...] [--jobs 8]
+
+Every run of a seed trains on the same samples in the same order, from the same first adapter, as `flatout train` or as
+plain transformers with PEFT in eager mode. Rows of ours are compared with ours in fp32 over the same (for fp8 and NF4:
+dequantized) weights, PEFT's with PEFT's in fp32. `--also NAME=CHECKOUT`
+trains the rows for older GPUs with another version as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+PER_UPDATE, RANK = 4, 16
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "dropout": {"lora_dropout": 0.05},
+}
+OURS = {"use_rslora": "lora.rslora", "use_dora": "lora.dora", "lora_dropout": "lora.dropout"}
+BF16, FP32 = "model.precision=bf16", "model.precision=fp32"
+AMPERE, ADA = {"FLATOUT_CAPABILITY": "8.0"}, {"FLATOUT_CAPABILITY": "8.9"}
+
+
+class Row(NamedTuple):
+    """One system in one precision; `reference` names the row that it should learn like."""
+
+    name: str
+    reference: str
+    settings: tuple[str, ...] = ()
+    env: Mapping[str, str] = MappingProxyType({})
+    peft: str = ""
+    base: str = ""
+
+
+ROWS = [
+    Row("fp32", "fp32", (FP32,)),
+    Row("bf16", "fp32", (BF16,)),
+    Row("bf16, Ampere", "fp32", (BF16,), AMPERE),
+    Row("bf16, not compiled", "fp32", (BF16, "compile=off"), AMPERE),
+    Row("bf16, rows", "fp32", (BF16, "batch.layout=rows"), AMPERE),
+    Row("fp8 backward", "fp32", (BF16, "base.backward=fp8")),
+    Row("fp8 backward, Ada", "fp32", (BF16, "base.backward=fp8"), ADA),
+    Row("fp32 of fp8", "fp32 of fp8", (FP32,), base="fp8"),
+    Row("fp8", "fp32 of fp8", (BF16, "base.storage=fp8")),
+    Row("fp8, Ada", "fp32 of fp8", (BF16, "base.storage=fp8"), ADA),
+    Row("fp32 of NF4", "fp32 of NF4", (FP32, "base.storage=nf4", "base.compute=model")),
+    Row("NF4", "fp32 of NF4", (BF16, "base.storage=nf4", "base.compute=model")),
+    Row("NF4, Ampere", "fp32 of NF4", (BF16, "base.storage=nf4", "base.compute=model"), AMPERE),
+    Row("NF4, fp8 products", "fp32 of NF4", (BF16, "base.storage=nf4", "base.compute=fp8")),
+    Row("PEFT fp32", "PEFT fp32", peft="fp32"),
+    Row("PEFT bf16", "PEFT fp32", peft="bf16"),
+]
+
+
+def train_peft(job: dict[str, Any]) -> None:
+    """Train with plain transformers and PEFT; write the losses of updates and of the held-out rows."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from flatout.data.registry import built_dir
+    from flatout.data.token_store import TokenStore
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def samples(name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return token ids (1, T) and labels (T,) as our data set has them."""
+        store, found = TokenStore.open(built_dir(Path(job["root"]), name)), []
+        for index in range(store.num_samples):
+            ids, is_label = store.sample(index)
+            labels = torch.from_numpy(ids.astype("int64").copy()).masked_fill(torch.from_numpy(~is_label), -100)
+            found.append((torch.from_numpy(ids.astype("int64"))[None].to(device), labels.to(device)))
+        return found
+
+    rows, held_out = samples(job["rows"]), samples("eval")
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, job["adapter"], is_trainable=True).to(device).train()
+    mixed = job["precision"] == "bf16"
+    if mixed:
+        # as PEFT trains: the base in bf16, adapters in fp32, products under autocast
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else torch.bfloat16)
+
+    def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=mixed):
+            logits = model(input_ids=ids).logits
+        return torch.nn.functional.cross_entropy(logits[0, :-1].float(), labels[1:], reduction="sum")
+
+    def count(batch: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
+        return sum(int((labels[1:] != -100).sum()) for _, labels in batch)
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=job["lr"], weight_decay=0.0)
+    found: dict[str, Any] = {"loss": [], "eval": {}}
+    for step in range(len(rows) // PER_UPDATE):
+        batch, total = rows[PER_UPDATE * step : PER_UPDATE * (step + 1)], 0.0
+        for ids, labels in batch:
+            loss = loss_of(ids, labels) / count(batch)
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found["loss"].append(total)
+        if step + 1 in job["eval_at"]:
+            model.eval()
+            with torch.no_grad():
+                found["eval"][step + 1] = sum(loss_of(*row).item() for row in held_out) / count(held_out)
+            model.train()
+    Path(job["result"]).write_text(json.dumps(found))
+
+
+def dequantized(model: Path, out: Path) -> Path:
+    """Write the model with its decoder's linear weights rounded to fp8, as flatout stores them, in fp32."""
+    import torch
+    from torch import nn
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from flatout.models.bases.frozen_linear import Fp8Linear
+    from flatout.models.blocks import decoder_layers
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for layer in decoder_layers(loaded):
+        for linear in [module for module in layer.modules() if isinstance(module, nn.Linear)]:
+            linear.weight.data = Fp8Linear(linear.weight.data, None).weight
+    loaded.save_pretrained(out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)
+    return out
+
+
+def write_inputs(args: argparse.Namespace, seed: int, variant: str) -> None:
+    """Write a seed's rows in their order, held-out rows, and the first adapter of a variant."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    rows = [json.loads(line) for line in args.rows.read_text().splitlines()]
+    random.Random(0).shuffle(rows)
+    turns = (("user", "question"), ("assistant", "answer"))
+    lines = [json.dumps({"messages": [{"role": role, "content": row[key]} for role, key in turns]}) for row in rows]
+    held_out, train = lines[: args.held_out], lines[args.held_out :]
+    random.Random(seed + 1).shuffle(train)
+    (args.out / "eval.jsonl").write_text("\n".join(held_out) + "\n")
+    (args.out / f"rows-{seed}.jsonl").write_text("\n".join(train[: args.updates * PER_UPDATE]) + "\n")
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    config = LoraConfig(
+        r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM", **VARIANTS[variant]
+    )
+    get_peft_model(model, config).save_pretrained(args.out / f"adapter-{seed}-{variant}")
+
+
+def run_one(
+    args: argparse.Namespace, row: Row, seed: int, variant: str, lr: float, code: Path | None
+) -> dict[str, Any]:
+    """Train one row; return its losses, or its error."""
+    place = args.out / f"{row.name}-{seed}-{variant}-{lr:g}{f'-{code.name}' if code else ''}".replace(" ", "_").replace(
+        ",", ""
+    )
+    adapter = args.out / f"adapter-{seed}-{variant}"
+    model = args.out / "dequantized" if row.base else args.model
+    eval_at = sorted({min(50, args.updates), args.updates})
+    env = {**_env_of(code), **row.env}
+    gpu = args.free.get() if args.gpus else None
+    if gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    if row.peft:
+        job = {
+            "model": str(model), "root": str(args.out / "data"), "rows": f"data-{seed}", "adapter": str(adapter),
+            "precision": row.peft, "lr": lr, "eval_at": eval_at, "result": f"{place}.json",
+        }  # fmt: skip
+        command = [sys.executable, __file__, "--job", json.dumps(job)]
+    else:
+        built = f"data-{seed}{f'-{code.name}' if code else ''}"
+        options = {ours: VARIANTS[variant][theirs] for theirs, ours in OURS.items() if theirs in VARIANTS[variant]}
+        config = {
+            "name": place.name, "run_dir": str(place), "model": {"name": str(model)},
+            "data": {"name": built, "root": str(args.out / "data")},
+            "batch": {"samples_per_step": PER_UPDATE, "shuffle": False, "micro_batch_tokens": 4096},
+            "optim": {"lr": lr, "weight_decay": 0.0, "max_grad_norm": 1.0},
+            "schedule": {"kind": "constant", "warmup_steps": 0},
+            "eval": {"data": f"eval{f'-{code.name}' if code else ''}", "every_steps": eval_at[0]},
+            "lora": {"rank": RANK, "alpha": 2 * RANK, "continue_from": str(adapter)},
+        }  # fmt: skip
+        (args.out / f"{place.name}.json").unlink(missing_ok=True)
+        path = args.out / f"{place.name}.yaml"
+        path.write_text(json.dumps(config))
+        settings = [f"{name}={str(value).lower()}" for name, value in options.items()]
+        command = [sys.executable, "-m", "flatout", "train", str(path), *row.settings, *settings]
+    started = time.monotonic()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=code or args.out)
+    if gpu is not None:
+        args.free.put(gpu)
+    print(f"{time.monotonic() - started:6.1f} s  rc {done.returncode}  {place.name}", flush=True)
+    if done.returncode:
+        print((done.stderr or done.stdout)[-1500:], flush=True)
+        return {"error": (done.stderr or done.stdout)[-1500:]}
+    if row.peft:
+        found = json.loads(Path(f"{place}.json").read_text())
+        return {"loss": found["loss"], "eval": {int(step): loss for step, loss in found["eval"].items()}}
+    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "loss": [line["loss"] for line in lines if line["kind"] == "step"],
+        "eval": {line["step"]: line["eval_loss"] for line in lines if line["kind"] == "eval"},
+    }
+
+
+def build_sets(args: argparse.Namespace, code: Path | None) -> None:
+    """Build the data sets once, before the runs that share them."""
+    end = f"-{code.name}" if code else ""
+    for name, rows in (("eval", "eval"), *((f"data-{seed}", f"rows-{seed}") for seed in args.seeds)):
+        command = [
+            sys.executable, "-m", "flatout", "data", "build", str(args.out / f"{rows}.jsonl"), "--name", name + end,
+            "--tokenizer", str(args.model), "--root", str(args.out / "data"),
+        ]  # fmt: skip
+        subprocess.run(command, check=True, env=_env_of(code), cwd=code or args.out, stdout=subprocess.DEVNULL)
+
+
+def _env_of(code: Path | None) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(code or ""), os.environ.get("PYTHONPATH", "")]))
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "2",
+        "TORCHINDUCTOR_COMPILE_THREADS": "2",
+    }
+
+
+def summary(results: dict[str, dict[str, Any]], row: Row, key: str, seeds: list[int], old: str) -> str | None:
+    """One line: differences from the reference row in percent over updates 2 to 50, and of held-out losses."""
+    pairs = []
+    for seed in seeds:
+        own, truth = results.get(f"{row.name}{old}|{seed}|{key}"), results.get(f"{row.reference}|{seed}|{key}")
+        if own and "error" in own:
+            return f"| {row.name}{old} | {key} | failed: {own['error'].strip().splitlines()[-1][:100]} |"
+        if own and truth and "loss" in truth:
+            pairs.append((own, truth))
+    if not pairs:
+        return None
+    ratios = [[a / b - 1 for a, b in zip(own["loss"][1:50], truth["loss"][1:50], strict=True)] for own, truth in pairs]
+    signed = [statistics.fmean(own) for own in ratios]
+    absolute = [statistics.fmean(map(abs, own)) for own in ratios]
+    late = [
+        statistics.fmean(a / b - 1 for a, b in zip(own["loss"][50:], truth["loss"][50:], strict=True))
+        for own, truth in pairs
+        if len(own["loss"]) > 50
+    ]
+    evals = [
+        (step, statistics.fmean(own["eval"][step] - truth["eval"][step] for own, truth in pairs))
+        for step in sorted(pairs[0][1]["eval"])
+    ]
+    told = ", ".join(f"{step}: {mean:+.4f}" for step, mean in evals)
+    held = ", ".join(f"{truth['eval'][max(truth['eval'])]:.4f}" for _, truth in pairs)
+    rest = f"{statistics.fmean(late):+.3%}" if late else "-"
+    return (
+        f"| {row.name}{old} | {key} | {len(pairs)} | {statistics.fmean(signed):+.3%} ({min(signed):+.3%} to "
+        f"{max(signed):+.3%}) | {statistics.fmean(absolute):.3%} | {rest} | {told} | {held} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--rows", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="*", help="names of rows")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--lrs", type=float, nargs="*", default=[2e-4])
+    parser.add_argument("--variants", nargs="*", default=["lora"], choices=list(VARIANTS))
+    parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--held-out", type=int, default=200, help="rows to evaluate on")
+    parser.add_argument("--jobs", type=int, default=8, help="runs at once")
+    parser.add_argument("--gpus", type=int, default=0, help="share runs among so many GPUs; 0: take what is visible")
+    parser.add_argument("--also", nargs="*", default=[], help="NAME=CHECKOUT of other versions of flatout")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job:
+        train_peft(json.loads(args.job))
+        return
+    args.model, args.out, args.rows = args.model.resolve(), args.out.resolve(), args.rows.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for seed in args.seeds:
+        for variant in args.variants:
+            write_inputs(args, seed, variant)
+    chosen = [row for row in ROWS if not args.only or row.name in args.only]
+    if any(row.base for row in chosen):
+        dequantized(args.model, args.out / "dequantized")
+    others = {Path(path).resolve(): name for name, _, path in (given.partition("=") for given in args.also)}
+    for code in (None, *others):
+        build_sets(args, code)
+    jobs = [
+        (row, seed, variant, lr, code)
+        for code in (None, *others)
+        for lr in args.lrs
+        for variant in args.variants
+        for seed in args.seeds
+        for row in chosen
+        if code is None or row.env
+    ]
+    args.free = queue.Queue()
+    for index in range(args.jobs):
+        args.free.put(index % max(1, args.gpus))
+    results: dict[str, dict[str, Any]] = {}
+    kept = args.out / "one-rounding.json"
+    with ThreadPoolExecutor(args.jobs) as pool:
+        running = {pool.submit(run_one, args, *job): job for job in jobs}
+        for future in as_completed(running):
+            row, seed, variant, lr, code = running[future]
+            end = f", {others[code]}" if code else ""
+            results[f"{row.name}{end}|{seed}|{variant} {lr:g}"] = future.result()
+            kept.write_text(json.dumps(results))
+    print_table(args, chosen, results, ["", *(f", {name}" for name in others.values())])
+
+
+def print_table(args: argparse.Namespace, rows: list[Row], results: dict[str, dict[str, Any]], ends: list[str]) -> None:
+    """Print the summaries as a table in Markdown."""
+    print(
+        "| row | adapter, lr | seeds | updates 2 to 50, signed | absolute | later | held out, difference | reference |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for key in (f"{variant} {lr:g}" for lr in args.lrs for variant in args.variants):
+        for row in rows:
+            for end in ends:
+                if line := summary(results, row, key, args.seeds, end):
+                    print(line)
+
+
+if __name__ == "__main__":
+    main()
