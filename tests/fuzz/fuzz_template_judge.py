@@ -133,15 +133,15 @@ class Referee:
         That is the generation prompt, the reasoning in its tags, and the answer and its end as without reasoning.
         """
         found = re.fullmatch(r"\s*(?:<think>)?\s*(.*?)\s*</think>\s*(.*)", turns[-1]["content"], re.DOTALL)
-        before = text.partition("<think>")[0]
+        before = text.rpartition("<think>")[0]
         prompt = self.render(turns[:-1], tools, prompt=True) if turns[1:] else before
-        plain = self.render([*turns[:-1], {**turns[-1], "content": found[2]}], tools) if found else None
+        said = [*turns[:-1], {**turns[-1], "content": found[2]}] if found else []
+        plain = self.render(said, tools, marked=True) if found else None
         if not found or plain is None or prompt is None or not text.startswith(prompt):
             return False
-        said = re.escape(found[2].strip())
-        tail = plain.rpartition(found[2].strip())[2]
+        tail = plain.rpartition(WRITTEN)[2]
         opens = r"\s*" if prompt.rstrip().endswith("<think>") else r"<think>\s*"
-        pattern = rf"{opens}{re.escape(found[1])}\s*</think>\s*{said}\s*"
+        pattern = rf"{opens}{re.escape(found[1])}\s*</think>\s*{re.escape(found[2].strip())}\s*"
         rest = text[len(prompt) :]
         return any(
             rest.endswith(tail + stop) and re.fullmatch(pattern, rest[: len(rest) - len(tail + stop)]) for stop in stops
@@ -225,9 +225,11 @@ class View:
             word = _WORD.findall(self.turns[-1]["content"])[-1]
             word += self.turns[-1]["content"].rpartition(word)[2].rstrip()
             end = self.text.rfind(word) + len(word)
-            return (
-                earlier if isinstance(earlier, str) else [*earlier, (min(len(prompt), self.text.rfind("<think>")), end)]
-            )
+            # generation marks may begin where they like in the turn
+            asked = [*_WORD.findall(self._said(self.turns[-2] if self.turns[1:] else {})), ""][0]
+            begin = self.text.find(asked) + len(asked) if self.referee.drawn.generation else len(prompt)
+            opens = min(begin, self.text.rfind("<think>"))
+            return earlier if isinstance(earlier, str) else [*earlier, (opens, end)]
         marked = self.referee.render(self.turns, self.tools, marked=True) or ""
         pieces = re.split(f"([{OPENS}{WRITTEN}])", marked)
         if "".join(pieces[::2]) != self.full:
