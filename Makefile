@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-gpu check format setup clean
+.PHONY: demo test test-random test-gpu check format setup clean
 
 demo: $(VENV)/.ready
 	$(BIN)/flatout demo
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# in another order each time; the first line says which: SEED=... repeats it
+test-random: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 --dist worksteal -p randomly $(if $(SEED),--randomly-seed=$(SEED))
 
 test-gpu: $(VENV)/.ready-gpu
 	$(BIN)/python benchmarks/gpu_suite.py
