@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
         figures = zip((row.loss_difference, row.worst_difference, row.norm_difference), (7, 8, 7), strict=True)
         cells = " ".join(f"{'-' if value is None else format(value, '.1e'):>{width}}" for value, width in figures)
         print(f"{row.case:<33} {row.num_ranks:>5} {row.num_micro_batches:>5} {cells}  {row.verdict}", flush=True)
+        if row.share is not None:
+            print(f"  {row.share:.1%} of it, least exactly in {row.worst_parameter}", flush=True)
         if row.verdict != "ok":
             limit = f"limit {row.limit:.0e}" if row.verdict == "FAIL" else ""
             worst = f"worst gradient: {row.worst_parameter}" if row.worst_parameter else ""

@@ -44,7 +44,8 @@ class Row:
 
     Differences are relative; `cosine` is over all gradients. `worst_parameter` has the largest difference of all
     gradients, `worst_difference`. `limit` bounds the three differences. `note` says why a row failed or was left out. A
-    `noise` row is only reported.
+    `noise` row is only reported. A row with `share` compares no gradients: it says how much of the adapters' change
+    arrives, on average over layers, and `worst_difference` is how far it is from 1, in the layer `worst_parameter`.
     """
 
     case: str
@@ -56,14 +57,17 @@ class Row:
     worst_parameter: str | None = None
     norm_difference: float | None = None
     cosine: float | None = None
+    share: float | None = None
     limit: float = 0.0
     verdict: Verdict = "FAIL"
     note: str = ""
 
     @property
     def largest(self) -> float:
-        """The largest of the three differences; infinite when one is missing or not finite."""
-        found = (self.loss_difference, self.worst_difference, self.norm_difference)
+        """The largest of the three differences (of a share, the one); infinite when one is missing or not finite."""
+        found = [self.worst_difference]
+        if self.share is None:
+            found += [self.loss_difference, self.norm_difference]
         return max(math.inf if value is None or not math.isfinite(value) else value for value in found)
 
     def judged(self, limit: float) -> Row:

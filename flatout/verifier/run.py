@@ -25,6 +25,7 @@ from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.model_shape import read_text_config
 from flatout.trainer.planning import PlannedRun
 from flatout.trainer.state import Run
+from flatout.verifier.adapter_share import adapter_rows
 from flatout.verifier.compare import Reference, Row, free_memory, measure, plan_quietly, set_up_quietly
 from flatout.verifier.plain_loop import PlainModel, Sample, plain_model, plain_step
 from flatout.verifier.ranks import RankCase, run_rank_cases
@@ -226,6 +227,8 @@ def _own_rows(
     limit = max(TIMES_PLAIN * noise.largest, FP8_LIMIT if config.computes_in_fp8 else least)
     with set_up_quietly(config, planned, Rank(), trained.folder) as run:
         yield measure(run, step, reference, f"{run.plan.layout.name} in {name}, as in the run").judged(limit)
+        if config.method == "lora":
+            yield from adapter_rows(run, step, has_adapter=own.lora.continue_from is not None)
 
 
 def _rank_cases(

@@ -21,13 +21,15 @@ SHARDS_AVERAGED = Bug(
 )
 
 
-def verify_with(bugs: list[Bug], tiny: Any, folder: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+def verify_with(
+    bugs: list[Bug], tiny: Any, folder: Path, *, num_ranks: int = 2, **settings: Any
+) -> tuple[int, dict[str, dict[str, Any]]]:
     shutil.copytree(ROOT / "flatout", folder / "flatout")
     for bug in bugs:
         plant(bug, folder)
-    config = tiny.config(folder / "run")
+    config = tiny.config(folder / "run", **settings)
     (folder / "run.yaml").write_text(dump_config(config))
-    command = [sys.executable, "-m", "flatout", "verify", str(folder / "run.yaml"), "--ranks", "2"]
+    command = [sys.executable, "-m", "flatout", "verify", str(folder / "run.yaml"), "--ranks", str(num_ranks)]
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert (folder / "run" / "verify.json").exists(), done.stderr
@@ -71,3 +73,15 @@ def test_a_failed_self_test_is_a_row_of_the_table(tiny: Any, tmp_path: Path) -> 
     code, rows = verify_with([KNOWN["documents see each other"]], tiny, tmp_path)
     assert code == 5
     assert "packed logits differ" in rows["packed"]["note"]
+
+
+@pytest.mark.parametrize(
+    "bugs", [[], pytest.param(["two roundings of fused layers"], marks=pytest.mark.exhaustive)], ids=["none", "planted"]
+)
+def test_a_change_that_is_rounded_away_is_seen(bugs: list[str], tiny: Any, tmp_path: Path) -> None:
+    settings = {"model": {"precision": "bf16"}, "optim": {"lr": 1e-5}}
+    code, rows = verify_with([KNOWN[name] for name in bugs], tiny, tmp_path, num_ranks=1, **settings)
+    row = rows["first update's change that arrives"]
+    assert code == (5 if bugs else 0)
+    assert row["verdict"] == ("FAIL" if bugs else "ok")
+    assert (row["share"] < 0.6) if bugs else abs(row["share"] - 1) < 0.05

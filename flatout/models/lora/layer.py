@@ -94,6 +94,13 @@ class LoraLinear(nn.Module):
         lengths: torch.Tensor = self._sum().norm(dim=1)
         return lengths
 
+    def change(self, x: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
+        """Return what the adapter adds to `frozen` = x W.T (..., out), without dropout, in the dtype of x (..., in)."""
+        low = self.scaling * (x @ self.lora_a.to(x.dtype).T) @ self.lora_b.to(x.dtype).T
+        if self.magnitude is None:
+            return low
+        return (self.magnitude / self._row_lengths()).to(x.dtype) * (frozen + low) - frozen
+
     def _sum(self) -> torch.Tensor:
         total: torch.Tensor = self.base.weight.to(self.lora_a.dtype) + self.scaling * (self.lora_b @ self.lora_a)
         return total
