@@ -20,7 +20,9 @@ from flatout.models.lora.layer import LoraLinear
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
-IN, OUT = 128, (96, 48)
+OUT = (96, 48)
+# inputs' width and tokens: on a GPU enough for its kernels, and wide enough for torch's products to carry the part
+SIZES = {"cpu": (128, 900), "cuda": (512, 9000)}
 BASES: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "dense": lambda linear: linear,
     "fp8": lambda linear: Fp8Linear(linear.weight.detach(), linear.bias),
@@ -29,13 +31,13 @@ BASES: dict[str, Callable[[nn.Linear], nn.Module]] = {
 }
 
 
-def make_layers(base: str, dtype: torch.dtype, device: str, bias: bool = False, **lora: float) -> list[LoraLinear]:
+def make_layers(base: str, width: int, dtype: torch.dtype, device: str, **lora: float) -> list[LoraLinear]:
     """Two adapted layers of one input, the same numbers in every dtype; B is zero."""
     layers = []
-    for index, width in enumerate(OUT):
+    for index, num_out in enumerate(OUT):
         generator = torch.Generator().manual_seed(index)
-        linear = nn.Linear(IN, width, bias=bias, dtype=torch.bfloat16)
-        linear.weight.data = (torch.randn(width, IN, generator=generator) / 8).bfloat16()
+        linear = nn.Linear(width, num_out, bias=False, dtype=torch.bfloat16)
+        linear.weight.data = (torch.randn(num_out, width, generator=generator) / 8).bfloat16()
         made = BASES[base](linear if dtype == torch.bfloat16 else linear.to(dtype))
         config = LoraConfig(rank=8, alpha=16, **lora)
         layers.append(LoraLinear(made, config, generator).to(device).train())
@@ -73,8 +75,8 @@ def shares(with_part: list[Tensor], without: list[Tensor], exact: list[Tensor]) 
     ]
 
 
-def draw_x(dtype: torch.dtype, device: str) -> Tensor:
-    x = torch.randn(3, 300, IN, generator=torch.Generator().manual_seed(9))
+def draw_x(width: int, num_tokens: int, dtype: torch.dtype, device: str) -> Tensor:
+    x = torch.randn(3, num_tokens // 3, width, generator=torch.Generator().manual_seed(9))
     return x.bfloat16().to(device, dtype)
 
 
@@ -90,13 +92,14 @@ CASES = [
 def test_all_of_a_small_part_reaches_outputs_and_input_gradients(base, lora, fused, device):
     if "dropout" in lora and device == "cuda":
         pytest.skip("a GPU draws other masks than the CPU, whose exact twin this compares with")
-    found = {}
+    found, (width, num_tokens) = {}, SIZES[device]
     for dtype in (torch.bfloat16, torch.float64):
         # quantized layers' exact twin is dense, with the values that they hold
-        layers = make_layers(base, dtype, device, **lora) if dtype == torch.bfloat16 else exact_twins(base, lora)
-        x = draw_x(dtype, device if dtype == torch.bfloat16 else "cpu")
+        rounded = dtype == torch.bfloat16
+        layers = make_layers(base, width, dtype, device, **lora) if rounded else exact_twins(base, width, lora)
+        x = draw_x(width, num_tokens, dtype, device if rounded else "cpu")
         group = None
-        if fused and dtype == torch.bfloat16:
+        if fused and rounded:
             group = FusedLayers([FusedLora(layers, fp8=False, transposed=False)])
         without = results(layers, x, group)
         wake(layers, 1e-4)
@@ -113,9 +116,9 @@ def test_all_of_a_small_part_reaches_outputs_and_input_gradients(base, lora, fus
         assert 1 - noise < share < 1 + noise, reached
 
 
-def exact_twins(base: str, lora: dict[str, float]) -> list[LoraLinear]:
-    twins = make_layers("dense", torch.float64, "cpu", **lora)
-    for twin, layer in zip(twins, make_layers(base, torch.bfloat16, "cpu"), strict=True):
+def exact_twins(base: str, width: int, lora: dict[str, float]) -> list[LoraLinear]:
+    twins = make_layers("dense", width, torch.float64, "cpu", **lora)
+    for twin, layer in zip(twins, make_layers(base, width, torch.bfloat16, "cpu"), strict=True):
         twin.base.weight.data = layer.base.weight.detach().double()
         if twin.magnitude is not None:
             twin.magnitude.data = twin.base.weight.norm(dim=1)

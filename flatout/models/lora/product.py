@@ -15,9 +15,9 @@ class LoraProduct(torch.autograd.Function):
     """x W.T + low B.T with low = scaling * D(x) A.T, no small part of which is rounded away; x is (..., K).
 
     D drops values of x with the probability `dropout`. A (r, K) and B (N, r) are masters, cast to x's dtype; their
-    gradients are sums over all tokens in the masters' dtype. `storage` is that of W. With `exact`, fp32 or fp64, the
-    results are the terms that DoRA scales before it adds and rounds them: x W.T in that dtype, D(x) W.T if there is
-    dropout, and low B.T.
+    gradients have the masters' dtype, and on CUDA their sums over tokens are not rounded to x's. `storage` is that of
+    W. With `exact`, fp32 or fp64, the results are the terms that DoRA scales before it adds and rounds them: x W.T in
+    that dtype, D(x) W.T if there is dropout, and low B.T.
     """
 
     @staticmethod
