@@ -12,9 +12,10 @@ demo: $(VENV)/.ready
 test: check
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# in another order each time; the first line says which: SEED=... repeats it
+# in another order each time; SEED=... repeats the one that the command shows
+test-random: SEED ?= $(shell date +%s)
 test-random: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal -p randomly $(if $(SEED),--randomly-seed=$(SEED))
+	$(BIN)/python -m pytest -n 2 --dist worksteal -p randomly --randomly-seed=$(SEED)
 
 test-gpu: $(VENV)/.ready-gpu
 	$(BIN)/python benchmarks/gpu_suite.py

@@ -199,17 +199,19 @@ def test_wrong_settings_are_named(client: Any) -> None:
     "name", ["", ".hidden.jsonl", "../x.jsonl", "a/b.jsonl", "x.exe", "x" * 70 + ".jsonl", "a b.jsonl"]
 )
 def test_an_upload_needs_the_name_of_a_data_file(client: Any, workspace: Path, name: str) -> None:
+    before = list((workspace / "uploads").glob("*"))
     assert "rename the file" in refusal(client.post("/api/upload", params={"name": name}, content=b"{}"), 400)
-    assert not (workspace / "uploads").exists() or not list((workspace / "uploads").iterdir())
+    assert list((workspace / "uploads").glob("*")) == before
 
 
 def test_an_upload_is_streamed_bounded_and_never_overwrites(
     client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workspace_module, "MAX_UPLOAD_BYTES", 100_000)
+    before = list((workspace / "uploads").glob("*"))
     answer = client.post("/api/upload", params={"name": "big.jsonl"}, content=(b"x" * 1000 for _ in range(200)))
     assert "larger than" in refusal(answer, 400)
-    assert not list((workspace / "uploads").iterdir())
+    assert list((workspace / "uploads").glob("*")) == before
     answer = client.post("/api/upload", params={"name": "own.jsonl"}, content=(b"{}\n" for _ in range(3)))
     assert answer.json() == {"path": "uploads/own.jsonl"}
     assert (workspace / "uploads" / "own.jsonl").read_bytes() == b"{}\n" * 3
