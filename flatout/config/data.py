@@ -119,7 +119,8 @@ class DataConfig(Section):
     inference renders it; mask: such answers carry no loss; train: learn them without their reasoning."""
     end_of_turn: Annotated[Text, StringConstraints(min_length=1)] | None = None
     """What ends an answer, such as </s>, where the chat template writes nothing that does: it carries loss, and is put
-    behind the last answer of a row. null: the template's own end, or the marker of the next turn; none: nothing."""
+    behind the last answer of a row. null: the template's own end, or the marker of the next turn;
+    none: nothing. Where the template has an end of its own, another value is an error."""
     special_tokens: Literal["keep", "text"] | None = None
     """Special tokens spelled out in plain text (text, prompt/completion): keep them as tokens, or tokenize them as
     text, as in chats; null: text, but the build stops if too many rows contain them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,7 +50,7 @@ class Stops:
 def find_stops(template: ChatTemplate, mask: Mask, told: str | None) -> Stops:
     """Return what ends an answer of a template: its own end, `told`, or the marker that opens the next turn.
 
-    Raises DataError if `told` is not what the template writes behind its own end.
+    Raises DataError if the template has an end of its own, and `told` is not exactly the stop in it.
     """
     markup = markup_pattern(template.tokenizer)
     last = _end(mask, [ASK, ANSWER], PROBES[0])
@@ -61,12 +61,7 @@ def find_stops(template: ChatTemplate, mask: Mask, told: str | None) -> Stops:
     opened, _, asked = (_render(template, [ASK]) or "").partition(QUESTION)
     if not own and (marker not in opened or marker in asked):
         own = marker
-    if told not in (None, "none") and told not in own:
-        if own:
-            raise DataError(
-                f"data.end_of_turn {told!r}: chat template {template.name!r} ends an answer with {own!r}; remove "
-                "the setting, or choose another template"
-            )
+    if told not in (None, "none") and not own:
         return Stops(told, told, True, "setting")
     between = "".join((_render(template, [ASK, CALLS], TOOLS) or "").split(PROBES[1])[1:-1])
     tokens = {token.content: token.special for token in template.tokenizer.added_tokens_decoder.values()}
@@ -75,6 +70,12 @@ def find_stops(template: ChatTemplate, mask: Mask, told: str | None) -> Stops:
         ends = [found[0] for found in markup.finditer(own)]
         ends = [end for end in ends if end in earlier] or ends
         after_text = next((end for end in reversed(ends) if end in tokens), ends[0] if ends else own)
+        if told not in (None, after_text):
+            whole = "" if own == after_text else f", of which {after_text!r} stops it"
+            raise DataError(
+                f"data.end_of_turn {told!r}: chat template {template.name!r} ends an answer with {own!r}{whole}; "
+                "remove the setting, or choose another template"
+            )
         # a template may write calls, and leave out the tools
         call = _end(mask, [ASK, CALL], PROBES[1], TOOLS) or _end(mask, [ASK, CALL], PROBES[1])
         # a call is closed by tags of its own, and stopped by the last of them, unless that stands between two calls, or
@@ -159,10 +160,11 @@ def describe(template: ChatTemplate, stops: Stops, prompt: str) -> TemplateDescr
     shared = shared_length(opens, stem + prompt.partition(reasoning_tags(template)[0])[0])
     empty = re.compile(f"{empty_reasoning(template).pattern}$").search(opens, shared)
     earlier = [ASK, replace(ANSWER, reasoning=THOUGHT), NEXT, ANSWER]
+    answered = [ASK, CALL, replace(RESULT, content=THOUGHT), ANSWER]
     by_text = dict[tuple[str, str], Mismatch]()
-    for mismatch in find_mismatches(template):
+    found = list(find_mismatches(template))
+    for mismatch in found:
         by_text.setdefault((mismatch.trained, mismatch.shown), mismatch)
-    mismatches = tuple(by_text.values())
     return TemplateDescription(
         name=template.name,
         opens=opens.removeprefix(stem),
@@ -177,9 +179,9 @@ def describe(template: ChatTemplate, stops: Stops, prompt: str) -> TemplateDescr
         system=_treatment(_render(template, [Message("system", THOUGHT), ASK, ANSWER]), THOUGHT),
         tools=_treatment(_render(template, [ASK, ANSWER], TOOLS), TOOL_NAME),
         calls=_treatment(_render(template, [ASK, CALL], TOOLS), PROBES[1]),
-        results=_treatment(_render(template, [ASK, CALL, RESULT, NEXT], TOOLS), PROBES[0]),
-        mismatches=mismatches,
-        problems=tuple(_problems(template, stops, mismatches)),
+        results=_treatment(_render(template, answered, TOOLS), THOUGHT),
+        mismatches=tuple(by_text.values()),
+        problems=tuple(_problems(template, stops, by_text.values(), {mismatch.answer for mismatch in found})),
     )
 
 
@@ -213,7 +215,9 @@ def _last_line(one: str, two: str) -> int:
     return one.rfind("\n", 0, shared) + 1
 
 
-def _problems(template: ChatTemplate, stops: Stops, mismatches: Sequence[Mismatch]) -> Iterator[Problem]:
+def _problems(
+    template: ChatTemplate, stops: Stops, mismatches: Iterable[Mismatch], unequal: Set[str]
+) -> Iterator[Problem]:
     if stops.source == "nothing":
         yield Problem(
             "nothing that it writes ends an answer, so a model would not learn to stop",
@@ -226,17 +230,37 @@ def _problems(template: ChatTemplate, stops: Stops, mismatches: Sequence[Mismatc
         )
     for mismatch in mismatches:
         what = f"{mismatch.answer} is trained after {mismatch.trained!r}, but inference shows {mismatch.shown!r}"
-        yield Problem(what, _remedy(template, mismatch))
+        yield Problem(what, _remedy(template, mismatch, unequal))
 
 
-def _remedy(template: ChatTemplate, mismatch: Mismatch) -> str:
-    """Return what makes training and inference equal: a variable of the template, or another template."""
+def _remedy(template: ChatTemplate, mismatch: Mismatch, unequal: Set[str]) -> str:
+    """Return what makes training and inference equal: a variable of the template, or another template.
+
+    `unequal` are all kinds of answers that differ now. A variable must add none, or it suits rows without these alone.
+    """
+    for_some = ""
     for name in REASONING_SWITCHES:
         for value in (True, False):
-            if re.search(rf"\b{name}\b", template.source) and template.args.get(name) != value:
-                switched = replace(template, args={**template.args, name: value})
-                if mismatch.answer not in {other.answer for other in find_mismatches(switched)}:
-                    return f"data.template_args: {{{name}: {str(value).lower()}}} makes them equal"
+            if not re.search(rf"\b{name}\b", template.source) or template.args.get(name) == value:
+                continue
+            try:
+                args = {**template.args, name: value}
+                switched = ChatTemplate.checked(template.name, template.source, template.tokenizer, args)
+            except DataError:
+                continue
+            left = {other.answer for other in find_mismatches(switched)}
+            setting = f"data.template_args: {{{name}: {str(value).lower()}}} makes them equal"
+            if left < unequal and mismatch.answer not in left:
+                return setting
+            if mismatch.answer not in left and not for_some:
+                new = sorted(left - unequal)
+                others = ["an answer without reasoning"] if "the last answer" in new else new
+                for_some = (
+                    f"{setting}, but {' and '.join(others)} would then differ: set it if no row has one, or give it to "
+                    "the other rows alone, as chat_template_kwargs"
+                )
+    if for_some:
+        return for_some
     if mismatch.answer == "an earlier answer":
         return "data.lost_reasoning: split (the default) makes each question a sample of its own, as inference shows it"
     return (

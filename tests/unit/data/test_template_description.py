@@ -218,7 +218,8 @@ def test_a_template_without_a_stop_is_refused_until_told(tokenizer: PreTrainedTo
 
 FACTS = [
     (GLM, "<|assistant|>", ("<|user|>", "<|observation|>"), [], ""),
-    (GLM_OPEN, "<|assistant|><think>", ("<|user|>", "<|observation|>"), ["the last answer"], "enable_thinking: false"),
+    (GLM_OPEN, "<|assistant|><think>", ("<|user|>", "<|observation|>"), ["the last answer"],
+     "{enable_thinking: false} makes them equal, but an answer with reasoning would then differ"),
     (OPENED, "<|im_start|>assistant\n<think>\n", ("<|im_end|>",), ["an earlier answer"], "data.lost_reasoning: split"),
     (ADDED, "<|assistant|><think>\n", ("<|endoftext|>",), ["the last answer"], "a copy of it (.jinja)"),
     (INSIDE, "<|turn>assistant\n<think></think>", ("<turn|>", "<|result>"), ["the last answer"],
@@ -251,6 +252,80 @@ def test_what_training_and_inference_show_is_compared_and_mended(
         mended = _tokenizer(tokenizer, source, template_args=(("enable_thinking", "true" in remedy),))
         assert "the last answer" not in [mismatch.answer for mismatch in mended.description.mismatches]
         assert mended(Conversation(turns, Origin("t", 1))).counts["unlike_prompt"] == 0
+
+
+def test_a_variable_that_moves_the_difference_is_no_cure_for_all_rows(tokenizer: PreTrainedTokenizerBase) -> None:
+    thinks, told = replace(A1, reasoning="why"), {}
+    for value in (True, False):
+        made = _tokenizer(tokenizer, GLM_OPEN, template_args=(("enable_thinking", value),))
+        unlike = [made(Conversation((U1, a), Origin("t", 1))).counts["unlike_prompt"] for a in (A1, thinks)]
+        assert unlike == [int(value), int(not value)]
+        told[value] = next(p.remedy for p in made.description.problems if "inference shows" in p.what)
+    suits = r"{{enable_thinking: {}}} makes them equal, but an answer {} reasoning would then differ: set it if no row"
+    assert suits.format("false", "with") in told[True]
+    assert suits.format("true", "without") in told[False]
+    # a prompt that is right for both kinds
+    whole = GLM_OPEN.replace("'</think>' if enable_thinking == false", "'' if enable_thinking == false")
+    remedy = _tokenizer(tokenizer, whole).description.problems[-1].remedy
+    assert remedy == "data.template_args: {enable_thinking: false} makes them equal"
+
+
+def test_results_are_described_in_a_whole_conversation(tokenizer: PreTrainedTokenizerBase) -> None:
+    # Mistral's: users and answers without calls must alternate, and a question follows no result
+    strict = (
+        "{% set ns = namespace(i=0) %}{% for m in messages if m.role == 'user' or m.role == 'assistant' and not "
+        "m.tool_calls %}{% if (m.role == 'user') != (ns.i % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+        "{% set ns.i = ns.i + 1 %}{% endfor %}"
+    )
+    row = (U1, CALL, RESULT, A2)
+    assert "42" in _labelled(_tokenizer(tokenizer, strict + GLM), *row)
+    assert _tokenizer(tokenizer, strict + GLM).description.results == "written"
+    refuses = "{% if messages | selectattr('role', 'equalto', 'tool') | list %}{{ raise_exception('no') }}{% endif %}"
+    assert _tokenizer(tokenizer, refuses + GLM).description.results == "refused"
+    assert _tokenizer(tokenizer, GLM.replace("m.role == 'tool'", "false")).description.results == "dropped"
+    with pytest.raises(DataError, match="rejects it: no"):
+        _labelled(_tokenizer(tokenizer, refuses + GLM), *row)
+
+
+ENDS_TWICE = HALVES.replace("{{ m.content }}<turn|>", "{{ m.content }}<call><turn|>")
+
+
+@pytest.mark.parametrize("loss_type", ["response_only", "all"])
+@pytest.mark.parametrize(
+    ("source", "told", "problem"),
+    [
+        (HALVES, "<turn|>", ""),
+        (HALVES, "<|turn|>", "'<turn|>'"),
+        (HALVES, "turn", "'<turn|>'"),
+        (HALVES, "|", "'<turn|>'"),
+        (HALVES, "none", "'<turn|>'"),
+        (ENDS_TWICE, "<turn|>", ""),
+        (ENDS_TWICE, "<call>", "'<call><turn|>', of which '<turn|>' stops it"),
+        (ENDS_TWICE, "<call><turn|>", "'<call><turn|>', of which '<turn|>' stops it"),
+        (ENDS_TWICE, "none", "'<call><turn|>', of which '<turn|>' stops it"),
+    ],
+)
+def test_a_told_end_is_the_templates_stop_or_an_error(
+    source: str, told: str, problem: str, loss_type: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    made = _tokenizer(tokenizer, source, end_of_turn=told, loss_type=loss_type)
+    if problem:
+        with pytest.raises(DataError) as refused:
+            _labelled(made, U1, A1)
+        assert str(refused.value) == (
+            f"data.end_of_turn {told!r}: chat template 't' ends an answer with {problem}; "
+            "remove the setting, or choose another template"
+        )
+    else:
+        assert _labelled(made, U1, A1).endswith(f"{told}⟧")
+        assert made.description.stops == (told,)
+
+
+@pytest.mark.parametrize("told", ["<turn|>", "none"])
+def test_a_told_end_takes_the_place_of_the_next_turns_marker(told: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    made, end = _tokenizer(tokenizer, GLM, end_of_turn=told), "" if told == "none" else told
+    assert _labelled(made, U1, A1) == f"<|user|>q<|assistant|>⟦a{end}⟧"
+    assert made.description.stops == ((told,) if end else ())
 
 
 def test_text_before_inline_reasoning_is_no_text_that_may_vanish(tokenizer: PreTrainedTokenizerBase) -> None:
