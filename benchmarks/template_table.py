@@ -328,7 +328,10 @@ def page(results, families):
         f"| refused | {total['refused']:,} | the template drops or rejects a part of the row; one sentence names it |",
         f"| silent or wrong | {total['silent'] + total['WRONG']:,} | |",
         "",
-        "A cell counts templates: accepted, then `t` told, `r` refused.",
+        "Each cell counts templates: a number without a suffix was accepted, `t` was accepted with a warning, and "
+        "`r` was refused. About a third of the cells are refused, because many templates drop or reject reasoning, "
+        "tools or calls: training on such a row would teach from a text that lacks part of it, so an error that names "
+        "the part is right.",
         "",
         "| family | " + " | ".join(KINDS) + " |",
         "|---|" + "---|" * len(KINDS),
