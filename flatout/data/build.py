@@ -251,7 +251,7 @@ def _build(
 
     num_procs = usable_procs(config.num_procs)
     if config.num_procs not in (None, num_procs):
-        log_note(f"num_procs: {config.num_procs} lowered to {num_procs}, the cores of this machine")
+        log_note(f"num_procs: {config.num_procs} lowered to {num_procs}, the most on this machine")
     readers = _choose_parsers(sources, config.sources)
     for source, parser in readers:
         log_note(f"{source.name}: {parser.summary}")

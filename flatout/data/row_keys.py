@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from flatout.config.data import Dedupe
-from flatout.data.conversation import PlainText, Sample, TokenRow
+from flatout.data.conversation import Conversation, PlainText, Sample, TokenRow
 from flatout.data.encode import TokenizedText
 
+Decode = Callable[..., str]
+Hashes = NDArray[np.uint64]
 EXACT_WORDS, SIGNATURE_WORDS = 2, 16
 """Words of a row's key: the hash of its content, and its signature for `near`."""
 INDEXED_WORDS = 8
@@ -32,14 +35,25 @@ _NO_SPACES = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\
 _WORD = re.compile(rf"[{_NO_SPACES}]|[^\W{_NO_SPACES}]+|[^\w\s]")
 
 
-def row_key(policy: Dedupe, sample: Sample, pieces: Sequence[TokenizedText]) -> NDArray[np.uint64]:
-    """Return a row's key: xxh3-128 of the ids and masks of its pieces, then, for `near`, a signature of its texts."""
+def row_key(
+    policy: Dedupe,
+    sample: Sample,
+    pieces: Sequence[TokenizedText],
+    loss_type: str = "response_only",
+    decode: Decode | None = None,
+) -> NDArray[np.uint64]:
+    """Return a row's key: xxh3-128 of the ids and masks of its pieces, then, for `near`, a signature of its texts.
+
+    With `decode`, for a row of which the pieces hold only a part, these texts are those of the pieces.
+    """
     content = xxhash.xxh3_128(np.array([len(piece.token_ids) for piece in pieces], np.int64).tobytes())
     for piece in pieces:
         content.update(np.ascontiguousarray(piece.token_ids, np.int32).tobytes())
         content.update(piece.loss_mask.tobytes())
     exact = np.frombuffer(content.digest(), np.uint64)
-    return exact if policy == "exact" else np.concatenate([exact, _signature(sample)])
+    return (
+        exact if policy == "exact" else np.concatenate([exact, _signature(*_sides(sample, pieces, loss_type, decode))])
+    )
 
 
 def are_near(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> NDArray[np.bool_]:
@@ -67,12 +81,12 @@ _LINES = _CONSTANTS[:256].astype(np.uint32).reshape(2, 2, 64, 1) | np.array([1, 
 _COEFFICIENTS = _CONSTANTS[256:] | np.uint64(1)
 
 
-def _signature(sample: Sample) -> NDArray[np.uint64]:
-    """Return MinHash bytes of what comes without loss and of what is learnt, uint64 [SIGNATURE_WORDS].
+def _signature(*words: Hashes) -> NDArray[np.uint64]:
+    """Return MinHash bytes of hashed words: what comes without loss, and what is learnt; uint64 [SIGNATURE_WORDS].
 
     A word has four bytes of each, so that signatures meet in it with probability (J_prompt * J_answers)^4.
     """
-    prompt, answers = (_shingles(words) for words in _sides(sample))
+    prompt, answers = map(_shingles, words)
     # where one side is empty, all bytes are of the other
     sides = (prompt if len(prompt) else answers, answers if len(answers) else prompt)
     least = np.full((2, 4 * SIGNATURE_WORDS), 0xFFFFFFFF, np.uint32)
@@ -93,23 +107,52 @@ def _shingles(words: NDArray[np.uint64]) -> NDArray[np.uint32]:
     return (mixed((windows * _COEFFICIENTS[:size]).sum(1, dtype=np.uint64)) >> np.uint64(32)).astype(np.uint32)
 
 
-def _sides(sample: Sample) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+def _sides(sample: Sample, pieces: Sequence[TokenizedText], loss_type: str, decode: Decode | None) -> list[Hashes]:
     """Return hashes of the words of a row without loss, and of those that are learnt; no system prompt's."""
-    if isinstance(sample, TokenRow):
-        tokens, learnt = mixed(np.array(sample.token_ids, np.uint64)), np.array(sample.loss_mask, np.bool_)
-        return tokens[~learnt], tokens[learnt]
-    words: tuple[list[str], list[str]] = ([], [])
-    if isinstance(sample, PlainText):
-        words = (_WORD.findall(sample.prompt.lower()), _WORD.findall(sample.text.lower()))
+    if decode is not None or isinstance(sample, TokenRow):
+        ids = np.concatenate([piece.token_ids for piece in pieces])
+        # the first token of a piece carries no loss, but belongs to what follows it
+        learnt = np.concatenate([np.append(piece.loss_mask[1:2], piece.loss_mask[1:]) for piece in pieces])
+        halves = [ids[~learnt], ids[learnt]]
+        if decode is None or isinstance(sample, TokenRow):
+            return [mixed(half.astype(np.uint64)) for half in halves]
+        texts = [decode(half.tolist(), skip_special_tokens=True) for half in halves]
+        messages = sample.messages if isinstance(sample, Conversation) else ()
+        for system in (message.content.strip() for message in messages if message.role == "system"):
+            texts[0] = texts[0].replace(system, " ")
+        words = [_words(text) for text in texts]
     else:
-        for message in sample.messages:
-            if message.role != "system":
-                is_learnt = message.train if message.train is not None else message.role == "assistant"
-                calls = [
-                    json.dumps([c.name, c.arguments], sort_keys=True, ensure_ascii=False) for c in message.tool_calls
-                ]
-                text = " ".join((message.reasoning or "", message.content, *calls))
-                # marks where a turn begins
-                words[is_learnt].extend((f"\0{message.role}", *_WORD.findall(text.lower())))
-    hashes = [[xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass")) for word in side] for side in words]
-    return np.array(hashes[0], np.uint64), np.array(hashes[1], np.uint64)
+        words = [[], []]
+        for is_learnt, part in _parts(sample, loss_type == "all"):
+            words[is_learnt] += part
+    return [
+        np.array([xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass")) for word in side], np.uint64)
+        for side in words
+    ]
+
+
+def _parts(sample: Conversation | PlainText, learns_all: bool) -> Iterator[tuple[bool, list[str]]]:
+    """Yield whether a part of a row carries loss, and its words."""
+    if isinstance(sample, PlainText):
+        yield learns_all, _words(sample.prompt)
+        yield from _ranges(sample.text, () if learns_all else sample.silent, True)
+        return
+    for message in sample.messages:
+        if message.role != "system":
+            by_role = learns_all or message.role == "assistant"
+            is_learnt = by_role if message.train is None else message.train
+            # marks where a turn begins
+            yield is_learnt, [f"\0{message.role}", *_words(message.reasoning or "")]
+            yield from _ranges(message.content, message.silent, is_learnt)
+            for call in message.tool_calls:
+                yield is_learnt, _words(json.dumps([call.name, call.arguments], sort_keys=True, ensure_ascii=False))
+
+
+def _ranges(text: str, silent: Sequence[tuple[int, int]], is_learnt: bool) -> Iterator[tuple[bool, list[str]]]:
+    edges = [0, *chain.from_iterable(silent), len(text)]
+    for place, (start, end) in enumerate(pairwise(edges)):
+        yield is_learnt and place % 2 == 0, _words(text[start:end])
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())

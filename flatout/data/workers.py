@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain, cycle, islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ from flatout.data.rows.formats.parser import RowParser
 from flatout.data.rows.read import RawRow
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.environment import set_environment
-from flatout.errors import DataError, FlatoutError, ResourceError
+from flatout.errors import DataError, FlatoutError, ResourceError, first_line
 from flatout.io.template_limits import TemplateLimitError
 
 ROWS_PER_CHUNK = 256
@@ -73,11 +74,9 @@ class TokenizedChunk:
 
 
 def usable_procs(wanted: int | None) -> int:
-    """Return the number of tokenizing processes: one per usable core up to 16, or `wanted` unless that is far more."""
+    """Return the number of tokenizing processes: one per usable core up to 16, or `wanted` up to 16 or the cores."""
     num_cores = len(os.sched_getaffinity(0))
-    if wanted is None:
-        return min(num_cores, _MAX_PROCS)
-    return wanted if wanted <= max(num_cores, _MAX_PROCS) else num_cores
+    return min(num_cores, _MAX_PROCS) if wanted is None else min(wanted, max(num_cores, _MAX_PROCS))
 
 
 def tokenize_chunks(
@@ -94,7 +93,7 @@ def tokenize_chunks(
         yield from _in_processes(chain(head, stream), tokenizer.options, wanted)
     else:
         for chunk in chain(head, stream):
-            yield chunk, tokenize_chunk(chunk, tokenizer)
+            yield chunk, _tokenized(chunk, tokenizer)
 
 
 def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
@@ -133,7 +132,10 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         piece_row += [index] * len(result.pieces)
         counts.update(result.counts)
         if policy != "off" and result.pieces:
-            keys[index], row_counts[index] = row_key(policy, sample, result.pieces), result.counts
+            is_whole = result.counts["tokens"] == sum(len(piece.token_ids) for piece in result.pieces)
+            decode = None if is_whole else tokenizer.tokenizer.decode
+            keys[index] = row_key(policy, sample, result.pieces, tokenizer.options.loss_type, decode)
+            row_counts[index] = result.counts
         if result.counts.get("typed_control_tokens"):
             typed_rows.append(index)
     return TokenizedChunk(
@@ -176,12 +178,35 @@ def _serve(ends: Sequence[Connection], options: TokenizeOptions) -> None:
         os.waitpid(pid, 0)
 
 
-def _answer(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk | Exception:
+def _named(chunk: Chunk) -> str:
+    return f"rows {chunk.rows[0].origin} to {chunk.rows[-1].origin}" if chunk.rows else "the last rows"
+
+
+def _tokenized(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
+    """Tokenize a chunk. A panic of a library, which is no Exception, becomes a DataError with its rows."""
     try:
         return tokenize_chunk(chunk, tokenizer)
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise _broken(chunk, error) from error
+
+
+def _broken(chunk: Chunk, error: BaseException) -> DataError:
+    said = f"{type(error).__name__}: {first_line(error)}"
+    return DataError(f"{_named(chunk)}: a row there cannot be tokenized ({said}); find it by halves, and remove it")
+
+
+def _answer(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk | Exception:
+    try:
+        return _tokenized(chunk, tokenizer)
     except Exception as error:  # noqa: BLE001  (the parent raises it)
         if not isinstance(error, FlatoutError):
             error.add_note(traceback.format_exc())
+        try:
+            ForkingPickler.loads(ForkingPickler.dumps(error))
+        except Exception:  # noqa: BLE001  (whatever its class does)
+            return _broken(chunk, error)
         return error
 
 
@@ -202,9 +227,8 @@ class _Worker:
                     until_answered.enter_context(self.receiving)  # answers come in the order of the chunks
                 answer: TokenizedChunk | Exception = self.end.recv()
         except (EOFError, OSError) as error:
-            rows = f"rows {chunk.rows[0].origin} to {chunk.rows[-1].origin}" if chunk.rows else "the last rows"
             raise ResourceError(
-                f"a tokenizer process died (killed, or out of memory) in {rows}; "
+                f"a tokenizer process died (killed, or out of memory) in {_named(chunk)}; "
                 "lower data.num_procs, or look for a huge row there"
             ) from error
         if isinstance(answer, Exception):

@@ -27,7 +27,7 @@ from flatout.data.templates.template import template_text
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.data.tokenizer import load_tokenizer
-from flatout.data.workers import Chunk, tokenize_chunks
+from flatout.data.workers import Chunk, tokenize_chunks, usable_procs
 from flatout.errors import DataError, FlatoutError, ResourceError, UsageError
 from flatout.io.json_file import read_json
 
@@ -464,6 +464,47 @@ def test_a_killed_worker_names_its_rows(maker: Maker, small_tokenizer_dir: Path,
     assert multiprocessing.active_children() == own
 
 
+class Panic(BaseException):
+    """As of a library in Rust: no Exception."""
+
+
+class TwoPartsError(Exception):
+    """Pickles, but does not unpickle."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+
+
+class Raising(dict[str, Any]):
+    """A row's columns; reading one raises what `error` names."""
+
+    error = ""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if self.error:
+            raise Panic("index out of bounds") if self.error == "panic" else TwoPartsError("no", " end")
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize(
+    ("error", "num_procs", "said"),
+    [("panic", 1, "index out of"), ("panic", 2, "index out of"), ("parts", 2, "no end"), ("", 2, "")],
+)
+def test_what_a_process_cannot_raise_names_its_rows(
+    maker: Maker, small_tokenizer_dir: Path, error: str, num_procs: int, said: str
+) -> None:
+    rows = [RawRow(Origin("rows.jsonl", i), Raising(text="some text")) for i in range(1, 21)]
+    parser = make_parser(maker.config("rows.jsonl").sources[0], rows[0])
+    rows[14].columns.error = error  # type: ignore[attr-defined]
+    chunks = [Chunk(parser, tuple(rows[start : start + 10]), np.ones(10, np.int32)) for start in (0, 10)]
+    tokenizer = SampleTokenizer(TokenizeOptions(str(small_tokenizer_dir), "", None))
+    if not error:
+        assert len(list(tokenize_chunks(chunks, tokenizer, num_procs))) == 2
+        return
+    with pytest.raises(DataError, match=rf"^rows rows\.jsonl:11 to rows\.jsonl:20: .*{said}"):
+        list(tokenize_chunks(chunks, tokenizer, num_procs))
+
+
 REAL = [
     ("alpaca_5000", {}),
     ("t0_50k", {}),
@@ -576,5 +617,6 @@ def test_more_processes_than_a_machine_has_room_for_are_lowered(maker: Maker) ->
     said: list[str] = []
     config = maker.config(maker.write([chat("q", "a")]), num_procs=100_000)
     assert open_or_build(config, maker.tokenizer, log=said.append).num_samples == 1
-    num_cores = len(os.sched_getaffinity(0))
-    assert said[0] == f"num_procs: 100000 lowered to {num_cores}, the cores of this machine"
+    most = max(len(os.sched_getaffinity(0)), 16)
+    assert said[0] == f"num_procs: 100000 lowered to {most}, the most on this machine"
+    assert [usable_procs(wanted) for wanted in (1, most, most + 1)] == [1, most, most]

@@ -147,6 +147,75 @@ def test_near_finds_edited_copies_and_no_others(tmp_path: Path, small_tokenizer_
     assert found >= (10 if what == "one word" else 28) if what in COPIES else found == 0
 
 
+LONG = text_of(3, 300)
+
+
+def segments(*parts: tuple[str, bool]) -> Row:
+    return {"segments": [{"text": text, "label": label} for text, label in parts]}
+
+
+def turns(*contents: tuple[str, str, dict[str, Any]]) -> Row:
+    return {"messages": [{"role": role, "content": text, **flags} for role, text, flags in contents]}
+
+
+def ranged(start: str, answer: str) -> Row:
+    detail = [
+        {"begin_offset": 0, "end_offset": len(start) - 1, "train": False},
+        {"begin_offset": len(start), "end_offset": len(start + answer) - 1, "train": True},
+    ]
+    return turns(("user", "q", {}), ("assistant", start + answer, {"train_detail": detail}))
+
+
+SIDES: dict[str, tuple[Callable[[str], Row], dict[str, Any]]] = {
+    "segments": (lambda end: segments((LONG + " ", False), (end, True)), {}),
+    "a silent answer": (
+        lambda end: turns(("assistant", LONG, {"train": False}), ("user", "q", {}), ("assistant", end, {})),
+        {},
+    ),
+    "ranges of an answer": (lambda end: ranged(LONG + " ", end), {}),
+    "all": (lambda end: turns(("user", LONG, {"train": False}), ("assistant", end, {})), {"loss_type": "all"}),
+}
+
+
+@pytest.mark.parametrize("what", SIDES)
+def test_what_carries_no_loss_is_no_answer(tmp_path: Path, small_tokenizer_dir: Path, what: str) -> None:
+    """Different short answers behind one long text without loss stay; an edited copy of the text goes."""
+    make, settings = SIDES[what]
+    rows = write_rows(tmp_path / "rows.jsonl", [make("Paris is one"), make("Rome was another"), make("PARIS is one")])
+    config = data_config(tmp_path, rows, dedupe="near", max_tokens=None, **settings)
+    store = open_or_build(config, str(small_tokenizer_dir))
+    assert [row for _, row in places(store)] == [1, 2]
+
+
+def test_all_learns_the_question_too(tmp_path: Path, small_tokenizer_dir: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [chat(LONG, "Paris"), chat(LONG, "Rome")])
+    for loss_type, num_kept in (("response_only", 2), ("all", 1)):
+        config = data_config(tmp_path / loss_type, rows, dedupe="near", max_tokens=None, loss_type=loss_type)
+        assert open_or_build(config, str(small_tokenizer_dir)).num_samples == num_kept
+
+
+@pytest.mark.parametrize("system", ["", "be good", text_of(8, 60)])
+def test_a_cut_row_is_compared_by_what_is_stored(tmp_path: Path, small_tokenizer_dir: Path, system: str) -> None:
+    """Rows that differ only in front of the cut stay; rows that differ only behind it go."""
+    front, other, behind = text_of(1, 150), text_of(2, 150), text_of(3, 3000)
+    if system:
+        rows = [chat("q", f"{front} {behind}", system), chat("q", f"{other} {behind}", system)]
+        rows.append(chat("q", f"{front} {text_of(4, 3000)}", system))
+    else:
+        rows = [{"text": f"{front} {behind}"}, {"text": f"{other} {behind}"}]
+        rows.append({"text": f"{front} {text_of(4, 3000)}"})
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    config = data_config(tmp_path, file, dedupe="near", max_tokens=500, too_long="truncate")
+    store = open_or_build(config, str(small_tokenizer_dir))
+    assert [row for _, row in places(store)] == [1, 2]
+
+
+def test_an_index_refuses_rows_that_it_cannot_name() -> None:
+    keys = np.broadcast_to(np.zeros((1, 10), np.uint64), (1 << 29, 10))
+    with pytest.raises(DataError, match="536,870,912 different rows exceed the 536,870,911"):
+        Index(2, 8, 1).add(keys, (1 << 29) - 1)
+
+
 ITEMS = ["Rome", "Oslo", "Lima", "Cairo", "Delhi", "Quito", "Paris", "Accra"]
 TEMPLATES = {
     "short": lambda a, b, n: chat(f"What is {n} + {n * 7 % 50}?", f"It is {n + n * 7 % 50}."),
