@@ -65,7 +65,7 @@ def scaled_product(left: Tensor, right: Tensor, left_scale: Tensor, right_scale:
         )
     exact = torch.promote_types(dtype, torch.float32)
     if left.is_cuda and dtype == torch.float32:
-        # torch's GEMM with a scale per row rounds to bf16
+        # on Ada GPUs, torch's GEMM with a scale per row only returns bf16
         one = left_scale.new_ones(())
         product = torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
         return product.mul_(left_scale).mul_(right_scale)

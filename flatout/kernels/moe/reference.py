@@ -71,7 +71,7 @@ def grouped_linear(
         elif x.dtype.itemsize > 2:
             out[part] = rows[part] @ weight[expert].T + low[part] @ low_weight[expert].T
         else:
-            # the narrow product first, so that the sum is rounded once (see `flatout.kernels.segmented`)
+            # the narrow product first, so that no rounding loses it (see `flatout.kernels.segmented`)
             out[part] = (low[part] @ low_weight[expert].T).addmm_(rows[part], weight[expert].T)
     return out if scatter is None else sum_slots(out, routing, scatter)
 

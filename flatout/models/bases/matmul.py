@@ -54,7 +54,7 @@ class Operands(NamedTuple):
     def total_with(
         self, low: Tensor, wide: Tensor, columns: Sequence[int] = (0,), ranks: Sequence[int] = (), *, use_kernel: bool
     ) -> list[Tensor]:
-        """Return `total` plus low (..., R) wide (N, R).T, rounded once; see `segmented_product`. No bias.
+        """Return `total` plus low (..., R) wide (N, R).T, summed as `segmented_product` says. No bias.
 
         All `column_scales` are equal.
         """
