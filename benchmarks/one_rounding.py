@@ -46,6 +46,7 @@ class Row(NamedTuple):
     env: Mapping[str, str] = MappingProxyType({})
     peft: str = ""
     base: str = ""
+    unsloth: bool = False
 
 
 ROWS = [
@@ -59,20 +60,22 @@ ROWS = [
     Row("fp32 of fp8", "fp32 of fp8", (FP32,), base="fp8"),
     Row("fp8", "fp32 of fp8", (BF16, "base.storage=fp8")),
     Row("fp8, Ada", "fp32 of fp8", (BF16, "base.storage=fp8"), ADA),
-    Row("fp32 of NF4", "fp32 of NF4", (FP32, "base.storage=nf4", "base.compute=model")),
+    Row("fp32 of NF4", "fp32 of NF4", (FP32,), base="nf4"),
     Row("NF4", "fp32 of NF4", (BF16, "base.storage=nf4", "base.compute=model")),
     Row("NF4, Ampere", "fp32 of NF4", (BF16, "base.storage=nf4", "base.compute=model"), AMPERE),
     Row("NF4, fp8 products", "fp32 of NF4", (BF16, "base.storage=nf4", "base.compute=fp8")),
     Row("PEFT fp32", "PEFT fp32", peft="fp32"),
     Row("PEFT bf16", "PEFT fp32", peft="bf16"),
+    Row("Unsloth bf16", "PEFT fp32", peft="bf16", unsloth=True),
+    Row("PEFT fp32 of NF4", "PEFT fp32 of NF4", peft="fp32", base="nf4"),
+    Row("PEFT NF4", "PEFT fp32 of NF4", peft="nf4"),
+    Row("Unsloth NF4", "PEFT fp32 of NF4", peft="nf4", unsloth=True),
 ]
 
 
 def train_peft(job: dict[str, Any]) -> None:
     """Train with plain transformers and PEFT; write the losses of updates and of the held-out rows."""
     import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     from flatout.data.registry import built_dir
     from flatout.data.token_store import TokenStore
@@ -89,13 +92,8 @@ def train_peft(job: dict[str, Any]) -> None:
         return found
 
     rows, held_out = samples(job["rows"]), samples("eval")
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    model = PeftModel.from_pretrained(model, job["adapter"], is_trainable=True).to(device).train()
-    mixed = job["precision"] == "bf16"
-    if mixed:
-        # as PEFT trains: the base in bf16, adapters in fp32, products under autocast
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else torch.bfloat16)
+    model = load_unsloth(job) if job["unsloth"] else load_peft(job, device)
+    mixed = job["precision"] != "fp32"
 
     def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=mixed):
@@ -123,11 +121,90 @@ def train_peft(job: dict[str, Any]) -> None:
             with torch.no_grad():
                 found["eval"][step + 1] = sum(loss_of(*row).item() for row in held_out) / count(held_out)
             model.train()
+    model.save_pretrained(job["final"])
     Path(job["result"]).write_text(json.dumps(found))
 
 
-def dequantized(model: Path, out: Path) -> Path:
-    """Write the model with its decoder's linear weights rounded to fp8, as flatout stores them, in fp32."""
+def load_peft(job: dict[str, Any], device: str) -> Any:
+    """The model with its first adapter as PEFT trains it: adapters in fp32, the base in fp32, bf16 or NF4."""
+    import torch
+    from peft import PeftModel, prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    options: dict[str, Any] = {"dtype": torch.float32 if job["precision"] == "fp32" else torch.bfloat16}
+    if job["precision"] == "nf4":
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    model = AutoModelForCausalLM.from_pretrained(job["model"], device_map={"": device}, **options)
+    if job["precision"] == "nf4":
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    # autocast_adapter_dtype, PEFT's default, keeps the adapter in fp32
+    return PeftModel.from_pretrained(model, job["adapter"], is_trainable=True).train()
+
+
+def load_unsloth(job: dict[str, Any]) -> Any:
+    """The model with its first adapter as Unsloth trains it."""
+    import torch
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+    from unsloth import FastLanguageModel
+
+    model, _ = FastLanguageModel.from_pretrained(
+        job["model"], max_seq_length=2048, dtype=torch.bfloat16, load_in_4bit=job["precision"] == "nf4"
+    )
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = FastLanguageModel.get_peft_model(
+        model, r=RANK, lora_alpha=2 * RANK, lora_dropout=0, bias="none", target_modules=targets,
+        use_gradient_checkpointing=False, random_state=0,
+    )  # fmt: skip
+    set_peft_model_state_dict(model, load_file(f"{job['adapter']}/adapter_model.safetensors"))
+    return model.train()
+
+
+def judge(job: dict[str, Any]) -> None:
+    """Write held-out losses of trained adapters over a base in fp32, by plain transformers and PEFT."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from flatout.data.registry import built_dir
+    from flatout.data.token_store import TokenStore
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    store = TokenStore.open(built_dir(Path(job["root"]), "eval"))
+    rows = [store.sample(index) for index in range(store.num_samples)]
+    base = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).to(device)
+    found = {}
+    for name, adapter in job["adapters"].items():
+        model = PeftModel.from_pretrained(base, adapter).eval()
+        loss_sum, num_labels = 0.0, 0
+        with torch.no_grad():
+            for start in range(0, len(rows), 20):
+                # padding at the end: no token before it attends to it
+                batch = rows[start : start + 20]
+                ids = torch.zeros(len(batch), max(len(own) for own, _ in batch), dtype=torch.long)
+                labels = torch.full_like(ids, -100)
+                for place, (own, is_label) in enumerate(batch):
+                    ids[place, : len(own)] = torch.from_numpy(own.astype("int64"))
+                    labels[place, : len(own)][torch.from_numpy(is_label)] = ids[place, : len(own)][
+                        torch.from_numpy(is_label)
+                    ]
+                logits = model(input_ids=ids.to(device)).logits[:, :-1].flatten(0, 1).float()
+                loss_sum += torch.nn.functional.cross_entropy(
+                    logits, labels[:, 1:].flatten().to(device), reduction="sum"
+                ).item()
+                num_labels += int((labels[:, 1:] != -100).sum())
+        found[name] = loss_sum / num_labels
+        base = model.unload()
+    Path(job["result"]).write_text(json.dumps(found))
+
+
+def dequantized(model: Path, out: Path, storage: str) -> Path:
+    """Write the model with its decoder's linear weights rounded as flatout (fp8, nf4) or bitsandbytes stores them."""
     import torch
     from torch import nn
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -138,7 +215,14 @@ def dequantized(model: Path, out: Path) -> Path:
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for layer in decoder_layers(loaded):
         for linear in [module for module in layer.modules() if isinstance(module, nn.Linear)]:
-            linear.weight.data = Fp8Linear(linear.weight.data, None).weight
+            if storage == "fp8":
+                linear.weight.data = Fp8Linear(linear.weight.data, None).weight
+            else:
+                import bitsandbytes.functional as bnb
+
+                weight = linear.weight.data.to(torch.bfloat16).cuda()
+                packed, state = bnb.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+                linear.weight.data = bnb.dequantize_4bit(packed, state).float().cpu()
     loaded.save_pretrained(out)
     AutoTokenizer.from_pretrained(model).save_pretrained(out)
     return out
@@ -174,7 +258,7 @@ def run_one(
         ",", ""
     )
     adapter = args.out / f"adapter-{seed}-{variant}"
-    model = args.out / "dequantized" if row.base else args.model
+    model = args.out / f"dequantized-{row.base}" if row.base else args.model
     eval_at = sorted({min(50, args.updates), args.updates})
     env = {**_env_of(code), **row.env}
     gpu = args.free.get() if args.gpus else None
@@ -184,6 +268,7 @@ def run_one(
         job = {
             "model": str(model), "root": str(args.out / "data"), "rows": f"data-{seed}", "adapter": str(adapter),
             "precision": row.peft, "lr": lr, "eval_at": eval_at, "result": f"{place}.json",
+            "unsloth": row.unsloth, "final": f"{place}/final",
         }  # fmt: skip
         command = [sys.executable, __file__, "--job", json.dumps(job)]
     else:
@@ -211,13 +296,16 @@ def run_one(
     if done.returncode:
         print((done.stderr or done.stdout)[-1500:], flush=True)
         return {"error": (done.stderr or done.stdout)[-1500:]}
+    final = f"{place}/final"
     if row.peft:
         found = json.loads(Path(f"{place}.json").read_text())
-        return {"loss": found["loss"], "eval": {int(step): loss for step, loss in found["eval"].items()}}
+        evals = {int(step): loss for step, loss in found["eval"].items()}
+        return {"loss": found["loss"], "eval": evals, "final": final}
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     return {
         "loss": [line["loss"] for line in lines if line["kind"] == "step"],
         "eval": {line["step"]: line["eval_loss"] for line in lines if line["kind"] == "eval"},
+        "final": final,
     }
 
 
@@ -266,12 +354,14 @@ def summary(results: dict[str, dict[str, Any]], row: Row, key: str, seeds: list[
         (step, statistics.fmean(own["eval"][step] - truth["eval"][step] for own, truth in pairs))
         for step in sorted(pairs[0][1]["eval"])
     ]
+    judged = [own["in_fp32"] - truth["in_fp32"] for own, truth in pairs if "in_fp32" in own and "in_fp32" in truth]
+    in_fp32 = f"{statistics.fmean(judged):+.4f} ({min(judged):+.4f} to {max(judged):+.4f})" if judged else "-"
     told = ", ".join(f"{step}: {mean:+.4f}" for step, mean in evals)
     held = ", ".join(f"{truth['eval'][max(truth['eval'])]:.4f}" for _, truth in pairs)
     rest = f"{statistics.fmean(late):+.3%}" if late else "-"
     return (
         f"| {row.name}{old} | {key} | {len(pairs)} | {statistics.fmean(signed):+.3%} ({min(signed):+.3%} to "
-        f"{max(signed):+.3%}) | {statistics.fmean(absolute):.3%} | {rest} | {told} | {held} |"
+        f"{max(signed):+.3%}) | {statistics.fmean(absolute):.3%} | {rest} | {told} | {in_fp32} | {held} |"
     )
 
 
@@ -292,7 +382,11 @@ def main() -> None:
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.job:
-        train_peft(json.loads(args.job))
+        job = json.loads(args.job)
+        if job.get("unsloth"):
+            # it must come before transformers
+            import unsloth  # noqa: F401
+        (judge if "adapters" in job else train_peft)(job)
         return
     args.model, args.out, args.rows = args.model.resolve(), args.out.resolve(), args.rows.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -300,8 +394,8 @@ def main() -> None:
         for variant in args.variants:
             write_inputs(args, seed, variant)
     chosen = [row for row in ROWS if not args.only or row.name in args.only]
-    if any(row.base for row in chosen):
-        dequantized(args.model, args.out / "dequantized")
+    for storage in sorted({row.base for row in chosen} - {""}):
+        dequantized(args.model, args.out / f"dequantized-{storage}", storage)
     others = {Path(path).resolve(): name for name, _, path in (given.partition("=") for given in args.also)}
     for code in (None, *others):
         build_sets(args, code)
@@ -326,15 +420,46 @@ def main() -> None:
             end = f", {others[code]}" if code else ""
             results[f"{row.name}{end}|{seed}|{variant} {lr:g}"] = future.result()
             kept.write_text(json.dumps(results))
+    judge_all(args, results)
+    kept.write_text(json.dumps(results))
     print_table(args, chosen, results, ["", *(f", {name}" for name in others.values())])
+
+
+def judge_all(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
+    """Add to each result the held-out loss of its final adapter over its base in fp32, as `in_fp32`."""
+    references = {row.name: row.reference for row in ROWS}
+    bases = {row.name: row.base for row in ROWS}
+    names = {name: name.split("|")[0] for name, result in results.items() if "final" in result}
+
+    def judge_share(index: int) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for storage in ("", "fp8", "nf4"):
+            own = [name for name, row in names.items() if bases[references.get(row, "fp32")] == storage]
+            if share := own[index :: max(1, args.gpus)]:
+                result = args.out / f"judged-{index}.json"
+                job = {
+                    "model": str(args.out / f"dequantized-{storage}" if storage else args.model),
+                    "root": str(args.out / "data"), "result": str(result),
+                    "adapters": {name: results[name]["final"] for name in share},
+                }  # fmt: skip
+                env = {**_env_of(None), **({"CUDA_VISIBLE_DEVICES": str(index)} if args.gpus else {})}
+                subprocess.run([sys.executable, __file__, "--job", json.dumps(job)], check=True, env=env)
+                found |= json.loads(result.read_text())
+        return found
+
+    with ThreadPoolExecutor() as pool:
+        for share in pool.map(judge_share, range(max(1, args.gpus))):
+            for name, loss in share.items():
+                results[name]["in_fp32"] = loss
 
 
 def print_table(args: argparse.Namespace, rows: list[Row], results: dict[str, dict[str, Any]], ends: list[str]) -> None:
     """Print the summaries as a table in Markdown."""
     print(
-        "| row | adapter, lr | seeds | updates 2 to 50, signed | absolute | later | held out, difference | reference |"
+        "| row | adapter, lr | seeds | updates 2 to 50, signed | absolute | later | held out, difference | in fp32 "
+        "| reference |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for key in (f"{variant} {lr:g}" for lr in args.lrs for variant in args.variants):
         for row in rows:
             for end in ends:
