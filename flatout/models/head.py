@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flatout.kernels.cross_entropy.tiled import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused
-from flatout.models.blocks import hidden_states, sample_counts
+from flatout.models.blocks import hidden_states
 from flatout.models.compile.cuda_graphs import GraphedDecoder
-from flatout.models.experts.router import Routers
 from flatout.models.objective import (
     CROSS_ENTROPY,
     LossSums,
@@ -24,6 +23,7 @@ from flatout.models.objective import (
     head_product,
 )
 from flatout.models.packed import PackedBatch, flatten_samples
+from flatout.models.terms import Terms
 
 
 def packed_loss(
@@ -36,7 +36,7 @@ def packed_loss(
 ) -> LossSums:
     """Compute an objective's sums over a packed batch.
 
-    `decoder` computes the last hidden states instead of `hidden_states`. Losses on routers are not added. Raises
+    `decoder` computes the last hidden states instead of `hidden_states`. Terms are not added. Raises
     UsageError for a model without an output head.
     """
     states = hidden_states(model, batch) if decoder is None else decoder(batch)
@@ -56,8 +56,7 @@ class PackedLoss(nn.Module):
         self.objective = objective
         # computes hidden states by recorded graphs; None: the model's own forward pass
         self.decoder: GraphedDecoder | None = None
-        # None: no experts, or routers that are not known
-        self.routers: Routers | None = None
+        self.terms = Terms()
 
     def forward(self, batch: PackedBatch, predict: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `LossSums` as a plain tuple, in which every strategy can find the tensors.
@@ -66,15 +65,18 @@ class PackedLoss(nn.Module):
         """
         if predict:
             return next_logits(self.model, batch)
-        if self.routers is not None and self.routers.is_counting:
-            nothing = hidden_states(self.model, batch).new_zeros(())
-            self.routers.count(sample_counts(self.model, batch))
+        if self.terms.observing:
+            states = hidden_states(self.model, batch)
+            for term in self.terms.observing:
+                term.observe(self.model, batch, states)
+            nothing = states.new_zeros(())
             return nothing, nothing
         loss_sum, num_correct = packed_loss(
             self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows, objective=self.objective
         )
-        if self.routers is not None and torch.is_grad_enabled():
-            loss_sum = self.routers.add_losses(loss_sum, sample_counts(self.model, batch))
+        if torch.is_grad_enabled():
+            for term in self.terms.every:
+                loss_sum = term.add(loss_sum, self.model, batch)
         return loss_sum, num_correct
 
 

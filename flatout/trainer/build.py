@@ -28,6 +28,7 @@ from flatout.models.load.model import LoadedModel
 from flatout.models.lora.fused import FusedLayers, fuse_layers
 from flatout.models.lora.layer import trainable_parameters
 from flatout.models.objective import CROSS_ENTROPY, Objective
+from flatout.models.terms import Terms
 from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
@@ -145,7 +146,7 @@ def assemble_run(
         watch=watch,
         rank_meter=RankMeter(device),
         divisors=planned.divisors,
-        routers=loss.routers,
+        terms=loss.terms,
     )
     if saved is not None:
         restore(run, saved)
@@ -191,7 +192,7 @@ def make_loss(
     loss = PackedLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=objective)
     routers = Routers(loaded.model, config.experts)
     if routers.layers:
-        loss.routers = routers
+        loss.terms = Terms(routers)
         reporter.stage("experts", routers.line)
     return loss
 
@@ -290,8 +291,8 @@ def shard_state(
         )
 
     wrapped, optimizer = strategy.prepare(loss, decoder_layers(loaded.model), optimizer_of_shards)
-    if loss.routers:
-        loss.routers.hold_biases()
+    for term in loss.terms.every:
+        term.hold_buffers()
     if config.full.compute == "fp8" and layout.shards_state and not layout.offload:
         compute_scales_after_updates(loaded.model, optimizer)
     line = f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}"

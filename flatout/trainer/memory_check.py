@@ -75,8 +75,8 @@ def measure_passes(run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> lis
     run.optimizer.zero_grad(set_to_none=True)
     torch.cuda.reset_peak_memory_stats(run.device)
     run.feed.size_buckets = size_buckets
-    if run.routers:
-        run.routers.forget_step()
+    for term in run.terms.every:
+        term.forget_step()
     return peaks
 
 

@@ -109,27 +109,20 @@ class Meter:
             peak_reserved_memory_bytes=int(max(rank.peak_reserved_memory_bytes for rank in latest)),
             mean_peak_memory_bytes=int(sum(rank.peak_memory_bytes for rank in latest) / len(latest)),
             eta_s=run.progress.elapsed_s / (step.index + 1) * num_left,
-            **_routing(run, step.index + 1, outcome.routers),
+            **_reported(run, step.index + 1, outcome.terms),
         )
 
 
-def _routing(run: Run, completed: int, values: tuple[float, ...]) -> dict[str, Any]:
-    """Return the fields about routed experts of the record after so many steps; some records have all loads."""
-    if run.routers is None or not values:
+def _reported(run: Run, completed: int, values: tuple[float, ...]) -> dict[str, Any]:
+    """Return what terms report of the record after so many steps; some records have figures that take much room."""
+    if not values:
         return {}
-    balance, squares, *_ = values
-    loads, entropy = run.routers.loads(torch.tensor(values, dtype=torch.float64))
     every, num_steps = run.config.log_every_steps, run.plan.num_steps
     record_steps = int(every) if every >= 1 else math.ceil(every * num_steps)
     map_steps = record_steps * math.ceil(num_steps / record_steps / MAX_EXPERT_MAPS)
-    has_map = completed % map_steps == 0 or completed == num_steps
-    return {
-        "balance_loss": balance if run.routers.balance_loss else None,
-        "z_loss": squares if run.routers.z_loss else None,
-        "expert_peak_load": tuple(round(load, 4) for load in loads.amax(1).tolist()),
-        "expert_entropy": tuple(round(one, 5) for one in entropy.tolist()),
-        "expert_loads": tuple(tuple(round(load, 2) for load in row) for row in loads.tolist()) if has_map else (),
-    }
+    whole = completed % map_steps == 0 or completed == num_steps
+    sums = torch.tensor(values, dtype=torch.float64)
+    return {name: one for term, own in run.terms.of_each(sums) for name, one in term.report(own, whole=whole).items()}
 
 
 class Stragglers:

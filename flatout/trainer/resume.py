@@ -105,7 +105,7 @@ def take_snapshot(run: Run) -> Snapshot:
         else {name: as_global(parameter).detach() for name, parameter in run.named_parameters.items()}
     )
     state = {
-        "model": {**weights, **run.biases},
+        "model": {**weights, **run.terms.buffers},
         "optimizer": optimizer_state(run.optimizer, run.named_parameters, keep=run.rank.is_first),
     }
     run.saver.wait()  # its thread communicates over the same group
@@ -248,7 +248,7 @@ def restore(run: Run, saved: SavedCheckpoint) -> None:
 
 def restore_weights(run: Run, saved: SavedCheckpoint) -> None:
     """Load a checkpoint's weights into the model. Raises CheckpointError if names or shapes differ."""
-    weights, trained = saved.tensors["model"], {**run.named_parameters, **run.biases}
+    weights, trained = saved.tensors["model"], {**run.named_parameters, **run.terms.buffers}
     if odd := sorted(set(weights) ^ set(trained)):
         raise CheckpointError(
             f"the checkpoint of step {saved.step} trains different parameters from this run, such as {odd[0]} "

@@ -311,6 +311,6 @@ def export(run: Run, folder: Path) -> None:
             tokenizer.save_pretrained(half_done)
         else:
             # checkpoints keep fp32 master weights; the exported model has the precision used in training
-            save_model(run.model, tokenizer, half_done, dtype=run.dtype, state=state, keep=run.biases)
+            save_model(run.model, tokenizer, half_done, dtype=run.dtype, state=state, keep=run.terms.buffers)
 
     group.run_on_first_rank(lambda: publish(folder, write, asdict(run.progress), run.reporter.event))

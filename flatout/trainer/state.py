@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from flatout.checkpoint.write import Checkpoints
 from flatout.checkpoint.write_async import Saver
 from flatout.config.schema import Config
-from flatout.models.experts.router import Routers
 from flatout.models.head import PackedLoss
 from flatout.models.lora.fused import FusedLayers
+from flatout.models.terms import Terms
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import Strategy
@@ -116,8 +116,8 @@ class Run:
     fused_lora: FusedLayers
     watch: PeerWatch
     rank_meter: RankMeter
+    terms: Terms
     divisors: NDArray[np.float64] | None = None
-    routers: Routers | None = None
     progress: Progress = field(default_factory=Progress)
     state: LoopState = field(default_factory=LoopState)
     stop: StopRequest = field(default_factory=StopRequest)
@@ -137,11 +137,6 @@ class Run:
     def shares_passes(self) -> bool:
         """Whether other ranks take part in this one's passes, so that none may be left out or repeated."""
         return self.plan.layout.lockstep or self.planned.parallel_layout.context_ranks > 1
-
-    @property
-    def biases(self) -> Mapping[str, Tensor]:
-        """The routers' biases that each update moves, by name."""
-        return self.routers.biases if self.routers else {}
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from flatout.errors import NumericError, ResourceError
-from flatout.models.experts.router import Routers
+from flatout.models.terms import StepFacts
 from flatout.optim.flat import foreach_accumulate
 from flatout.optim.lr_schedule import lr_factor
 from flatout.optim.update import (
@@ -40,8 +40,8 @@ from flatout.trainer.step_guards import SKIPPED_SPIKE, guard_spike, require_fini
 class StepOutcome:
     """The result of one step. `grad_norm` is the global L2 norm before clipping. `skipped` says why no update was made.
 
-    `ranks` has what each rank measured, in their order, `routers` the sum of `Routers.sums` over them. `ended` marks
-    the step's end on the device, for a step that the host did not wait for.
+    `ranks` has what each rank measured, in their order, `terms` the sums of `Terms.sums` over them. `ended` marks the
+    step's end on the device, for a step that the host did not wait for.
     """
 
     loss: float
@@ -51,7 +51,7 @@ class StepOutcome:
     skipped: str | None = None
     ranks: tuple[RankFigures, ...] = field(default=(), compare=False)
     ended: torch.cuda.Event | float | None = field(default=None, compare=False)
-    routers: tuple[float, ...] = ()
+    terms: tuple[float, ...] = ()
 
 
 # waits for a step's outcome; None when a stop was requested before the update, which was then skipped
@@ -85,8 +85,8 @@ def launch_step(run: Run, step: StepPlan) -> Pending:
     # filled on the device, so that the host does not wait
     stop = torch.full_like(loss_sum, float(run.stop.requested))
     own = scatter_figures(figures, run.rank, loss_sum.device)
-    routed = run.routers.sums if run.routers else loss_sum.new_zeros(0)
-    totals = run.strategy.sum_values(torch.cat([torch.stack([loss_sum, num_correct, stop]), own, routed]))
+    every = [torch.stack([loss_sum, num_correct, stop]), own, run.terms.sums]
+    totals = run.strategy.sum_values(torch.cat(every))
     return apply_update(run, step, totals, figures)
 
 
@@ -120,9 +120,8 @@ def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]
     index, divisor = 0, divisor_of(run, step)
     loss_sum, num_correct = torch.zeros(2, dtype=torch.float64, device=run.device)
     try:
-        if run.routers:
-            with oom_as_resource_error(run.rank) if run.shares_passes else nullcontext():
-                start_routers(run, run.routers, step, micro_batches)
+        with oom_as_resource_error(run.rank) if run.shares_passes else nullcontext():
+            start_terms(run, step, micro_batches)
         for index, batch in enumerate(run.feed.batches(micro_batches)):
             # in lockstep every rank must run every pass, or the others would hang
             if run.stop.requested and not run.shares_passes:
@@ -141,28 +140,16 @@ def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]
     return loss_sum, num_correct
 
 
-def start_routers(run: Run, routers: Routers, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> None:
-    """Start a step of the routers' losses; count their choices in passes without gradients if these need them."""
-    routers.start_step(
-        step.index,
-        num_tokens=step.num_tokens,
-        divisor=divisor_of(run, step),
-        device=run.device,
-        sum_values=run.strategy.sum_values,
-    )
-    if len(micro_batches) == 1 or not routers.needs_counts:
-        return
-    routers.is_counting = True
-    try:
-        for index, batch in enumerate(run.feed.batches(micro_batches)):
+def start_terms(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> None:
+    """Start a step of the run's terms, with passes without gradients if any needs them."""
+    facts = StepFacts(step.index, step.num_tokens, divisor_of(run, step), run.device, run.strategy.sum_values)
+    with run.terms.passes_before(facts, len(micro_batches)) as any_needed:
+        for index, batch in enumerate(run.feed.batches(micro_batches) if any_needed else ()):
             if run.stop.requested and not run.shares_passes:
                 break
             seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
             with torch.no_grad(), autocast(run):
                 run.loss(batch)
-    finally:
-        routers.is_counting = False
-    routers.finish_counts()
 
 
 def divisor_of(run: Run, step: StepPlan) -> float:
@@ -218,12 +205,13 @@ def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures)
     """End a step: update the weights unless a total is not finite or a stop was requested.
 
     `totals` are sums over ranks: loss, correct tokens, stop requests, and what `scatter_figures` returned; `figures`
-    are this rank's. Then follow `Routers.sums`.
+    are this rank's. Then follow `Terms.sums`.
     An optimizer that supports `found_inf` decides on the device, and the host reads the totals later. For any other
     optimizer, fp16 loss scaling, and `faults.spike: skip` or `stop`, the host reads them first.
     """
     run.scaler.unscale_(run.optimizer)
     norm = run.strategy.grad_norm(run.parameters)
+    term_sums = totals[len(totals) - run.terms.num_sums :]
     totals = torch.cat([totals, norm.to(totals.dtype)[None]])
     lr = next_lr(run)
     if run.scaler.is_enabled() or run.config.faults.spike_decides or not supports_found_inf(run.optimizer):
@@ -232,14 +220,13 @@ def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures)
             run.scaler.update()
         elif outcome is not None:
             _update(run, norm, lr)
-            if run.routers and not outcome.skipped:
-                run.routers.update_biases(totals[:-1])
+            if not outcome.skipped:
+                run.terms.after_update(term_sums)
         return lambda: outcome
 
     skip = set_found_inf(run.optimizer, ~torch.stack([totals[0], totals[-1]]).isfinite().all() | (totals[2] > 0))
     _update(run, norm, lr)
-    if run.routers:
-        run.routers.update_biases(totals[:-1], skip)
+    run.terms.after_update(term_sums, skip)
     run.state.num_in_flight += 1
     read, ended = copy_to_host_async(totals)
 
@@ -285,8 +272,8 @@ def _read_totals(
 ) -> StepOutcome | None:
     """Return the step's outcome from its totals on the host; `ended` is the end of a step that it did not wait for."""
     loss_total, correct_total, num_stopping, *gathered, grad_norm = totals
-    num_routed = run.routers.num_sums if run.routers else 0
-    gathered, routed = gathered[: len(gathered) - num_routed], gathered[len(gathered) - num_routed :]
+    num_figures = len(gathered) - run.terms.num_sums
+    gathered, term_sums = gathered[:num_figures], gathered[num_figures:]
     if num_stopping:
         # some ranks left out micro-batches: the whole step is repeated after resuming
         run.optimizer.zero_grad(set_to_none=True)
@@ -307,7 +294,7 @@ def _read_totals(
         skipped = guard_spike(run, step, loss)
     accuracy = correct_total / max(1, step.num_label_tokens)
     return StepOutcome(
-        loss, accuracy, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended, tuple(routed)
+        loss, accuracy, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended, tuple(term_sums)
     )
 
 
@@ -336,8 +323,7 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
         return lambda: None
     run.rank_meter.start_step(run.feed.wait_s)
     (batch,) = run.feed.batches(step.ranks[run.data_rank])
-    if run.routers:
-        start_routers(run, run.routers, step, step.ranks[run.data_rank])
+    start_terms(run, step, step.ranks[run.data_rank])
     seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=0)
     with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
         batch_loss, batch_correct = run.loss(batch)
@@ -360,10 +346,8 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
             f"step {step.index + 1}: gradient norm {grad_norm}, found after the update (full.update: backward); resume "
             "from the newest checkpoint with a lower optim.lr, or full.update: step, which checks before it updates"
         )
-    routed: list[float] = []
-    if run.routers:
-        run.routers.update_biases(run.routers.sums)
-        routed = run.routers.sums.tolist()
+    term_sums = run.terms.sums
+    run.terms.after_update(term_sums)
     loss, figures = loss_sum / divisor, (run.rank_meter.figures(run.feed.wait_s),)
-    outcome = StepOutcome(loss, accuracy, grad_norm, lr, ranks=figures, routers=tuple(routed))
+    outcome = StepOutcome(loss, accuracy, grad_norm, lr, ranks=figures, terms=tuple(term_sums.tolist()))
     return lambda: outcome

@@ -19,6 +19,7 @@ from flatout.models.experts.router import Routers, find_routers
 from flatout.models.head import PackedLoss
 from flatout.models.load.model import load_model
 from flatout.models.packed import flatten_samples
+from flatout.models.terms import StepFacts, Terms
 
 SAMPLES = tiny_samples([11, 7, 5, 9])
 NUM_TOKENS = 32
@@ -35,18 +36,14 @@ def step_gradients(
 ) -> dict[str, Tensor]:
     """The gradients of one step of these micro-batches, with its routers' losses and loads."""
     loss = PackedLoss(model)
-    routers = loss.routers = Routers(model, config)
+    routers = Routers(model, config)
+    loss.terms = Terms(routers)
     model.zero_grad()
     batches = [flatten_samples(part, **padding) for part in parts]
-    options: dict[str, Any] = {"divisor": 19.0, "device": model.device, "sum_values": sum_values}
-    routers.start_step(0, num_tokens=NUM_TOKENS, **options)
-    if len(batches) > 1 and routers.needs_counts:
-        routers.is_counting = True
-        with torch.no_grad():
-            for batch in batches:
-                loss(batch)
-        routers.is_counting = False
-        routers.finish_counts()
+    facts = StepFacts(0, NUM_TOKENS, 19.0, model.device, sum_values)
+    with loss.terms.passes_before(facts, len(batches)) as any_needed, torch.no_grad():
+        for batch in batches if any_needed else ():
+            loss(batch)
     for batch in batches:
         (loss(batch)[0] / 19).backward()
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -173,13 +170,12 @@ def test_a_repeated_step_keeps_its_counts_and_a_forgotten_one_does_not(tmp_path:
     """Passes that are measured before step 0 have its index, but other samples."""
     model = loaded_model("qwen3_moe", tmp_path)
     loss = PackedLoss(model)
-    routers = loss.routers = Routers(model, ExpertsConfig(balance_loss=0.1))
+    routers = Routers(model, ExpertsConfig(balance_loss=0.1))
+    loss.terms = Terms(routers)
 
     def start() -> bool:
-        routers.start_step(
-            0, num_tokens=NUM_TOKENS, divisor=1.0, device=torch.device("cpu"), sum_values=lambda values: values
-        )
-        return routers.needs_counts
+        routers.start_step(StepFacts(0, NUM_TOKENS, 1.0, torch.device("cpu"), lambda values: values))
+        return routers.passes_before(2)
 
     assert start()
     loss(flatten_samples(SAMPLES))

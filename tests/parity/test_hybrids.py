@@ -22,6 +22,7 @@ from flatout.models.head import PackedLoss, packed_loss
 from flatout.models.load.model import LoadedModel, load_model
 from flatout.models.packed import flatten_samples, padded_num_boundaries
 from flatout.models.selftest import check_packing
+from flatout.models.terms import StepFacts, Terms
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -73,14 +74,15 @@ def test_routers_of_packed_hybrids_count_tokens_without_padding(
             # its kernel, which only runs on a GPU, has no part in counting
             replace_module(loaded.model, path, PassThrough())
     loss = PackedLoss(loaded.model)
-    routers = loss.routers = Routers(loaded.model, ExpertsConfig(balance_loss=0.1, z_loss=0.1))
+    routers = Routers(loaded.model, ExpertsConfig(balance_loss=0.1, z_loss=0.1))
+    loss.terms = Terms(routers)
     chosen: list[torch.Tensor] = []
     for router in routers.layers:
         router.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
     batch = flatten_samples(documents(), num_boundaries=num_boundaries)
     spread, rows = batch.spread(packed_hybrid(loaded.model.config.get_text_config())[0])
     assert spread.num_tokens > batch.num_tokens
-    routers.start_step(0, num_tokens=sum(LENGTHS), divisor=1.0, device=CPU, sum_values=lambda values: values)
+    routers.start_step(StepFacts(0, sum(LENGTHS), 1.0, CPU, lambda values: values))
     loss(batch)[0].backward()
     loads, _ = routers.loads(routers.sums)
     assert len(chosen) == len(routers.layers) > 0

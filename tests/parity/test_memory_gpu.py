@@ -16,6 +16,7 @@ from flatout.models.head import PackedLoss, packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
 from flatout.models.packed import flatten_samples, padded_num_boundaries
+from flatout.models.terms import StepFacts, Terms
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
 
@@ -79,12 +80,13 @@ def test_recomputed_experts_compile_beside_losses_on_their_routers(tmp_path):
         torch._dynamo.reset()
         loaded = load_model(ModelConfig(name=str(tmp_path)), method="full", device=CUDA, seed=0)
         loss = PackedLoss(loaded.model)
-        routers = loss.routers = Routers(loaded.model, ExpertsConfig(balance_loss=100.0, z_loss=1.0))
+        routers = Routers(loaded.model, ExpertsConfig(balance_loss=100.0, z_loss=1.0))
+        loss.terms = Terms(routers)
         apply_recompute(loaded.model, level)
         outcome = compile_layers(loaded, "auto", num_boundaries=BORDERS, loss=loss)
         assert outcome.is_complete, outcome.line
         loaded.model.zero_grad()
-        routers.start_step(0, num_tokens=742, divisor=738.0, device=CUDA, sum_values=lambda values: values)
+        routers.start_step(StepFacts(0, 742, 738.0, CUDA, lambda values: values))
         with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
             loss_sum, _ = loss(batch)
         loss_sum.backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,11 @@ from transformers import PreTrainedModel
 
 from flatout.config.schema import ExpertsConfig
 from flatout.errors import UsageError
+from flatout.models.blocks import sample_counts
 from flatout.models.experts.block import experts_modules
 from flatout.models.experts.lora import plain_name
+from flatout.models.packed import PackedBatch
+from flatout.models.terms import StepFacts
 
 # each router's logits and choices of the last pass
 _ROUTED = "flatout_routed"
@@ -22,7 +25,7 @@ _BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 class Routers:
-    """The routers of a model's L layers with E experts each, read in every forward pass.
+    """The routers of a model's L layers with E experts each, read in every forward pass; a `Term`.
 
     With N tokens in the step, over all ranks and micro-batches and without padding, p the softmax of a router's logits
     and f_e the share of them that chose expert e (so that all f_e sum to k):
@@ -34,7 +37,7 @@ class Routers:
     of one micro-batch. f is a count without gradient, and has to be known before the first backward pass: a step of
     several micro-batches counts it in a forward pass of its own.
 
-    `biases` are those that `update_biases` moves, by name; empty unless `experts.bias_update` is set.
+    `buffers` are the biases that `after_update` moves; empty unless `experts.bias_update` is set.
     """
 
     def __init__(self, model: PreTrainedModel, config: ExpertsConfig) -> None:
@@ -60,79 +63,73 @@ class Routers:
             what = "has no router with a correction bias, or one that is not known"
             raise UsageError(f"experts.bias_update: model type {text.model_type} {what}; set it to 0")
         self._model, self._biased = model, list(places.values())
-        self.biases = {path: model.get_buffer(path) for path in places}
+        self.buffers: Mapping[str, Tensor] = {path: model.get_buffer(path) for path in places}
         for router in self.layers:
             router.register_forward_hook(self._record)
-        self.is_counting = False
-        self._num_tokens, self._divisor = 0, 1.0
-        self._step: int | None = None
+        self._step: StepFacts | None = None
         self._counts = self._values = torch.zeros(0)
         self._shares: Tensor | None = None
-        self._sum: Callable[[Tensor], Tensor] = lambda values: values
 
     @property
     def line(self) -> str:
         """One line for the console."""
         losses = {"balance": self.balance_loss, "z": self.z_loss}
         used = [f"{name} loss times {factor:g}" for name, factor in losses.items() if factor]
-        used += [f"{len(self.biases)} biases updated by {self.bias_update:g}"] if self.biases else []
+        used += [f"{len(self.buffers)} biases updated by {self.bias_update:g}"] if self.buffers else []
         line = f"{len(self.layers)} routers of {self.num_experts} experts: {', '.join(used) or 'no loss on the load'}"
         unused = f"; experts.balance_loss: model adds its config's {self._unused:g} times, as TRL does"
         return line + unused if self._unused else line
 
-    def start_step(
-        self,
-        step: int,
-        *,
-        num_tokens: int,
-        divisor: float,
-        device: torch.device,
-        sum_values: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Start a step of `num_tokens` over all ranks, whose loss is divided by `divisor`; also to repeat it."""
-        if self._step != step:
+    def start_step(self, step: StepFacts) -> None:
+        """See Term."""
+        if self._step is None or self._step.index != step.index:
             self._shares = None
-        self._step, self._num_tokens, self._divisor, self._sum = step, num_tokens, divisor, sum_values
-        self._counts = torch.zeros(len(self.layers), self.num_experts, dtype=torch.float64, device=device)
-        self._values = torch.zeros(2, dtype=torch.float64, device=device)
+        self._step = step
+        self._counts = torch.zeros(len(self.layers), self.num_experts, dtype=torch.float64, device=step.device)
+        self._values = torch.zeros(2, dtype=torch.float64, device=step.device)
 
-    @property
-    def needs_counts(self) -> bool:
-        """Whether the step's choices are not known yet, but its gradients need them."""
-        return bool(self.balance_loss) and self._shares is None
+    def passes_before(self, num_micro_batches: int) -> bool:
+        """Whether gradients need the step's choices, which one micro-batch knows by itself and a repeated step has."""
+        return num_micro_batches > 1 and bool(self.balance_loss) and self._shares is None
 
     def forget_step(self) -> None:
-        """Forget the last step, so that the next one counts anew even if its index is the same."""
+        """See Term."""
         self._step = self._shares = None
 
-    def finish_counts(self) -> None:
-        """End the pass that only counts: the gradients of the step use its counts."""
+    def end_passes(self) -> None:
+        """End the passes that only count: the gradients of the step use their counts."""
         self._set_shares()
         self._counts = torch.zeros_like(self._counts)
 
     def _set_shares(self) -> None:
         """Sum the counts over ranks, unless a repeated step has done so."""
         if self._shares is None:
-            self._shares = self._sum(self._counts.sum(0)) / (len(self.layers) * self._num_tokens)
+            assert self._step is not None
+            self._shares = self._step.sum_values(self._counts.sum(0)) / (len(self.layers) * self._step.num_tokens)
 
-    def count(self, sample_counts: Tensor) -> None:
+    def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
+        """See Term."""
+        self._count(sample_counts(model, batch))
+
+    def _count(self, times: Tensor) -> None:
         """Count the last pass's choices of tokens, each as often as samples have it, (T,)."""
         chosen = torch.stack([getattr(router, _ROUTED)[1] for router in self.layers])
-        counted = sample_counts.to(torch.float64)[:, None].expand(-1, chosen.shape[-1]).flatten()
+        counted = times.to(torch.float64)[:, None].expand(-1, chosen.shape[-1]).flatten()
         # sums of integers are exact in any order
         self._counts.scatter_add_(1, chosen.flatten(1).long(), counted.expand(len(chosen), -1))
 
-    def add_losses(self, loss_sum: Tensor, sample_counts: Tensor) -> Tensor:
-        """Return a micro-batch's loss with the gradients of the routers' losses; its value is the same."""
-        if not self._num_tokens:
+    def add(self, loss_sum: Tensor, model: PreTrainedModel, batch: PackedBatch) -> Tensor:
+        """See Term."""
+        if self._step is None or not self._step.num_tokens:
             return loss_sum
-        self.count(sample_counts)
+        times = sample_counts(model, batch)
+        self._count(times)
         if self.balance_loss:
             self._set_shares()
         if not (self.balance_loss or self.z_loss):
             return loss_sum
         wide = torch.promote_types(loss_sum.dtype, torch.float32)
-        weights = sample_counts.to(wide)
+        weights = times.to(wide)
         balance = squares = torch.zeros((), dtype=wide, device=loss_sum.device)
         for router in self.layers:
             logits = getattr(router, _ROUTED)[0].to(wide)
@@ -140,13 +137,13 @@ class Routers:
                 balance = balance + (weights @ logits.softmax(-1)) @ self._shares.to(wide)
             if self.z_loss:
                 squares = squares + (weights * logits.logsumexp(-1).square()).sum()
-        rows = len(self.layers) * self._num_tokens
+        rows = len(self.layers) * self._step.num_tokens
         values = torch.stack([balance * (self.num_experts / rows), squares / rows])
         self._values += values.detach()
         for router in self.layers:
             # logits hold memory
             setattr(router, _ROUTED, None)
-        extra = self._divisor * (self.balance_loss * values[0] + self.z_loss * values[1])
+        extra = self._step.normalizer * (self.balance_loss * values[0] + self.z_loss * values[1])
         return loss_sum + (extra - extra.detach())
 
     @property
@@ -169,27 +166,36 @@ class Routers:
         entropy = torch.special.entr(shares).sum(1) / math.log(max(2, self.num_experts))
         return shares * self.num_experts, entropy
 
-    def hold_biases(self) -> None:
-        """Put the biases back in their places in the model: DeepSpeed casts a model's buffers."""
-        for path, bias in self.biases.items():
+    def report(self, sums: Tensor, *, whole: bool) -> dict[str, Any]:
+        """Return the losses without their factors, and figures of load by layer; all loads if `whole`."""
+        balance, squares = sums[:2].tolist()
+        loads, entropy = self.loads(sums)
+        return {
+            "balance_loss": balance if self.balance_loss else None,
+            "z_loss": squares if self.z_loss else None,
+            "expert_peak_load": tuple(round(load, 4) for load in loads.amax(1).tolist()),
+            "expert_entropy": tuple(round(one, 5) for one in entropy.tolist()),
+            "expert_loads": tuple(tuple(round(load, 2) for load in row) for row in loads.tolist()) if whole else (),
+        }
+
+    def hold_buffers(self) -> None:
+        """See Term."""
+        for path, bias in self.buffers.items():
             module, _, name = path.rpartition(".")
             setattr(self._model.get_submodule(module), name, bias)
 
     @torch.no_grad()
-    def update_biases(self, totals: Tensor, skip: Tensor | None = None) -> None:
-        """Move the biases after an update: b_e += u sign(mean load - load_e) (arXiv:2408.15664, algorithm 1).
-
-        `totals` ends with the sum of `sums` over ranks; nothing changes if `skip` (0-d) is not 0.
-        """
-        if not self.biases:
+    def after_update(self, sums: Tensor, skip: Tensor | None = None) -> None:
+        """Move the biases: b_e += u sign(mean load - load_e) (arXiv:2408.15664, algorithm 1)."""
+        if not self.buffers:
             return
-        counts = totals[2 - self.num_sums :].view(len(self.layers), -1)
+        counts = sums[2:].view(len(self.layers), -1)
         # integers, so that equal loads have a sign of 0
         moves = self.bias_update * (counts.sum(1, keepdim=True) - self.num_experts * counts).sign()
         if skip is not None:
             moves = moves.where(~skip.bool(), 0)
         # a list of layers as an index would make the host wait
-        for layer, bias in zip(self._biased, self.biases.values(), strict=True):
+        for layer, bias in zip(self._biased, self.buffers.values(), strict=True):
             bias += moves[layer].view_as(bias)
 
     def _record(self, router: nn.Module, __: Any, output: Any) -> None:

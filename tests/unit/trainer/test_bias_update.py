@@ -143,16 +143,16 @@ def test_a_skipped_update_moves_no_bias(tiny: Any, skewed_dir: Path, tmp_path: P
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
     run = build_run(config, plan_run(config, Reporter(), Rank()), checkpoints, None, Reporter(), Rank())
     step = next(iter(run.plan.steps()))
-    before = run.biases[BIAS].clone()
+    before = run.terms.buffers[BIAS].clone()
     step_launcher(run)(run, step)()
-    after = run.biases[BIAS].clone()
+    after = run.terms.buffers[BIAS].clone()
     assert not torch.equal(after, before)
     with torch.no_grad():
         run.model.lm_head.weight[0] = torch.nan
     with pytest.raises(NumericError):
         step_launcher(run)(run, step)()
-    assert torch.equal(run.biases[BIAS], after)
-    assert run.model.get_buffer(BIAS) is run.biases[BIAS]
+    assert torch.equal(run.terms.buffers[BIAS], after)
+    assert run.model.get_buffer(BIAS) is run.terms.buffers[BIAS]
 
 
 def test_files_keep_the_biases_of_a_16_bit_run_exact(tiny: Any, skewed_dir: Path, tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_biases_are_found_where_models_keep_them(model_type: str) -> None:
     expected = {name for name in every if name.endswith(names)}
     prepare_biases(model)
     routers = Routers(model, ExpertsConfig(bias_update=0.001))
-    assert routers.biases.keys() == expected != set()
-    assert all(bias.numel() == routers.num_experts for bias in routers.biases.values())
+    assert routers.buffers.keys() == expected != set()
+    assert all(bias.numel() == routers.num_experts for bias in routers.buffers.values())
     assert f"{len(expected)} biases updated by 0.001" in routers.line
 
 
