@@ -34,6 +34,7 @@ from bench.machine import gpu_header, versions
 from bench.ours import base_values
 from bench.rows import SAMPLES_PER_STEP
 from bench.shapes import SHAPES, shape_config
+from bench.timing import call_ms
 from torch import Tensor
 from transformers import AutoConfig
 from whole_steps import prepare
@@ -122,13 +123,7 @@ def looped(run: Callable[[], object]) -> Callable[[], int]:
     """Return a function that keeps the GPU busy with `run` and waits for the batch before the last; warmed up."""
     run()
     torch.cuda.synchronize()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(5):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    num_calls = max(1, int(BATCH_S * 1e3 / (start.elapsed_time(end) / 5)))
+    num_calls = max(1, int(BATCH_S * 1e3 / call_ms(run, 5)))
     batches: deque[torch.cuda.Event] = deque()
 
     def advance() -> int:

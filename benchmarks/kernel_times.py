@@ -1,6 +1,7 @@
 """Our operations beside plain torch, Liger, bitsandbytes and PEFT: forward and backward, errors first.
 
     python benchmarks/kernel_times.py --out kernels         (--tiny on a CPU: only shows that it runs)
+    python benchmarks/kernel_times.py --products            TFLOP/s of the matrix products of a Qwen3-8B step
 
 Each variant gives an output and the gradient of its input. The error is the relative L2 distance to the same in fp32;
 ours may have twice the plain form's own error in the forward and three times in the backward, else the row is RED and
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from bench.machine import gpu_header, versions
 from bench.shapes import SHAPES
+from bench.timing import median_ms
 from torch import Tensor, nn
 
 from flatout.bench.inputs import CHAT
@@ -229,17 +230,38 @@ def error(found: Tensor, exact: Tensor) -> float:
     return ((found.float() - exact).norm() / exact.norm()).item()
 
 
-def median_ms(run: Callable[[], Result]) -> float:
+def time_ms(run: Callable[[], object]) -> float:
     if DEVICE == "cuda":
         from triton.testing import do_bench
 
         return do_bench(run, return_mode="median")
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times)
+    return median_ms(run, num_blocks=3, calls_per_block=1)
+
+
+def time_products(num_tokens: int, rank: int) -> None:
+    """Rates of a Qwen3-8B step's matrix products in bf16, alone and with LoRA's columns beside the weight (`+P`).
+
+    Three rounds over all cases, so that the power cap acts as in training. `low` is the product of rank `rank`.
+    """
+    runs: dict[str, tuple[Callable[[], object], int]] = {}
+    for name, (outputs, inputs) in {
+        "qkv": (6144, 4096),
+        "gate_up": (24576, 4096),
+        "down": (4096, 12288),
+        "o": (4096, 4096),
+    }.items():
+        flops, grad, total = 2 * num_tokens * outputs * inputs, randn(num_tokens, outputs), randn(num_tokens, outputs)
+        for padding in (0, 48, 64):
+            x, weight = randn(num_tokens, inputs + padding), randn(outputs, inputs + padding)
+            runs[f"forward {name} +{padding}"] = (partial(F.linear, x, weight), flops)
+            runs[f"backward {name} +{padding}"] = (partial(torch.matmul, grad, weight[:, :inputs]), flops)
+        low, wide = randn(num_tokens, rank), randn(outputs, rank)
+        runs[f"low {name}, product"] = (partial(F.linear, low, wide), 2 * num_tokens * outputs * rank)
+        runs[f"low {name}, added in place"] = (partial(total.addmm_, low, wide.t()), 2 * num_tokens * outputs * rank)
+    rounds = [{name: median_ms(run, 1, 12) for name, (run, _) in runs.items()} for _ in range(3)]
+    for name, (_, flops) in runs.items():
+        found_ms = statistics.median(times[name] for times in rounds)
+        print(f"{name:28s} {found_ms:7.3f} ms {flops / found_ms / 1e9:6.0f} TFLOP/s")
 
 
 def measure(case: Case) -> list[dict[str, object]]:
@@ -260,7 +282,7 @@ def measure(case: Case) -> list[dict[str, object]]:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         row = {"case": case.name, "variant": name, "error": forward, "grad_error": backward, "green": green}
-        row["ms"] = median_ms(run)
+        row["ms"] = time_ms(run)
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
         rows.append(row)
     return rows
@@ -270,7 +292,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("kernels"))
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--products", action="store_true", help="only the rates of a step's matrix products")
     args = parser.parse_args()
+    if args.products:
+        time_products(16384, 48) if not args.tiny else time_products(8, 2)
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     rows: list[dict[str, object]] = []

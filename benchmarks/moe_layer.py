@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench.shapes import shape_config
+from bench.timing import median_ms
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.models.experts.block import prepare_experts, register_experts
 
 SHAPE = "qwen3-30b-a3b"
-NUM_BLOCKS, CALLS_PER_BLOCK = 5, 10
 TOLERANCE = 1e-2
 
 
@@ -37,22 +35,6 @@ def choices(kind: str, num_tokens: int, num_experts: int, k: int) -> Tensor:
     if kind == "zipf":
         scores -= torch.arange(1, num_experts + 1, device="cuda").float().log()
     return scores.topk(k).indices
-
-
-def milliseconds(call: Callable[[], Any]) -> float:
-    """Return the median time of a call."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(NUM_BLOCKS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(CALLS_PER_BLOCK):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / CALLS_PER_BLOCK)
-    return statistics.median(times)
 
 
 def raise_clocks() -> None:
@@ -85,8 +67,8 @@ def time_layer(layer: Any, x: Tensor, index: Tensor, weights: Tensor) -> tuple[f
         torch.autograd.grad(layer(x, index, weights.to(x.dtype)), (x, weights), incoming)
 
     with torch.no_grad():
-        forward_ms = milliseconds(lambda: layer(x, index, weights.to(x.dtype)))
-    return forward_ms, milliseconds(both)
+        forward_ms = median_ms(lambda: layer(x, index, weights.to(x.dtype)))
+    return forward_ms, median_ms(both)
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ from flatout.config.read import make_config
 from flatout.data.registry import built_dir
 from flatout.data.token_store import TokenStore
 from flatout.parallel.rank import Rank
-from flatout.profile.profiler import Profiler
 from flatout.track.callback import Callback, MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.record import StepRecord
@@ -47,9 +46,6 @@ def measure(job: dict[str, Any]) -> dict[str, Any] | None:
     recorder, is_first = MemoryCallback(), Rank.from_env().is_first
     config = make_config(base_values(job, job["overrides"]), job["overrides"])
     callbacks: list[Callback] = [ConsoleCallback(), recorder]
-    if num_steps := job.get("profile_steps", 0):
-        config.folder.mkdir(parents=True, exist_ok=True)
-        callbacks.append(Profiler(config.folder, num_steps, print))
     take_steps(config, Reporter(*(callbacks if is_first else ())))
     if not is_first:
         return None

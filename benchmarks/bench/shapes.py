@@ -80,6 +80,32 @@ _QWEN3_30B_A3B = _qwen3(
     router_aux_loss_coef=0.001,
 )
 
+# Qwen3.5-4B's text model in its own class
+_QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 248320,
+    "hidden_size": 2560,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": True,
+}
+_TINY_HYBRID = {
+    "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": _QWEN3_5["layer_types"][:4],
+}  # fmt: skip
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _qwen3(64, 128, 2, 4, num_key_value_heads=2, head_dim=32, vocab_size=1024, max_position_embeddings=4096),
     # for parity gates: as wide as 0.6b, and quick
@@ -93,6 +119,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, head_dim=64, factor=32.0, tied=True),
     # Llama 3.3's
     "llama-70b": _llama(8192, 28672, 80, 64, head_dim=128, factor=8.0, tied=False),
+    "qwen3.5-4b": _QWEN3_5,
+    "qwen3.5-tiny": {**_QWEN3_5, **_TINY_HYBRID},
     "gemma-3-1b": {
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],

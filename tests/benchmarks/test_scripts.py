@@ -1,14 +1,17 @@
-"""Every script can be imported, and what several of them share takes real steps."""
+"""Every script can be imported, and what a page quotes beside a figure takes real steps on a CPU."""
 
 import importlib
-import time
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from bench.shapes import shape_config
-from whole_steps import prepare, take_steps
+import throughput
 
-SCRIPTS = sorted(path.stem for path in Path(__file__).parents[2].joinpath("benchmarks").glob("*.py"))
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(path.stem for path in ROOT.joinpath("benchmarks").glob("*.py"))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -16,20 +19,59 @@ def test_a_script_can_be_imported(name):
     importlib.import_module(name)
 
 
-def test_steps_of_a_random_model_are_taken_and_summed_up(tmp_path):
-    launched_s, heard = time.time(), []
-    prepare(tmp_path, shape_config("tiny"), num_steps=4)
-    taken = take_steps(
-        tmp_path,
-        ["model.init=random", "device=cpu"],
-        4,
-        before=lambda run: heard.append(run.progress.step),
-        after=lambda run, recorder: heard.append(len(recorder.steps)),
-    )
-    found = taken.summary(launched_s)
-    assert heard == [0, 4]
-    assert len(found["losses"]) == 4
-    assert found["losses"][0] == pytest.approx(6.93, abs=0.1)
-    assert len(found["micro_batches"]) == 1
-    assert found["tokens_per_s"] > 0
-    assert 0 < found["launch_to_first_step_s"] < time.time() - launched_s
+def run(script: str, *words: str) -> str:
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *words]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+
+
+def test_rows_are_measured_in_processes_of_their_own_and_compared_with_the_first(tmp_path):
+    words = ["--rows", "full-fp32,packed", "--shape", "tiny", "--steps", "4", "--samples", "2", "--lengths", "chain"]
+    lines = run("throughput.py", *words, "--out", str(tmp_path), "device=cpu", "compile=off").splitlines()
+    full, packed, compared = (json.loads(line) for line in lines if line.startswith("{"))
+    assert (full["row"], packed["row"]) == ("full-fp32", "packed")
+    assert len(full["losses"]) == len(packed["losses"]) == 4
+    assert full["losses"][0] == packed["losses"][0] == pytest.approx(6.93, abs=0.1)
+    assert 0 < full["tokens_per_s"] < full["bound_tokens_per_s"]
+    assert "bound_tokens_per_s" not in packed
+    assert compared == {
+        "packed": {
+            "speed": pytest.approx(packed["tokens_per_s"] / full["tokens_per_s"], abs=1e-3),
+            "worst_difference": pytest.approx(
+                abs(sum(packed["losses"]) - sum(full["losses"])) / sum(full["losses"]), abs=1e-5
+            ),
+        }
+    }
+
+
+def test_a_row_is_words_of_the_command_and_the_given_ones_win():
+    args = throughput.parse(["--rows", "8b-nf4-full", "--budget", "512", "recompute=none"])
+    assert (args.shape, args.budget) == ("qwen3-8b", 512)
+    assert args.overrides == ["recompute=full", "base.storage=nf4", "recompute=none"]
+
+
+def test_every_group_names_rows_and_another_name_is_refused(capsys):
+    for name in throughput.GROUPS:
+        assert set(throughput.parse(["--rows", name]).rows) <= set(throughput.ROWS)
+    with pytest.raises(SystemExit):
+        throughput.parse(["--rows", "full-fp31"])
+    assert "there is no full-fp31" in capsys.readouterr().err
+
+
+def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one():
+    told = run("kills.py", "--kills", "1", "--steps-per-kill", "4")
+    assert "model.safetensors: equal to the bit" in told
+    assert "1 of 1 kills resumed" in told
+
+
+def test_every_command_that_a_page_quotes_names_a_script_with_its_options():
+    # the lab's notes also name scripts that never were part of the repository
+    pages = [ROOT / "README.md", *(page for page in ROOT.glob("docs/**/*.md") if page.parent.name != "lab")]
+    known = throughput.GROUPS.keys() | throughput.ROWS.keys()
+    for page in pages:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            for part in line.split("python benchmarks/")[1:]:
+                script, *words = part.split("`")[0].split()
+                assert (ROOT / "benchmarks" / script).is_file(), f"{page}: {line}"
+                if script == "throughput.py" and "--rows" in words:
+                    assert set(words[words.index("--rows") + 1].split(",")) <= known, f"{page}: {line}"

@@ -1,7 +1,7 @@
 """Constants of the memory model, fitted to peaks measured on one H200.
 
 Measured with torch 2.11, LoRA rank 16, bf16, up to 32 chat-like samples in one micro-batch (131 k: one document);
-benchmarks/memory_points.py compares predictions with measurements:
+`benchmarks/throughput.py --rows memory` compares predictions with measurements:
 
     Qwen3-8B compiled 115.7 to 116.8 GiB at 21.0 k to 21.3 k tokens; memory budget 0.5: 69.2, 0.25: 46.2 GiB
     at 17.4 k tokens bf16 97.9, fp8 91.4, NF4 with fp8 products 88.3, recompute offload 18.4 GiB;
