@@ -175,7 +175,7 @@ def make_reference(args: argparse.Namespace, weights: dict[str, Tensor], device:
 def reference_batches(planned: Any, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The plan's samples of each step, right-padded: ids, attention mask and labels, each (B, longest)."""
     for step in planned.plan.steps():
-        samples = [planned.store.sample(index) for index in step.sample_ids]
+        samples = [planned.store.sample(index).pair for index in step.sample_ids]
         longest = max(len(ids) for ids, _ in samples)
         ids = torch.zeros(len(samples), longest, dtype=torch.long)
         mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)

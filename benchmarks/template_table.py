@@ -284,7 +284,7 @@ def judge_template(source, base, folder):
         report = json.loads((store.folder / "report.json").read_text())
         samples = defaultdict(list)
         for index in range(store.num_samples):
-            ids, mask = (np.asarray(each) for each in store.sample(index))
+            ids, mask = (np.asarray(each) for each in store.sample(index).pair)
             samples[int(store.rows[index])].append(decoded(tokenizer, ids, mask))
         referee = Referee(tokenizer)
         for row, kind in enumerate(chunk, start=1):

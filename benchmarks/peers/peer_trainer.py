@@ -144,7 +144,7 @@ def rows_of(store: Any) -> list[dict[str, Any]]:
     """The store's samples in order. Given `labels` instead of the mask, Unsloth would take a padding collator."""
     rows = []
     for index in range(store.num_samples):
-        ids, loss_mask = store.sample(index)
+        ids, loss_mask = store.sample(index).pair
         mask = loss_mask.astype(int).tolist()
         rows.append({"input_ids": ids.tolist(), "completion_mask": mask, "attention_mask": [1] * len(ids)})
     return rows

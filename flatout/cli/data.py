@@ -151,7 +151,7 @@ def _build(args: argparse.Namespace) -> None:
         print(f"\n{_WIDE}\nSAMPLE TEXTS FROM PROCESSED DATASET:\n{_WIDE}")
         for index in range(min(3, store.num_samples)):
             print(f"\n--- Sample {index + 1} ---")
-            print(printable(tokenizer.decode(store.sample(index)[0].tolist(), skip_special_tokens=False)))
+            print(printable(tokenizer.decode(store.sample(index).token_ids.tolist(), skip_special_tokens=False)))
     print(f"\nDataset saved to: {store.folder}")
     print(f"Registry updated: {config.root / registry.FILE_NAME}")
     print(f'Dataset "{config.name}" has been successfully built and saved!')
@@ -191,7 +191,7 @@ def _show(args: argparse.Namespace) -> None:
     for index in range(min(count, store.num_samples)):
         if getattr(sys.stdout, "is_unread", False):  # a TolerantStream whose reader is gone, as with `| head`
             return
-        token_ids, loss_mask = store.sample(index)
+        token_ids, loss_mask = store.sample(index).pair
         sizes = f"{len(token_ids)} tokens, {int(store.num_labels[index])} with loss"
         console.print(f"--- Sample {index + 1} ({store.origin(index)}, {sizes}) ---")
         text = Text()
@@ -204,6 +204,9 @@ def _show(args: argparse.Namespace) -> None:
     print(printable(f"loss on {loss_type}; max_tokens {max_tokens}; end of turn {meta.end_of_turn or 'none'!r}"))
     if meta.template_facts is not None:
         print("\n".join(map(printable, meta.template_facts.lines())))
+    for name in sorted(store.extra):
+        column = store.columns[name]
+        print(printable(f"column {name}: {column.dtype} per {column.per}: {column.meaning}"))
     print("\n".join(statistics_lines(store)))
     print(f"{store.folder / 'report.json'} lists every row that was dropped or truncated")
 

@@ -76,7 +76,9 @@ def _about_turns(store: TokenStore, num_prompt: int, num_labels: int) -> Iterato
     """Tell prompts against answers and the turns in the loss, counted in at most 10,000 samples."""
     num = store.num_samples
     read = np.unique(np.linspace(0, num - 1, min(num, _MAX_READ)).astype(np.int64))
-    turns = np.array([np.count_nonzero(np.diff(np.asarray(store.sample(int(i))[1], np.int8)) == 1) for i in read])
+    turns = np.array(
+        [np.count_nonzero(np.diff(np.asarray(store.sample(int(i)).loss_mask, np.int8)) == 1) for i in read]
+    )
     of = f" (in {len(read):,} of the samples)" if len(read) < num else ""
     yield f"a sample: {num_prompt / num:,.1f} tokens without loss (prompts), {num_labels / num:,.1f} with (answers)"
     yield f"turns with loss: {turns.mean():.1f} a sample, at most {turns.max()}{of}"

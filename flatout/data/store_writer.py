@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,9 +14,20 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from flatout.data.token_store import COLUMNS, HEADER_BYTES, MANIFEST, VERSION, Column, Shard, StoreMeta
+from flatout.data.columns import (
+    COLUMNS,
+    HEADER_BYTES,
+    PREFIX_TOKENS,
+    Column,
+    Shard,
+    check_column,
+    check_prefixes,
+    fingerprint,
+    npy_header,
+)
+from flatout.data.token_store import MANIFEST, VERSION, Manifest, StoreMeta
 from flatout.data.workers import Chunk, TokenizedChunk
-from flatout.errors import ResourceError
+from flatout.errors import DataError, ResourceError
 from flatout.io.durable_io import DurableIO
 
 SHARD_TOKENS, _SHARD_SAMPLES = 1 << 21, 1 << 16
@@ -31,19 +42,30 @@ class StoreWriter:
     """Appends samples to the columns of a store in its own folder; only the mask of the open shard is in memory."""
 
     def __init__(
-        self, folder: Path, durable_io: DurableIO, num_ids: int, identity: State, restore: Callable[[State], None]
+        self,
+        folder: Path,
+        durable_io: DurableIO,
+        num_ids: int,
+        identity: State,
+        restore: Callable[[State], None],
+        columns: Mapping[str, Column] | None = None,
     ) -> None:
         """Go on with the shards in `folder` if they were begun with the same `identity`; otherwise begin anew.
 
-        `restore` gets the state of each shard that is kept, in order. Token ids are below `num_ids`.
+        `restore` gets the state of each shard that is kept, in order. Token ids are below `num_ids`. `columns` are what
+        the store has besides `COLUMNS`. Raises UsageError for one that `check_column` refuses.
         """
         self._folder, self._durable_io, self._open = folder, durable_io, ExitStack()
         small_ids = {"token_ids": Column("uint16", "token")} if num_ids <= 1 << 16 else {}
-        self._columns = COLUMNS | small_ids
+        self._extra = dict(columns or {})
+        for name, column in self._extra.items():
+            check_column(name, column)
+        self._columns = COLUMNS | small_ids | self._extra
         self.shards: list[Shard] = []
         self._samples = self._tokens = self._max = 0  # of finished shards
         self._lengths = dict.fromkeys(self._columns, 0)
-        begun = json.dumps({"version": VERSION, "num_ids": num_ids, "identity": identity}, sort_keys=True)
+        facts = {"version": VERSION, "num_ids": num_ids, "identity": identity}
+        begun = json.dumps(facts | {"columns": {k: asdict(v) for k, v in self._extra.items()}}, sort_keys=True)
         with durable_io.resource_errors("write", folder):
             size_bytes = self._resume(begun, restore)
             if not self.shards:
@@ -92,10 +114,7 @@ class StoreWriter:
         return size_bytes if self.shards else 0
 
     def _items(self, name: str, shard: Shard) -> int:
-        column = self._columns[name]
-        if column.per == "sample":
-            return shard.num_samples + (name == "offsets" and not self.shards)
-        return -(-shard.num_tokens // 8) if column.dtype == "bits" else shard.num_tokens
+        return shard.num_values(self._columns[name]) + (name == "offsets" and not self.shards)
 
     def _count(self, shard: Shard, lengths: Mapping[str, int], max_token_id: int) -> None:
         self._lengths = {name: length + lengths[name] for name, length in self._lengths.items()}
@@ -107,7 +126,7 @@ class StoreWriter:
     def _begin_shard(self) -> None:
         self._hashes = {name: xxhash.xxh3_128() for name in self._columns}
         self._masks: list[NDArray[np.bool_]] = []
-        self._shard_samples = self._shard_tokens = self._shard_max = 0
+        self._shard_samples = self._shard_tokens = self._shard_units = self._shard_max = 0
 
     @property
     def is_full(self) -> bool:
@@ -136,12 +155,34 @@ class StoreWriter:
         lengths: NDArray[np.int64],
         files: NDArray[np.int32],
         rows: NDArray[np.int64],
+        units: NDArray[np.int64] | None = None,
+        columns: Mapping[str, NDArray[Any]] | None = None,
     ) -> None:
-        """Append n samples given flat: ids and mask [sum(lengths)], the others [n]."""
+        """Append n samples given flat: ids and mask [sum(lengths)], the others [n].
+
+        `units` are the sizes of whole units, in their order, which add up to n; by default each sample is one.
+        `columns` has the values of every column of the store's own: [sum(lengths)], [n] or [number of units]. Raises
+        DataError for values that do not fit the samples or the column, and for a declared prefix that they do not
+        share.
+        """
+        columns, sizes = columns or {}, np.ones(len(lengths), np.int64) if units is None else units
+        if columns.keys() != self._extra.keys():
+            raise DataError(f"{self._folder}: columns {sorted(columns)} are given, but it has {sorted(self._extra)}")
+        if (sizes < 1).any() or int(sizes.sum()) != len(lengths):
+            raise DataError(
+                f"{self._folder}: units of {sizes.tolist()[:8]} samples, each of at least 1; they must add up to the "
+                f"{len(lengths)} samples given with them"
+            )
         if not len(lengths):
             return
+        counts = {"token": int(lengths.sum()), "sample": len(lengths), "unit": len(sizes)}
+        own = {k: column.checked(k, columns[k], counts[column.per]) for k, column in self._extra.items()}
         ends = np.cumsum(lengths)
         starts = ends - lengths
+        if PREFIX_TOKENS in own:
+            check_prefixes(token_ids, loss_mask, np.append(starts, ends[-1]), sizes, own[PREFIX_TOKENS])
+        unit_starts = np.zeros(len(lengths), np.bool_)
+        unit_starts[np.cumsum(sizes) - sizes] = True
         pieces = zip(starts.tolist(), ends.tolist(), strict=True)
         digests = [xxhash.xxh3_64_intdigest(token_ids[a:b].tobytes() + loss_mask[a:b].tobytes()) for a, b in pieces]
         largest = int(token_ids.max())
@@ -154,6 +195,10 @@ class StoreWriter:
             self._write("hashes", np.array(digests, np.uint64))
             self._write("files", files)
             self._write("rows", rows)
+            self._write("unit_starts", unit_starts)
+            for name, values in own.items():
+                self._write(name, values)
+        self._shard_units += len(sizes)
         self._masks.append(loss_mask)
         self._shard_samples += len(lengths)
         self._shard_tokens += int(ends[-1])
@@ -173,7 +218,7 @@ class StoreWriter:
             mask = np.concatenate(self._masks) if self._masks else np.zeros(0, np.bool_)
             self._write("loss_mask", np.packbits(mask, bitorder="little"))
             hashes = {name: hasher.hexdigest() for name, hasher in self._hashes.items()}
-            shard = Shard(self._shard_samples, self._shard_tokens, hashes)
+            shard = Shard(self._shard_samples, self._shard_tokens, hashes, self._shard_units)
             entry = {"shard": asdict(shard), "max_token_id": self._shard_max, "state": state}
             for file in self._files.values():
                 file.flush()
@@ -202,18 +247,17 @@ class StoreWriter:
             self.close_shard({})
         with self._durable_io.resource_errors("write", self._folder):
             for name, file in self._files.items():
-                # a .npy header (numpy.lib.format 1.0) of fixed size, so that it can be written after the data
-                descr = np.lib.format.dtype_to_descr(self._columns[name].stored)
-                text = repr({"descr": descr, "fortran_order": False, "shape": (self._lengths[name],)})
-                body = text.encode("latin1").ljust(HEADER_BYTES - 11) + b"\n"
                 file.seek(0)
-                file.write(b"\x93NUMPY\x01\x00" + len(body).to_bytes(2, "little") + body)
+                file.write(npy_header(self._columns[name], self._lengths[name]))
         self.close()
         self._durable_io.write_json(self._folder / "report.json", report)
-        columns = {name: asdict(column) for name, column in self._columns.items()}
-        shards = [asdict(shard) for shard in self.shards]
-        manifest = {"version": VERSION, "meta": asdict(meta), "columns": columns, "shards": shards}
-        self._durable_io.write_json(self._folder / MANIFEST, manifest)
+        columns = {
+            name: replace(column, fingerprint=fingerprint(name, column, self.shards), file=f"{name}.npy")
+            for name, column in self._columns.items()
+        }
+        self._durable_io.write_json(
+            self._folder / MANIFEST, asdict(Manifest(VERSION, meta, columns, tuple(self.shards)))
+        )
         self._durable_io.remove_tree(self._folder / _JOURNAL)
         self._durable_io.sync_tree(self._folder)
 
@@ -245,12 +289,13 @@ def new_store(
     num_ids: int,
     identity: State | None = None,
     restore: Callable[[State], None] = lambda _: None,
+    columns: Mapping[str, Column] | None = None,
 ) -> Iterator[StoreWriter]:
     """Yield a writer into a folder next to `folder`, which replaces it by a rename once everything is on disk.
 
     On an error an older store at `folder` is kept. Finished shards stay for the next writer with an equal `identity`,
-    which gets their states by `restore`; with None, nothing stays. The caller holds the lock. Raises ResourceError if
-    the disk is full or cannot be written.
+    which gets their states by `restore`; with None, nothing stays. `columns` are those that the store has besides
+    `COLUMNS`. The caller holds the lock. Raises ResourceError if the disk is full or cannot be written.
     """
     durable_io, old = DurableIO(), folder.with_name(f".{folder.name}.old")
     new = folder.with_name(f".{folder.name}.tmp")
@@ -258,7 +303,7 @@ def new_store(
         durable_io.remove_tree(new)
     writer = None
     try:
-        with closing(StoreWriter(new, durable_io, num_ids, identity or {}, restore)) as writer:
+        with closing(StoreWriter(new, durable_io, num_ids, identity or {}, restore, columns)) as writer:
             yield writer
     except BaseException:
         if identity is None or writer is None or not writer.shards:

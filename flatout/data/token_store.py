@@ -1,24 +1,35 @@
 """The token store: columns of tokens and samples on disk in shards, memory-mapped, each shard verified by its hashes.
 
 A column is one .npy file that all shards follow each other in, so that a store of any size is a handful of arrays. A
-shard is a range of samples, with the hash of its range of every column.
+shard is a range of samples, with the hash of its range of every column. Consecutive samples are a unit, such as the
+two answers of a pair; most stores have units of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tokenize import TokenError
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import Field, TypeAdapter, ValidationError, with_config
 
+from flatout.data.columns import (
+    CHECKED,
+    COLUMNS,
+    NOT_IN_OLD,
+    Column,
+    Layout,
+    LossMask,
+    Shard,
+    fingerprint,
+)
 from flatout.data.conversation import Origin
 from flatout.data.templates.description import TemplateDescription
 from flatout.environment import checks_again
@@ -26,47 +37,21 @@ from flatout.errors import CheckpointError, DataError, ResourceError
 from flatout.io.json_file import encode_json, read_json
 from flatout.io.kept_facts import find_facts, keep_facts
 
-VERSION, OLD_VERSION = 3, 2
+VERSION, EARLIER_VERSION, OLD_VERSION = 4, 3, 2
 MANIFEST = "manifest.json"
 _AGAIN = "rebuild the data set"
-HEADER_BYTES = 128
-_CHECKED = ConfigDict(strict=True, extra="forbid")
-
-
-@with_config(_CHECKED)
-@dataclass(frozen=True, slots=True)
-class Column:
-    """`dtype` is numpy's name of the values on disk, or `bits`: packed, the first in the lowest bit of a byte."""
-
-    dtype: Literal["bits", "bool", "uint16", "int32", "int64", "uint64"]
-    per: Literal["token", "sample"]
-
-    @property
-    def stored(self) -> np.dtype[Any]:
-        """The type of the array in the file."""
-        return np.dtype(np.uint8 if self.dtype == "bits" else self.dtype)
-
-
-COLUMNS = {
-    "token_ids": Column("int32", "token"),  # uint16 where every id fits
-    "loss_mask": Column("bits", "token"),  # each shard begins with a whole byte
-    "offsets": Column("int64", "sample"),  # where a sample ends; a 0 precedes the first
-    "num_labels": Column("int64", "sample"),
-    "hashes": Column("uint64", "sample"),  # xxh3 of ids (int32) and mask (bytes)
-    "files": Column("int32", "sample"),  # index into meta.files
-    "rows": Column("int64", "sample"),  # row in that file, from 1
-}
-"""What a store holds of every sample. The manifest records it, so that a store may have other columns too."""
 MASK_RULES = 1
 """Version of the rules by which conversations become text and ranges with loss; raised when a row may get others."""
-_OLD_COLUMNS = COLUMNS | {"loss_mask": Column("bool", "token")}
+_OLD_COLUMNS = {name: column for name, column in COLUMNS.items() if name not in NOT_IN_OLD}
+_OLD_COLUMNS |= {"loss_mask": Column("bool", "token", COLUMNS["loss_mask"].meaning)}
+_PER_UNIT = Column("int64", "unit")
 
 
 def _with_rules(fingerprint: str, mask_rules: int) -> str:
     return xxhash.xxh3_128_hexdigest(f"{fingerprint} {mask_rules}".encode()) if mask_rules else fingerprint
 
 
-@with_config(_CHECKED)
+@with_config(CHECKED)
 @dataclass(frozen=True, slots=True)
 class StoreMeta:
     """What a store was made from, and what happened to the rows (`counts`; the lists are in report.json).
@@ -120,33 +105,25 @@ class StoreMeta:
         return {**dict.fromkeys(ordinary, False), **dict.fromkeys(special, True)}
 
 
-@with_config(_CHECKED)
+@with_config(CHECKED)
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """Consecutive samples; `xxh3` is the hash (32 hex digits) of their bytes in each column."""
+class Manifest:
+    """What a store is: its columns, and its shards."""
 
-    num_samples: Annotated[int, Field(ge=0)]
-    num_tokens: Annotated[int, Field(ge=0)]
-    xxh3: Mapping[str, str]
-
-
-@with_config(_CHECKED)
-@dataclass(frozen=True, slots=True)
-class _Manifest:
     version: int
     meta: StoreMeta
     columns: Mapping[Annotated[str, Field(pattern="^[a-z_]+$")], Column]
     shards: tuple[Shard, ...]
 
 
-@with_config(_CHECKED)
+@with_config(CHECKED)
 @dataclass(frozen=True, slots=True)
 class _OldArray:
     length: Annotated[int, Field(ge=0)]
     xxh3_128: str
 
 
-@with_config(_CHECKED)
+@with_config(CHECKED)
 @dataclass(frozen=True, slots=True)
 class _OldManifest:
     version: int
@@ -154,58 +131,21 @@ class _OldManifest:
     arrays: Mapping[str, _OldArray]
 
 
-class Layout:
-    """Where the shards of a column lie in its file."""
+@dataclass(frozen=True, slots=True)
+class TokenSample:
+    """One sample of n tokens: `token_ids` int32 (n,), `loss_mask` bool (n,), and the columns that were asked for.
 
-    def __init__(self, columns: Mapping[str, Column], shards: Sequence[Shard]) -> None:
-        """`columns` and `shards` are those of the manifest."""
-        self._columns, self.shards = columns, shards
-        counts = [(shard.num_samples, shard.num_tokens, -(-shard.num_tokens // 8)) for shard in shards]
-        starts = np.cumsum([(0, 0, 0), *counts], axis=0, dtype=np.int64)
-        self.samples, self.tokens, self.mask_bytes = starts.T
+    A column per token is (n,); one per sample or unit is a value without dimensions.
+    """
 
-    def items(self, name: str, shard: int | None = None) -> slice:
-        """Return the range of items of one shard, or of all, in the file of a column."""
-        column = self._columns[name]
-        starts = self.samples if column.per == "sample" else self.mask_bytes if column.dtype == "bits" else self.tokens
-        first, last = (0, len(self.shards)) if shard is None else (shard, shard + 1)
-        before = int(name == "offsets")
-        return slice(int(starts[first]) + before * (first > 0), int(starts[last]) + before)
+    token_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
-
-class LossMask:
-    """A mask that is stored as bits, read as bool [T] by a slice or by an integer or boolean array of indices."""
-
-    dtype = np.dtype(np.bool_)
-
-    def __init__(self, stored: NDArray[np.uint8], layout: Layout) -> None:
-        """`stored` has the shards one after the other, each from a whole byte on."""
-        self._stored, self._starts = stored, layout.tokens
-        # what to add to the index of a token of each shard for the index of its bit
-        self._shifts = 8 * layout.mask_bytes[:-1] - layout.tokens[:-1]
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def _bits(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        shards = np.searchsorted(self._starts[1:-1], tokens, side="right") if len(self._shifts) > 1 else 0
-        return np.asarray(tokens + self._shifts[shards])
-
-    def __getitem__(self, where: slice | NDArray[Any]) -> NDArray[np.bool_]:
-        if isinstance(where, slice):
-            start, stop, step = where.indices(len(self))
-            first, last = (int(bit) for bit in self._bits(np.array([start, max(start, stop - 1)])))
-            if step != 1 or last - first != stop - 1 - start:  # of several shards, or empty
-                return self[np.arange(start, stop, step)]
-            bits = np.unpackbits(self._stored[first >> 3 : (last >> 3) + 1], bitorder="little")
-            return bits[first & 7 :][: stop - start].view(np.bool_)
-        places = np.flatnonzero(where) if where.dtype == np.bool_ else where
-        at = self._bits(places)
-        return np.asarray((self._stored[at >> 3] >> (at & 7).astype(np.uint8)) & 1).astype(np.bool_)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """Return all of it in memory, a byte for each token."""
-        return self[:].astype(np.bool_ if dtype is None else dtype)
+    @property
+    def pair(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """The token ids and the loss mask."""
+        return self.token_ids, self.loss_mask
 
 
 @dataclass(frozen=True)
@@ -214,6 +154,8 @@ class TokenStore:
 
     `token_ids` int32 or uint16 [T] and `loss_mask` bool [T] stay on disk; sample i is [offsets[i], offsets[i + 1]).
     `offsets` int64 [N + 1]; `num_labels` int64 [N] counts the tokens that carry loss; loss_mask[offsets[i]] is False.
+    `unit_starts` bool [N] marks the first sample of each unit; None: each sample is a unit. `columns` describes all
+    columns, and `extra` has those besides, by name, on disk.
     """
 
     folder: Path
@@ -226,6 +168,9 @@ class TokenStore:
     rows: NDArray[np.int64]
     meta: StoreMeta
     check: ShardCheck | None = None
+    unit_starts: NDArray[np.bool_] | None = None
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    extra: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
@@ -242,12 +187,41 @@ class TokenStore:
         """One number per source row of the samples, int64 [N]: windows and copies of a row share it."""
         return self.files.astype(np.int64) << 40 | self.rows
 
-    def sample(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return token ids and loss mask of one sample; raises DataError if the sample's shard is damaged."""
+    @cached_property
+    def unit_offsets(self) -> NDArray[np.int64] | None:
+        """Where units begin, and N: int64 [U + 1]; None where each sample is a unit."""
+        if self.unit_starts is None or self.unit_starts.all():
+            return None
+        return np.append(np.flatnonzero(self.unit_starts), self.num_samples)
+
+    def units_of(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of the unit of each of these samples, int64."""
+        if self.unit_offsets is None:
+            return sample_ids
+        return np.searchsorted(self.unit_offsets, sample_ids, side="right") - 1
+
+    def require_columns(self, names: Collection[str], who: str) -> None:
+        """Raise DataError if the store lacks one of these columns, which `who` needs."""
+        for name in names:
+            if name not in self.extra:
+                known = ", ".join(sorted(self.extra)) or "none"
+                raise DataError(
+                    f"{self.folder}: data set {self.meta.name!r} has no column {name!r}, which {who} needs (its own "
+                    f"columns: {known}); write it with flatout.data.add_column, or train without {who}"
+                )
+
+    def sample(self, index: int, columns: Collection[str] = ()) -> TokenSample:
+        """Return one sample with some of the columns of `extra`; raises DataError if the sample's shard is damaged."""
         if self.check is not None:
             self.check(index)
         start, end = self.offsets[index], self.offsets[index + 1]
-        return self.token_ids[start:end].astype(np.int32, copy=False), self.loss_mask[start:end]
+        ids, loss_mask = self.token_ids[start:end].astype(np.int32, copy=False), self.loss_mask[start:end]
+        if not columns:
+            return TokenSample(ids, loss_mask)
+        unit = int(self.units_of(np.array([index]))[0])
+        where: dict[str, Any] = {"token": slice(start, end), "sample": index, "unit": unit}
+        values = {name: np.asarray(self.extra[name][where[self.columns[name].per]]) for name in columns}
+        return TokenSample(ids, loss_mask, values)
 
     def origin(self, index: int) -> Origin:
         """Return the row that a sample came from, for messages."""
@@ -261,15 +235,18 @@ class TokenStore:
         first reads one. A store whose every shard was found whole is not hashed again while its files are the same.
         Raises DataError for a missing, incomplete, damaged or newer store.
         """
-        manifest = _read_manifest(folder)
+        manifest = read_manifest(folder)
         layout = Layout(manifest.columns, manifest.shards)
         arrays = {name: _open_array(folder, name, manifest.columns, layout) for name in manifest.columns}
-        check = ShardCheck(folder, manifest.columns, layout, arrays) if verify else None
-        known: dict[str, Any] = {name: arrays[name] for name in COLUMNS}
+        check = ShardCheck(folder, manifest.columns, layout, dict(arrays)) if verify else None
+        known: dict[str, Any] = {name: arrays.pop(name) for name in COLUMNS if name in arrays}
         if manifest.columns["loss_mask"].dtype == "bits":
-            known["loss_mask"] = LossMask(arrays["loss_mask"], layout)
-        store = cls(folder=folder, meta=manifest.meta, check=check, **known)
+            known["loss_mask"] = LossMask(known["loss_mask"], layout)
+        store = cls(folder=folder, meta=manifest.meta, check=check, columns=manifest.columns, extra=arrays, **known)
         fits = int(store.offsets[0]) == 0 and int(store.offsets[-1]) == len(store.token_ids)
+        if store.unit_starts is not None and store.num_samples:
+            num_units = sum(shard.num_values(_PER_UNIT) for shard in manifest.shards)
+            fits &= bool(store.unit_starts[0]) and int(np.count_nonzero(store.unit_starts)) == num_units
         if fits and store.num_samples and verify:
             in_range = bool(store.files.min() >= 0 and store.files.max() < len(store.meta.files))
             fits = in_range and bool((store.lengths > 0).all())
@@ -293,12 +270,12 @@ class ShardCheck:
         except CheckpointError:  # a damaged file of the cache: the store is hashed again
             pass
         for shard in sorted(self._left):
-            self._verify(shard, "sample")
+            self._verify(shard, ("sample", "unit"))
 
     @cached_property
     def _key(self) -> dict[str, Any]:
         files = {}
-        for name in (MANIFEST, *(f"{name}.npy" for name in self._columns)):
+        for name in (MANIFEST, *(column.file for column in self._columns.values())):
             facts = (self._folder / name).stat()
             files[name] = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
         return {"store": str(self._folder.resolve()), "files": files}
@@ -310,35 +287,38 @@ class ShardCheck:
         shard = int(np.searchsorted(self._layout.samples[1:], sample, side="right"))
         if shard not in self._left:
             return
-        self._verify(shard, "token")
+        self._verify(shard, ("token",))
         self._left.discard(shard)  # another thread may have been as fast
         if not self._left:
             with suppress(ResourceError):  # no cache: the next start hashes them again
                 keep_facts("tokens", self._key, {"shards": len(self._layout.shards)})
 
-    def _verify(self, shard: int, per: str) -> None:
+    def _verify(self, shard: int, per: Collection[str]) -> None:
         expected = self._layout.shards[shard].xxh3
         for name, column in self._columns.items():
-            if column.per != per:
+            if column.per not in per:
                 continue
             part = self._arrays[name][self._layout.items(name, shard)]
             if xxhash.xxh3_128_hexdigest(part.view(np.uint8).data) != expected.get(name):
                 first, last = (int(sample) for sample in self._layout.samples[shard : shard + 2])
                 raise DataError(
-                    f"{self._folder / name}.npy: shard {shard} (samples {first + 1:,} to {last:,}): the content does "
-                    f"not match its hash (damaged file); {_AGAIN}"
+                    f"{self._folder / column.file}: shard {shard} (samples {first + 1:,} to {last:,}): the "
+                    f"content does not match its hash (damaged file); {_AGAIN}"
                 )
 
 
-def _read_manifest(folder: Path) -> _Manifest:
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a store of any version, as one of today's. Raises DataError."""
     path = folder / MANIFEST
     if not path.exists():
         raise DataError(f"{folder} is not a built data set ({MANIFEST} is missing); run flatout data build")
     raw = read_json(path, DataError)
     version = raw.get("version") if isinstance(raw, dict) else None
-    if version not in (VERSION, OLD_VERSION):
-        raise DataError(f"{path}: found format version {version}, but this flatout reads {VERSION}; {_AGAIN}")
-    adapter: TypeAdapter[Any] = TypeAdapter(_Manifest if version == VERSION else _OldManifest)
+    if version not in (VERSION, EARLIER_VERSION, OLD_VERSION):
+        raise DataError(
+            f"{path}: found format version {version}, but this flatout reads {OLD_VERSION} to {VERSION}; {_AGAIN}"
+        )
+    adapter: TypeAdapter[Any] = TypeAdapter(_OldManifest if version == OLD_VERSION else Manifest)
     try:
         found = adapter.validate_json(encode_json(raw))
     except ValidationError as error:
@@ -349,15 +329,23 @@ def _read_manifest(folder: Path) -> _Manifest:
         hashes = {name: facts.xxh3_128 for name, facts in found.arrays.items()}
         length = {name: facts.length for name, facts in found.arrays.items()}
         shard = Shard(length.get("num_labels", 0), length.get("token_ids", 0), hashes)
-        found = _Manifest(VERSION, found.meta, _OLD_COLUMNS, (shard,))
-    manifest: _Manifest = found
-    if missing := COLUMNS.keys() - manifest.columns.keys():
+        found = Manifest(VERSION, found.meta, _OLD_COLUMNS, (shard,))
+    manifest: Manifest = found
+    if missing := COLUMNS.keys() - manifest.columns.keys() - NOT_IN_OLD:
         raise DataError(f"{path}: columns: {min(missing)} is missing; {_AGAIN}")
-    return manifest
+    columns = {}
+    for name, column in manifest.columns.items():
+        mark = fingerprint(name, column, manifest.shards)
+        if column.fingerprint not in ("", mark):
+            raise DataError(
+                f"{path}: columns.{name}.fingerprint: found {column.fingerprint}, but its shards give {mark}; {_AGAIN}"
+            )
+        columns[name] = replace(column, fingerprint=mark, file=column.file or f"{name}.npy")
+    return replace(manifest, version=VERSION, columns=columns)
 
 
 def _open_array(folder: Path, name: str, columns: Mapping[str, Column], layout: Layout) -> NDArray[Any]:
-    path, dtype, length = folder / f"{name}.npy", columns[name].stored, layout.items(name).stop
+    path, dtype, length = folder / columns[name].file, columns[name].stored, layout.items(name).stop
     try:
         array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except OSError as error:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from flatout.errors import UsageError
 from flatout.kernels.attention.shared_prefix import SharedPrefixes
 
 TOKENS_MULTIPLE = 128
@@ -83,6 +84,41 @@ class KeyPieces(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class BatchColumns:
+    """What an objective asked for, of a micro-batch with S samples in U units; a filler has none of them, and no label.
+
+    `label_samples` int64 (L,) is the sample of each label token, `sample_units` int64 (S,) the unit of each sample.
+    Columns by name: `per_label` (L,) has the values per token at the label tokens, `per_sample` (S,), `per_unit` (U,).
+    """
+
+    label_samples: torch.Tensor
+    sample_units: torch.Tensor
+    num_units: int
+    per_label: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    per_sample: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    per_unit: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BatchColumns:
+        """Return the same with each tensor changed."""
+        samples, units = (
+            {name: change(values) for name, values in columns.items()} for columns in (self.per_sample, self.per_unit)
+        )
+        units_of = change(self.sample_units)
+        return replace(self.of_labels(change), sample_units=units_of, per_sample=samples, per_unit=units)
+
+    def of_labels(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BatchColumns:
+        """Return the same with what belongs to label tokens changed, such as to those of one rank."""
+        labels = {name: change(values) for name, values in self.per_label.items()}
+        return replace(self, label_samples=change(self.label_samples), per_label=labels)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all tensors."""
+        yield from (self.label_samples, self.sample_units)
+        for columns in (self.per_label, self.per_sample, self.per_unit):
+            yield from columns.values()
+
+
+@dataclass(frozen=True, slots=True)
 class PackedBatch:
     """T tokens of D concatenated documents, L of them predicted, none from another document.
 
@@ -93,7 +129,8 @@ class PackedBatch:
     tokens, at position 0, and its boundaries are those of its row. `cu_seqlens_cpu` is `cu_seqlens` on the CPU, for a
     batch that was copied to a GPU. With `shared`, prefixes of several samples are documents of their own, at the start
     of the stream; the rest of each of these samples is another, whose positions go on after the prefix. With `keys`,
-    the batch is one rank's share of the tokens, and D counts pieces of documents.
+    the batch is one rank's share of the tokens, and D counts pieces of documents. `asked` is what the objective asked
+    for; its own names are read as `label_samples`, `sample_units`, `num_samples`, `num_units` and `columns`.
     """
 
     token_ids: torch.Tensor
@@ -107,6 +144,36 @@ class PackedBatch:
     cu_seqlens_cpu: torch.Tensor | None = None
     shared: SharedPrefixes | None = None
     keys: KeyPieces | None = None
+    asked: BatchColumns | None = None
+
+    @property
+    def label_samples(self) -> torch.Tensor:
+        """The sample of each label token, int64 (L,). Raises UsageError if nobody asked for samples."""
+        return self._asked.label_samples
+
+    @property
+    def sample_units(self) -> torch.Tensor:
+        """The unit of each sample, int64 (S,)."""
+        return self._asked.sample_units
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._asked.sample_units)
+
+    @property
+    def num_units(self) -> int:
+        return self._asked.num_units
+
+    @property
+    def columns(self) -> Mapping[str, torch.Tensor]:
+        """The columns by name: at label tokens (L,), per sample (S,) or per unit (U,)."""
+        return {**self._asked.per_label, **self._asked.per_sample, **self._asked.per_unit}
+
+    @property
+    def _asked(self) -> BatchColumns:
+        if self.asked is None:
+            raise UsageError("the objective reads samples or columns, but declares no `needs`: name the columns, or ()")
+        return self.asked
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -137,6 +204,8 @@ class PackedBatch:
         if self.keys is not None:
             rows, cu_seqlens, max_seqlen = self.keys
             moved["keys"] = KeyPieces(copy(rows), copy(cu_seqlens), max_seqlen)
+        if self.asked is not None:
+            moved["asked"] = self.asked.mapped(copy)
         return replace(self, **moved)
 
     @property
@@ -174,8 +243,8 @@ class PackedBatch:
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
         """Keep the allocator from reusing these tensors' memory, once freed, before the work queued on `stream`."""
-        shared, keys = self.shared or (), self.keys or ()
-        for tensor in (*(getattr(self, name) for name in _TENSORS), *shared[:2], *keys[:2]):
+        shared, keys, asked = self.shared or (), self.keys or (), self.asked.tensors() if self.asked else ()
+        for tensor in (*(getattr(self, name) for name in _TENSORS), *shared[:2], *keys[:2], *asked):
             tensor.record_stream(stream)
 
 

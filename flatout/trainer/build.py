@@ -181,8 +181,11 @@ def make_feeds(
 ) -> tuple[Feed, tuple[Feed, ...]]:
     """Return the feed of training, and one for each evaluation data set."""
     share = share_of(planned.parallel_layout, rank)
-    feed = Feed(planned.store, device, share, size_buckets=size_buckets, **planned.plan.batch_bounds)
-    return feed, tuple(Feed(each.store, device, share, max_documents=each.max_documents) for each in planned.eval_sets)
+    needs = planned.needs
+    feed = Feed(planned.store, device, share, size_buckets=size_buckets, needs=needs, **planned.plan.batch_bounds)
+    return feed, tuple(
+        Feed(each.store, device, share, max_documents=each.max_documents, needs=needs) for each in planned.eval_sets
+    )
 
 
 def make_loss(

@@ -6,15 +6,18 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from flatout.data.token_store import TokenStore
+from flatout.data.token_store import TokenSample, TokenStore
 from flatout.errors import DataError
 from flatout.models.context.share import ContextShare
-from flatout.models.packed import PackedBatch, flatten_samples, padded_num_boundaries
+from flatout.models.packed import BatchColumns, PackedBatch, flatten_samples, padded_num_boundaries
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 
 # how many micro-batches are prefetched, and how many steps ahead they may lie
@@ -40,10 +43,12 @@ class Feed:
         max_documents: int,
         size_buckets: Sequence[int] = (),
         max_prefixes: int = 0,
+        needs: Sequence[str] | None = None,
     ) -> None:
         """`max_documents` is the most samples that a micro-batch holds, and `max_prefixes` the most prefixes.
 
-        `size_buckets` are as in `packed_size`. With `share`, batches are that share of each micro-batch.
+        `size_buckets` are as in `packed_size`. With `share`, batches are that share of each micro-batch. `needs` are
+        the store's columns that batches carry, with the samples and units that labels belong to; None: neither.
         """
         self.store = store
         self._device = device
@@ -55,6 +60,8 @@ class Feed:
         self.share = share
         self.wait_s = 0.0
         self.size_buckets = size_buckets
+        self._needs = needs
+        self._token_columns = [name for name in needs or () if store.columns[name].per == "token"]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flatout-feed")
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staged: dict[MicroBatch, Future[Staged]] = {}
@@ -101,7 +108,8 @@ class Feed:
                 self._staged[micro_batch] = self._thread.submit(self._stage, micro_batch)
 
     def _stage(self, micro_batch: MicroBatch) -> Staged:
-        samples = [self.store.sample(sample_id) for sample_id in micro_batch.sample_ids]
+        read = [self.store.sample(sample_id, self._token_columns) for sample_id in micro_batch.sample_ids]
+        samples = [sample.pair for sample in read]
         if micro_batch.is_filler:
             samples = [(ids, np.zeros(len(ids), bool)) for ids, _ in samples]
         batch = flatten_samples(
@@ -122,6 +130,8 @@ class Feed:
                 f"{self.store.folder}: samples {list(micro_batch.sample_ids)[:8]} have {batch.num_label_tokens:,} "
                 f"label tokens, but the plan counts {micro_batch.num_label_tokens:,}; rebuild the data set"
             )
+        if self._needs is not None:
+            batch = replace(batch, asked=self._gather(micro_batch, read))
         if self.share is not None:
             batch = self.share.of(batch, self.num_boundaries)
         if self._copies is None:
@@ -129,3 +139,23 @@ class Feed:
         with torch.cuda.stream(self._copies):
             batch = batch.to(self._device)
             return batch, self._copies.record_event()
+
+    def _gather(self, micro_batch: MicroBatch, read: Sequence[TokenSample]) -> BatchColumns:
+        """Return the samples and units of a micro-batch and the columns that are needed; none of a filler's."""
+        if micro_batch.is_filler:  # its samples are counted in another micro-batch
+            read = []
+        ids = np.array(micro_batch.sample_ids[: len(read)], np.int64)
+        units, sample_units = np.unique(self.store.units_of(ids), return_inverse=True)
+        counts = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in read]
+        per: dict[str, dict[str, torch.Tensor]] = {"token": {}, "sample": {}, "unit": {}}
+        for name in self._needs or ():
+            column, values = self.store.columns[name], self.store.extra[name]
+            if column.per == "token":
+                own = [sample.columns[name][1:][sample.loss_mask[1:]] for sample in read]
+                found: NDArray[Any] = np.concatenate([np.zeros(0, column.stored), *own])
+            else:
+                found = np.array(values[ids if column.per == "sample" else units])
+            per[column.per][name] = torch.from_numpy(found)
+        label_samples = torch.from_numpy(np.repeat(np.arange(len(read)), counts))
+        of_samples = torch.from_numpy(sample_units.astype(np.int64))
+        return BatchColumns(label_samples, of_samples, len(units), per["token"], per["sample"], per["unit"])

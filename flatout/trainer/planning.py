@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ class PlannedRun:
 
     `divisors` (num_samples,) is what each sample adds to the divisor of its step; None: its label tokens. `sharing`
     says whether samples share prefixes, and why. `recalls` is explained in `trainer/proofs.py`. `problems` are what
-    `plan_run` was told as `unpackable` and `unsharable`.
+    `plan_run` was told as `unpackable` and `unsharable`. `needs` are the columns that the objective asks for.
     """
 
     shape: ModelShape
@@ -86,6 +86,7 @@ class PlannedRun:
     sharing: str = ""
     recalls: bool = False
     problems: tuple[str | None, str | None] = (None, None)
+    needs: tuple[str, ...] | None = None
 
     @property
     def split(self) -> list[Any]:
@@ -121,7 +122,8 @@ def plan_run(
     shape = read_shape(config.model.name, config.model.revision)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
     check_context(config, rank, objective)
-    store = open_tokens(config.data, config, reporter)
+    store, needs = open_tokens(config.data, config, reporter), columns_of(objective)
+    store.require_columns(needs or (), f"objective {objective.name}")
     num_tokens, share = int(store.lengths.sum()), int(store.num_labels.sum()) / int(store.lengths.sum())
     reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {share:.0%} label")
     if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
@@ -153,13 +155,13 @@ def plan_run(
     divisors = sample_divisors(objective, store, reporter)
     evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets]
     prompts = plan_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
-    fingerprints: dict[str, Any] = {"data": _identity(store), "plan": plan.fingerprint}
+    fingerprints: dict[str, Any] = {"data": _identity(store, needs), "plan": plan.fingerprint}
     if eval_sets:
-        identities = [_identity(each.store) for each in eval_sets]
+        identities = [_identity(each.store, needs) for each in eval_sets]
         fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
     if divisors is not None:
         fingerprints["objective"] = {"name": objective.name, "divisors": xxh3_64_hexdigest(divisors.tobytes())}
-    facts = (fingerprints, divisors, device, sharing, False, (unpackable, unsharable))
+    facts = (fingerprints, divisors, device, sharing, False, (unpackable, unsharable), needs)
     return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, *facts)
 
 
@@ -189,7 +191,7 @@ def sample_divisors(objective: Objective, store: TokenStore, reporter: Reporter)
         return None
     values = np.empty(store.num_samples)
     for index in range(store.num_samples):
-        found: Any = objective.sample_divisor(*store.sample(index))
+        found: Any = objective.sample_divisor(*store.sample(index).pair)
         try:
             values[index] = found
         except (TypeError, ValueError) as error:
@@ -240,6 +242,7 @@ def plan_evaluation(
     for name in config.eval.data_names:
         eval_config = config.data.model_dump(exclude=CHOOSES_ROWS, exclude_unset=True) | {"name": name}
         stores[name] = open_tokens(DataConfig.model_validate(eval_config), config, reporter)
+        stores[name].require_columns(columns_of(objective) or (), f"objective {objective.name}")
     eval_sets = []
     train_hashes = store.hashes if train_ids is None else store.hashes[train_ids]
     for name, eval_store in stores.items():
@@ -267,8 +270,16 @@ def plan_evaluation(
     return tuple(eval_sets)
 
 
-def _identity(store: TokenStore) -> dict[str, Any]:
-    return {"name": store.meta.name, "num_samples": store.num_samples, "fingerprint": store.meta.fingerprint}
+def _identity(store: TokenStore, needs: Sequence[str] | None) -> dict[str, Any]:
+    """Return what a checkpoint remembers of a data set; of its own columns, those that the objective reads."""
+    found = {"name": store.meta.name, "num_samples": store.num_samples, "fingerprint": store.meta.fingerprint}
+    return found | ({"columns": {name: store.columns[name].fingerprint for name in needs}} if needs else {})
+
+
+def columns_of(objective: Objective) -> tuple[str, ...] | None:
+    """Return the columns that the loader gathers for an objective; None if it needs neither columns nor samples."""
+    needs, couples = tuple(getattr(objective, "needs", ())), getattr(objective, "couples", "token")
+    return None if couples == "token" and not needs else needs
 
 
 def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:

@@ -146,7 +146,7 @@ def choose_rows(
         limit = max(MAX_ROW_TOKENS, int(np.sort(lengths)[:NUM_ROWS][-1]))
         ids = np.unique(ids[(lengths <= limit) & (lengths > 1)])
         for sample_id in np.roll(ids, -((2 * number + 1) * len(ids) // (2 * NUM_ROWS))).tolist():
-            context, reference = _split(*store.sample(sample_id))
+            context, reference = _split(*store.sample(sample_id).pair)
             if len(context) > room:
                 too_long.add((place, sample_id))
             elif (place, sample_id) not in chosen:

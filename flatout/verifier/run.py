@@ -149,7 +149,7 @@ def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.d
     config = config.model_copy(update={"batch": batch})
     planned = plan_quietly(config, Rank())
     step = planned.plan.step(step.index)
-    samples = [planned.store.sample(sample_id) for sample_id in step.sample_ids]
+    samples = [planned.store.sample(sample_id).pair for sample_id in step.sample_ids]
     adapter = folder / "adapter"
     plain = plain_model(config, device, adapter)
     reference = Reference.write(folder / "reference", plain_step(plain, samples), plain.gradients)
@@ -216,7 +216,7 @@ def _own_rows(
     name = str(resolve_precision(config.model.precision, device)).removeprefix("torch.")
     planned = plan_quietly(config, Rank())
     step = planned.plan.step(step_index)
-    samples = [planned.store.sample(sample_id) for sample_id in step.sample_ids]
+    samples = [planned.store.sample(sample_id).pair for sample_id in step.sample_ids]
     plain = plain_model(config.model_copy(update={"base": trained.base}), device, config.lora.continue_from or Path())
     max_tokens = planned.plan.layout.micro_batch_tokens
     noise = _plain_row(plain, samples, max_tokens, reference, f"plain transformers in {name}")

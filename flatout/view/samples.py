@@ -103,7 +103,7 @@ def _read_report(store: TokenStore) -> _Report:
 
 def _sample(store: TokenStore, index: int, decode: Decode, report: _Report) -> tuple[Any, ...]:
     """Return number, what happened to the row, origin, tokens, trained tokens, and turns as HTML."""
-    token_ids, loss_mask = store.sample(index)
+    token_ids, loss_mask = store.sample(index).pair
     origin = store.origin(index)
     fates = [
         fate for fate in ("truncated", "split") if origin.row_number in report.rows.get(fate, {}).get(origin.source, ())

@@ -42,7 +42,7 @@ def judge_build(here: Path, drawn: Drawn, rows: Sequence[dict[str, Any]]) -> str
     referee = Referee(here, drawn)
     samples: dict[int, list[Sample]] = {}
     for index in range(store.num_samples):
-        ids, mask = (np.asarray(each) for each in store.sample(index))
+        ids, mask = (np.asarray(each) for each in store.sample(index).pair)
         samples.setdefault(int(store.rows[index]), []).append(referee.sample(ids, mask))
     unlabelled = {number for numbers in report["rows"].get("no_labels", {}).values() for number in numbers}
     for number, row in enumerate(rows, start=1):

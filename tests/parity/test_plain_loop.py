@@ -77,7 +77,7 @@ def test_200_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any
         model = peft.PeftModel.from_pretrained(model, str(tmp_path / "start"), is_trainable=True)
     model.train()
     batches = (
-        padded_batch([planned.store.sample(i) for i in step.sample_ids], model.config.pad_token_id)
+        padded_batch([planned.store.sample(i).pair for i in step.sample_ids], model.config.pad_token_id)
         for step in planned.plan.steps()
     )
     expected = list(plain_losses(model, batches, lr=config.optim.lr, weight_decay=0.01))

@@ -43,7 +43,7 @@ def wake_adapter(run: Run) -> None:
 
 def padded_reference(run: Run, planned: PlannedRun, step: StepPlan) -> tuple[float, Tensor]:
     """Mean loss over the step's label tokens and its gradient, from right-padded rows through model(...).logits."""
-    samples = [planned.store.sample(i) for i in step.sample_ids]
+    samples = [planned.store.sample(i).pair for i in step.sample_ids]
     longest = max(len(ids) for ids, _ in samples)
     loss_sum, num_labels = torch.zeros((), dtype=torch.float64), 0
     run.optimizer.zero_grad(set_to_none=True)
@@ -120,7 +120,7 @@ def test_tied_embedding_gets_the_gradient_of_both_uses(tiny: Any, tmp_path: Path
     accumulate_gradients(run, step)
     assert torch.allclose(embedding.grad, both, rtol=1e-10, atol=1e-14)
     unseen = sorted(
-        set(range(len(embedding))) - {i for s in step.sample_ids for i in planned.store.sample(s)[0].tolist()}
+        set(range(len(embedding))) - {i for s in step.sample_ids for i in planned.store.sample(s).token_ids.tolist()}
     )
     # a token that is never read still has a gradient: the head's softmax pushes it down
     assert embedding.grad[unseen].abs().sum() > 0
@@ -186,7 +186,7 @@ def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(
     with torch.no_grad():
         expected, correct, count = 0.0, 0, 0
         for sample_id in held_out:
-            ids, loss_mask = planned.store.sample(sample_id)
+            ids, loss_mask = planned.store.sample(sample_id).pair
             document = {"cu_seq_lens_q": torch.tensor([0, len(ids)], dtype=torch.int32), "max_length_q": len(ids)}
             row = torch.tensor(ids.tolist())
             positions = torch.arange(len(ids))[None]
@@ -261,10 +261,10 @@ def test_cutting_a_sample_changes_no_loss_of_what_is_kept(tiny: Any, tmp_path: P
     whole.model.eval()
     num_cut = 0
     for index in range(short.store.num_samples):
-        ids, loss_mask = short.store.sample(index)
+        ids, loss_mask = short.store.sample(index).pair
         origin = short.store.origin(index)
         twin = next(i for i in range(planned.store.num_samples) if planned.store.origin(i) == origin)
-        all_ids, all_trained = planned.store.sample(twin)
+        all_ids, all_trained = planned.store.sample(twin).pair
         num_cut += len(ids) < len(all_ids)
         assert ids.tolist() == all_ids[: len(ids)].tolist()
         assert loss_mask.tolist() == all_trained[: len(ids)].tolist()

@@ -56,7 +56,7 @@ def test_a_new_dense_architecture_needs_no_row(tiny: Any, tmp_path: Path, metric
     store = open_or_build(run_config.data, str(folder))
     losses, num_labels = [], 0
     for index in range(store.num_samples):
-        ids, mask = (torch.from_numpy(array.copy()) for array in store.sample(index))
+        ids, mask = (torch.from_numpy(array.copy()) for array in store.sample(index).pair)
         labels = ids.long().masked_fill(~mask, -100)[1:]
         logits = model(ids.long()[None]).logits[0, :-1]
         losses.append(nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=-100))

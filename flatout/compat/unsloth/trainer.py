@@ -112,7 +112,7 @@ class SFTTrainer:
         from datasets import Dataset
 
         store = self._store("train", self._datasets["train"])
-        samples = (store.sample(index) for index in range(store.num_samples))
+        samples = (store.sample(index).pair for index in range(store.num_samples))
         return Dataset.from_list([{"input_ids": ids, "labels": np.where(mask, ids, -100)} for ids, mask in samples])
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> Any:

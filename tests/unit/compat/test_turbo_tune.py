@@ -170,7 +170,7 @@ def test_a_run_trains_on_answers_only(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny.model_dir)
-    token_ids, loss_mask = store.sample(1)
+    token_ids, loss_mask = store.sample(1).pair
     assert tokenizer.decode(token_ids) == f"Add 1 and\n1 2{tokenizer.eos_token}"
     assert tokenizer.decode(token_ids[loss_mask]) == f" 2{tokenizer.eos_token}"
     saved = yaml.safe_load(Path("out/config.yaml").read_text())

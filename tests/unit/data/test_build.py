@@ -64,11 +64,11 @@ def maker(tmp_path: Path, small_tokenizer_dir: Path) -> Maker:
 
 
 def texts(store: TokenStore, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    return [tokenizer.decode(store.sample(i)[0].tolist()) for i in range(store.num_samples)]
+    return [tokenizer.decode(store.sample(i).token_ids.tolist()) for i in range(store.num_samples)]
 
 
 def labels(store: TokenStore, tokenizer: PreTrainedTokenizerFast, index: int) -> str:
-    ids, loss_mask = store.sample(index)
+    ids, loss_mask = store.sample(index).pair
     return str(tokenizer.decode(ids[loss_mask].tolist()))
 
 
@@ -76,7 +76,7 @@ def test_rows_become_samples(maker: Maker, small_tokenizer: PreTrainedTokenizerF
     store = maker.build([chat("q", "a"), chat("r", "b c")])
     assert texts(store, small_tokenizer)[1] == "<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\nb c<|im_end|>\n"
     assert labels(store, small_tokenizer, 1) == "b c<|im_end|>"
-    assert store.num_labels.tolist() == [int(store.sample(i)[1].sum()) for i in range(2)]
+    assert store.num_labels.tolist() == [int(store.sample(i).loss_mask.sum()) for i in range(2)]
     assert not store.loss_mask[store.offsets[:-1]].any()
     assert str(store.origin(1)).endswith("rows.jsonl:2")
     assert store.meta.max_token_id == store.token_ids.max()
@@ -107,10 +107,10 @@ def test_special_tokens_in_plain_text_are_asked_about(maker: Maker, small_tokeni
         maker.build(rows, on_bad_row="skip")
     kept = maker.build(rows, special_tokens="keep")
     assert texts(kept, small_tokenizer)[0] == TEMPLATED  # its own end, and no second one
-    assert kept.sample(0)[0].tolist().count(small_tokenizer.eos_token_id) == 2
-    assert kept.sample(3)[0][-1] == small_tokenizer.eos_token_id
+    assert kept.sample(0).token_ids.tolist().count(small_tokenizer.eos_token_id) == 2
+    assert kept.sample(3).token_ids[-1] == small_tokenizer.eos_token_id
     spelt = maker.build(rows, special_tokens="text")
-    assert spelt.sample(0)[0].tolist().count(small_tokenizer.eos_token_id) == 1
+    assert spelt.sample(0).token_ids.tolist().count(small_tokenizer.eos_token_id) == 1
     rare = [{"text": "words"}] * 20 + [{"text": TEMPLATED}]
     assert maker.build(rare).meta.counts["typed_control"] == 1
 
@@ -135,7 +135,7 @@ def test_bos_comes_once(tmp_path: Path, maker: Maker, shared: Path) -> None:
 
 def test_token_rows_are_checked(maker: Maker) -> None:
     store = maker.build([{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}])
-    assert [part.tolist() for part in store.sample(0)] == [[5, 6, 7], [False, False, True]]
+    assert [part.tolist() for part in store.sample(0).pair] == [[5, 6, 7], [False, False, True]]
     with pytest.raises(DataError, match=r"rows\.jsonl:1: token id 999 at position 1 is outside 0\.\.302"):
         maker.build([{"input_ids": [5, 999], "labels": [5, 999]}])
 
@@ -202,17 +202,17 @@ def test_length_policies(
     maker: Maker, policy: str, lengths: list[int], small_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     full = maker.build([chat("q", "a"), LONG])
-    whole_ids, whole_mask = (array.tolist() for array in full.sample(1))
+    whole_ids, whole_mask = (array.tolist() for array in full.sample(1).pair)
     store = maker.build([chat("q", "a"), LONG], max_tokens=32, too_long=policy)
     got = store.lengths.tolist()[1:]
     assert got[: len(lengths)] == lengths[: len(got)]
     assert max(store.lengths) <= 32
     assert not store.loss_mask[store.offsets[:-1]].any()
     if policy == "split":
-        assert np.concatenate([store.sample(i)[0] for i in range(1, store.num_samples)]).tolist() == whole_ids
+        assert np.concatenate([store.sample(i).token_ids for i in range(1, store.num_samples)]).tolist() == whole_ids
         assert read_json(store.folder / "report.json")["counts"]["split"] == 1
     if policy == "truncate":  # inside an answer: what is kept keeps its labels
-        ids, loss_mask = store.sample(1)
+        ids, loss_mask = store.sample(1).pair
         assert (ids.tolist(), loss_mask.tolist()) == (whole_ids[:32], whole_mask[:32])
         assert "<|im_end|>" not in labels(store, small_tokenizer, 1)
 

@@ -62,7 +62,7 @@ def build(
         store = TokenStore.open(Path("data/built_dataset/x"))
         samples = []
         for index in range(store.num_samples):
-            ids, mask = store.sample(index)
+            ids, mask = store.sample(index).pair
             samples.append((small_tokenizer.decode(ids), small_tokenizer.decode(ids[mask])))
         return Built(code, out + err, samples, read_json(Path("data/built_dataset/x/report.json"))["counts"])
 

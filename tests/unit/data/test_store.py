@@ -59,7 +59,7 @@ def test_what_is_written_is_read(tmp_path: Path, per_append: int, num_ids: int, 
     assert (store.token_ids.dtype, store.loss_mask.dtype) == (dtype, np.bool_)
     assert isinstance(store.token_ids, np.memmap)
     for index, (ids, loss_mask) in enumerate(SAMPLES):
-        got_ids, got_mask = store.sample(index)
+        got_ids, got_mask = store.sample(index).pair
         assert (got_ids.tolist(), got_mask.tolist()) == (ids, loss_mask)
         assert (got_ids.dtype, got_mask.dtype) == (np.int32, np.bool_)
     assert str(store.origin(2)) == "a.jsonl:3"
@@ -69,7 +69,10 @@ def test_what_is_written_is_read(tmp_path: Path, per_append: int, num_ids: int, 
 def test_an_id_beyond_the_columns_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="token id 70000 is beyond"):
         _write(tmp_path / "d", [([5, 70_000], [False, True])], num_ids=1 << 16)
-    assert _write(tmp_path / "d", [([5, 70_000], [False, True])], num_ids=70_001).sample(0)[0].tolist() == [5, 70_000]
+    assert _write(tmp_path / "d", [([5, 70_000], [False, True])], num_ids=70_001).sample(0).token_ids.tolist() == [
+        5,
+        70_000,
+    ]
 
 
 @pytest.mark.parametrize("per_shard", [1, 2, 5, 100])
@@ -83,7 +86,7 @@ def test_a_mask_of_any_shards_is_the_same(tmp_path: Path, per_shard: int) -> Non
     assert np.array_equal(store.token_ids, ids)
     assert np.array_equal(np.asarray(store.loss_mask), mask)
     for index, (own_ids, own_mask) in enumerate(samples):
-        assert [part.tolist() for part in store.sample(index)] == [own_ids, own_mask]
+        assert [part.tolist() for part in store.sample(index).pair] == [own_ids, own_mask]
     for _ in range(50):
         start, end = sorted(rng.integers(0, len(mask) + 1, 2).tolist())
         assert np.array_equal(store.loss_mask[start:end], mask[start:end])
@@ -124,7 +127,7 @@ def test_a_store_of_version_2_is_read_as_it_is(tmp_path: Path) -> None:
     old, new = TokenStore.open(tmp_path / "old"), _write(tmp_path / "new", SAMPLES)
     assert old.meta == new.meta
     for index in range(3):
-        assert [part.tolist() for part in old.sample(index)] == [part.tolist() for part in new.sample(index)]
+        assert [part.tolist() for part in old.sample(index).pair] == [part.tolist() for part in new.sample(index).pair]
     for name in ("token_ids", "loss_mask", "offsets", "num_labels", "files", "rows"):
         assert np.array_equal(np.asarray(getattr(old, name)), np.asarray(getattr(new, name)))
     _flip_bit(tmp_path / "old")
@@ -144,19 +147,19 @@ def test_a_store_of_version_2_is_read_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["token_ids", "loss_mask"])
 def test_a_damaged_shard_is_named_when_it_is_read_and_not_before(tmp_path: Path, name: str) -> None:
     store = _write(tmp_path / "d", SAMPLES, per_append=1, ends_shards=True)
-    whole = [[part.tolist() for part in store.sample(index)] for index in range(3)]
+    whole = [[part.tolist() for part in store.sample(index).pair] for index in range(3)]
     _flip_bit(tmp_path / "d", name, -1)
     again = TokenStore.open(tmp_path / "d")
-    assert [[part.tolist() for part in again.sample(index)] for index in range(2)] == whole[:2]
+    assert [[part.tolist() for part in again.sample(index).pair] for index in range(2)] == whole[:2]
     for _ in range(2):
         with pytest.raises(DataError, match=rf"{name}\.npy: shard 2 \(samples 3 to 3\): the content does not match"):
             again.sample(2)
 
 
-@pytest.mark.parametrize("name", ["offsets", "num_labels", "hashes", "files", "rows"])
+@pytest.mark.parametrize("name", ["offsets", "num_labels", "hashes", "files", "rows", "unit_starts"])
 def test_damage_to_what_the_plan_reads_is_found_at_once(tmp_path: Path, name: str) -> None:
     _write(tmp_path / "d", SAMPLES, per_append=1, ends_shards=True)
-    _flip_bit(tmp_path / "d", name, -8 if name != "files" else -4)
+    _flip_bit(tmp_path / "d", name, {"files": -4, "unit_starts": -1}.get(name, -8))
     with pytest.raises(DataError, match=rf"{name}\.npy: shard 2 "):
         TokenStore.open(tmp_path / "d")
 
@@ -178,7 +181,7 @@ def test_a_store_found_whole_is_hashed_again_only_after_a_change(
         store.sample(index)
     monkeypatch.setattr("flatout.data.token_store.xxhash.xxh3_128_hexdigest", counted)
     TokenStore.open(tmp_path / "d").sample(0)
-    assert len(hashed) == 3 * 5 + 2  # not all of it was read yet, so nothing is known
+    assert len(hashed) == 3 * 6 + 2  # not all of it was read yet, so nothing is known
     store.sample(2)
     hashed.clear()
     for index in range(3):
@@ -186,7 +189,7 @@ def test_a_store_found_whole_is_hashed_again_only_after_a_change(
     assert not hashed
     monkeypatch.setenv("FLATOUT_CHECK_AGAIN", "1")
     TokenStore.open(tmp_path / "d").sample(0)
-    assert len(hashed) == 3 * 5 + 2
+    assert len(hashed) == 3 * 6 + 2
     monkeypatch.delenv("FLATOUT_CHECK_AGAIN")
     _flip_bit(tmp_path / "d")
     with pytest.raises(DataError, match=r"token_ids\.npy: shard 0 "):
@@ -218,7 +221,7 @@ def test_a_begun_store_goes_on_from_its_last_whole_shard(tmp_path: Path) -> None
     assert [state["number"] for state in begin({"rows": 1}, 6, breaks=False)] == [0, 1, 2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
     store = TokenStore.open(tmp_path / "d")
-    assert [store.sample(i)[0].tolist() for i in range(6)] == [SAMPLES[i % 3][0] for i in range(6)]
+    assert [store.sample(i).token_ids.tolist() for i in range(6)] == [SAMPLES[i % 3][0] for i in range(6)]
     assert (store.rows.tolist(), store.meta.max_token_id) == ([1, 2, 3, 4, 5, 6], 299)
     with pytest.raises(RuntimeError):
         begin({"rows": 1}, 2, breaks=True)
@@ -261,7 +264,7 @@ def _pickle(folder: Path) -> None:
         (lambda folder: _flip_bit(folder, "offsets", 9), r"offsets\.npy: shard 0 .* does not match its hash"),
         (_cut, r"loss_mask\.npy: damaged or missing"),
         (_remove, r"offsets\.npy: damaged or missing"),
-        (_newer, r"manifest\.json: found format version 99, but this flatout reads 3"),
+        (_newer, r"manifest\.json: found format version 99, but this flatout reads 2 to 4"),
         (_shorten, r"num_labels\.npy: found int64 \(2,\), expected int64 \(3,\)"),
         (_pickle, r"rows\.npy: damaged or missing"),
         (lambda folder: (folder / "manifest.json").unlink(), r"is not a built data set \(manifest\.json is missing\)"),
@@ -320,9 +323,9 @@ def _edit(folder: Path, **changes: object) -> None:
         ({"columns": {"x": {"dtype": "object", "per": "token"}}}, r"columns\.x\.dtype: input should be 'bits'"),
         ({"columns": {"x": {"dtype": "int32", "per": "token"}}}, r"columns: files is missing"),
         ({"shards": [{"num_samples": -1, "num_tokens": 6, "xxh3": {}}]}, r"num_samples: input should be greater"),
-        ({"shards": [{"num_samples": 3, "num_tokens": 6, "xxh3": {}}]}, r"offsets\.npy: shard 0 .*does not match"),
-        ({"shards": []}, r"token_ids\.npy: found uint16 \(6,\), expected uint16 \(0,\)"),
-        ({"version": [2]}, r"found format version \[2\], but this flatout reads 3"),
+        ({"shards": [{"num_samples": 3, "num_tokens": 6, "xxh3": {}}]}, r"columns\.token_ids\.fingerprint: found"),
+        ({"shards": []}, r"columns\.token_ids\.fingerprint: found"),
+        ({"version": [2]}, r"found format version \[2\], but this flatout reads 2 to 4"),
         ({"files": []}, r"the arrays have inconsistent lengths"),
     ],
 )

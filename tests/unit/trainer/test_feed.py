@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from flatout.data.token_store import TokenSample
 from flatout.errors import DataError
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
@@ -30,18 +31,18 @@ class Store:
     def __init__(self, bad: int | None = None, slow_s: float = 0.0) -> None:
         self.bad, self.slow_s, self.read = bad, slow_s, []
 
-    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def sample(self, index: int, columns: Sequence[str] = ()) -> TokenSample:
         time.sleep(self.slow_s)
         self.read.append(index)
         if index == self.bad:
             raise DataError(f"sample {index} is damaged")
         draw = np.random.default_rng(index)
         length = 3 + index % 50
-        return draw.integers(0, 1000, length).astype(np.int32), draw.random(length) < 0.5
+        return TokenSample(draw.integers(0, 1000, length).astype(np.int32), draw.random(length) < 0.5)
 
 
 def micro_batch(*ids: int) -> MicroBatch:
-    masks = [Store().sample(i)[1] for i in ids]
+    masks = [Store().sample(i).loss_mask for i in ids]
     # the first token of a document is predicted by nothing
     num_labels = sum(int(mask[1:].sum()) for mask in masks)
     return MicroBatch(ids, num_tokens=sum(map(len, masks)), num_label_tokens=num_labels)
@@ -58,7 +59,7 @@ def make_feed(store: Any, device: torch.device = CPU) -> Feed:
 
 def plain(feed: Feed, batches: Sequence[MicroBatch]) -> list[PackedBatch]:
     return [
-        flatten_samples([Store().sample(i) for i in batch.sample_ids], num_boundaries=feed.num_boundaries)
+        flatten_samples([Store().sample(i).pair for i in batch.sample_ids], num_boundaries=feed.num_boundaries)
         for batch in batches
     ]
 
@@ -140,7 +141,7 @@ class HeldStore(Store):
         super().__init__()
         self.opened = threading.Event()
 
-    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def sample(self, index: int, columns: Sequence[str] = ()) -> TokenSample:
         assert index != 3 or self.opened.wait(60)
         return super().sample(index)
 

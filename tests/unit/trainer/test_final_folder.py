@@ -40,7 +40,7 @@ def test_the_trained_template_is_the_exported_tokenizers(tiny: Any, tmp_path: Pa
         assert (folder / "chat_template.jinja").read_bytes() == template.encode()
         for index in range(store.num_samples):
             rendered = tokenizer.apply_chat_template(rows[store.rows[index] - 1], return_dict=True)["input_ids"]
-            assert rendered == store.sample(index)[0].tolist()
+            assert rendered == store.sample(index).token_ids.tolist()
 
 
 def test_a_senseless_rank_is_refused_before_memory_is_taken(tiny: Any, tmp_path: Path) -> None:

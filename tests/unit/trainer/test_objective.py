@@ -78,7 +78,7 @@ def plain_loss(config: Any, sample_ids: Any, store: TokenStore, even: float) -> 
     model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float64)
     total = divisor = 0.0
     for sample_id in sample_ids:
-        token_ids, loss_mask = (torch.from_numpy(np.array(part)) for part in store.sample(sample_id))
+        token_ids, loss_mask = (torch.from_numpy(np.array(part)) for part in store.sample(sample_id).pair)
         logits = model(token_ids[None].long()).logits[0, :-1]
         losses = torch.nn.functional.cross_entropy(logits, token_ids[1:].long(), reduction="none")
         weights = torch.where(token_ids[1:] % 2 == 0, even, 1.0) * loss_mask[1:]

@@ -153,7 +153,7 @@ def test_what_is_reported_is_true(uninterrupted: tuple[Any, Result], metrics_of:
     for record, step in zip(records, planned.plan.steps(), strict=True):
         ids = list(step.sample_ids)
         assert record["num_tokens"] == planned.store.lengths[ids].sum()
-        assert record["num_label_tokens"] == sum(int(planned.store.sample(i)[1].sum()) for i in ids)
+        assert record["num_label_tokens"] == sum(int(planned.store.sample(i).loss_mask.sum()) for i in ids)
         assert record["num_samples"] == len(ids)
         # one of eight updates is warm-up (3 % rounded up); the rate moves once an update, never once a micro-batch
         assert record["lr"] == pytest.approx(1e-3 * lr_factor(config.schedule, step.index, 8), rel=1e-15)
