@@ -26,11 +26,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 PER_UPDATE, RANK = 4, 16
+PLAIN_TRAINER = Path(__file__).parent / "peers" / "plain_trainer.py"
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {},
     "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
     "dropout": {"lora_dropout": 0.05},
+    # all weights are trained
+    "full": {},
 }
 OURS = {"use_rslora": "lora.rslora", "use_dora": "lora.dora", "lora_dropout": "lora.dropout"}
 BF16, FP32 = "model.precision=bf16", "model.precision=fp32"
@@ -64,6 +67,7 @@ ROWS = [
     Row("NF4", "fp32 of NF4", (BF16, "base.storage=nf4", "base.compute=model")),
     Row("NF4, Ampere", "fp32 of NF4", (BF16, "base.storage=nf4", "base.compute=model"), AMPERE),
     Row("NF4, fp8 products", "fp32 of NF4", (BF16, "base.storage=nf4", "base.compute=fp8")),
+    Row("bf16 weights", "fp32", (BF16, "full.weights=bf16")),
     Row("PEFT fp32", "PEFT fp32", peft="fp32"),
     Row("PEFT bf16", "PEFT fp32", peft="bf16"),
     Row("Unsloth bf16", "PEFT fp32", peft="bf16", unsloth=True),
@@ -73,134 +77,21 @@ ROWS = [
 ]
 
 
-def train_peft(job: dict[str, Any]) -> None:
-    """Train with plain transformers and PEFT; write the losses of updates and of the held-out rows."""
-    import torch
-
-    from flatout.data.registry import built_dir
-    from flatout.data.token_store import TokenStore
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def samples(name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return token ids (1, T) and labels (T,) as our data set has them."""
-        store, found = TokenStore.open(built_dir(Path(job["root"]), name)), []
-        for index in range(store.num_samples):
-            ids, is_label = store.sample(index)
-            labels = torch.from_numpy(ids.astype("int64").copy()).masked_fill(torch.from_numpy(~is_label), -100)
-            found.append((torch.from_numpy(ids.astype("int64"))[None].to(device), labels.to(device)))
-        return found
-
-    rows, held_out = samples(job["rows"]), samples("eval")
-    model = load_unsloth(job) if job["unsloth"] else load_peft(job, device)
-    mixed = job["precision"] != "fp32"
-
-    def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=mixed):
-            logits = model(input_ids=ids).logits
-        return torch.nn.functional.cross_entropy(logits[0, :-1].float(), labels[1:], reduction="sum")
-
-    def count(batch: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
-        return sum(int((labels[1:] != -100).sum()) for _, labels in batch)
-
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=job["lr"], weight_decay=0.0)
-    found: dict[str, Any] = {"loss": [], "eval": {}}
-    for step in range(len(rows) // PER_UPDATE):
-        batch, total = rows[PER_UPDATE * step : PER_UPDATE * (step + 1)], 0.0
-        for ids, labels in batch:
-            loss = loss_of(ids, labels) / count(batch)
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        found["loss"].append(total)
-        if step + 1 in job["eval_at"]:
-            model.eval()
-            with torch.no_grad():
-                found["eval"][step + 1] = sum(loss_of(*row).item() for row in held_out) / count(held_out)
-            model.train()
-    model.save_pretrained(job["final"])
-    Path(job["result"]).write_text(json.dumps(found))
-
-
-def load_peft(job: dict[str, Any], device: str) -> Any:
-    """The model with its first adapter as PEFT trains it: adapters in fp32, the base in fp32, bf16 or NF4."""
-    import torch
-    from peft import PeftModel, prepare_model_for_kbit_training
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    options: dict[str, Any] = {"dtype": torch.float32 if job["precision"] == "fp32" else torch.bfloat16}
-    if job["precision"] == "nf4":
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
-    model = AutoModelForCausalLM.from_pretrained(job["model"], device_map={"": device}, **options)
-    if job["precision"] == "nf4":
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    # autocast_adapter_dtype, PEFT's default, keeps the adapter in fp32
-    return PeftModel.from_pretrained(model, job["adapter"], is_trainable=True).train()
-
-
-def load_unsloth(job: dict[str, Any]) -> Any:
-    """The model with its first adapter as Unsloth trains it."""
-    import torch
-    from peft import set_peft_model_state_dict
-    from safetensors.torch import load_file
-    from unsloth import FastLanguageModel
-
-    model, _ = FastLanguageModel.from_pretrained(
-        job["model"], max_seq_length=2048, dtype=torch.bfloat16, load_in_4bit=job["precision"] == "nf4"
-    )
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = FastLanguageModel.get_peft_model(
-        model, r=RANK, lora_alpha=2 * RANK, lora_dropout=0, bias="none", target_modules=targets,
-        use_gradient_checkpointing=False, random_state=0,
-    )  # fmt: skip
-    set_peft_model_state_dict(model, load_file(f"{job['adapter']}/adapter_model.safetensors"))
-    return model.train()
-
-
-def judge(job: dict[str, Any]) -> None:
-    """Write held-out losses of trained adapters over a base in fp32, by plain transformers and PEFT."""
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    from flatout.data.registry import built_dir
-    from flatout.data.token_store import TokenStore
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    store = TokenStore.open(built_dir(Path(job["root"]), "eval"))
-    rows = [store.sample(index) for index in range(store.num_samples)]
-    base = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).to(device)
-    found = {}
-    for name, adapter in job["adapters"].items():
-        model = PeftModel.from_pretrained(base, adapter).eval()
-        loss_sum, num_labels = 0.0, 0
-        with torch.no_grad():
-            for start in range(0, len(rows), 20):
-                # padding at the end: no token before it attends to it
-                batch = rows[start : start + 20]
-                ids = torch.zeros(len(batch), max(len(own) for own, _ in batch), dtype=torch.long)
-                labels = torch.full_like(ids, -100)
-                for place, (own, is_label) in enumerate(batch):
-                    ids[place, : len(own)] = torch.from_numpy(own.astype("int64"))
-                    labels[place, : len(own)][torch.from_numpy(is_label)] = ids[place, : len(own)][
-                        torch.from_numpy(is_label)
-                    ]
-                logits = model(input_ids=ids.to(device)).logits[:, :-1].flatten(0, 1).float()
-                loss_sum += torch.nn.functional.cross_entropy(
-                    logits, labels[:, 1:].flatten().to(device), reduction="sum"
-                ).item()
-                num_labels += int((labels[:, 1:] != -100).sum())
-        found[name] = loss_sum / num_labels
-        base = model.unload()
-    Path(job["result"]).write_text(json.dumps(found))
+PLOTTED = {
+    "PEFT bf16": "#c0392b",
+    "Unsloth bf16": "#e67e22",
+    "Unsloth NF4": "#f1c40f",
+    "bf16, Ampere": "#2e86c1",
+    "bf16": "#1e8449",
+    "NF4": "#7d3c98",
+}
+LABELS = {
+    "PEFT bf16": "transformers + PEFT, bf16",
+    "Unsloth NF4": "Unsloth, NF4 (beside fp32 over NF4)",
+    "bf16": "flatout, bf16 (Hopper)",
+    "bf16, Ampere": "flatout, bf16 (kernels of other GPUs)",
+    "NF4": "flatout, NF4 (beside fp32 over NF4)",
+}
 
 
 def dequantized(model: Path, out: Path, storage: str) -> Path:
@@ -266,11 +157,12 @@ def run_one(
         env["CUDA_VISIBLE_DEVICES"] = str(gpu)
     if row.peft:
         job = {
-            "model": str(model), "root": str(args.out / "data"), "rows": f"data-{seed}", "adapter": str(adapter),
+            "model": str(model), "root": str(args.out / "data"), "rows": f"data-{seed}",
+            "adapter": str(adapter) if variant != "full" else "",
             "precision": row.peft, "lr": lr, "eval_at": eval_at, "result": f"{place}.json",
-            "unsloth": row.unsloth, "final": f"{place}/final",
+            "unsloth": row.unsloth, "final": f"{place}/final", "per_update": PER_UPDATE,
         }  # fmt: skip
-        command = [sys.executable, __file__, "--job", json.dumps(job)]
+        command = [sys.executable, str(PLAIN_TRAINER), json.dumps(job)]
     else:
         built = f"data-{seed}{f'-{code.name}' if code else ''}"
         options = {ours: VARIANTS[variant][theirs] for theirs, ours in OURS.items() if theirs in VARIANTS[variant]}
@@ -281,8 +173,11 @@ def run_one(
             "optim": {"lr": lr, "weight_decay": 0.0, "max_grad_norm": 1.0},
             "schedule": {"kind": "constant", "warmup_steps": 0},
             "eval": {"data": f"eval{f'-{code.name}' if code else ''}", "every_steps": eval_at[0]},
-            "lora": {"rank": RANK, "alpha": 2 * RANK, "continue_from": str(adapter)},
         }  # fmt: skip
+        if variant == "full":
+            config["method"] = "full"
+        else:
+            config["lora"] = {"rank": RANK, "alpha": 2 * RANK, "continue_from": str(adapter)}
         (args.out / f"{place.name}.json").unlink(missing_ok=True)
         path = args.out / f"{place.name}.yaml"
         path.write_text(json.dumps(config))
@@ -378,15 +273,17 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=200, help="rows to evaluate on")
     parser.add_argument("--jobs", type=int, default=8, help="runs at once")
     parser.add_argument("--gpus", type=int, default=0, help="share runs among so many GPUs; 0: take what is visible")
+    parser.add_argument("--results", type=Path, nargs="*", help="print tables of earlier results instead of training")
+    parser.add_argument("--plot", type=Path, help="with --results: draw losses beside fp32's (needs matplotlib)")
     parser.add_argument("--also", nargs="*", default=[], help="NAME=CHECKOUT of other versions of flatout")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.job:
-        job = json.loads(args.job)
-        if job.get("unsloth"):
-            # it must come before transformers
-            import unsloth  # noqa: F401
-        (judge if "adapters" in job else train_peft)(job)
+    if args.results:
+        earlier = {key: own for path in args.results for key, own in json.loads(path.read_text()).items()}
+        for own in earlier.values():
+            own["eval"] = {int(step): loss for step, loss in own.get("eval", {}).items()}
+        print_table(args, ROWS, earlier, [""])
+        if args.plot:
+            plot(args, earlier)
         return
     args.model, args.out, args.rows = args.model.resolve(), args.out.resolve(), args.rows.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -406,8 +303,10 @@ def main() -> None:
         for variant in args.variants
         for seed in args.seeds
         for row in chosen
-        if code is None or row.env
+        if (code is None or row.env) and (variant == "full" or "full.weights=bf16" not in row.settings)
     ]
+    # the slowest first
+    jobs.sort(key=lambda job: FP32 not in job[0].settings and job[0].peft != "fp32")
     args.free = queue.Queue()
     for index in range(args.jobs):
         args.free.put(index % max(1, args.gpus))
@@ -443,7 +342,7 @@ def judge_all(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> N
                     "adapters": {name: results[name]["final"] for name in share},
                 }  # fmt: skip
                 env = {**_env_of(None), **({"CUDA_VISIBLE_DEVICES": str(index)} if args.gpus else {})}
-                subprocess.run([sys.executable, __file__, "--job", json.dumps(job)], check=True, env=env)
+                subprocess.run([sys.executable, str(PLAIN_TRAINER), json.dumps(job)], check=True, env=env)
                 found |= json.loads(result.read_text())
         return found
 
@@ -465,6 +364,31 @@ def print_table(args: argparse.Namespace, rows: list[Row], results: dict[str, di
             for end in ends:
                 if line := summary(results, row, key, args.seeds, end):
                     print(line)
+
+
+def plot(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
+    """Draw the losses of updates beside fp32's, in percent, as the mean over seeds and over 5 updates."""
+    from matplotlib import pyplot
+    from numpy import convolve, full, mean
+
+    key = f"{args.variants[0]} {args.lrs[0]:g}"
+    figure, axes = pyplot.subplots(figsize=(7.5, 3.6))
+    for name, color in PLOTTED.items():
+        reference = next(row.reference for row in ROWS if row.name == name)
+        own = [
+            [a / b - 1 for a, b in zip(results[f"{name}|{seed}|{key}"]["loss"], truth["loss"], strict=True)]
+            for seed in args.seeds
+            if (truth := results.get(f"{reference}|{seed}|{key}")) and f"{name}|{seed}|{key}" in results
+        ]
+        curve = 100 * convolve(mean(own, 0), full(5, 0.2), "valid")
+        axes.plot(range(3, len(curve) + 3), curve, color=color, label=f"{LABELS.get(name, name)}", linewidth=1.3)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set_xlabel("update")
+    axes.set_ylabel("training loss above fp32's, %")
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(args.plot, metadata={"Date": None} if args.plot.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":
