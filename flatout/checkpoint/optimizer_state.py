@@ -13,7 +13,7 @@ from flatout.errors import CheckpointError
 from flatout.optim.adamw_8bit import AdamW8bit, block_size
 from flatout.optim.flat import owners
 from flatout.parallel.shards import as_global, is_sharded, local_shard_of
-from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
+from flatout.parallel.strategies.protocol import EngineState, Strategy
 
 # the keys of torch's optimizers as flatout makes them
 ADAMW_KEYS, SGD_KEYS = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}
@@ -36,16 +36,20 @@ def state_sizes(named: Mapping[str, nn.Parameter], config: OptimConfig) -> list[
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], *, keep: bool = True
+    optimizer: torch.optim.Optimizer,
+    named: Mapping[str, nn.Parameter],
+    *,
+    engine: EngineState | None = None,
+    keep: bool = True,
 ) -> dict[str, Tensor]:
     """Return the state as live tensors named `<parameter>/<key>`, such as `q_proj.lora_a/exp_avg`, flat or not.
 
-    For a PartitionedOptimizer the call is collective and returns copies in host memory, only on ranks with `keep`.
+    From an engine the call is collective and returns copies in host memory, only on ranks with `keep`.
     """
     tensors: dict[str, Tensor] = {}
-    if isinstance(optimizer, PartitionedOptimizer):
+    if engine is not None:
         for name, parameter in named.items():
-            state = optimizer.state_of(parameter)
+            state = engine.state_of(parameter)
             tensors |= {f"{name}/{key}": value.cpu() for key, value in state.items() if keep}
         return tensors
     for name, (owner, offset) in owners(named, optimizer).items():
@@ -60,16 +64,19 @@ def optimizer_state(
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer,
+    named: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, Tensor],
+    strategy: Strategy | None = None,
 ) -> None:
     """Load what `optimizer_state` returned. Raises CheckpointError when it belongs to other parameters."""
     states = _keys_by_parameter(named, tensors)
-    if isinstance(optimizer, PartitionedOptimizer):
+    if strategy and strategy.engine_state:
         for name, state in states.items():
             for key in state:
-                shape = () if key == "step" else getattr(named[name], "ds_shape", named[name].shape)
+                shape = () if key == "step" else strategy.whole_shape(named[name])
                 _require_fit(tensors, f"{name}/{key}", shape, None)
-                optimizer.set_state(named[name], key, tensors[f"{name}/{key}"])
+                strategy.engine_state.set_state(named[name], key, tensors[f"{name}/{key}"])
         return
     places = owners(named, optimizer)
     for name, state in states.items():

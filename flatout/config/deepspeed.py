@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 AUTO = "auto"
+# defaults at stage 3: a bucket of 5e8 fp32 gradients, and up to 1e9 gathered bf16 weights
+STAGE_3_BUFFERS_BYTES = 4 * 500_000_000 + 2 * 1_000_000_000
 DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 2}}
 
 # DeepSpeed features that replace flatout's own, or change the planned steps: dotted name -> what to do instead
@@ -62,6 +64,8 @@ def offloads(given: Mapping[str, Any] | None) -> bool:
 def check(config: Settings) -> None:
     """Raise ValueError naming each entry that contradicts a setting, before anything is read or loaded."""
     if config.strategy != "deepspeed":
+        if config.deepspeed is None:
+            return
         raise ValueError(f"deepspeed needs strategy: deepspeed; got {config.strategy}")
     if config.sharding != type(config.sharding)():
         raise ValueError("sharding has no effect with strategy: deepspeed; set it in the DeepSpeed JSON")

@@ -20,7 +20,8 @@ class StrategyTraits:
 
     `shards_state`: gradients and optimizer state are sharded, so each pass needs every rank. `shards_weights`: weights
     are sharded too, and gathered layer by layer. `sums_late`: gradients are summed once per step, after its last
-    micro-batch. `has_replicas`: several groups of ranks each hold the whole state.
+    micro-batch. `has_replicas`: several groups of ranks each hold the whole state. `package`: the package whose engine
+    holds the state, by a file of its own; None: flatout does.
     """
 
     class_path: str
@@ -28,6 +29,7 @@ class StrategyTraits:
     shards_weights: bool = False
     sums_late: bool = False
     has_replicas: bool = False
+    package: str | None = None
 
 
 STRATEGIES: Mapping[str, StrategyTraits] = MappingProxyType(
@@ -40,7 +42,7 @@ STRATEGIES: Mapping[str, StrategyTraits] = MappingProxyType(
         "fsdp": StrategyTraits("sharded.Sharded", shards_weights=True),
         "hsdp": StrategyTraits("sharded.Sharded", shards_weights=True, has_replicas=True),
         # what it shards depends on its JSON, see flatout.config.deepspeed
-        "deepspeed": StrategyTraits("deepspeed.DeepSpeed"),
+        "deepspeed": StrategyTraits("deepspeed.DeepSpeed", package="deepspeed"),
     }
 )
 
@@ -110,12 +112,14 @@ class FaultsConfig(Section):
 
 
 def check_parallel(config: Any) -> None:
-    """Raise ValueError if a setting does not work with shared micro-batches, or with DeepSpeed."""
-    if config.strategy == "deepspeed" and config.faults.spike == "skip":
-        raise ValueError("faults.spike: skip does not work with strategy: deepspeed; set it to stop or warn")
+    """Raise ValueError if a setting does not work with shared micro-batches, or with a package's own engine."""
+    traits = STRATEGIES.get(config.strategy)  # None for auto
+    has_engine = traits is not None and traits.package is not None
+    if has_engine and config.faults.spike == "skip":
+        raise ValueError(f"faults.spike: skip does not work with strategy: {config.strategy}; set it to stop or warn")
     num_ranks, num_gpus = config.context.parallel, len(config.gpus or ())
     reasons = {
-        f"strategy: {config.strategy}": config.strategy in ("single", "deepspeed"),
+        f"strategy: {config.strategy}": config.strategy == "single" or has_engine,
         f"{num_gpus} gpus, which it does not divide": num_gpus % num_ranks,
         f"experts.parallel: {config.experts.parallel}": config.experts.parallel > 1,
         "faults.min_ranks, which leaves out single ranks": config.faults.min_ranks is not None,

@@ -324,8 +324,7 @@ class Config(Section):
             raise ValueError(f"strategy: {self.strategy} does not work with {why}; change that or set strategy: ddp")
         if self.sharding.replicas is not None and not (traits and traits.has_replicas):
             raise ValueError(f"sharding.replicas is only for strategy: hsdp; got strategy: {self.strategy}")
-        if self.strategy == "deepspeed" or self.deepspeed is not None:
-            deepspeed.check(self)
+        deepspeed.check(self)
         check_parallel(self)
         if traits and not shards:
             why = f"strategy: {self.strategy}, which does not shard state"
@@ -346,12 +345,13 @@ class Config(Section):
     @property
     def _reason_against_sharing_experts(self) -> str | None:
         """The setting that needs all experts on every rank, or passes of different sizes, or None."""
-        num_gpus = len(self.gpus or ())
+        num_gpus, traits = len(self.gpus or ()), STRATEGIES.get(self.strategy)
+        has_all = self.strategy == "single" or (traits is not None and bool(traits.has_replicas or traits.package))
         return next(
             (
                 why
                 for why, is_given in {
-                    f"strategy: {self.strategy}": self.strategy in ("single", "hsdp", "deepspeed"),
+                    f"strategy: {self.strategy}": has_all,
                     f"{num_gpus} gpus, which it does not divide": num_gpus % self.experts.parallel,
                     "model.experts: eager": self.model.experts == "eager",
                     "model.precision: fp16": self.model.precision == "fp16",

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flatout.config.deepspeed import offloads, stage_of
+from flatout.config.deepspeed import STAGE_3_BUFFERS_BYTES, offloads, stage_of
 from flatout.config.parallel import STRATEGIES, StrategyName
 from flatout.config.schema import Config
 from flatout.errors import UsageError
-
-# DeepSpeed's defaults at stage 3: a bucket of 5e8 fp32 gradients, and up to 1e9 gathered bf16 weights
-DEEPSPEED_3_BUFFERS_BYTES = 4 * 500_000_000 + 2 * 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +75,21 @@ def resolve_layout(
         return ParallelLayout(
             "ddp", 1, num_ranks, reason=reason, expert_ranks=expert_ranks, context_ranks=context_ranks
         )
-    if strategy == "deepspeed":
+    traits, num_replicas = STRATEGIES[strategy], 1
+    if traits.package:
         stage = stage_of(config.deepspeed)
         return ParallelLayout(
-            "deepspeed",
+            strategy,
             num_ranks,
             reshard_after_forward=stage == 3,
             offload=offloads(config.deepspeed),
             reason=f"{reason}, ZeRO stage {stage}",
             sums_late=stage == 1,
             keeps_gradients=stage != 2,
-            buffers_bytes=DEEPSPEED_3_BUFFERS_BYTES if stage == 3 else 0,
+            buffers_bytes=STAGE_3_BUFFERS_BYTES if stage == 3 else 0,
             # stage 3 gathers weights in module hooks, which compiled layers do not run
             compiles=stage < 3,
         )
-    traits, num_replicas = STRATEGIES[strategy], 1
     if traits.has_replicas:
         num_replicas = config.sharding.replicas or num_nodes
         if num_replicas < 2 or num_ranks % num_replicas or num_ranks == num_replicas:

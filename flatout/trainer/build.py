@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
@@ -305,9 +306,7 @@ def shard_state(
         line += f"; {config.base.storage} weights are {where}"
     reporter.stage("strategy", line)
     trained = trainable_parameters(loaded.model).values()
-    # DeepSpeed's stage 3 empties a weight and keeps its shape in `ds_shape`
-    shapes = (getattr(parameter, "ds_shape", local_shard_of(parameter).shape) for parameter in trained)
-    num_trained = sum(torch.Size(shape).numel() for shape in shapes)
+    num_trained = sum(math.prod(strategy.whole_shape(parameter)) for parameter in trained)
     line = f"{config.optim.name} over {num_trained:,} parameters, {config.schedule.kind} schedule"
     when = ", updates in the backward pass" if config.full.update == "backward" else ""
     reporter.stage("optimizer", line + when)

@@ -13,6 +13,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from flatout.config.parallel import STRATEGIES
 from flatout.config.schema import Config
 from flatout.environment import checks_again
 from flatout.errors import CheckpointError, FlatoutError, ResourceError
@@ -227,8 +228,8 @@ def reason_not_to_measure(config: Config, planned: PlannedRun) -> str | None:
 
 def _reason_of_layout(layout: ParallelLayout) -> str | None:
     """Return why a pass alone takes other memory than in a step; None if it takes the same."""
-    if layout.strategy == "deepspeed":
-        return "DeepSpeed holds state of its own"
+    if package := STRATEGIES[layout.strategy].package:
+        return f"{package} holds state of its own"
     if layout.context_ranks > 1 or layout.expert_ranks > 1:
         return "several ranks share each micro-batch, or experts"
     return "state is sharded, so a pass alone holds other gradients than a step" if layout.shards_state else None

@@ -29,8 +29,7 @@ from flatout.config.schema import Config
 from flatout.errors import CheckpointError, NumericError, UsageError
 from flatout.io.json_file import validated
 from flatout.io.redact import redacted
-from flatout.parallel.shards import as_global, global_tensors, local_shard_of, local_state
-from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
+from flatout.parallel.shards import as_global, global_tensors, local_state
 from flatout.track.callback import Reporter
 from flatout.trainer.planning import PlannedRun
 from flatout.trainer.state import LossHistory, Progress, Run
@@ -98,18 +97,18 @@ def take_snapshot(run: Run) -> Snapshot:
     Collective. Raises NumericError on every rank if a tensor is not finite, as it could not be resumed from, and
     CheckpointError if replicas differ.
     """
-    keeper = run.optimizer if isinstance(run.optimizer, PartitionedOptimizer) else None
+    engine = run.strategy.engine_state
     weights = (
-        global_tensors(run.named_parameters, keep=run.rank.is_first, gather=keeper.weight)
-        if keeper
+        global_tensors(run.named_parameters, keep=run.rank.is_first, gather=engine.weight)
+        if engine
         else {name: as_global(parameter).detach() for name, parameter in run.named_parameters.items()}
     )
     state = {
         "model": {**weights, **run.terms.buffers},
-        "optimizer": optimizer_state(run.optimizer, run.named_parameters, keep=run.rank.is_first),
+        "optimizer": optimizer_state(run.optimizer, run.named_parameters, engine=engine, keep=run.rank.is_first),
     }
     run.saver.wait()  # its thread communicates over the same group
-    if keeper is None:
+    if engine is None:
         refuse_drift(state, run.checkpoints.group)
     tensors, places = local_state(state, run.rank.index)
     _require_finite(run, {name: tensor for kind in tensors.values() for name, tensor in kind.items()})
@@ -239,7 +238,7 @@ def restore(run: Run, saved: SavedCheckpoint) -> None:
         setattr(run.progress, name, value)
     if run.progress.num_updates and not saved.tensors["optimizer"]:
         raise CheckpointError(f"the checkpoint of step {saved.step} has no optimizer state; it cannot be resumed")
-    load_optimizer_state(run.optimizer, run.named_parameters, saved.tensors["optimizer"])
+    load_optimizer_state(run.optimizer, run.named_parameters, saved.tensors["optimizer"], run.strategy)
     try:
         run.scaler.load_state_dict(saved.facts["scaler"])
     except RuntimeError as error:
@@ -255,8 +254,7 @@ def restore_weights(run: Run, saved: SavedCheckpoint) -> None:
             f"({len(odd)} differ); use the checkpoint's settings, or a different run_dir"
         )
     for name, parameter in trained.items():
-        # DeepSpeed's stage 3 empties a weight and keeps its shape in `ds_shape`
-        shape = tuple(getattr(parameter, "ds_shape", local_shard_of(parameter).shape))
+        shape = run.strategy.whole_shape(parameter)
         if weights.shapes[name] != shape:
             raise CheckpointError(
                 f"{name} has shape {weights.shapes[name]} in the checkpoint of step {saved.step}, "
@@ -266,7 +264,7 @@ def restore_weights(run: Run, saved: SavedCheckpoint) -> None:
             raise CheckpointError(
                 f"{saved.path}: {name} is {kind}, but {parameter.dtype} in this run; restore it from a backup"
             )
-        if isinstance(run.optimizer, PartitionedOptimizer) and isinstance(parameter, nn.Parameter):
-            run.optimizer.set_weight(parameter, weights[name])
+        if run.strategy.engine_state and isinstance(parameter, nn.Parameter):
+            run.strategy.engine_state.set_weight(parameter, weights[name])
         else:
             weights.copy_into(name, parameter)

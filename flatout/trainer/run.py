@@ -36,7 +36,6 @@ from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
 from flatout.parallel.process_group import choose_device, leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors, is_sharded
-from flatout.parallel.strategies.deepspeed import PartitionedOptimizer
 from flatout.planner.devices import Device
 from flatout.track.callback import Callback, Reporter
 from flatout.track.console import ConsoleCallback
@@ -288,7 +287,7 @@ def export(run: Run, folder: Path) -> None:
     group = run.checkpoints.group
     is_lora = run.config.method == "lora"
     state: dict[str, Tensor] | None = None
-    gather = run.optimizer.weight if isinstance(run.optimizer, PartitionedOptimizer) else None
+    gather = run.strategy.engine_state.weight if run.strategy.engine_state else None
     if gather or any(is_sharded(parameter) for parameter in run.model.parameters()):
         held = adapter_parameters(run.model) if is_lora else run.model.state_dict(keep_vars=True)
         group.all_gather(None)  # so that no rank waits in a GPU collective for one that is still writing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from contextlib import suppress
@@ -64,8 +65,7 @@ def run_start(run: Run, gpus: tuple[GpuFacts, ...]) -> RunStart:
         dtype=str(run.dtype).removeprefix("torch."),
         strategy=planned.parallel_layout.strategy,
         num_parameters=planned.shape.num_params,
-        # DeepSpeed's stage 3 empties a weight and keeps its shape in `ds_shape`
-        num_trained_parameters=sum(torch.Size(getattr(one, "ds_shape", one.shape)).numel() for one in trained),
+        num_trained_parameters=sum(math.prod(run.strategy.whole_shape(parameter)) for parameter in trained),
         model_text=str(run.model)[:MAX_MODEL_TEXT],
         versions=versions(),
         settings=dict(flatten(redacted(config.model_dump(mode="json")))),

@@ -236,8 +236,8 @@ def _rank_cases(
 ) -> list[RankCase]:
     """Return a case for every strategy, with two micro-batches per rank where possible.
 
-    Strategies that keep whole state run on every number of ranks, the others on `num_ranks`. What DeepSpeed shards
-    depends on its own file, so it has no case. Pairs of ranks share micro-batches in one more, if the model allows it.
+    Strategies that keep whole state run on every number of ranks, the others on `num_ranks`. An engine of its own
+    shards by its own file, so it has no case. Pairs of ranks share micro-batches in one more, if the model allows it.
     """
     cases = []
     longest, budget = int(planned.store.lengths.max()), planned.plan.layout.micro_batch_tokens
@@ -257,7 +257,7 @@ def _rank_cases(
         cases.append(RankCase(name, world, values, step.index, str(reference.folder), limit))
 
     for name, traits in STRATEGIES.items():
-        if name in ("single", "deepspeed"):
+        if name == "single" or traits.package:
             continue
         least = 4 if traits.has_replicas else 2
         for world in range(max(least, num_ranks) if traits.shards_state else least, num_ranks + 1):

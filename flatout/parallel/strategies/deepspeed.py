@@ -62,7 +62,12 @@ class DeepSpeed(Strategy):
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=self._settings, dist_init_required=False
         )
-        return EngineLoss(self._engine, self.rank.world), PartitionedOptimizer(self._engine, optimizer, self._trained)
+        self.engine_state = partitioned = PartitionedOptimizer(self._engine, optimizer, self._trained)
+        return EngineLoss(self._engine, self.rank.world), partitioned
+
+    def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
+        # stage 3 empties a weight and keeps its shape in `ds_shape`
+        return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
     @contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
@@ -112,8 +117,7 @@ class EngineLoss(nn.Module):
 class PartitionedOptimizer(Optimizer):
     """`inner` stepped by DeepSpeed's engine, with groups of settings but no parameters.
 
-    The engine keeps partitioned weights and state outside the model's parameters; the methods that get or set them are
-    collective, and all values are whole.
+    It is the strategy's `EngineState`: the engine keeps partitioned weights and state outside the model's parameters.
     """
 
     def __init__(self, engine: Any, inner: Optimizer, trained: Sequence[nn.Parameter]) -> None:
@@ -135,7 +139,6 @@ class PartitionedOptimizer(Optimizer):
         self._has_stepped = True
 
     def weight(self, tensor: Tensor) -> Tensor:
-        """Return a weight, trained or frozen."""
         from deepspeed import utils, zero
 
         if tensor.requires_grad:
@@ -147,7 +150,6 @@ class PartitionedOptimizer(Optimizer):
             return tensor.detach().clone()
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a trained weight's optimizer state, by key; empty before the first update."""
         from deepspeed import utils
 
         held: Mapping[str, Any] = next(iter(self.state.values())) if self._has_stepped else {}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from flatout.config.schema import Config
 from flatout.errors import ResourceError
 from flatout.parallel.process_group import join_group
 from flatout.parallel.rank import Rank
-from flatout.parallel.shards import is_slice, local_part
+from flatout.parallel.shards import is_slice, local_part, local_shard_of
 
 # elements per partial norm on a CPU
 NORM_PART = 1 << 14
@@ -40,6 +41,25 @@ class StrategyOptions:
     context_ranks: int = 1
 
 
+class EngineState(Protocol):
+    """Weights and optimizer state that an engine keeps outside the model's parameters. All values are whole tensors.
+
+    Every method that gets or sets values is collective.
+    """
+
+    def weight(self, tensor: Tensor) -> Tensor:
+        """Return a weight, trained or frozen."""
+
+    def set_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set a trained weight."""
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return a trained weight's optimizer state, by key; empty before the first update."""
+
+    def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        """Set one entry of a trained weight's optimizer state."""
+
+
 class Strategy:
     """Gradients are always summed over ranks, never averaged: the loss is already divided by the global label count.
 
@@ -52,7 +72,12 @@ class Strategy:
     them along its second; None if every rank has all. Slices are plain parameters with a mark (`mark_slice`): no
     strategy shards them, and their gradients are summed over the first dimension alone. `context_mesh` has the ranks
     that share micro-batches along its second dimension; None if none do.
+
+    `engine_state` holds weights and optimizer state once `prepare` has returned; None: the model's parameters and the
+    optimizer do.
     """
+
+    engine_state: EngineState | None = None
 
     def __init__(self, rank: Rank, device: torch.device, config: Config, options: StrategyOptions) -> None:
         self.rank, self._device, self._config, self._options = rank, device, config, options
@@ -76,6 +101,10 @@ class Strategy:
         call for the loss, and the optimizer to step, made by `make_optimizer` over those parameters.
         """
         return model, make_optimizer()
+
+    def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
+        """Return a parameter's shape over all ranks."""
+        return local_shard_of(parameter).shape
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
         """Wrap one micro-batch's forward and backward pass; `last` means that gradients are complete after it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib.util import find_spec
 
+from flatout.config.parallel import STRATEGIES
 from flatout.errors import UsageError
 
 _FOLDER = "flatout.track.trackers"
@@ -19,10 +20,10 @@ TRACKERS = {
 
 
 def require_installed(names: Iterable[str], *, strategy: str = "auto") -> None:
-    """Raise UsageError with every package that these trackers, or strategy deepspeed, need and that is missing."""
+    """Raise UsageError with every package that these trackers, or the strategy, need and that is missing."""
     wanted = [(f"track.to: {name}", TRACKERS[name][0], name) for name in names]
-    if strategy == "deepspeed":
-        wanted.append(("strategy: deepspeed", "deepspeed", "deepspeed"))
+    if (traits := STRATEGIES.get(strategy)) and traits.package:
+        wanted.append((f"strategy: {strategy}", traits.package, strategy))
     missing = []
     for setting, package, extra in wanted:
         spec = find_spec(package)
