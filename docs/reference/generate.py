@@ -14,9 +14,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from flatout.cli.main import VERBS
+from flatout.config.advanced import ADVANCED
 from flatout.config.data import SourceConfig
 from flatout.config.schema import Config
-from flatout.config.template import describe_setting
+from flatout.config.template import Setting, describe_setting
 
 PYTHON = {
     "flatout": ["train", "load", "plan", "verify", "build_data"],
@@ -29,16 +30,25 @@ PYTHON = {
 
 def settings() -> Iterator[str]:
     """Yield the page of all settings, a table a section."""
-    yield "# Settings\n\nEvery setting of a configuration file, as `flatout init --all` writes them.\n"
+    yield (
+        "# Settings\n\nThe settings of a configuration file, as `flatout init --all` writes them; those that few "
+        "runs need are [at the end](#advanced-settings), as `flatout init --advanced` writes them.\n"
+    )
     yield from _section(Config, "")
     yield "\n## data.sources\n\n" + " ".join(str(SourceConfig.__doc__).split()) + "\n"
     yield from _table(SourceConfig, "", SourceConfig.model_fields)
+    yield "\n## Advanced settings\n\n| setting | default | allowed | | why it exists |\n|---|---|---|---|---|"
+    for name, why in ADVANCED.items():
+        yield _row(describe_setting(name), name, why)
 
 
 def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
     inner = {name: kind for name, field in section.model_fields.items() if _is_section(kind := field.annotation)}
-    yield from _table(section, prefix, [name for name in section.model_fields if name not in inner])
+    own = [name for name in section.model_fields if name not in inner and prefix + name not in ADVANCED]
+    yield from _table(section, prefix, own)
     for name, kind in inner.items():
+        if all(f"{prefix}{name}.{leaf}" in ADVANCED for leaf in kind.model_fields):
+            continue
         yield f"\n## {prefix}{name}\n\n" + " ".join(str(kind.__doc__).split()) + "\n"
         yield from _section(kind, f"{prefix}{name}.")
 
@@ -50,10 +60,13 @@ def _is_section(kind: Any) -> bool:
 def _table(section: type[BaseModel], prefix: str, names: Any) -> Iterator[str]:
     yield "\n| setting | default | allowed | |\n|---|---|---|---|"
     for name in names:
-        setting = describe_setting(name, section)
-        default = "required" if setting.default is None else f"`{setting.default}`"
-        cells = (f"`{prefix}{name}`", default, setting.allowed, " ".join(setting.help.split()))
-        yield "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
+        yield _row(describe_setting(name, section), prefix + name)
+
+
+def _row(setting: Setting, name: str, *more: str) -> str:
+    default = "required" if setting.default is None else f"`{setting.default}`"
+    cells = (f"`{name}`", default, setting.allowed, " ".join(setting.help.split()), *more)
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
 
 
 def commands() -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig, EvalConfig, ModelConfig, SourceConfig
-from flatout.config.template import changed_settings, render_template
+from flatout.config.template import Which, changed_settings, render_template
 from flatout.data import registry
 from flatout.demo.settings import MODEL_DIR, TRAIN_FILE, demo_config
 from flatout.errors import ResourceError, UsageError
@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data_help = "name of a built data set, or a file, folder, glob or hub id (the demo's data)"
     add("--data", metavar="NAME", help=data_help)
     add("--model", metavar="M", help="hub id or folder of the model (the demo's tiny one)")
-    add("--all", action="store_true", help="write every setting with its help, not only the common ones")
+    add("--all", action="store_true", help="write all settings with their help, but the advanced ones")
+    add("--advanced", action="store_true", help="write those as well, each with the reason why it exists")
     add("--schema", action="store_true", help="print the JSON schema for editors, or write it to the given path")
 
 
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         model = entry.tokenizer
     config = starting_config(_as_name(path.stem, "run"), data=args.data, model=model)
     intro = [
-        "Written by `flatout init`; `--all` writes every setting. [] shows the allowed values.",
+        "Written by `flatout init`; `--all` writes more settings. [] shows the allowed values.",
         "Where a comment names no default, the value is the default and you can delete the line.",
         f"  flatout plan {path}      print what the run will do, without a GPU",
         f"  flatout train {path}     train; run the same command again to resume",
@@ -68,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         ]
     if args.data is None:
         intro.append("To use your own data, set data.name and data.sources.")
-    write_new(path, render_template(config, intro, everything=args.all))
+    which: Which = "advanced" if args.advanced else "all" if args.all else "first"
+    write_new(path, render_template(config, intro, which=which))
     print(f"wrote {path}; next: flatout plan {path}, then flatout train {path}")
     if args.data is None and not ((DEMO_DIR / TRAIN_FILE).exists() and (DEMO_DIR / MODEL_DIR).exists()):
         from flatout.demo.write import write_demo

@@ -5,16 +5,18 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel
 
+from flatout.config.advanced import ADVANCED
 from flatout.config.read import dotted_names
 from flatout.config.schema import Config, SourceConfig
 
 WIDTH = 118
 INDENT = "  "
+Which = Literal["first", "all", "advanced"]
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
@@ -25,16 +27,18 @@ FIRST_SETTINGS = (
 )  # fmt: skip
 
 
-def render_template(config: Config, intro: Sequence[str] = (), *, everything: bool = True) -> str:
+def render_template(config: Config, intro: Sequence[str] = (), *, which: Which = "advanced") -> str:
     """Return `config` as commented YAML that `load_config` reads back to an equal Config.
 
-    Without `everything`, only FIRST_SETTINGS and changed settings are written. `intro` are lines for the top. The
-    comment above a setting holds its help, its allowed values, and its default if the value differs from it.
+    `which` is `first` (FIRST_SETTINGS), `all` but ADVANCED, or those, too; changed settings are always written. `intro`
+    are lines for the top. The comment above a setting holds its help, its allowed values, its default if the value
+    differs from it, and for an advanced one why it exists.
     """
     lines = [*_comment("\n".join(intro)), ""] if intro else []
     changed = {name for name, _ in changed_settings(config)}
     first = {name for name in FIRST_SETTINGS if config.method == "lora" or not name.startswith("lora.")}
-    shown = set(dotted_names()) if everything else first | changed
+    shown = {"first": first, "all": set(dotted_names()) - ADVANCED.keys(), "advanced": set(dotted_names())}[which]
+    shown |= changed
     return "\n".join([*lines, *_section(config, shown)]) + "\n"
 
 
@@ -100,7 +104,7 @@ def _section(section: BaseModel, shown: Collection[str], prefix: str = "") -> It
     inner = [name for name in type(section).model_fields if isinstance(getattr(section, name), BaseModel)]
     for name in type(section).model_fields:
         if name not in inner and prefix + name in shown:
-            yield from _setting(section, name, depth)
+            yield from _setting(section, name, depth, why=ADVANCED.get(prefix + name))
     for name in inner:
         below = f"{prefix}{name}."
         if not any(setting.startswith(below) for setting in shown):
@@ -112,10 +116,11 @@ def _section(section: BaseModel, shown: Collection[str], prefix: str = "") -> It
         yield from _section(value, shown, below)
 
 
-def _setting(section: BaseModel, name: str, depth: int) -> Iterator[str]:
+def _setting(section: BaseModel, name: str, depth: int, why: str | None) -> Iterator[str]:
     kind = type(section)
     value = section.model_dump(mode="json", exclude_defaults=True).get(name, _plain_default(kind, name))
     text, facts = str(kind.model_fields[name].description), _facts(kind, name, value)
+    text += f" Advanced: {why}." if why else ""
     # the facts are on a line of their own if they do not fit behind the help
     separator = " " if len(text) + len(facts) + 3 <= WIDTH - len(INDENT) * depth - 1 else "\n"
     yield from _comment(f"{text}{separator}[{facts}]", depth)

@@ -72,7 +72,7 @@ class Trainings:
                 raise UsageError(f"{shown} already holds a run; resume it, or choose another name")
             intro = [f"Written by flatout studio. From a terminal: flatout train {shown}/{CONFIG_FILE}"]
             DurableIO().make_dir(folder)
-            DurableIO().write_bytes(folder / CONFIG_FILE, render_template(config, intro, everything=False).encode())
+            DurableIO().write_bytes(folder / CONFIG_FILE, render_template(config, intro, which="first").encode())
             self._spawn(folder, folder / CONFIG_FILE)
         return shown
 

@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from flatout.cli.init import starting_config
 from flatout.cli.main import main
+from flatout.config.advanced import ADVANCED
 from flatout.config.read import dotted_names, load_config, make_config
 from flatout.config.schema import Config, SourceConfig
 from flatout.config.template import changed_settings, render_template
@@ -71,6 +72,36 @@ def test_every_setting_has_help_and_the_file_has_all_of_it() -> None:
                 continue  # a section's help is its docstring
             assert field.description, f"{section.__name__}.{name} has no help"
             assert " ".join(field.description.split()) in text, f"{section.__name__}.{name}"
+
+
+def leaves(text: str) -> set[str]:
+    def names(values: object, prefix: str = "") -> set[str]:
+        if not (isinstance(values, dict) and values):
+            return {prefix.removesuffix(".")}
+        return {name for key, value in values.items() for name in names(value, f"{prefix}{key}.")}
+
+    return {name for name in dotted_names() if name in names(yaml.safe_load(text))}
+
+
+def test_all_shows_sixty_settings_and_advanced_the_others_with_their_reasons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for option in ("", "--all", "--advanced"):
+        words = ["init", f"run{option}.yaml", "--data", "d", "--model", "m", option]
+        assert main([word for word in words if word]) == 0
+    first, common, every = (Path(f"run{option}.yaml").read_text() for option in ("", "--all", "--advanced"))
+    assert leaves(first) < leaves(common) < leaves(every)
+    assert len(leaves(common)) <= 60
+    assert leaves(every) - leaves(common) == ADVANCED.keys(), "a setting that does not exist, or a section"
+    told = " ".join(every.replace("#", " ").split())
+    assert all(f"Advanced: {why}." in told for why in ADVANCED.values())
+
+
+def test_an_advanced_setting_that_was_changed_is_always_shown() -> None:
+    config = make_config({"model": {"name": "m"}, "optim": {"beta2": 0.95}})
+    for which in ("first", "all", "advanced"):
+        assert "beta2: 0.95" in render_template(config, which=which)
 
 
 def test_lines_fit_a_screen() -> None:
