@@ -348,7 +348,7 @@ def attention(shape: dict[str, Any], lengths: list[int]) -> Iterator[Operation]:
     config = AutoConfig.for_model(**shape)
     chosen = choose_attention("auto", config, device=torch.device(DEVICE), dtype=torch.bfloat16).implementation
     named = {"varlen": make_varlen_attention, "cudnn": make_cudnn_attention, "sdpa": lambda: by_document}
-    form = named[chosen]() if chosen in named else make_flash_attention(chosen)
+    form = named.get(chosen, make_flash_attention)()
     heads, kv_heads, head = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"]
     inputs = [randn(sum(lengths), count, head).requires_grad_() for count in (heads, kv_heads, kv_heads)]
     boundaries = F.pad(torch.tensor(lengths, device=DEVICE).cumsum(0), (1, 0)).to(torch.int32)

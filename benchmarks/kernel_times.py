@@ -132,8 +132,8 @@ def attention_case(shape: str, num_steps: int) -> Case:
         forms = {"flatout": make_varlen_attention()}
         if cudnn_problem(query.device) is None:
             forms["cudnn"] = make_cudnn_attention()
-        if flash_problem("fa4", query.device) is None:
-            forms["fa4"] = make_flash_attention("fa4")
+        if flash_problem(query.device) is None:
+            forms["fa4"] = make_flash_attention()
         for name, form in forms.items():
             run = partial(form, k=key, v=value, cu_seqlens=cu_seqlens, max_seqlen=max(lengths), scale=scale)
             variants[name] = differentiated(run, query)

@@ -33,8 +33,8 @@ class ModelConfig(Section):
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"
     """Dtype of forward and backward; auto: bf16 on GPUs that support it, else fp32. Trained weights are kept in fp32
     (fp64 with fp64), or in bf16 only with `full.weights: bf16`."""
-    attention: Literal["auto", "fa4", "fa3", "cudnn", "varlen", "sdpa", "plain"] = "auto"
-    """Attention over packed samples: fa4 or fa3 (FlashAttention packages), cudnn (nvidia-cudnn-frontend), varlen
+    attention: Literal["auto", "fa4", "cudnn", "varlen", "sdpa", "plain"] = "auto"
+    """Attention over packed samples: fa4 (the FlashAttention-4 package), cudnn (nvidia-cudnn-frontend), varlen
     (torch's CUDA kernel), sdpa (exact, one document at a time), plain (unfused; the reference in tests); auto: the
     first that is available and passes the parity check."""
 

@@ -126,7 +126,7 @@ def check_parallel(config: Any) -> None:
         "batch.layout: rows": config.batch.layout == "rows",
         "batch.share_prefix: on": config.batch.share_prefix == "on",
         "full.update: backward": config.full.update == "backward",
-        f"model.attention: {config.model.attention}": config.model.attention in ("fa4", "fa3", "cudnn"),
+        f"model.attention: {config.model.attention}": config.model.attention in ("fa4", "cudnn"),
     }
     if num_ranks > 1 and (why := next((why for why, is_given in reasons.items() if is_given), None)):
         raise ValueError(f"context.parallel: {num_ranks} does not work with {why}; change that or set it to 1")

@@ -31,7 +31,6 @@ SLOW_BYTES_PER_S = 8e9
 OPTIONAL = {
     "nvidia-cudnn-frontend": "faster packed attention",
     "torchao": "fp8 for full fine-tuning",
-    "flash-attn-3": "FlashAttention-3",
     "flash-attn-4": "FlashAttention-4",
     "deepspeed": "strategy: deepspeed",
 }

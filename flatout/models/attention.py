@@ -25,12 +25,12 @@ from flatout.models.context.attention import attention_over_ranks
 from flatout.models.packed import KeyPieces
 
 # from the fastest to the reference
-Implementation = Literal["fa4", "fa3", "cudnn", "varlen", "sdpa", "plain"]
+Implementation = Literal["fa4", "cudnn", "varlen", "sdpa", "plain"]
 # these read the documents' boundaries on the device, so they work inside compiled layers
-KERNELS: tuple[Implementation, ...] = ("fa4", "fa3", "cudnn", "varlen")
+KERNELS: tuple[Implementation, ...] = ("fa4", "cudnn", "varlen")
 # these may be missing, and are proved before they are used
-_PACKAGES: tuple[Implementation, ...] = ("fa4", "fa3", "cudnn")
-# FA3 and FA4 take 60 to 110 us more host time per call, which smaller models cannot hide
+_PACKAGES: tuple[Implementation, ...] = ("fa4", "cudnn")
+# FA4 takes 60 to 110 us more host time per call, which smaller models cannot hide
 MIN_FLASH_HIDDEN_SIZE = 2048
 
 
@@ -57,9 +57,9 @@ def choose_attention(
 ) -> AttentionChoice:
     """Choose a model's packed attention from its config; `auto` takes the fastest that supports it.
 
-    fa4, fa3 and cudnn must first pass a check on the device, with the model's heads and window, that they are as exact
-    as varlen; auto uses the first two from MIN_FLASH_HIDDEN_SIZE on. Only the plain form has soft-capped scores. If
-    several `context_ranks` share micro-batches, auto uses none of the three, see `register_over_ranks`.
+    fa4 and cudnn must first pass a check on the device, with the model's heads and window, that they are as exact as
+    varlen; auto uses fa4 from MIN_FLASH_HIDDEN_SIZE on. Only the plain form has soft-capped scores. If
+    several `context_ranks` share micro-batches, auto uses neither, see `register_over_ranks`.
     Raises UsageError if the requested form does not support this model.
     """
     if wanted != "auto":
@@ -71,7 +71,7 @@ def choose_attention(
     for name in KERNELS if context_ranks == 1 else ("varlen",):
         problem = _problem(name, config, device, dtype)
         hidden_size = getattr(config, "hidden_size", 0)
-        if name in ("fa4", "fa3") and hidden_size < MIN_FLASH_HIDDEN_SIZE and flash_problem(name, device) is None:
+        if name == "fa4" and hidden_size < MIN_FLASH_HIDDEN_SIZE and flash_problem(device) is None:
             problem = f"{name} launches too slowly for a model of hidden size {hidden_size}"
         if problem is None:
             kernel = "torch's FlashAttention kernel" if name == "varlen" else "as accurate as torch's kernel here"
@@ -100,12 +100,12 @@ def _problem(name: Implementation, config: Any, device: torch.device, dtype: tor
     sizes = ("num_attention_heads", "num_key_value_heads", "head_dim")
     proofs = {tuple(getattr(layer, size, None) for size in sizes): layer for layer in layers}
     disproofs = (_disproof(name, layer, device, dtype) for layer in proofs.values())
-    problem = cudnn_problem(device) if name == "cudnn" else flash_problem(name, device)
+    problem = cudnn_problem(device) if name == "cudnn" else flash_problem(device)
     return problem or next(filter(None, disproofs), None)
 
 
 def _make_package(name: Implementation) -> Callable[..., Tensor]:
-    return make_cudnn_attention() if name == "cudnn" else make_flash_attention(name)
+    return make_cudnn_attention() if name == "cudnn" else make_flash_attention()
 
 
 def _disproof(name: Implementation, config: Any, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -54,7 +54,7 @@ MAX_PACKAGE_LINES = {
     "checkpoint": 1550,
     "cli": 2250,
     "compat": 2900,
-    "config": 2050,
+    "config": 2078,
     "data": 8337,
     "demo": 480,
     "doctor": 430,

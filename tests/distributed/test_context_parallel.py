@@ -188,7 +188,7 @@ def test_the_command_line_trains_with_shared_micro_batches(
         (2, {"strategy": "deepspeed", "precision": "fp32"}, "does not work with strategy: deepspeed"),
         (2, {"gpus": [0, 1, 2]}, "does not work with 3 gpus, which it does not divide"),
         (2, {"batch": {"layout": "rows"}}, "does not work with batch.layout: rows"),
-        (2, {"model": {"attention": "fa3"}}, "does not work with model.attention: fa3"),
+        (2, {"model": {"attention": "fa4"}}, "does not work with model.attention: fa4"),
         (2, {"method": "full", "full": {"update": "backward"}}, "does not work with full.update: backward"),
     ],
 )

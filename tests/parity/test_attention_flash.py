@@ -1,4 +1,4 @@
-"""FlashAttention-3 and -4 behind our operator: packages of the same calls, made of plain torch, stand in on the CPU."""
+"""FlashAttention-4 behind our operator: a package of the same calls, made of plain torch, stands in on the CPU."""
 
 from __future__ import annotations
 
@@ -90,58 +90,15 @@ def fa4_package(wrong: float = 0.0) -> ModuleType:
     return module
 
 
-def fa3_package(wrong: float = 0.0) -> ModuleType:
-    """The calls of flash_attn_interface."""
-    module: Any = ModuleType("flash_attn_interface")
-
-    def check(settings: dict[str, Any]) -> tuple[Any, float, int]:
-        assert settings["window_size_right"] == 0
-        assert settings["max_seqlen_q"] == settings["max_seqlen_k"]
-        return settings["cu_seqlens_q"], settings["softmax_scale"], settings["window_size_left"]
-
-    def _flash_attn_forward(q: Any, k: Any, v: Any, *, causal: bool, **settings: Any) -> Any:
-        assert causal
-        output, log_sums = forward(q, k, v, *check(settings))
-        return output + wrong, log_sums, None, None
-
-    def _flash_attn_backward(
-        dout: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        out: Any,
-        softmax_lse: Any,
-        *,
-        dq: Any,
-        dk: Any,
-        dv: Any,
-        is_causal: bool,
-        deterministic: bool,
-        **settings: Any,
-    ) -> Any:
-        assert is_causal
-        for into, grad in zip((dq, dk, dv), backward(dout, q, k, v, out, softmax_lse, *check(settings)), strict=True):
-            into.copy_(grad)
-        return softmax_lse
-
-    module._flash_attn_forward, module._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
-    return module
-
-
-PACKAGES = {"fa4": fa4_package, "fa3": fa3_package}
-
-
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Put stand-ins in the packages' places; they are there, and the device is one they serve."""
 
     def put(*names: str, wrong: float = 0.0) -> None:
         make_flash_attention.cache_clear()
-        for name in set(names) & set(PACKAGES):
-            package = PACKAGES[name](wrong)
-            monkeypatch.setitem(sys.modules, package.__name__, package)
-        known = dict.fromkeys(names)
-        monkeypatch.setattr(models_attention, "flash_problem", lambda n, d: known.get(n, f"{n} is not installed"))
+        monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", fa4_package(wrong))
+        no_flash = None if "fa4" in names else "fa4 is not installed"
+        monkeypatch.setattr(models_attention, "flash_problem", lambda _: no_flash)
         missing = None if "cudnn" in names else "cudnn is not installed"
         monkeypatch.setattr(models_attention, "cudnn_problem", lambda _: missing)
         monkeypatch.setattr(models_attention, "make_cudnn_attention", lambda: plain_varlen)
@@ -159,10 +116,9 @@ def plain_varlen(q: Any, k: Any, v: Any, cu_seqlens: Any, _: int, **settings: An
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
-@pytest.mark.parametrize("name", ["fa4", "fa3"])
-def test_the_operator_equals_the_truth(install: Any, name: Any, heads: int, kv_heads: int, window: int | None) -> None:
-    install(name)
-    form, cu_seqlens = make_flash_attention(name), boundaries(LENGTHS)
+def test_the_operator_equals_the_truth(install: Any, heads: int, kv_heads: int, window: int | None) -> None:
+    install("fa4")
+    form, cu_seqlens = make_flash_attention(), boundaries(LENGTHS)
     both(
         lambda *t: form(*t, cu_seqlens, 16, scale=0.3, window=window),
         lambda *t: packed_attention(*t, cu_seqlens, scale=0.3, window=window),
@@ -198,27 +154,25 @@ def test_sinks_enter_by_the_log_sum_exp(
     )
 
 
-@pytest.mark.parametrize("name", ["fa4", "fa3"])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_the_operator_is_sound_for_the_compiler(install: Any, name: Any, with_sinks: bool) -> None:
+def test_the_operator_is_sound_for_the_compiler(install: Any, with_sinks: bool) -> None:
     """Fake shapes, strides and dtypes are those of the real ones, also for inputs in a layout of their own."""
-    install(name)
-    make_flash_attention(name)
+    install("fa4")
+    make_flash_attention()
     query, key, value = (tensor.detach() for tensor in inputs(torch.float32))
     query = query.transpose(0, 1).contiguous().transpose(0, 1)
     sinks = torch.randn(4) if with_sinks else None
     arguments = (query, key, value, boundaries(LENGTHS), 16, 0.3, None, sinks, None, None, None)
-    operator, operator_backward = (getattr(torch.ops.flatout, name + pass_) for pass_ in ("", "_backward"))
+    operator, operator_backward = (getattr(torch.ops.flatout, f"fa4{pass_}") for pass_ in ("", "_backward"))
     torch.library.opcheck(operator.default, arguments)
     output, log_sums = operator(*arguments)
     saved = (query, key, value, output, log_sums, *arguments[3:7])
     torch.library.opcheck(operator_backward.default, (query, *saved, None, None, None))
 
 
-@pytest.mark.parametrize("name", ["fa4", "fa3"])
-def test_a_compiled_layer_holds_it_for_any_number_of_tokens(install: Any, name: Any) -> None:
-    install(name)
-    form = make_flash_attention(name)
+def test_a_compiled_layer_holds_it_for_any_number_of_tokens(install: Any) -> None:
+    install("fa4")
+    form = make_flash_attention()
     torch._dynamo.reset()
 
     def layer(q: Any, k: Any, v: Any, sinks: Any, cu_seqlens: Any, max_seqlen: int) -> Any:
@@ -240,24 +194,22 @@ def choose(wanted: Any = "auto", **fields: Any) -> Any:
 
 
 def test_the_fastest_that_is_there_and_proves_exact_is_taken(install: Any) -> None:
-    install("fa4", "fa3")
+    install("fa4")
     assert choose().implementation == "fa4"
     assert registered_name(choose().implementation) == "flatout_fa4"
-    assert choose("fa3").implementation == "fa3"
     assert choose("varlen").implementation == "varlen"
 
 
 def test_one_that_is_missing_or_wrong_is_passed_over_with_the_reason(install: Any) -> None:
-    install("fa3")
-    assert (choose().implementation, "fa4 is not installed" in choose().reason) == ("fa3", True)
     install("cudnn")
     assert (choose().implementation, choose(hidden_size=1024).implementation) == ("cudnn", "cudnn")
-    install("fa4", "fa3", wrong=0.1)
+    assert "fa4 is not installed" in choose().reason
+    install("fa4", wrong=0.1)
     choice = choose()
     assert choice.implementation == "varlen"
     assert "fa4 fails its check: its values have" in choice.reason
-    with pytest.raises(UsageError, match=r"fa3 does not support this model: fa3 fails its check"):
-        choose("fa3")
+    with pytest.raises(UsageError, match=r"fa4 does not support this model: fa4 fails its check"):
+        choose("fa4")
 
 
 def test_one_that_breaks_is_passed_over_with_the_reason(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,11 +227,11 @@ def test_small_models_keep_torchs_kernel_unless_asked(install: Any) -> None:
 
 
 def test_what_is_not_installed_is_told_by_name() -> None:
-    if importlib.util.find_spec("flash_attn_interface"):
+    if importlib.util.find_spec("flash_attn"):
         pytest.skip("it is installed")
-    assert flash_problem("fa3", CUDA) == "fa3 is not installed"
-    with pytest.raises(UsageError, match="fa3 does not support this model"):
-        choose("fa3")
+    assert flash_problem(CUDA) == "fa4 is not installed"
+    with pytest.raises(UsageError, match="fa4 does not support this model"):
+        choose("fa4")
 
 
 def test_a_disagreement_names_what_errs() -> None:
@@ -382,13 +334,9 @@ def test_a_graph_writes_into_contiguous_memory_whatever_the_inputs_layout(
 @needs_gpu
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 8, 64), (64, 8, 64), (4, 1, 256)])
-@pytest.mark.parametrize("name", ["fa4", "fa3", "cudnn"])
+@pytest.mark.parametrize("name", ["fa4", "cudnn"])
 def test_the_real_package_is_as_exact_as_torchs_kernel(name: Any, heads: Any, window: int | None) -> None:
-    if (
-        problem := models_attention.cudnn_problem(CUDA)
-        if name == "cudnn"
-        else models_attention.flash_problem(name, CUDA)
-    ):
+    if problem := models_attention.cudnn_problem(CUDA) if name == "cudnn" else models_attention.flash_problem(CUDA):
         pytest.skip(problem)
     form, settings = models_attention._make_package(name), {"heads": heads, "window": window, "dtype": torch.bfloat16}
     assert flash_disagreement(form, make_varlen_attention(), device=CUDA, **settings) is None

@@ -1,1 +1,1 @@
-"""Packed causal attention: varlen, cudnn, fa3, fa4 (CUDA), sdpa and plain (by document)."""
+"""Packed causal attention: varlen, cudnn, fa4 (CUDA), sdpa and plain (by document)."""

@@ -1,7 +1,7 @@
-"""Packed causal attention by FlashAttention: -2 in torch, -3 and -4 by their packages where installed.
+"""Packed causal attention by FlashAttention: -2 in torch, and -4 by its package where installed.
 
-FlashAttention-2 (arXiv:2307.08691), -3 (arXiv:2407.08608) and -4 (its CuTe DSL package) are each one custom operator
-with a backward, so that compiled layers can contain them.
+FlashAttention-2 (arXiv:2307.08691) and -4 (its CuTe DSL package) are each one custom operator with a backward, so that
+compiled layers can contain them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from flatout.kernels.operators import define_operator
 Attention = Callable[..., Tensor]
 
 MAX_HEAD_DIM = 256
-_MODULES = {"fa4": "flash_attn.cute.interface", "fa3": "flash_attn_interface"}
-# FA3 supports only Hopper, FA4 Hopper and newer
-_MAJORS = {"fa4": (9, 10, 11, 12), "fa3": (9,)}
+_FA4 = "flash_attn.cute.interface"
+# Hopper and newer
+_FA4_MAJORS = (9, 10, 11, 12)
 # FA4 would compile another kernel for documents that fit in one tile; one kernel is enough
 _FA4_MIN_SEQLEN = 256
 # documents of one token, lengths that do not fill a tile, a tail, and repeated boundaries
@@ -72,52 +72,44 @@ def make_varlen_attention() -> Attention:
     return packed_operator("flatout::varlen", forward, backward)
 
 
-def flash_problem(name: str, device: torch.device) -> str | None:
-    """Return why FlashAttention-3 or -4 cannot be tried on this device (None if it can)."""
+def flash_problem(device: torch.device) -> str | None:
+    """Return why FlashAttention-4 cannot be tried on this device (None if it can)."""
     try:
-        is_installed = find_spec(_MODULES[name]) is not None
+        is_installed = find_spec(_FA4) is not None
     except ModuleNotFoundError:
         # the parent package is missing
         is_installed = False
     if not is_installed:
-        return f"{name} is not installed"
-    if capability(device)[0] not in _MAJORS[name]:
-        return f"{name} has no kernels for this device"
+        return "fa4 is not installed"
+    if capability(device)[0] not in _FA4_MAJORS:
+        return "fa4 has no kernels for this device"
     return None
 
 
 @cache
-def make_flash_attention(name: str) -> Attention:
-    """Bind FA3 or FA4, once per process. Raises ImportError or AttributeError for an unexpected package."""
-    module, is_fa4 = importlib.import_module(_MODULES[name]), name == "fa4"
-    names = ("_flash_attn_fwd", "_flash_attn_bwd") if is_fa4 else ("_flash_attn_forward", "_flash_attn_backward")
-    kernel, kernel_backward = (getattr(module, each) for each in names)
+def make_flash_attention() -> Attention:
+    """Bind FA4, once per process. Raises ImportError or AttributeError for an unexpected package."""
+    module: Any = importlib.import_module(_FA4)
+    kernel, kernel_backward = module._flash_attn_fwd, module._flash_attn_bwd
 
     def settings(cu_seqlens: Tensor, max_seqlen: int, scale: float, left: int | None) -> dict[str, Any]:
-        longest = max(max_seqlen, _FA4_MIN_SEQLEN) if is_fa4 else max_seqlen
+        longest = max(max_seqlen, _FA4_MIN_SEQLEN)
         return {
             "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_k": longest,
-            "softmax_scale": scale, "window_size_left": -1 if left is None and not is_fa4 else left,
-            "window_size_right": 0,
+            "softmax_scale": scale, "window_size_left": left, "window_size_right": 0,
         }  # fmt: skip
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        wanted = {"return_lse": True} if is_fa4 else {}
-        output, log_sums, *_ = kernel(q, k, v, causal=True, **wanted, **settings(*rest))
+        output, log_sums, *_ = kernel(q, k, v, causal=True, return_lse=True, **settings(*rest))
         return output, log_sums
 
     def backward(
         output_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, *rest: Any
     ) -> tuple[Tensor, ...]:
         options = {"deterministic": torch.are_deterministic_algorithms_enabled(), **settings(*rest)}
-        if is_fa4:
-            return tuple(kernel_backward(q, k, v, output, output_grad, log_sums, causal=True, **options))
-        q_grad, k_grad, v_grad = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
-        grads = {"dq": q_grad, "dk": k_grad, "dv": v_grad}
-        kernel_backward(output_grad, q, k, v, output, log_sums, is_causal=True, **grads, **options)
-        return q_grad, k_grad, v_grad
+        return tuple(kernel_backward(q, k, v, output, output_grad, log_sums, causal=True, **options))
 
-    return packed_operator(f"flatout::{name}", forward, backward)
+    return packed_operator("flatout::fa4", forward, backward)
 
 
 def packed_operator(
