@@ -220,7 +220,7 @@ def reason_not_to_measure(config: Config, planned: PlannedRun) -> str | None:
     if (found := largest_pass(planned.plan)) is None:
         return "no step has labels"
     step, rank, largest = found
-    longest, num_tokens = planned.plan.longest_sample(step.ranks[rank]), largest.num_padded_tokens
+    longest, num_tokens = planned.plan.largest_unit(step.ranks[rank]), largest.num_padded_tokens
     if longest > MAX_SAMPLE_SHARE * num_tokens:
         return f"samples stay whole, and one has {longest:,} tokens; the largest micro-batch has {num_tokens:,}"
     return None
@@ -256,7 +256,7 @@ def choose_passes(planned: PlannedRun) -> list[StepPlan]:
     found = largest_pass(planned.plan)
     assert found is not None
     step, rank, batch = found
-    longest, steps = planned.plan.longest_sample(step.ranks[rank]), []
+    longest, steps = planned.plan.largest_unit(step.ranks[rank]), []
     for share in SHARES:
         cut = planned.plan.resplit(step, rank, max(longest, int(share * batch.num_padded_tokens)))
         largest = max(cut, key=lambda batch: batch.num_padded_tokens)

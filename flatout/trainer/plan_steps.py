@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.config.schema import Config
+from flatout.data.columns import PREFIX_TOKENS
 from flatout.data.token_store import TokenStore
 from flatout.errors import UsageError
 from flatout.models.arch_quirks import LayoutChoice, choose_layout, sharing_problem
@@ -25,7 +26,7 @@ from flatout.planner.memory.budget import (
     spend_spare_memory,
 )
 from flatout.planner.shape import ModelShape
-from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, PrefixIndex, find_prefixes
+from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, PrefixIndex, UnitPrefixes, find_prefixes
 from flatout.planner.steps.rows import FEWEST_PASSES, PASS_TOKENS, row_length
 from flatout.planner.steps.run_plan import RunPlan, make_plan
 from flatout.track.callback import Reporter
@@ -75,16 +76,17 @@ def plan_training(
     device: Device | None,
     *,
     rows: bool = False,
-    prefixes: PrefixIndex | None = None,
+    prefixes: Prefixes | None = None,
 ) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
     """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
     # an update in the backward pass needs a step in one pass
     pass_tokens = FEWEST_PASSES if config.full.update == "backward" else PASS_TOKENS
+    largest_unit = 1 if store.unit_offsets is None else int(np.diff(store.unit_offsets).max())
     whole_steps = make_plan(
         store.lengths,
         store.num_labels,
         config.batch,
-        micro_batch_tokens=row_length(int(store.lengths.max())) * config.batch.samples_per_step,
+        micro_batch_tokens=row_length(int(store.lengths.max())) * config.batch.samples_per_step * largest_unit,
         seed=config.seed,
         num_ranks=rank.world // config.context.parallel,
         cost=make_cost(config, shape),
@@ -92,6 +94,7 @@ def plan_training(
         pass_tokens=pass_tokens if rows else None,
         prefixes=prefixes,
         row_keys=store.row_keys if draws_rows_whole(store) else None,
+        unit_offsets=store.unit_offsets,
     )
     return fit_plan(config, shape, whole_steps, rank, device)
 
@@ -107,7 +110,9 @@ def fit_plan(
     config: Config, shape: ModelShape, plan: RunPlan, rank: Rank, device: Device | None
 ) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
     """Choose strategy, recompute level and token budget for the same steps, and lay the steps out by them."""
-    whole_tokens = row_length(int(plan.samples.lengths.max())) * plan.batch.samples_per_step
+    whole_tokens = row_length(int(plan.samples.lengths.max())) * max(
+        plan.batch.samples_per_step, plan.most_samples_per_step
+    )
     whole_steps = plan.with_layout(whole_tokens, make_cost(config, shape))
     tokens = TokenStatistics.of(whole_steps)
     parallel_layout = choose_parallel_layout(
@@ -145,7 +150,7 @@ def index_prefixes(
     *,
     rows: bool,
     inexact: str | None,
-) -> tuple[PrefixIndex | None, str]:
+) -> tuple[Prefixes | None, str]:
     """Return where samples share prefixes; None, and why, if they do not or must not.
 
     `rows` is the layout, `inexact` what an earlier self-test found. Raises UsageError if batch.share_prefix: on cannot
@@ -167,10 +172,16 @@ def index_prefixes(
         if wanted == "on":
             raise UsageError(f"batch.share_prefix: on does not work here: {problem}; set batch.share_prefix: auto")
         return None, f"not shared: {problem}"
-    index = find_prefixes(store.token_ids, store.loss_mask, store.offsets, train_ids)
-    if not len(index.shared):
+    units, declared = store.unit_offsets, store.extra.get(PREFIX_TOKENS)
+    is_declared = units is not None and declared is not None
+    index = None if is_declared else find_prefixes(store.token_ids, store.loss_mask, store.offsets, train_ids)
+    found: PrefixIndex | UnitPrefixes | None = index
+    if units is not None:
+        found = UnitPrefixes.of(units, declared, index)
+    has_any = (index is not None and len(index.shared)) or (isinstance(found, UnitPrefixes) and found.tokens.any())
+    if not has_any:
         return None, f"not shared: no samples begin with the same {MIN_PREFIX_TOKENS} unlabelled tokens"
-    return index, ""
+    return found, ""
 
 
 def sharing_pays(

@@ -33,6 +33,7 @@ from flatout.planner.shape import ModelShape, check_expert_ranks, check_position
 from flatout.planner.steps.rows import row_length
 from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, split_held_out
 from flatout.planner.steps.step_plan import StepPlan
+from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
 from flatout.trainer.context_ranks import check_context
 from flatout.trainer.model_shape import read_shape
@@ -127,16 +128,16 @@ def plan_run(
     num_tokens, share = int(store.lengths.sum()), int(store.num_labels.sum()) / int(store.lengths.sum())
     reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {share:.0%} label")
     if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
-        reporter.event(
-            "rows", {**lost, "of": store.meta.counts["rows"], "listed_in": str(store.folder / "report.json")}
-        )
+        lost |= {"of": store.meta.counts["rows"]}
+        reporter.event("rows", {**lost, "listed_in": str(store.folder / "report.json")})
     shape = shape.with_rows(store.meta.vocabulary_size) if config.data.added_tokens else shape
     _check_token_ids(shape, store, has_new_tokens=bool(config.data.added_tokens))
     if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
         reporter.event("positions", beyond)
     train_ids = eval_ids = None
-    if config.eval.fraction:
-        train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed, store.hashes)
+    if fraction := config.eval.fraction:
+        whole = store.hashes, store.unit_offsets
+        train_ids, eval_ids = split_held_out(store.row_keys, fraction, config.seed, *whole)
         if num_copies := store.num_samples - len(np.unique(store.hashes)):
             told = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
             reporter.stage("held out", f"{len(eval_ids):,} samples, {told}, which stay on the side of the first")
@@ -246,18 +247,21 @@ def plan_evaluation(
     eval_sets = []
     train_hashes = store.hashes if train_ids is None else store.hashes[train_ids]
     for name, eval_store in stores.items():
-        # evaluation keeps no activations, so a micro-batch may be as long as its longest sample
-        longest = int((eval_store.lengths if eval_ids is None else eval_store.lengths[eval_ids]).max())
+        # evaluation keeps no activations, so a micro-batch may be as long as its largest unit
+        lengths = eval_store.lengths if eval_ids is None else eval_store.lengths[eval_ids]
+        units = unit_numbers(eval_store.unit_offsets, eval_ids)
+        sizes = Samples(lengths, lengths, units=units).unit_tokens(as_rows=plan.layout.name == "rows", padded=False)
         eval_plan = make_eval_plan(
             eval_store.lengths,
             eval_store.num_labels,
             eval_ids,
-            micro_batch_tokens=config.batch.micro_batch_tokens or max(memory.micro_batch_tokens, longest),
+            micro_batch_tokens=config.batch.micro_batch_tokens or max(memory.micro_batch_tokens, int(sizes.max())),
             num_ranks=plan.layout.num_ranks,
             cost=plan.layout.cost,
             lockstep=plan.layout.lockstep,
             pass_tokens=plan.layout.pass_tokens,
             expert_ranks=plan.layout.expert_ranks,
+            unit_offsets=eval_store.unit_offsets,
         )
         of_data = f"{name}: " if len(stores) > 1 else ""
         counts = f"{len(eval_plan.sample_ids):,} samples, {eval_plan.num_label_tokens:,} label tokens"
@@ -294,10 +298,10 @@ def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:
         )
     if config.model.precision == "fp16":
         raise UsageError("full.update: backward cannot unscale gradients; got model.precision fp16, use bf16 or fp32")
-    lengths = plan.samples.lengths
-    count = min(plan.batch.samples_per_step, len(lengths))
-    longest = np.partition(lengths, -count)[-count:]
-    most = longest.sum() if plan.layout.pass_tokens is None else count * row_length(int(longest.max()))
+    count = min(plan.batch.samples_per_step, plan.num_units)
+    largest = np.partition(plan.unit_tokens, -count)[-count:]
+    longest = row_length(int(plan.samples.lengths.max()))
+    most = largest.sum() if plan.layout.pass_tokens is None else plan.most_samples_per_step * longest
     if int(most) <= plan.layout.micro_batch_tokens:
         return
     for step in plan.steps():

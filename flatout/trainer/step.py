@@ -164,7 +164,7 @@ def micro_batches_of(run: Run, step: StepPlan) -> Sequence[MicroBatch]:
     cap_tokens = None if run.shares_passes else run.state.micro_batch_cap
     if cap_tokens is None or all(batch.num_padded_tokens <= cap_tokens for batch in planned):
         return planned
-    return run.plan.resplit(step, run.data_rank, max(cap_tokens, run.plan.longest_sample(planned)))
+    return run.plan.resplit(step, run.data_rank, max(cap_tokens, run.plan.largest_unit(planned)))
 
 
 def lower_cap(run: Run, step: StepPlan, taken: Sequence[MicroBatch], *, failed: MicroBatch) -> None:
@@ -175,7 +175,7 @@ def lower_cap(run: Run, step: StepPlan, taken: Sequence[MicroBatch], *, failed: 
     """
     run.optimizer.zero_grad(set_to_none=True)
     release_memory(run)
-    cap_tokens = max(failed.num_padded_tokens * 2 // 3, run.plan.longest_sample(taken))
+    cap_tokens = max(failed.num_padded_tokens * 2 // 3, run.plan.largest_unit(taken))
     if cap_tokens >= max(batch.num_padded_tokens for batch in taken):
         raise ResourceError(
             f"step {step.index + 1}: out of GPU memory with a micro-batch of {failed.num_padded_tokens:,} tokens, "

@@ -79,8 +79,11 @@ def statistics(store: TokenStore) -> str:
     bars = bar_plot("samples", edges.tolist(), numbers.tolist(), "tokens in a sample")
     lengths = figure("Sample lengths", [bars], unit="samples", is_wide=True)
     # the first steps that a run with default settings would take on one CPU
-    budget = max(MICRO_BATCH_TOKENS, int(store.lengths.max()))
-    plan = make_plan(store.lengths, store.num_labels, BatchConfig(), micro_batch_tokens=budget, seed=SEED, num_ranks=1)
+    units = store.unit_offsets
+    largest = store.lengths if units is None else np.add.reduceat(store.lengths, units[:-1])
+    budget, batch = max(MICRO_BATCH_TOKENS, int(largest.max())), BatchConfig()
+    whole: dict[str, Any] = {"seed": SEED, "num_ranks": 1, "unit_offsets": units}
+    plan = make_plan(store.lengths, store.num_labels, batch, micro_batch_tokens=budget, **whole)
     steps = [plan.step(index) for index in range(min(NUM_PACKED_STEPS, plan.num_steps))]
     samples = [
         [[store.lengths[list(one.sample_ids)].tolist() for one in rank] for rank in step.ranks] for step in steps

@@ -68,7 +68,7 @@ MAX_PACKAGE_LINES = {
     "models": 8293,
     "optim": 700,
     "parallel": 1750,
-    "planner": 2950,
+    "planner": 3139,
     "profile": 350,
     "studio": 1180,
     "track": 2350,

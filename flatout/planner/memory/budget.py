@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from flatout.config.schema import Config, Recompute
 from flatout.errors import ResourceError
 from flatout.planner.devices import GIB, Device
@@ -14,7 +16,6 @@ from flatout.planner.memory.correction import Correction
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
 from flatout.planner.shape import ModelShape
-from flatout.planner.steps.rows import row_length
 from flatout.planner.steps.run_plan import RunPlan
 
 # without a GPU: enough for efficient matrix products, small enough for any computer
@@ -36,7 +37,8 @@ LONGEST_TOKENS = 1 << 24
 class TokenStatistics:
     """A run's token counts: the longest sample, the maximum of one step on one rank, label share and mean length.
 
-    The first two count the padding of rows, whose largest pass without a budget has `largest_row_pass` tokens. Tokens
+    Where units have several samples, `unit_samples` is the most, and the largest unit counts as the longest sample. The
+    first two count the padding of rows, whose largest pass without a budget has `largest_row_pass` tokens. Tokens
     are those computed, so prefixes that samples share raise the share of labels and lower the mean length.
     """
 
@@ -45,6 +47,7 @@ class TokenStatistics:
     label_share: float
     mean_length: float
     largest_row_pass: int | None = None
+    unit_samples: int = 1
 
     @property
     def pass_tokens(self) -> int:
@@ -54,7 +57,7 @@ class TokenStatistics:
     @classmethod
     def of(cls, plan: RunPlan) -> TokenStatistics:
         """Take the statistics of a plan with any token budget; looks for the largest step among `NUM_STEPS_SEEN`."""
-        num_tokens, longest = int(plan.samples.lengths.sum()), int(plan.samples.lengths.max())
+        num_tokens, longest = int(plan.samples.lengths.sum()), int(plan.unit_tokens.max())
         ranks = [
             [batch.num_padded_tokens for batch in rank]
             for step in plan.sampled_steps(NUM_STEPS_SEEN)
@@ -62,12 +65,13 @@ class TokenStatistics:
         ]
         largest, row_pass = max(map(sum, ranks)), None
         if plan.layout.pass_tokens is not None:
-            longest = row_length(longest)
             row_pass = max(longest, *(max(rank, default=0) for rank in ranks))
         num_computed = num_tokens * (1.0 - plan.shared_share)
         label_share = int(plan.samples.num_labels.sum()) / num_computed
         # the sampled steps may not include the longest sample
-        return cls(longest, max(largest, longest), label_share, num_computed / len(plan.samples), row_pass)
+        unit_samples = 1 if plan.unit_offsets is None else int(np.diff(plan.unit_offsets).max())
+        mean_length = num_computed / len(plan.samples)
+        return cls(longest, max(largest, longest), label_share, mean_length, row_pass, unit_samples)
 
     def micro_batch(self, num_tokens: int) -> MicroBatchSize:
         """Return the size of a typical micro-batch of `num_tokens` tokens."""
@@ -170,7 +174,8 @@ def choose_micro_batch(
     if fits < num_tokens and not given:
         need = model.estimate(tokens.micro_batch(num_tokens), level).total_bytes / (1 - MARGIN)
         smaller = "base.storage: nf4" if config.method == "lora" else "method: lora, optim.name: adamw8bit"
-        what = "a whole step (full.update: backward)" if whole_step else "the longest sample"
+        single = "the longest sample" if tokens.unit_samples == 1 else "the largest unit"
+        what = "a whole step (full.update: backward)" if whole_step else single
         smaller += "" if parallel_layout.shards_state else ", shard its state over several GPUs (strategy: fsdp)"
         smaller += "" if whole_step else ", share samples among ranks (context.parallel)"
         raise ResourceError(

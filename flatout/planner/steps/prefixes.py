@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from flatout.planner.steps.units import Item
+
 # a shorter prefix costs more in attention's second part than it saves
 MIN_PREFIX_TOKENS = 64
 # samples are compared in blocks of at most so many tokens together, and of a width between these
@@ -39,10 +41,10 @@ class PrefixGroup(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """Items of a list, by their indices, that are placed together; `num_tokens` counts their prefix once.
+    """Whole units of a list, by the indices of their items, that are placed together: what a plan deals and packs.
 
-    `group` is the number of their group, -1 for an item alone. Bundles of one group that end up in one micro-batch
-    share its prefix, too.
+    `num_tokens` counts their prefix once. `group` is the number of their group, -1 without a common prefix. Bundles of
+    one group that end up in one micro-batch share its prefix, too.
     """
 
     members: list[int]
@@ -73,7 +75,7 @@ class PrefixIndex:
         order = order[np.searchsorted(places[order], 0) :]
         if len(order) < 2:
             return []
-        common = self._common(places[order[:-1]], places[order[1:]])
+        common = self.common(places[order[:-1]], places[order[1:]])
         # clusters of neighbours, each with what it shares with the next one, which increases
         stack: list[tuple[_Cluster, int]] = []
         for item, with_next in zip(order.tolist(), [*common.tolist(), 0], strict=True):
@@ -84,7 +86,7 @@ class PrefixIndex:
             stack.append((cluster, with_next))
         return [PrefixGroup(num_tokens, sorted(members)) for num_tokens, members in stack[0][0].groups]
 
-    def _common(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int32]:
+    def common(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the tokens that all samples from `first` to `last` share, as arrays of places, first < last."""
         rows, minima = self._minima
         start, end = first + 1, last
@@ -137,11 +139,70 @@ def _join(one: _Cluster, other: _Cluster, num_tokens: int) -> _Cluster:
     return _Cluster([], [*kept, (num_tokens, members)])
 
 
-def make_bundles(groups: Sequence[PrefixGroup], lengths: Sequence[int], most_tokens: int) -> list[Bundle]:
-    """Cut groups of items of these lengths into bundles of about `most_tokens`; other items are bundles of one."""
-    bundles, alone = [], set(range(len(lengths)))
+class Prefixes(Protocol):
+    """Says which samples of a list share their first tokens: `PrefixIndex`, or `UnitPrefixes` where units have any."""
+
+    def groups(self, sample_ids: Sequence[int]) -> list[PrefixGroup]:
+        """Group samples that share a prefix: all of one unit, or samples that are units of their own."""
+
+
+@dataclass(frozen=True, eq=False)
+class UnitPrefixes:
+    """Units of several samples share the prefix of their own; samples alone share what `alone` finds.
+
+    `numbers` int64 (N,) is the unit of each sample; `tokens` int (U,) what the samples of a unit begin with in common,
+    0 for less than MIN_PREFIX_TOKENS and for units of one.
+    """
+
+    numbers: NDArray[np.int64]
+    tokens: NDArray[np.integer]
+    alone: PrefixIndex | None = None
+
+    @classmethod
+    def of(
+        cls, unit_offsets: NDArray[np.int64], declared: NDArray[np.integer] | None, index: PrefixIndex | None
+    ) -> UnitPrefixes:
+        """Take the prefixes that a store declares of its units (U,), or else those that `index` has of their samples.
+
+        Units begin at `unit_offsets` (U + 1,).
+        """
+        sizes = np.diff(unit_offsets)
+        found = np.zeros(len(sizes), np.int64) if declared is None else np.array(declared, np.int64)
+        if declared is None and index is not None:
+            first = np.minimum.reduceat(index.places, unit_offsets[:-1])
+            last = np.maximum.reduceat(index.places, unit_offsets[:-1])
+            known = np.flatnonzero((first >= 0) & (first < last))
+            found[known] = index.common(first[known], last[known])
+        found[(sizes < 2) | (found < MIN_PREFIX_TOKENS)] = 0
+        return cls(np.repeat(np.arange(len(sizes)), sizes), found, index)
+
+    def groups(self, sample_ids: Sequence[int]) -> list[PrefixGroup]:
+        """Group whole units that have a prefix, and samples alone as `PrefixIndex` does."""
+        ids, members = np.asarray(sample_ids, dtype=np.int64), dict[int, list[int]]()
+        for index, unit in enumerate(self.numbers[ids].tolist()):
+            members.setdefault(unit, []).append(index)
+        groups = [PrefixGroup(int(self.tokens[unit]), own) for unit, own in members.items() if self.tokens[unit]]
+        single = [own[0] for own in members.values() if len(own) == 1]
+        found = [] if self.alone is None else self.alone.groups(ids[single].tolist())
+        return groups + [PrefixGroup(tokens, [single[each] for each in own]) for tokens, own in found]
+
+
+def make_bundles(items: Sequence[Item], groups: Sequence[PrefixGroup] = (), most_tokens: int = 0) -> list[Bundle]:
+    """Cut groups of items into bundles of about `most_tokens`, except units; other units are bundles of their own."""
+    units: dict[int, list[int]] = {}
+    for index, item in enumerate(items):
+        units.setdefault(index if item.unit is None else item.unit, []).append(index)
+    bundles, lengths = [], [item.length for item in items]
     for number, (prefix_tokens, members) in enumerate(groups):
-        alone -= set(members)
+        unit = items[members[0]].unit
+        if unit is not None and len(units[unit]) > 1:
+            num_again = len(members) - 1
+            total = sum([lengths[member] for member in members])
+            bundles.append(Bundle(units.pop(unit), total - num_again * prefix_tokens, prefix_tokens, number))
+            continue
+        for member in members:
+            own_unit = items[member].unit
+            del units[member if own_unit is None else own_unit]
         limit, own, num_tokens = min(most_tokens, _LEAST_PART * prefix_tokens), [members[0]], lengths[members[0]]
         for member in members[1:]:
             more = lengths[member] - prefix_tokens
@@ -151,7 +212,8 @@ def make_bundles(groups: Sequence[PrefixGroup], lengths: Sequence[int], most_tok
             own.append(member)
             num_tokens += more
         bundles.append(Bundle(own, num_tokens, prefix_tokens, number))
-    bundles += [Bundle([item], lengths[item]) for item in alone]
+    for own in units.values():
+        bundles.append(Bundle(own, lengths[own[0]] if len(own) == 1 else sum([lengths[index] for index in own])))
     return sorted(bundles, key=lambda bundle: bundle.members[0])
 
 

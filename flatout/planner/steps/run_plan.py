@@ -16,20 +16,21 @@ from flatout.config.schema import BatchConfig
 from flatout.errors import DataError, UsageError
 from flatout.planner.cost import COST_BY_TOKENS, CostModel
 from flatout.planner.steps.order import Families, permute
-from flatout.planner.steps.prefixes import PrefixIndex
+from flatout.planner.steps.prefixes import Prefixes
 from flatout.planner.steps.step_plan import (
     BatchLayout,
     MicroBatch,
-    Samples,
     StepPlan,
     assemble,
     assemble_eval,
     check_fits,
     padding_share,
 )
+from flatout.planner.steps.units import Samples, unit_numbers
 
-# part of every fingerprint: raise it when the order or the split into steps changes
-PLAN_VERSION = 1
+# part of every fingerprint: raise one when the order or the split into steps changes. A plan of single samples is what
+# it was before there were units, so that older checkpoints go on
+PLAN_VERSION, UNIT_PLAN_VERSION = 1, 2
 # samples read from the arrays at once when iterating over steps
 BLOCK_SAMPLES = 1 << 14
 # steps, evenly spaced over the run, that the share of shared tokens is estimated from
@@ -40,9 +41,10 @@ NUM_SHARED_STEPS = 128
 class RunPlan:
     """All steps of a run as a pure function; holds the length arrays and nothing per step.
 
-    Step i takes `batch.samples_per_step` samples of epoch i // `steps_per_epoch`, and the last step of an epoch takes
+    Step i takes `batch.samples_per_step` units of epoch i // `steps_per_epoch`, and the last step of an epoch takes
     the remainder; no step spans two epochs. Which samples a step holds depends on the data, `batch` and `seed`, never
-    on `num_ranks`, the token budget or the cost model. Make it with `make_plan`.
+    on `num_ranks`, the token budget or the cost model. Most data has units of one sample. `families` are consecutive
+    units. Make it with `make_plan`.
     """
 
     samples: Samples
@@ -57,6 +59,28 @@ class RunPlan:
         """Samples of one epoch."""
         return len(self.samples)
 
+    @cached_property
+    def unit_offsets(self) -> NDArray[np.int64] | None:
+        """Where units begin among the samples, and their number, int64 (U + 1,); None: each sample is a unit."""
+        return None if self.samples.units is None else np.append(self.samples.unit_starts, self.num_samples)
+
+    @property
+    def num_units(self) -> int:
+        """Units of one epoch."""
+        return self.num_samples if self.unit_offsets is None else len(self.unit_offsets) - 1
+
+    @property
+    def most_samples_per_step(self) -> int:
+        """An upper bound on the samples of a step."""
+        largest = 1 if self.unit_offsets is None else int(np.diff(self.unit_offsets).max())
+        return min(self.batch.samples_per_step * largest, self.num_samples)
+
+    @cached_property
+    def unit_tokens(self) -> NDArray[np.int64]:
+        """Tokens that a pass computes for each unit, int64 (U,): its prefix once, or its rows with padding."""
+        as_rows = self.layout.pass_tokens is not None
+        return self.samples.unit_tokens(as_rows=as_rows, prefixes=self.layout.unit_prefixes)
+
     @property
     def shares_prefixes(self) -> bool:
         """Whether samples of a micro-batch share their common prefixes."""
@@ -66,15 +90,15 @@ class RunPlan:
     def batch_bounds(self) -> dict[str, int]:
         """Upper bounds on what a micro-batch holds: `max_documents` samples, and `max_prefixes` that they share."""
         if self.shares_prefixes:
-            num_samples = min(self.batch.samples_per_step, self.num_samples)
+            num_samples = self.most_samples_per_step
             # two samples at least have each
             return {"max_documents": num_samples, "max_prefixes": num_samples // 2}
         most = self.layout.micro_batch_tokens // int(self.samples.lengths.min())
-        return {"max_documents": min(self.batch.samples_per_step, most), "max_prefixes": 0}
+        return {"max_documents": min(self.most_samples_per_step, most), "max_prefixes": 0}
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self.num_samples // self.batch.samples_per_step)
+        return -(-self.num_units // self.batch.samples_per_step)
 
     def step(self, index: int) -> StepPlan:
         """Return the plan of one step. Raises IndexError outside [0, num_steps)."""
@@ -99,9 +123,9 @@ class RunPlan:
             yield self.step(index * (self.num_steps - 1) // max(1, count - 1))
 
     def epoch_after(self, step: StepPlan) -> float:
-        """Return the passes over the data, counted in samples, completed after this step."""
+        """Return the passes over the data, counted in units, completed after this step."""
         done = (step.index % self.steps_per_epoch + 1) * self.batch.samples_per_step
-        return step.epoch + min(1.0, done / self.num_samples)
+        return step.epoch + min(1.0, done / self.num_units)
 
     def naive_tokens(self, step: StepPlan) -> int:
         """Return the tokens, with padding, that a padding loader would compute for this step:
@@ -157,25 +181,26 @@ class RunPlan:
         self, micro_batch_tokens: int, cost: CostModel, *, lockstep: bool = False, expert_ranks: int = 1
     ) -> RunPlan:
         """Return the same steps with another token budget and cost. Raises UsageError for a sample over the budget."""
-        check_fits(self.samples, micro_batch_tokens)
         layout = replace(self.layout, micro_batch_tokens=micro_batch_tokens, cost=cost, lockstep=lockstep)
+        check_fits(self.samples, layout)
         return replace(self, layout=replace(layout, expert_ranks=expert_ranks))
 
     def resplit(self, step: StepPlan, rank: int, micro_batch_tokens: int) -> tuple[MicroBatch, ...]:
         """Split one rank's samples of a step into smaller micro-batches, as a plan with this token budget would.
 
-        Samples, ranks and label counts do not change. Raises ValueError for a sample over the budget.
+        Samples, ranks and label counts do not change, and units stay whole. Raises ValueError for one over the budget.
         """
         position = {sample_id: index for index, sample_id in enumerate(step.sample_ids)}
         ids = sorted((i for batch in step.ranks[rank] for i in batch.sample_ids), key=position.__getitem__)
         samples = self.samples.take(self.samples.indices_of(ids))
         return tuple(self.layout.micro_batches(samples.items(self.layout.cost), max_tokens=micro_batch_tokens))
 
-    def longest_sample(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Return the tokens of the longest sample in these micro-batches, as a row with its padding."""
-        ids = [sample_id for batch in micro_batches for sample_id in batch.sample_ids]
-        longest = int(self.samples.lengths[self.samples.indices_of(ids)].max())
-        return max([longest, *(batch.row_length or 0 for batch in micro_batches)])
+    def largest_unit(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Return the tokens of the largest unit in these micro-batches, as rows with their padding: none is smaller."""
+        indices = self.samples.indices_of([sample_id for batch in micro_batches for sample_id in batch.sample_ids])
+        if self.unit_offsets is not None:
+            indices = np.searchsorted(self.unit_offsets, indices, side="right") - 1
+        return int(self.unit_tokens[indices].max())
 
     def describe(self, ranks_per_group: int = 1) -> str:
         """Describe the plan in one line; balance and padding come from a sample of its steps.
@@ -187,9 +212,10 @@ class RunPlan:
         padding = padding_share(steps)
         epochs = self.epoch_after(self.step(self.num_steps - 1))
         ranks = "rank(s)" if ranks_per_group == 1 else f"group(s) of {ranks_per_group} ranks"
+        unit, whole = ("samples", "") if self.unit_offsets is None else ("units", f" ({self.num_samples:,} samples)")
         return (
-            f"{self.num_steps:,} steps of {self.batch.samples_per_step} samples, {epochs:.4g} epochs of "
-            f"{self.num_samples:,}; {self.layout.num_ranks} {ranks}, balance {balance:.3f}, "
+            f"{self.num_steps:,} steps of {self.batch.samples_per_step} {unit}, {epochs:.4g} epochs of "
+            f"{self.num_units:,}{whole}; {self.layout.num_ranks} {ranks}, balance {balance:.3f}, "
             f"{self.padding_avoided(steps):.0%} padding avoided{f', {padding:.1%} padding' if padding else ''}"
         )
 
@@ -199,10 +225,11 @@ class RunPlan:
 
         It does not depend on the run's length, so that runs can be extended, nor on ranks or the token budget.
         """
-        facts = [PLAN_VERSION, self.seed, self.batch.samples_per_step, self.batch.shuffle, self.num_samples]
+        version = PLAN_VERSION if self.unit_offsets is None else UNIT_PLAN_VERSION
+        facts = [version, self.seed, self.batch.samples_per_step, self.batch.shuffle, self.num_samples]
         digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
         families = self.families.starts if self.families and self.batch.shuffle else None
-        for array in (self.samples.lengths, self.samples.num_labels, self.samples.ids, families):
+        for array in (self.samples.lengths, self.samples.num_labels, self.samples.ids, families, self.unit_offsets):
             if array is None:
                 continue
             for start in range(0, len(array), BLOCK_SAMPLES):
@@ -212,13 +239,17 @@ class RunPlan:
     def _block(self, first: int, stop: int) -> Iterator[StepPlan]:
         """Yield the steps [first, stop), which are all in one epoch."""
         epoch, first_in_epoch = divmod(first, self.steps_per_epoch)
-        per_step = self.batch.samples_per_step
+        per_step, offsets = self.batch.samples_per_step, self.unit_offsets
         start = first_in_epoch * per_step
-        positions = np.arange(start, min(start + (stop - first) * per_step, self.num_samples))
+        positions = np.arange(start, min(start + (stop - first) * per_step, self.num_units))
         if self.batch.shuffle and self.families is not None:
             positions = self.families.permute(positions, seed=self.seed, epoch=epoch)
         elif self.batch.shuffle:
-            positions = permute(positions, self.num_samples, seed=self.seed, epoch=epoch)
+            positions = permute(positions, self.num_units, seed=self.seed, epoch=epoch)
+        if offsets is not None:
+            sizes = np.diff(offsets)[positions]
+            first_of = np.repeat(offsets[positions] - (np.cumsum(sizes) - sizes), sizes)
+            positions = first_of + np.arange(len(first_of))
         return assemble(self.samples.take(positions), per_step, self.layout, epoch=epoch, first_index=first)
 
 
@@ -233,24 +264,27 @@ def make_plan(
     cost: CostModel = COST_BY_TOKENS,
     sample_ids: ArrayLike | None = None,
     pass_tokens: int | None = None,
-    prefixes: PrefixIndex | None = None,
+    prefixes: Prefixes | None = None,
     row_keys: ArrayLike | None = None,
+    unit_offsets: ArrayLike | None = None,
 ) -> RunPlan:
     """Plan a run from integer arrays (n,): tokens and label tokens of every sample; memory-mapped arrays stay on disk.
 
     `micro_batch_tokens` is batch.micro_batch_tokens, or the chosen value if that is null. `sample_ids` (ascending,
     unique) restricts the plan to these samples; `pass_tokens` and `prefixes` are as in `BatchLayout`. With `row_keys`
-    (n,), neighbours of one row follow each other in every epoch.
+    (n,), neighbours of one row follow each other in every epoch. Units begin at `unit_offsets` (U + 1,); by default
+    each sample is one.
     `batch.max_steps` overrides `batch.epochs`; a fraction of an epoch is rounded up to whole steps. Raises UsageError
-    for a sample longer than `micro_batch_tokens`, and DataError for empty or damaged data and data without label
-    tokens. A single step without label tokens is planned; the run skips it.
+    for a sample or unit longer than `micro_batch_tokens`, and DataError for empty or damaged data, a part of a unit,
+    and data without label tokens. A single step without label tokens is planned; the run skips it.
     """
-    samples = select_samples(lengths, num_labels, sample_ids, micro_batch_tokens)
     layout = BatchLayout(num_ranks, micro_batch_tokens, cost, pass_tokens=pass_tokens, prefixes=prefixes)
+    samples = select_samples(lengths, num_labels, sample_ids, layout, unit_offsets)
     families = None
     if row_keys is not None:
         keys = np.asarray(row_keys)
-        families = Families.of(keys if sample_ids is None else keys[np.asarray(sample_ids)])
+        keys = keys if sample_ids is None else keys[np.asarray(sample_ids)]
+        families = Families.of(keys if samples.units is None else keys[samples.unit_starts])
     epoch = RunPlan(samples, batch, seed, layout, num_steps=0, families=families)
     # exact: in floating point, 1.1 epochs of 10 steps are 11.000000000000002, which would round up to 12
     num_steps = batch.max_steps or -int(-Fraction(str(batch.epochs)) * epoch.steps_per_epoch // 1)
@@ -268,6 +302,7 @@ def make_eval_plan(
     lockstep: bool = False,
     pass_tokens: int | None = None,
     expert_ranks: int = 1,
+    unit_offsets: ArrayLike | None = None,
 ) -> StepPlan:
     """Plan one pass over the given samples (all by default) as one step: micro-batches in the order of the ids.
 
@@ -275,27 +310,34 @@ def make_eval_plan(
     same number of micro-batches, of one size among `expert_ranks`. `num_label_tokens` is the divisor of the evaluation
     loss. Raises UsageError and DataError as `make_plan` does.
     """
-    samples = select_samples(lengths, num_labels, sample_ids, micro_batch_tokens)
     layout = BatchLayout(num_ranks, micro_batch_tokens, cost, lockstep, pass_tokens, expert_ranks)
+    samples = select_samples(lengths, num_labels, sample_ids, layout, unit_offsets)
     return assemble_eval(samples, layout)
 
 
 def split_held_out(
-    row_keys: ArrayLike, fraction: float, seed: int, hashes: ArrayLike | None = None
+    row_keys: ArrayLike,
+    fraction: float,
+    seed: int,
+    hashes: ArrayLike | None = None,
+    unit_offsets: ArrayLike | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Split samples deterministically into sorted (train_ids, eval_ids): disjoint, covering all, neither empty.
 
     `row_keys` (n,) gives the row that each sample comes from, `hashes` (n,) its content. Samples of one row (its copies
-    in a weighted mix, the windows of a long text) and rows with equal samples go to the same side; rows with more
-    copies than all of the evaluation should have go to training. Raises UsageError for a fraction outside (0, 1),
-    DataError for fewer than two different rows.
+    in a weighted mix, the windows of a long text), samples of one unit, and rows with equal samples go to the same
+    side; rows with more copies than all of the evaluation should have go to training. Raises UsageError for a fraction
+    outside (0, 1), DataError for fewer than two different rows.
     """
     if not 0.0 < fraction < 1.0:
         raise UsageError(f"eval.fraction is {fraction}; expected a share between 0 and 1")
     keys = np.asarray(row_keys)
     rows = np.unique(keys, return_inverse=True)[1]
     # each group is named by its first sample
-    group = _joined([rows] if hashes is None else [rows, np.unique(np.asarray(hashes), return_inverse=True)[1]])
+    labelings = [rows] if hashes is None else [rows, np.unique(np.asarray(hashes), return_inverse=True)[1]]
+    if (units := unit_numbers(unit_offsets, None)) is not None:
+        labelings.append(np.asarray(units, np.int64))
+    group = _joined(labelings)
     groups, group_of, sizes = np.unique(group, return_inverse=True, return_counts=True)
     num_groups = len(groups)
     if num_groups < 2:
@@ -327,22 +369,27 @@ def _joined(labelings: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 
 
 def select_samples(
-    lengths: ArrayLike, num_labels: ArrayLike, sample_ids: ArrayLike | None, micro_batch_tokens: int
+    lengths: ArrayLike,
+    num_labels: ArrayLike,
+    sample_ids: ArrayLike | None,
+    layout: BatchLayout,
+    unit_offsets: ArrayLike | None = None,
 ) -> Samples:
     """Select a plan's samples from arrays (n,) by ids. Raises like `make_plan`, and DataError for invalid ids."""
     lengths, num_labels = np.asanyarray(lengths), np.asanyarray(num_labels)
     if lengths.ndim != 1 or lengths.shape != num_labels.shape:
         raise DataError(f"lengths {lengths.shape} and label counts {num_labels.shape} must be equal 1-d shapes")
-    samples = Samples(lengths, num_labels)
+    samples = Samples(lengths, num_labels, units=unit_numbers(unit_offsets, None))
     if sample_ids is not None:
         ids = np.asarray(sample_ids, dtype=np.int64)
         if ids.ndim != 1 or (ids.size and (ids[0] < 0 or ids[-1] >= len(lengths))) or (np.diff(ids) <= 0).any():
             raise DataError(f"sample ids must be ascending and unique, from 0 to {len(lengths) - 1}")
         # giving all ids is the same as giving none
-        samples = samples if len(ids) == len(lengths) else Samples(lengths[ids], num_labels[ids], ids)
+        if len(ids) != len(lengths):
+            samples = Samples(lengths[ids], num_labels[ids], ids, unit_numbers(unit_offsets, ids))
     if not len(samples):
         raise DataError("the data set is empty; add rows")
-    check_fits(samples, micro_batch_tokens)
+    check_fits(samples, layout)
     if not samples.num_labels.any():
         raise DataError(f"none of the {len(samples)} samples has a label token, so there is no loss to compute")
     return samples

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flatout.errors import DataError, UsageError
 from flatout.planner.cost import CostModel
 from flatout.planner.steps.partition import bin_pack, partition
-from flatout.planner.steps.prefixes import Bundle, PrefixIndex, make_bundles, tokens_together
+from flatout.planner.steps.prefixes import Bundle, Prefixes, PrefixGroup, UnitPrefixes, make_bundles, tokens_together
 from flatout.planner.steps.rows import cut_rows, row_length
+from flatout.planner.steps.units import Integers, Item, Samples
 
 # a step of rows is cut into about 1 to 4 micro-batches a rank, with some slack, and the most even cut is taken
 ROW_CUTS, ROW_SLACK = (1, 2, 3, 4), 1.05
@@ -99,46 +100,6 @@ def shared_flops(batch: MicroBatch, cost: CostModel) -> float:
     return sum((count - 1) * float(cost.flops(num_tokens, 0)) for num_tokens, count in batch.shared)
 
 
-Integers = NDArray[np.integer]
-
-
-class Item(NamedTuple):
-    """One sample: its id, tokens, label tokens and FLOPs."""
-
-    sample_id: int
-    length: int
-    num_labels: int
-    cost: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Samples:
-    """Samples in training order: integer arrays of the same shape (n,); `ids` None means 0 to n - 1."""
-
-    lengths: Integers
-    num_labels: Integers
-    ids: Integers | None = None
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def take(self, indices: NDArray[np.int64]) -> Samples:
-        """Return the samples at these indices, in this order."""
-        ids = indices if self.ids is None else self.ids[indices]
-        return Samples(self.lengths[indices], self.num_labels[indices], ids)
-
-    def indices_of(self, ids: Sequence[int]) -> NDArray[np.int64]:
-        """Return the indices of these ids; only if `self.ids` is ascending."""
-        wanted = np.asarray(ids, dtype=np.int64)
-        return wanted if self.ids is None else np.searchsorted(self.ids, wanted)
-
-    def items(self, cost: CostModel) -> list[Item]:
-        """Return the samples as plain Python values, which small loops read faster than arrays."""
-        ids = range(len(self)) if self.ids is None else self.ids.tolist()
-        costs = cost.flops(self.lengths, self.num_labels).tolist()
-        return list(map(Item, ids, self.lengths.tolist(), self.num_labels.tolist(), costs))
-
-
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
     """How a step is distributed: over ranks balanced by `cost`, in micro-batches of at most `micro_batch_tokens`.
@@ -155,7 +116,12 @@ class BatchLayout:
     lockstep: bool = False
     pass_tokens: int | None = None
     expert_ranks: int = 1
-    prefixes: PrefixIndex | None = None
+    prefixes: Prefixes | None = None
+
+    @property
+    def unit_prefixes(self) -> Integers | None:
+        """The tokens that each numbered unit begins with in common, and computes once."""
+        return self.prefixes.tokens if isinstance(self.prefixes, UnitPrefixes) else None
 
     @property
     def name(self) -> Literal["packed", "rows"]:
@@ -165,15 +131,26 @@ class BatchLayout:
     def micro_batches(
         self, items: Sequence[Item], *, at_least: int = 1, max_tokens: int | None = None
     ) -> list[MicroBatch]:
-        """Split one rank's samples into micro-batches within the budget or `max_tokens`, largest first."""
-        lengths, budget = [item.length for item in items], max_tokens or self.micro_batch_tokens
-        if self.prefixes is not None:
-            return self._shared_batches(items, budget, at_least)
-        if self.pass_tokens is None:
-            parts = bin_pack(lengths, budget, at_least=at_least)
+        """Split one rank's units into micro-batches within the budget or `max_tokens`, largest first."""
+        budget = max_tokens or self.micro_batch_tokens
+        groups = self._groups(items)
+        if not groups and self.pass_tokens is None and items and items[0].unit is None:  # most runs: none to bundle
+            packed = bin_pack([item.length for item in items], budget, at_least=at_least)
+            return [self.micro_batch([items[index] for index in part]) for part in packed]
+        bundles = make_bundles(items, groups, budget)
+        if self.pass_tokens is not None:
+            longest = [max([items[index].length for index in bundle.members]) for bundle in bundles]
+            counts = [len(bundle.members) for bundle in bundles]
+            limits: dict[str, Any] = {"cost": self.cost, "pass_tokens": self.pass_tokens}
+            parts = cut_rows(longest, budget, at_least=at_least, counts=counts, **limits)
         else:
-            parts = cut_rows(lengths, budget, cost=self.cost, pass_tokens=self.pass_tokens, at_least=at_least)
-        return [self.micro_batch([items[index] for index in part]) for part in parts]
+            parts = bin_pack(
+                [bundle.num_tokens for bundle in bundles],
+                budget,
+                at_least=at_least,
+                size_of=(lambda part: tokens_together([bundles[index] for index in part])) if groups else None,
+            )
+        return [self._batch_of(items, groups, [bundles[index] for index in part]) for part in parts]
 
     def micro_batch(self, items: Sequence[Item]) -> MicroBatch:
         """Return these samples as one micro-batch."""
@@ -185,51 +162,39 @@ class BatchLayout:
         )
 
     def deal(self, items: Sequence[Item]) -> list[list[Item]]:
-        """Deal packed samples to the ranks, balanced by cost; samples with a common prefix stay together if they can.
+        """Deal packed units to the ranks, balanced by cost; those with a common prefix stay together if they can.
 
-        No bundle is larger than a rank's share of the tokens.
+        No bundle of several units is larger than a rank's share of the tokens.
         """
         if self.num_ranks == 1:
             return [list(items)]
-        groups = [] if self.prefixes is None else self.prefixes.groups([item.sample_id for item in items])
-        if not groups:
+        groups = self._groups(items)
+        if not groups and items[0].unit is None:  # most runs: none to bundle
             alone = partition([item.cost for item in items], self.num_ranks)
             return [[items[index] for index in share] for share in alone]
         total = sum([item.length for item in items]) - sum(each * (len(own) - 1) for each, own in groups)
-        bundles = make_bundles(groups, [item.length for item in items], total // self.num_ranks)
+        bundles = make_bundles(items, groups, total // self.num_ranks)
         costs = [sum([items[index].cost for index in bundle.members]) for bundle in bundles]
         for index, bundle in enumerate(bundles):
-            if (num_again := len(bundle.members) - 1) > 0:
+            if bundle.prefix_tokens and (num_again := len(bundle.members) - 1) > 0:
                 costs[index] -= num_again * float(self.cost.flops(bundle.prefix_tokens, 0))
         shares = [[bundles[index] for index in share] for share in partition(costs, self.num_ranks)]
-        return [[items[index] for index in sorted(i for own in share for i in own.members)] for share in shares]
+        return [[items[index] for index in sorted([i for own in share for i in own.members])] for share in shares]
 
-    def _shared_batches(self, items: Sequence[Item], budget: int, at_least: int) -> list[MicroBatch]:
-        """Split one rank's samples into micro-batches within the budget, in which common prefixes count once."""
-        assert self.prefixes is not None
-        groups = self.prefixes.groups([item.sample_id for item in items])
-        bundles = make_bundles(groups, [item.length for item in items], budget)
-        sizes = [bundle.num_tokens for bundle in bundles]
-        parts = bin_pack(
-            sizes,
-            budget,
-            at_least=at_least,
-            size_of=lambda part: tokens_together([bundles[index] for index in part]),
-        )
-        return [self._shared_batch(items, [bundles[index] for index in part]) for part in parts]
+    def _groups(self, items: Sequence[Item]) -> list[PrefixGroup]:
+        return [] if self.prefixes is None else self.prefixes.groups([item.sample_id for item in items])
 
-    def _shared_batch(self, items: Sequence[Item], bundles: Sequence[Bundle]) -> MicroBatch:
+    def _batch_of(self, items: Sequence[Item], groups: Sequence[PrefixGroup], bundles: Sequence[Bundle]) -> MicroBatch:
         """Return bundles of these samples as one micro-batch: first each group of samples, then samples alone."""
-        groups: dict[int, tuple[int, list[int]]] = {}
-        alone = [index for bundle in bundles if bundle.group < 0 for index in bundle.members]
+        members: dict[int, list[int]] = {}
         for bundle in bundles:
-            if bundle.group >= 0:
-                groups.setdefault(bundle.group, (bundle.prefix_tokens, []))[1].extend(bundle.members)
-        alone += [own[0] for _, own in groups.values() if len(own) == 1]
-        kept = [(prefix_tokens, sorted(own)) for prefix_tokens, own in groups.values() if len(own) > 1]
+            members.setdefault(bundle.group, []).extend(bundle.members)
+        alone = members.pop(-1, [])
+        alone += [own[0] for own in members.values() if len(own) == 1]
+        kept = [(groups[number].num_tokens, sorted(own)) for number, own in members.items() if len(own) > 1]
         order = [index for _, own in kept for index in own] + sorted(alone)
         batch = self.micro_batch([items[index] for index in order])
-        return replace(batch, shared=tuple((prefix_tokens, len(own)) for prefix_tokens, own in kept))
+        return replace(batch, shared=tuple((tokens, len(own)) for tokens, own in kept)) if kept else batch
 
     def load(self, batch: MicroBatch) -> float:
         """Return what a micro-batch of rows costs: FLOPs with padding, and the fixed cost of a pass."""
@@ -244,12 +209,12 @@ class BatchLayout:
 
 
 def assemble(
-    samples: Samples, samples_per_step: int, layout: BatchLayout, *, epoch: int, first_index: int
+    samples: Samples, units_per_step: int, layout: BatchLayout, *, epoch: int, first_index: int
 ) -> Iterator[StepPlan]:
-    """Yield steps of `samples_per_step` ordered samples (the last may have fewer), distributed over the ranks."""
-    items = samples.items(layout.cost)
-    for offset, start in enumerate(range(0, len(items), samples_per_step)):
-        group = items[start : start + samples_per_step]
+    """Yield steps of `units_per_step` ordered units (the last may have fewer), distributed over the ranks."""
+    items, starts = samples.items(layout.cost), samples.unit_starts[::units_per_step].tolist()
+    for offset, (start, stop) in enumerate(pairwise([*starts, len(items)])):
+        group = items[start:stop]
         if layout.pass_tokens is None:
             shares = layout.deal(group)
             ranks = [layout.micro_batches(share) for share in shares]
@@ -270,10 +235,12 @@ def _deal_rows(group: Sequence[Item], layout: BatchLayout) -> tuple[list[list[Mi
     if layout.num_ranks == 1:
         whole = layout.micro_batches(group)
         return [whole], [sum(map(layout.load, whole))]
-    longest, total = max(item.length for item in group), sum(item.length for item in group)
+    units = [[group[index].length for index in bundle.members] for bundle in make_bundles(group)]
+    longest = max([len(own) * row_length(max(own)) for own in units])
+    total = sum(item.length for item in group)
     found: list[tuple[list[list[MicroBatch]], list[float]]] = []
     for cuts in ROW_CUTS:
-        even = max(row_length(longest), int(ROW_SLACK * total / (cuts * layout.num_ranks)))
+        even = max(longest, int(ROW_SLACK * total / (cuts * layout.num_ranks)))
         batches = layout.micro_batches(group, max_tokens=min(layout.micro_batch_tokens, even))
         found.append(_deal(batches, [layout.load(batch) for batch in batches], layout.num_ranks))
     return min(found, key=lambda dealt: max(dealt[1]))
@@ -291,7 +258,7 @@ def _deal(
 def assemble_eval(samples: Samples, layout: BatchLayout) -> StepPlan:
     """Return all samples as one unshuffled step: micro-batches within the budget, balanced by cost.
 
-    They hold consecutive samples, or as rows samples of similar lengths.
+    They hold consecutive units, or as rows units of similar lengths.
     """
     items = samples.items(layout.cost)
     if layout.pass_tokens is not None:
@@ -299,12 +266,12 @@ def assemble_eval(samples: Samples, layout: BatchLayout) -> StepPlan:
         return _step(0, 0, items, *_deal(rows, [layout.load(batch) for batch in rows], layout.num_ranks), layout)
     bins: list[list[Item]] = []
     room = -1
-    for item in items:
-        if item.length > room:
+    for bundle in make_bundles(items):
+        if bundle.num_tokens > room:
             bins.append([])
             room = layout.micro_batch_tokens
-        bins[-1].append(item)
-        room -= item.length
+        bins[-1] += [items[index] for index in bundle.members]
+        room -= bundle.num_tokens
     costs = [sum([item.cost for item in batch]) for batch in bins]
     return _step(0, 0, items, *_deal([layout.micro_batch(each) for each in bins], costs, layout.num_ranks), layout)
 
@@ -317,8 +284,9 @@ def _equal_sizes(ranks: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]
     ]
 
 
-def check_fits(samples: Samples, micro_batch_tokens: int) -> None:
+def check_fits(samples: Samples, layout: BatchLayout) -> None:
     """Raise UsageError if a sample is longer than a micro-batch may be, and DataError for impossible counts."""
+    micro_batch_tokens = layout.micro_batch_tokens
 
     def named(index: int) -> str:
         return f"sample {index if samples.ids is None else samples.ids[index]}"
@@ -331,6 +299,7 @@ def check_fits(samples: Samples, micro_batch_tokens: int) -> None:
             f"batch.micro_batch_tokens={micro_batch_tokens} (too long: {num_over} of {len(samples)}); "
             "raise batch.micro_batch_tokens, or lower data.max_tokens and rebuild the data"
         )
+    _check_units(samples, layout, named)
     if samples.lengths[shortest] < 1:
         raise DataError(f"{named(shortest)} has no tokens; rebuild the data")
     wrong = np.flatnonzero((samples.num_labels < 0) | (samples.num_labels > samples.lengths))
@@ -339,6 +308,23 @@ def check_fits(samples: Samples, micro_batch_tokens: int) -> None:
         raise DataError(
             f"{named(first)} has {int(samples.num_labels[first])} label tokens of "
             f"{int(samples.lengths[first])} tokens; rebuild the data"
+        )
+
+
+def _check_units(samples: Samples, layout: BatchLayout, named: Callable[[int], str]) -> None:
+    """Raise UsageError if a unit of several samples has more tokens than a micro-batch may have."""
+    if samples.units is None:
+        return
+    starts = samples.unit_starts
+    # padding may lift a unit over the budget
+    as_rows = layout.pass_tokens is not None
+    sizes = samples.unit_tokens(as_rows=as_rows, prefixes=layout.unit_prefixes, padded=False)
+    largest, budget = int(np.argmax(sizes)), layout.micro_batch_tokens
+    if sizes[largest] > budget:
+        raise UsageError(
+            f"the unit of {named(int(starts[largest]))} has {int(sizes[largest])} tokens, more than "
+            f"batch.micro_batch_tokens={budget} (too large: {int(np.count_nonzero(sizes > budget))} of {len(sizes)}); "
+            "raise batch.micro_batch_tokens, or lower data.max_tokens and rebuild the data"
         )
 
 
@@ -352,11 +338,12 @@ def _step(
 ) -> StepPlan:
     """Make a step whose ranks have `loads` FLOPs; in lockstep, pad every rank to the same number of micro-batches.
 
-    Fillers repeat the shortest sample, without loss.
+    Fillers repeat the shortest unit, without loss.
     """
     if layout.lockstep:
-        shortest = min(items, key=lambda item: item.length)
-        filler = replace(layout.micro_batch([shortest]), num_label_tokens=0, is_filler=True)
+        shortest = min(make_bundles(items), key=lambda bundle: bundle.num_tokens)
+        repeated = layout.micro_batch([items[index] for index in shortest.members])
+        filler = replace(repeated, num_label_tokens=0, is_filler=True)
         most = max(map(len, ranks))
         ranks = [[*batches, *[filler] * (most - len(batches))] for batches in ranks]
     if layout.expert_ranks > 1:
